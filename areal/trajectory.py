@@ -1,0 +1,64 @@
+"""Trajectories and groups: what travels from generation to training.
+
+A token the policy did not sample (the prompt, a tool's answer) has version -1 and takes no part in the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+NOT_SAMPLED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One sample of a group. All arrays have the same length T.
+
+    tokens: int32, prompt and completion as the engine saw them (never re-tokenised).
+    logprobs: float32, log pi_behav of each sampled token after temperature; 0 where not sampled.
+    versions: int32, the policy version that sampled each token; -1 where not sampled.
+    reward: the score of the whole trajectory.
+    finish: "stop" (the policy ended it) or "length" (cut at `max_new_tokens`).
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    reward: float
+    finish: str
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"tokens, logprobs and versions differ in length: "
+                f"{len(self.tokens)}, {len(self.logprobs)}, {len(self.versions)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """bool [T]: the tokens that the policy sampled."""
+        return self.versions != NOT_SAMPLED
+
+    @property
+    def start_version(self) -> int:
+        """The version that sampled the first sampled token."""
+        return int(self.versions[self.sampled.argmax()])
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt and its G samples: the unit of admission, readiness and training."""
+
+    id: str
+    prompt_index: int
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def start_version(self) -> int:
+        """The version that sampled the group's first token: the oldest of its samples' start versions."""
+        return min(t.start_version for t in self.trajectories)

@@ -1,0 +1,352 @@
+"""Every message of the protocol, as frozen pydantic models.
+
+| from | to | request | answer |
+|---|---|---|---|
+| any | master | Join | Welcome |
+| any | master | Heartbeat | HeartbeatAnswer |
+| any | master | Leave | Done |
+| any | master | AskSnapshot | Snapshot |
+| rollout_manager | master | AskPermits | Permits |
+| rollout_manager | master | RenewLeases | LostLeases |
+| rollout_manager | master | GroupStarted, GroupFailed | Done |
+| rollout_manager | generator | Generate | stream of TokenChunk |
+| rollout_manager | reward | Score | Scored |
+| rollout_manager | trainer | StoreGroup | Done |
+| trainer | master | GroupReady | GroupAccepted |
+| trainer | master | AskBatch | BatchAnswer |
+| trainer | master | CommitStep | Done |
+| trainer | master | TrainingFinished | Done |
+| evaluator | master | AskEvaluation | EvaluationAnswer |
+| evaluator | master | EvaluationDone | Done |
+| monitor | master | AskStatus | Status |
+
+The master publishes PolicyPublished, MembersChanged, Tick and Shutdown.
+Arrays are numpy and travel as raw frames. Times are in seconds unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf
+
+PROTOCOL_VERSION = 1
+
+Array = InstanceOf[np.ndarray]
+Name = Annotated[str, Field(max_length=256)]
+KINDS: dict[str, type[Message]] = {}
+
+
+class Part(BaseModel):
+    """A piece of a message."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Message(Part):
+    """A message on the bus; `kind` is its class name in snake case."""
+
+    kind: ClassVar[str]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        KINDS[cls.kind] = cls
+
+
+# --- of the transport itself
+
+
+class Failure(Message):
+    """The typed error that answers a request."""
+
+    code: Name
+    text: Annotated[str, Field(max_length=4096)]
+
+
+class Credit(Message):
+    """The receiver of a stream has room for `parts` more."""
+
+    parts: Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class Cancel(Message):
+    """The asker no longer wants the answer."""
+
+
+class KeepAlive(Message):
+    """The stream's server lives but has nothing to send yet."""
+
+
+class StreamEnd(Message):
+    """The stream is complete."""
+
+
+class Done(Message):
+    """Committed."""
+
+
+# --- membership
+
+
+class Policy(Part):
+    """A policy's identity is (lineage, version); `folder` holds its model.safetensors."""
+
+    lineage: int
+    version: int
+    folder: str
+
+
+class Member(Part):
+    """An actor as the directory lists it. `identity` is role/index#incarnation."""
+
+    identity: Name
+    role: Name
+    index: int
+    address: Name
+    state: Literal["stale", "healthy"]
+    serves: tuple[Name, ...] = ()
+
+
+class Join(Message):
+    role: Name
+    index: int | None
+    address: Name
+    serves: tuple[Name, ...] = ()
+
+
+class Snapshot(Message):
+    """The truth for late joiners; events after `sequence` change it."""
+
+    policy: Policy
+    members: tuple[Member, ...]
+    sequence: int
+
+
+class Welcome(Message):
+    """The answer to Join: who the actor is, the run's configuration and where events are published."""
+
+    identity: Name
+    config: dict[str, Any]
+    events: Name
+    snapshot: Snapshot
+
+
+class Heartbeat(Message):
+    """Sent every second. `stats` are gauges and counters by name; a healthy generator has the policy loaded."""
+
+    state: Literal["stale", "healthy"]
+    activity: Annotated[str, Field(max_length=512)]
+    stats: dict[str, float]
+
+
+class HeartbeatAnswer(Message):
+    policy: Policy
+    sequence: int
+    ended: bool
+
+
+class Leave(Message):
+    reason: Annotated[str, Field(max_length=4096)]
+
+
+class AskSnapshot(Message):
+    pass
+
+
+# --- rollouts
+
+
+class Permit(Part):
+    """The right to start a group; its samples need weights of `min_version` or newer."""
+
+    group: Name
+    prompt_index: int
+    min_version: int
+
+
+class AskPermits(Message):
+    """Answered as soon as at least one permit is free, or empty when the remaining time is nearly over."""
+
+    count: Annotated[int, Field(ge=1, le=65536)]
+
+
+class Permits(Message):
+    permits: tuple[Permit, ...]
+
+
+class RenewLeases(Message):
+    groups: tuple[Name, ...]
+
+
+class LostLeases(Message):
+    """Groups that are no longer the asker's: it aborts them."""
+
+    groups: tuple[Name, ...]
+
+
+class GroupStarted(Message):
+    group: Name
+    start_version: int
+
+
+class GroupFailed(Message):
+    group: Name
+    reason: Annotated[str, Field(max_length=4096)]
+
+
+class Generate(Message):
+    """Continue `tokens` (int32 [T]); answered by a stream of TokenChunk."""
+
+    tokens: Array
+    temperature: float
+    top_p: float
+    max_new_tokens: Annotated[int, Field(ge=1)]
+    min_version: int
+
+
+class TokenChunk(Message):
+    """tokens int32, logprobs float32, versions int32, all [n]; `finish` on the last chunk only."""
+
+    tokens: Array
+    logprobs: Array
+    versions: Array
+    finish: Literal["stop", "length"] | None
+
+
+class Score(Message):
+    function: Name
+    prompt: str
+    completion: str
+    row: dict[str, Any]
+
+
+class Scored(Message):
+    score: float
+
+
+class TrajectoryPart(Part):
+    """One sample: arrays [T] as in areal.trajectory."""
+
+    tokens: Array
+    logprobs: Array
+    versions: Array
+    reward: float
+    finish: Literal["stop", "length"]
+
+
+class StoreGroup(Message):
+    """A finished group for the trajectory buffer of trainer rank 0."""
+
+    group: Name
+    prompt_index: int
+    trajectories: tuple[TrajectoryPart, ...]
+
+
+# --- training
+
+
+class GroupReady(Message):
+    """The group's payload is in the trajectory buffer."""
+
+    group: Name
+    start_version: int
+    reward_mean: float
+    tokens: int
+
+
+class GroupAccepted(Message):
+    """`accepted` is false for a group that is no longer alive: its payload is dropped."""
+
+    accepted: bool
+
+
+class AskBatch(Message):
+    """The batch of the step that leads from `version` to `version + 1`; answered once it may start."""
+
+    version: int
+
+
+class BatchAnswer(Message):
+    """`ready`: train `groups`, with tokens older than `mask_older_than` out of the loss. `waiting`: ask again.
+    `ended`: the run has reached its end, no batch will come."""
+
+    status: Literal["ready", "waiting", "ended"]
+    groups: tuple[Name, ...] = ()
+    mask_older_than: int | None = None
+
+
+class CommitStep(Message):
+    """The step on `policy.version - 1` is done and its weights stand in `policy.folder`."""
+
+    policy: Policy
+    metrics: dict[str, float | None]
+
+
+class TrainingFinished(Message):
+    """The last checkpoint is saved."""
+
+    checkpoint: str
+
+
+# --- evaluation and monitoring
+
+
+class AskEvaluation(Message):
+    pass
+
+
+class EvaluationAnswer(Message):
+    """`version`: evaluate this one now; None: ask again."""
+
+    version: int | None
+
+
+class Sample(Part):
+    prompt: str
+    completion: str
+    answer: str | None
+    score: float
+
+
+class EvaluationDone(Message):
+    version: int
+    accuracy: float
+    rows: int
+    failed: int
+    samples: tuple[Sample, ...]
+
+
+class AskStatus(Message):
+    pass
+
+
+class Status(Message):
+    """What a monitor shows: see `areal.metrics.Status` for the keys."""
+
+    values: dict[str, Any]
+
+
+# --- events
+
+
+class PolicyPublished(Message):
+    policy: Policy
+
+
+class MembersChanged(Message):
+    members: tuple[Member, ...]
+
+
+class Tick(Message):
+    """Published every second, so that a lost event is noticed at the next one."""
+
+
+class Shutdown(Message):
+    """The run is over. `ok`: it reached its end."""
+
+    ok: bool
+    reason: Annotated[str, Field(max_length=4096)]
