@@ -6,13 +6,13 @@ This module imports neither torch nor vLLM, so that a configuration is checked b
 
 from __future__ import annotations
 
-import os
+import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, CliSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 
 class UserError(Exception):
@@ -100,16 +100,21 @@ class TrainerConfig(Section):
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only the last")
 
 
+class EvaluatorConfig(Section):
+    """Scores held-out rows at the first and the last version."""
+
+    temperature: float = Field(1.0, gt=0)
+    timeout_seconds: float = Field(600.0, gt=0, description="deadline of one evaluation")
+
+
 class MasterConfig(Section):
     address: str = Field("tcp://127.0.0.1:5555", pattern=r"^tcp://.+:\d+$")
     lease_seconds: float = Field(30.0, gt=0, description="silence after which an actor's leases return")
     stall_seconds: float = Field(300.0, gt=0, description="time without any progress after which the run gives up")
 
 
-class Config(BaseSettings):
+class Config(Section):
     """A run. `batch_size` (B) and all bounds count groups: prompts with their `group_size` (G) samples."""
-
-    model_config = SettingsConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     name: str = Field("run", pattern=r"^[\w.-]+$", description="the run's folder below run_dir")
     run_dir: Path = Path("runs")
@@ -123,7 +128,7 @@ class Config(BaseSettings):
     on_failed_sample: Literal["requeue", "discard"] = Field(
         "requeue", description="what becomes of a group whose completion could not be scored"
     )
-    max_attempts: int = Field(3, ge=1, description="times a prompt is admitted before its group is discarded")
+    max_attempts: int = Field(3, ge=1, description="failures of a prompt after which it is discarded")
 
     data: DataConfig
     sampling: SamplingConfig
@@ -131,13 +136,8 @@ class Config(BaseSettings):
     generator: GeneratorConfig = GeneratorConfig()
     rollout_manager: RolloutManagerConfig = RolloutManagerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    evaluator: EvaluatorConfig = EvaluatorConfig()
     master: MasterConfig = MasterConfig()
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)  # no environment variables: nothing is configured twice
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Config:
@@ -152,3 +152,67 @@ class Config(BaseSettings):
     def folder(self) -> Path:
         """The run folder."""
         return self.run_dir / self.name
+
+
+def load_config(file: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a YAML file, changed by overrides such as `generator.count=2`.
+
+    Raises UserError, which names the key, its place and what to do.
+    """
+    if not file.is_file():
+        raise UserError(f"There is no configuration file {file}: give one with --config.")
+    try:
+        values = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file} must hold keys and values, as configs/quickstart.yaml does.")
+    for override in overrides:
+        _override(values, override)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_explain(error, file)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"The override {override!r} is not of the form key=value, such as generator.count=2.")
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise UserError(f"The override {override!r} goes into {section!r}, which is a value, not a section.")
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"The value in the override {override!r} is not YAML: quote it.") from None
+
+
+def _explain(error: ValidationError, file: Path) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    match first["type"]:
+        case "extra_forbidden":
+            section: Any = Config
+            for part in first["loc"][:-1]:
+                section = section.model_fields[part].annotation
+            close = difflib.get_close_matches(str(first["loc"][-1]), section.model_fields, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
+            return f"Unknown key {key!r} in {file} or the overrides: {hint}"
+        case "missing":
+            return f"The key {key!r} is missing in {file}: set it there or as an override, {key}=VALUE."
+        case "value_error":
+            return f"{first['msg'].removeprefix('Value error, ')} ({file})."
+        case _:
+            return f"{key} is {first['input']!r:.80} in {file} or the overrides, but {_lower(first['msg'])}."
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]

@@ -7,6 +7,7 @@ the only types are msgpack's, numpy arrays of a few plain dtypes, and the regist
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from protocols.messages import KINDS, PROTOCOL_VERSION, Message
 MAX_HEADER_BYTES = 4096
 MAX_BODY_BYTES = 1 << 20
 MAX_ARRAYS = 4096
+MAX_DIMENSIONS = 4
+# Each unknown key of a map costs the receiver an error of its own.
+MAX_MAP_ENTRIES = 16_384
 # One frame: the arrays of one trajectory are far smaller; weights travel in chunks of at most this.
 MAX_FRAME_BYTES = 64 << 20
 DTYPES = {"int32", "int64", "float32", "bool", "uint8"}
@@ -46,21 +50,29 @@ class Header(BaseModel):
 
 
 def encode(header: Header, message: Message) -> list[Frame]:
-    """Frames of a message. Raises MalformedError where the receiver would refuse them by size."""
+    """Frames of a message. Raises MalformedError for what cannot travel or what the receiver would refuse."""
     arrays: list[Frame] = []
 
     def pack(value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            arrays.append(memoryview(np.ascontiguousarray(value)).cast("B") if value.size else b"")
+            arrays.append(_array_frame(value))
             return msgpack.ExtType(_ARRAY, msgpack.packb([len(arrays) - 1, value.dtype.name, list(value.shape)]))
         if isinstance(value, BaseModel):
             return value.__dict__
         raise MalformedError(f"a message of kind {message.kind!r} holds a {type(value).__name__}, which cannot travel")
 
-    body = msgpack.packb(message.__dict__, default=pack)
-    if len(body) > MAX_BODY_BYTES:
-        raise MalformedError(f"the body of {message.kind!r} has {len(body)} bytes; at most {MAX_BODY_BYTES} may travel")
-    return [msgpack.packb(header.__dict__), body, *arrays]
+    try:
+        head, body = msgpack.packb(header.__dict__), msgpack.packb(message.__dict__, default=pack)
+    except (ValueError, RecursionError) as error:  # too deep, or text that is not Unicode
+        raise MalformedError(f"a message of kind {message.kind!r} cannot travel: {error!s:.200}") from None
+    for what, size, limit in (
+        ("bytes of header", len(head), MAX_HEADER_BYTES),
+        ("bytes of body", len(body), MAX_BODY_BYTES),
+        ("arrays", len(arrays), MAX_ARRAYS),
+    ):
+        if size > limit:
+            raise MalformedError(f"a message of kind {message.kind!r} has {size} {what}; at most {limit} may travel")
+    return [head, body, *arrays]
 
 
 def decode_header(frames: Sequence[Frame]) -> Header:
@@ -70,9 +82,12 @@ def decode_header(frames: Sequence[Frame]) -> Header:
     values = _unpack(frames[0], MAX_HEADER_BYTES)
     if not isinstance(values, dict):
         raise MalformedError("the header is not a map")
-    if values.get("v") != PROTOCOL_VERSION:
+    version = values.get("v")
+    if type(version) is not int:
+        raise MalformedError("the header names no protocol version")
+    if version != PROTOCOL_VERSION:
         raise ProtocolVersionError(
-            f"the peer speaks protocol version {values.get('v')!r:.20}, this actor speaks {PROTOCOL_VERSION}: "
+            f"the peer speaks protocol version {version}, this actor speaks {PROTOCOL_VERSION}: "
             f"install the same version of the project on every node"
         )
     try:
@@ -89,9 +104,9 @@ def decode_body(kind: str, frames: Sequence[Frame]) -> Message:
     try:
         return KINDS[kind].model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise MalformedError(f"{kind}: {where}: {first['msg']}") from None
+        raise MalformedError(f"{kind}: {where:.200}: {first['msg']:.500}") from None
 
 
 def _unpack(frame: Frame, limit: int, arrays: Sequence[Frame] = ()) -> Any:
@@ -105,11 +120,30 @@ def _unpack(frame: Frame, limit: int, arrays: Sequence[Frame] = ()) -> Any:
         return _array(data, arrays)
 
     # An element takes at least a byte, so these caps refuse a length that the frame cannot hold before it is allocated.
-    caps = {f"max_{what}_len": size for what in ("str", "bin", "array", "map", "ext")}
+    caps = {f"max_{what}_len": size for what in ("str", "bin", "array", "ext")}
     try:
-        return msgpack.unpackb(frame, use_list=False, ext_hook=array, strict_map_key=True, **caps)
+        return msgpack.unpackb(
+            frame, use_list=False, ext_hook=array, strict_map_key=True, object_pairs_hook=_map,
+            max_map_len=MAX_MAP_ENTRIES, **caps,
+        )  # fmt: skip
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise MalformedError(f"not msgpack: {error!s:.200}") from None
+
+
+def _map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise MalformedError("a key stands twice in a map")
+    return values
+
+
+def _array_frame(value: np.ndarray) -> Frame:
+    # The name of a dtype does not tell its byte order.
+    if value.dtype.name not in DTYPES or not value.dtype.isnative:
+        raise MalformedError(f"an array of dtype {value.dtype.str} cannot travel")
+    if value.ndim > MAX_DIMENSIONS or value.nbytes > MAX_FRAME_BYTES:
+        raise MalformedError(f"an array of shape {value.shape} and {value.nbytes} bytes cannot travel")
+    return memoryview(np.ascontiguousarray(value)).cast("B") if value.size else b""
 
 
 def _array(data: bytes, arrays: Sequence[Frame]) -> np.ndarray:
@@ -119,11 +153,8 @@ def _array(data: bytes, arrays: Sequence[Frame]) -> np.ndarray:
             frame = arrays[index]
         case _:
             raise MalformedError("an array that is described wrongly")
-    if len(shape) > 4 or not all(type(n) is int and n >= 0 for n in shape):
+    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n <= MAX_FRAME_BYTES for n in shape):
         raise MalformedError("an array with an impossible shape")
-    count = 1
-    for n in shape:
-        count *= n
-    if count * np.dtype(dtype).itemsize != len(frame):
+    if math.prod(shape) * np.dtype(dtype).itemsize != len(frame):
         raise MalformedError(f"an array of shape {shape} does not fit its frame of {len(frame)} bytes")
     return np.frombuffer(frame, dtype=dtype).reshape(shape)

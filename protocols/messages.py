@@ -6,6 +6,7 @@
 | any | master | Heartbeat | HeartbeatAnswer |
 | any | master | Leave | Done |
 | any | master | AskSnapshot | Snapshot |
+| any | master | AskConfig | Configuration |
 | rollout_manager | master | AskPermits | Permits |
 | rollout_manager | master | RenewLeases | LostLeases |
 | rollout_manager | master | GroupStarted, GroupFailed | Done |
@@ -20,7 +21,8 @@
 | evaluator | master | EvaluationDone | Done |
 | monitor | master | AskStatus | Status |
 
-The master publishes PolicyPublished, MembersChanged, Tick and Shutdown.
+The master publishes PolicyPublished, MembersChanged and Shutdown.
+The transport's own are Failure, Credit, Cancel, KeepAlive and StreamEnd.
 Arrays are numpy and travel as raw frames. Times are in seconds unless a name says otherwise.
 """
 
@@ -115,7 +117,6 @@ class Join(Message):
     role: Name
     index: int | None
     address: Name
-    serves: tuple[Name, ...] = ()
 
 
 class Snapshot(Message):
@@ -136,9 +137,11 @@ class Welcome(Message):
 
 
 class Heartbeat(Message):
-    """Sent every second. `stats` are gauges and counters by name; a healthy generator has the policy loaded."""
+    """Sent every second. `serves` names what the actor offers; `stats` are gauges and counters by name. A generator is
+    healthy once it has loaded the policy that was current when it joined."""
 
     state: Literal["stale", "healthy"]
+    serves: tuple[Name, ...]
     activity: Annotated[str, Field(max_length=512)]
     stats: dict[str, float]
 
@@ -155,6 +158,14 @@ class Leave(Message):
 
 class AskSnapshot(Message):
     pass
+
+
+class AskConfig(Message):
+    """For a process that needs the configuration without being a member, such as a trainer rank."""
+
+
+class Configuration(Message):
+    values: dict[str, Any]
 
 
 # --- rollouts
@@ -339,10 +350,6 @@ class PolicyPublished(Message):
 
 class MembersChanged(Message):
     members: tuple[Member, ...]
-
-
-class Tick(Message):
-    """Published every second, so that a lost event is noticed at the next one."""
 
 
 class Shutdown(Message):

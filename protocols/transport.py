@@ -5,6 +5,8 @@ another. A send confirms nothing: only an answer counts, so a request is sent ag
 answered or its deadline passes, and a server answers a repeated request with its first answer.
 
 One task reads each socket (receiving is not cancel-safe) and hands frames on; waiters can be cancelled at any time.
+The asyncio sockets of pyzmq are not used: a message that arrives while another call is inside libzmq is not announced
+again, so whoever sends must wake the reader, and only `Link` sends.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from protocols.codec import MAX_FRAME_BYTES, Frame, Header, decode_body, decode_header, encode
 from protocols.errors import (
@@ -27,12 +28,12 @@ from protocols.errors import (
     DeadlineError,
     MalformedError,
     ProtocolVersionError,
+    RefusedError,
     StreamBrokenError,
     from_code,
 )
 from protocols.messages import Cancel, Credit, Failure, KeepAlive, Message, StreamEnd
 
-POLL_MS = 500
 # A flood must not starve the loop: after this many messages the reader lets other tasks run.
 DRAIN = 256
 RESEND_SECONDS = 3.0
@@ -69,7 +70,10 @@ class Request:
 Handler = Callable[[Request], Awaitable[Message] | AsyncIterator[Message]]
 
 
-def open_socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+OnCrash = Callable[[BaseException], None]
+
+
+def open_socket(context: zmq.Context, kind: int) -> zmq.Socket:
     """A socket that never holds up the process's end and notices a silent peer."""
     socket = context.socket(kind)
     socket.linger = 0
@@ -83,60 +87,105 @@ def open_socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
     return socket
 
 
-async def receive(socket: zmq.asyncio.Socket, handle: Callable[[list[bytes]], None]) -> None:
-    """Hand every message to `handle`, for ever, letting other tasks run under any flood."""
-    raw = zmq.Socket.shadow(socket)
-    while True:
-        if not await socket.poll(POLL_MS):
-            continue
-        for _ in range(DRAIN):
+class Link:
+    """A socket and the one task that reads it, which hands every message to `handle`; what that raises is a crash."""
+
+    def __init__(self, socket: zmq.Socket, handle: Callable[[list[bytes]], None], on_crash: OnCrash) -> None:
+        self.socket = socket
+        self._handle = handle
+        self._on_crash = on_crash
+        self._woken = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._woken.set()
+        self._descriptor = socket.fileno()
+        asyncio.get_running_loop().add_reader(self._descriptor, self._woken.set)
+        self._reader = asyncio.create_task(self._read(), name="link")
+        self._reader.add_done_callback(self._ended)
+
+    @property
+    def closed(self) -> bool:
+        return self.socket.closed
+
+    def send(self, frames: list[Frame]) -> None:
+        """Raises zmq.Again where nobody is connected or the queue is full, zmq.ZMQError where it is closed."""
+        try:
+            self.socket.send_multipart(frames, zmq.DONTWAIT)
+        finally:
+            self._woken.set()
+
+    async def send_when_possible(self, frames: list[Frame]) -> None:
+        """Waits for a connection and for room; returns without having sent where the link is closed meanwhile."""
+        while not self.closed:
             try:
-                frames = raw.recv_multipart(zmq.DONTWAIT)
+                return self.send(frames)
             except zmq.Again:
-                break
-            handle(frames)
-        await asyncio.sleep(0)
+                self._writable.clear()
+                await self._writable.wait()
+
+    async def close(self) -> None:
+        if self.closed:
+            return
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self.socket.close()
+        self._writable.set()
+
+    async def _read(self) -> None:
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            for _ in range(DRAIN):
+                try:
+                    frames = self.socket.recv_multipart(zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+                self._handle(frames)
+            # Asking for the events also takes in what libzmq has not announced.
+            events = self.socket.events
+            if events & zmq.POLLOUT:
+                self._writable.set()
+            if events & zmq.POLLIN:
+                self._woken.set()
+            await asyncio.sleep(0)
+
+    def _ended(self, reader: asyncio.Task) -> None:
+        if not reader.cancelled() and (error := reader.exception()):
+            self._on_crash(error)
 
 
 class Server:
     """The front door of an actor: answers requests with one message or with a stream.
 
-    `handle` returns an awaitable of the answer, or an async iterator of a stream's parts. A `BusError` it raises goes
+    `handle` returns an awaitable of the answer, or an async generator of a stream's parts. A `BusError` it raises goes
     back as its typed error; any other exception is the actor's own bug and goes to `on_crash`.
     """
 
-    def __init__(
-        self, context: zmq.asyncio.Context, identity: Identity, run: str, handle: Handler,
-        on_crash: Callable[[BaseException], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, context: zmq.Context, identity: Identity, run: str, handle: Handler, on_crash: OnCrash) -> None:
         self.identity = identity
         self.run = run
         self.counts: Counter[str] = Counter()
         self._handle = handle
         self._on_crash = on_crash
-        self._socket = open_socket(context, zmq.ROUTER)
-        self._socket.router_mandatory = True
-        self._raw = zmq.Socket.shadow(self._socket)
+        socket = open_socket(context, zmq.ROUTER)
+        socket.router_mandatory = True
+        self._link = Link(socket, self._receive, on_crash)
         self._calls: dict[tuple[str, str], _Call] = {}
         self._pending: Counter[str] = Counter()
         self._answers: OrderedDict[tuple[str, str], list[Frame]] = OrderedDict()
-        self._reader: asyncio.Task | None = None
 
     def bind(self, address: str) -> str:
-        """Bind and start reading; returns the address with its real port. Raises zmq.ZMQError (address in use)."""
-        self._socket.bind(address)
-        self._reader = asyncio.create_task(receive(self._socket, self._receive), name="server")
-        return self._socket.last_endpoint.decode()
+        """Returns the address with its real port. Raises zmq.ZMQError (address in use)."""
+        self._link.socket.bind(address)
+        return self._link.socket.last_endpoint.decode()
 
     async def close(self) -> None:
         """Cancel what is being answered and close the socket."""
+        await self._link.close()
         tasks = [call.task for call in self._calls.values()]
-        if self._reader:
-            tasks.append(self._reader)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._socket.close()
 
     def _receive(self, frames: list[bytes]) -> None:
         route, *frames = frames
@@ -149,6 +198,9 @@ class Server:
             return
         except MalformedError as error:
             self.counts[error.code] += 1
+            return
+        if not (header.id or header.reply_to):
+            self.counts[MalformedError.code] += 1
             return
         key = (header.sender, header.reply_to or header.id)
         if header.reply_to:
@@ -178,7 +230,7 @@ class Server:
         reply = Header(kind="", run=self.run, sender=self.identity.name, reply_to=header.id)
         try:
             if header.run and self.run and header.run != self.run:
-                raise MalformedError(f"this is run {self.run!r}, not {header.run!r}")
+                raise RefusedError(f"this is run {self.run!r}, not {header.run!r}")
             message = decode_body(header.kind, frames)
             if self._pending[header.sender] >= MAX_PENDING_PER_PEER:
                 raise BusyError(f"{MAX_PENDING_PER_PEER} requests of {header.sender} are open already")
@@ -192,31 +244,38 @@ class Server:
         self._calls[key] = call
         self._pending[header.sender] += 1
         call.task = asyncio.create_task(self._answer(key, call, reply, request), name=header.kind)
+        # Not in the task itself: one that is cancelled before its first step never runs at all.
+        call.task.add_done_callback(lambda _: self._forget(key))
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        del self._calls[key]
+        self._pending[key[0]] -= 1
+        if not self._pending[key[0]]:
+            del self._pending[key[0]]
 
     async def _answer(self, key: tuple[str, str], call: _Call, reply: Header, request: Request) -> None:
+        crash = None
         try:
-            result = self._handle(request)
-            if isinstance(result, AsyncIterator):
-                await self._stream(call, reply, result)
-                answer: Message = StreamEnd()
-                reply = reply.model_copy(update={"part": call.sent})
-            else:
-                answer = await result
+            frames = self._encode(*await self._result(call, reply, request))
         except BusError as error:
-            answer = _failure(error)
+            frames = self._encode(reply, _failure(error))
         except Exception as error:  # the handler's own bug: the asker hears of it, the actor decides
-            answer = Failure(code=BusError.code, text=f"{self.identity.name} failed: {type(error).__name__}: {error!s:.2000}")
-            self._on_crash(error)
-        finally:
-            del self._calls[key]
-            self._pending[request.sender] -= 1
-            if not self._pending[request.sender]:
-                del self._pending[request.sender]
-        frames = self._encode(reply, answer)
+            crash = error
+            text = f"{self.identity.name} failed: {type(error).__name__}: {error}"
+            frames = self._encode(reply, _failure(BusError(text)))
         self._answers[key] = frames
         if len(self._answers) > MAX_ANSWERS_KEPT:
             self._answers.popitem(last=False)
         self._send_frames(call.route, frames)
+        if crash:
+            self._on_crash(crash)
+
+    async def _result(self, call: _Call, reply: Header, request: Request) -> tuple[Header, Message]:
+        result = self._handle(request)
+        if isinstance(result, AsyncIterator):
+            await self._stream(call, reply, result)
+            return reply.model_copy(update={"part": call.sent}), StreamEnd()
+        return reply, await result
 
     async def _stream(self, call: _Call, reply: Header, parts: AsyncIterator[Message]) -> None:
         keep_alive = asyncio.create_task(self._keep_alive(call, reply), name="keep_alive")
@@ -224,7 +283,9 @@ class Server:
             async with contextlib.aclosing(parts):
                 async for part in parts:
                     await call.spend()
-                    self._send(call.route, reply.model_copy(update={"part": call.sent}), part)
+                    header = reply.model_copy(update={"part": call.sent})
+                    if error := self._send(call.route, header, part):
+                        raise StreamBrokenError(f"part {call.sent} was not taken: {zmq.strerror(error)}")
                     call.sent += 1
         finally:
             keep_alive.cancel()
@@ -232,20 +293,23 @@ class Server:
     async def _keep_alive(self, call: _Call, reply: Header) -> None:
         while True:
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
-            self._send(call.route, reply, KeepAlive())
+            if self._send(call.route, reply, KeepAlive()) == zmq.EHOSTUNREACH:
+                call.task.cancel()  # the asker is gone: it would never grant credit again
 
     def _encode(self, header: Header, message: Message) -> list[Frame]:
         return encode(header.model_copy(update={"kind": message.kind}), message)
 
-    def _send(self, route: bytes, header: Header, message: Message) -> None:
-        self._send_frames(route, self._encode(header, message))
+    def _send(self, route: bytes, header: Header, message: Message) -> int:
+        return self._send_frames(route, self._encode(header, message))
 
-    def _send_frames(self, route: bytes, frames: list[Frame]) -> None:
+    def _send_frames(self, route: bytes, frames: list[Frame]) -> int:
+        """0, or why not: the asker is gone (EHOSTUNREACH) or full (EAGAIN); it asks again if it still wants to know."""
         try:
-            self._raw.send_multipart([route, *frames], zmq.DONTWAIT)
+            self._link.send([route, *frames])
         except zmq.ZMQError as error:
-            # Gone (EHOSTUNREACH) or full (EAGAIN): it will ask again if it still wants to know.
             self.counts["unreachable" if error.errno == zmq.EHOSTUNREACH else "full"] += 1
+            return error.errno
+        return 0
 
 
 class _Call:
@@ -270,44 +334,43 @@ class _Call:
 
 
 class Peer:
-    """A link to one server. Every request has a deadline; a lost one is sent again under its id."""
+    """A link to one server. Every request has a deadline; a lost one is sent again under its id.
+
+    Whoever waits on a link that is closed gets a DeadlineError or, in a stream, a StreamBrokenError at once.
+    """
 
     _ids = itertools.count()
 
-    def __init__(self, context: zmq.asyncio.Context, identity: Identity, run: str, address: str) -> None:
+    def __init__(self, context: zmq.Context, identity: Identity, run: str, address: str, on_crash: OnCrash) -> None:
         self.identity = identity
         self.run = run
         self.address = address
         self.counts: Counter[str] = Counter()
-        self._socket = open_socket(context, zmq.DEALER)
-        self._socket.immediate = True
-        self._socket.connect(address)
+        socket = open_socket(context, zmq.DEALER)
+        socket.immediate = True
+        socket.connect(address)
+        self._link = Link(socket, self._receive, on_crash)
         self._waiting: dict[str, asyncio.Future | asyncio.Queue] = {}
-        self._reader = asyncio.create_task(receive(self._socket, self._receive), name=f"peer {address}")
 
     async def close(self) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._link.close()
         for waiter in self._waiting.values():
-            if isinstance(waiter, asyncio.Future):
-                waiter.cancel()
-        self._socket.close()
+            self._tell_closed(waiter)
 
     async def ask(self, message: Message, timeout: float) -> Message:
         """The answer. Raises DeadlineError after `timeout` seconds, or the typed error the peer answered with."""
-        id, deadline = f"{next(self._ids)}", asyncio.get_running_loop().time() + timeout
-        with self._wait_for(id, asyncio.get_running_loop().create_future()) as answer:
+        loop = asyncio.get_running_loop()
+        sender, id, deadline = self.identity.name, f"{next(self._ids)}", loop.time() + timeout
+        with self._wait_for(id, loop.create_future()) as answer:
             try:
                 async with asyncio.timeout_at(deadline):
                     for attempt in itertools.count():
-                        await self._send(message, deadline, id=id, attempt=attempt)
+                        await self._send(message, deadline, sender=sender, id=id, attempt=attempt)
                         await asyncio.wait({answer}, timeout=RESEND_SECONDS)
                         if answer.done():
                             return _raise_failure(answer.result()[1])
             except TimeoutError:
-                raise DeadlineError(
-                    f"no answer to {message.kind!r} from {self.address} within {timeout:g} s"
-                ) from None
+                raise DeadlineError(f"no answer to {message.kind!r} from {self.address} within {timeout:g} s") from None
         raise AssertionError("unreachable")
 
     async def stream(self, message: Message, timeout: float) -> AsyncIterator[Message]:
@@ -316,11 +379,11 @@ class Peer:
         Raises StreamBrokenError where a part is missing or the server falls silent, DeadlineError at the deadline.
         """
         loop = asyncio.get_running_loop()
-        id, deadline = f"{next(self._ids)}", loop.time() + timeout
+        sender, id, deadline = self.identity.name, f"{next(self._ids)}", loop.time() + timeout
         complete = False
         with self._wait_for(id, asyncio.Queue()) as parts:
             try:
-                await self._send_within(message, deadline, id)
+                await self._send_within(message, deadline, sender=sender, id=id)
                 expected, taken = 0, 0
                 while True:
                     header, part = await self._next_part(parts, message, deadline)
@@ -337,16 +400,16 @@ class Peer:
                     yield part
                     expected, taken = expected + 1, taken + 1
                     if taken >= STREAM_CREDIT // 2:
-                        self._send_now(Credit(parts=taken), reply_to=id)
+                        self._send_now(Credit(parts=taken), sender=sender, reply_to=id)
                         taken = 0
             finally:
                 if not complete:
-                    self._send_now(Cancel(), reply_to=id)
+                    self._send_now(Cancel(), sender=sender, reply_to=id)
 
-    async def _send_within(self, message: Message, deadline: float, id: str) -> None:
+    async def _send_within(self, message: Message, deadline: float, **fields: Any) -> None:
         try:
             async with asyncio.timeout_at(min(deadline, asyncio.get_running_loop().time() + STREAM_SILENCE_SECONDS)):
-                await self._send(message, deadline, id=id)
+                await self._send(message, deadline, **fields)
         except TimeoutError:
             raise StreamBrokenError(f"{self.address} cannot be reached") from None
 
@@ -363,22 +426,25 @@ class Peer:
     @contextlib.contextmanager
     def _wait_for(self, id: str, waiter: Any) -> Iterator[Any]:
         self._waiting[id] = waiter
+        if self._link.closed:
+            self._tell_closed(waiter)
         try:
             yield waiter
         finally:
             del self._waiting[id]
 
     def _frames(self, message: Message, **fields: Any) -> list[Frame]:
-        return encode(Header(kind=message.kind, run=self.run, sender=self.identity.name, **fields), message)
+        return encode(Header(kind=message.kind, run=self.run, **fields), message)
 
-    async def _send(self, message: Message, deadline: float, id: str, attempt: int = 0) -> None:
+    async def _send(self, message: Message, deadline: float, **fields: Any) -> None:
         remaining = max(0, int((deadline - asyncio.get_running_loop().time()) * 1000))
-        await self._socket.send_multipart(self._frames(message, id=id, attempt=attempt, remaining_ms=remaining))
+        await self._link.send_when_possible(self._frames(message, remaining_ms=remaining, **fields))
 
-    def _send_now(self, message: Message, reply_to: str) -> None:
-        # Never waits: it is called while a stream is closed. Lost credit or a lost cancel is met by the deadline.
-        with contextlib.suppress(zmq.Again):
-            zmq.Socket.shadow(self._socket).send_multipart(self._frames(message, reply_to=reply_to), zmq.DONTWAIT)
+    def _send_now(self, message: Message, **fields: Any) -> None:
+        # Never waits: it is called while a stream is closed. What is lost here was lost with the connection, and a
+        # server drops the streams of an asker it can no longer reach.
+        with contextlib.suppress(zmq.ZMQError):
+            self._link.send(self._frames(message, **fields))
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
@@ -396,26 +462,24 @@ class Peer:
         waiter = self._waiting.get(header.reply_to)
         if waiter is None:
             self.counts["unmatched"] += 1
-        elif isinstance(waiter, asyncio.Queue):
-            waiter.put_nowait((header, message))
-        elif not waiter.done():
-            waiter.set_result((header, message))
+        else:
+            _deliver(waiter, header, message)
 
     def _fail_all(self, error: BusError) -> None:
         # The peer does not speak our protocol: nobody who waits for it will get an answer.
         self.counts[error.code] += 1
-        failure = (Header(kind=Failure.kind, sender=""), _failure(error))
         for waiter in self._waiting.values():
-            if isinstance(waiter, asyncio.Queue):
-                waiter.put_nowait(failure)
-            elif not waiter.done():
-                waiter.set_result(failure)
+            _deliver(waiter, _NOT_SENT, _failure(error))
+
+    def _tell_closed(self, waiter: asyncio.Future | asyncio.Queue) -> None:
+        error = StreamBrokenError if isinstance(waiter, asyncio.Queue) else DeadlineError
+        _deliver(waiter, _NOT_SENT, _failure(error(f"the link to {self.address} was closed")))
 
 
 class Publisher:
     """Events with sequence numbers. Subscribers may miss any of them: the truth is in the snapshot."""
 
-    def __init__(self, context: zmq.asyncio.Context, identity: Identity, run: str) -> None:
+    def __init__(self, context: zmq.Context, identity: Identity, run: str) -> None:
         self.sequence = 0
         self._header = Header(kind="", run=run, sender=identity.name)
         self._socket = open_socket(context, zmq.PUB)
@@ -428,7 +492,7 @@ class Publisher:
     def publish(self, event: Message) -> None:
         self.sequence += 1
         header = self._header.model_copy(update={"kind": event.kind, "part": self.sequence})
-        zmq.Socket.shadow(self._socket).send_multipart(encode(header, event), zmq.DONTWAIT)
+        self._socket.send_multipart(encode(header, event), zmq.DONTWAIT)
 
     async def close(self) -> None:
         self._socket.close()
@@ -438,14 +502,15 @@ class Subscriber:
     """Events of one publisher. `on_event(sequence, event)` is called for each, in order, possibly with gaps."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, address: str, on_event: Callable[[int, Message], None]
+        self, context: zmq.Context, run: str, address: str, on_event: Callable[[int, Message], None], on_crash: OnCrash
     ) -> None:
+        self.run = run
         self.counts: Counter[str] = Counter()
         self._on_event = on_event
-        self._socket = open_socket(context, zmq.SUB)
-        self._socket.connect(address)
-        self._socket.subscribe(b"")
-        self._reader = asyncio.create_task(receive(self._socket, self._receive), name="subscriber")
+        socket = open_socket(context, zmq.SUB)
+        socket.connect(address)
+        socket.subscribe(b"")
+        self._link = Link(socket, self._receive, on_crash)
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
@@ -454,12 +519,13 @@ class Subscriber:
         except BusError as error:
             self.counts[error.code] += 1
             return
+        if header.run and self.run and header.run != self.run:
+            self.counts["foreign"] += 1  # another run's master has taken over the address
+            return
         self._on_event(header.part, event)
 
     async def close(self) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        self._socket.close()
+        await self._link.close()
 
 
 class ZmqBus:
@@ -469,19 +535,21 @@ class ZmqBus:
         self.identity = Identity(identity)
         self.run = run
         self.server: Server | None = None
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._peers: dict[str, Peer] = {}
         self._others: list[Publisher | Subscriber] = []
+        self._on_crash: OnCrash = _tell_loop
 
-    def serve(self, address: str, handle: Handler, on_crash: Callable[[BaseException], None]) -> str:
-        """Open the front door; returns the bound address."""
+    def serve(self, address: str, handle: Handler, on_crash: OnCrash) -> str:
+        """Open the front door; returns the bound address. `on_crash` also hears of an event handler that fails."""
+        self._on_crash = on_crash
         self.server = Server(self._context, self.identity, self.run, handle, on_crash)
         return self.server.bind(address)
 
     def peer(self, address: str) -> Peer:
         """The link to the server at `address`, made on first use."""
         if address not in self._peers:
-            self._peers[address] = Peer(self._context, self.identity, self.run, address)
+            self._peers[address] = Peer(self._context, self.identity, self.run, address, self._on_crash)
         return self._peers[address]
 
     async def forget(self, address: str) -> None:
@@ -495,17 +563,33 @@ class ZmqBus:
         return publisher, publisher.bind(address)
 
     def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> None:
-        self._others.append(Subscriber(self._context, address, on_event))
+        self._others.append(Subscriber(self._context, self.run, address, on_event, self._on_crash))
 
     async def close(self) -> None:
         """Close every socket; a socket left open would hold up the interpreter's exit."""
         for part in (*self._others, *self._peers.values(), *([self.server] if self.server else [])):
             await part.close()
-        self._context.term()
+        self._context.destroy(linger=0)
+
+
+# Stands for a message that came from nobody.
+_NOT_SENT = Header(kind=Failure.kind, sender="")
+
+
+def _deliver(waiter: asyncio.Future | asyncio.Queue, header: Header, message: Message) -> None:
+    if isinstance(waiter, asyncio.Queue):
+        waiter.put_nowait((header, message))
+    elif not waiter.done():
+        waiter.set_result((header, message))
+
+
+def _tell_loop(error: BaseException) -> None:
+    asyncio.get_running_loop().call_exception_handler({"message": "a link failed", "exception": error})
 
 
 def _failure(error: BusError) -> Failure:
-    return Failure(code=error.code, text=str(error)[:4096])
+    text = str(error).encode(errors="replace").decode()  # a path in it may not be Unicode
+    return Failure(code=error.code, text=text[:4096])
 
 
 def _raise_failure(message: Message) -> Message:

@@ -1,0 +1,74 @@
+"""The evaluator: scores a version on the held-out rows, through the same generators and rewards."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from actors.runtime import Actor
+from actors.sessions import Router, SampleFailed, SampleSession
+from areal.data import PromptSource, Row, open_source
+from areal.tokens import load_tokenizer
+from areal.workflows import Workflow, resolve_workflow
+from protocols.messages import AskEvaluation, Done, EvaluationAnswer, EvaluationDone, Sample
+
+ASK_SECONDS = 20.0
+SAMPLES_SHOWN = 2
+
+log = structlog.get_logger()
+
+
+class Evaluator(Actor):
+    role = "evaluator"
+    _source: PromptSource
+    _workflow: Workflow
+
+    async def setup(self) -> None:
+        self._router = Router(self)
+        self._source = await asyncio.to_thread(open_source, self.config.data, self.config.seed)
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model)
+        self._workflow = resolve_workflow(self.config.rollout_manager.workflow)
+        self._sampling = self.config.sampling.model_copy(update={"temperature": self.config.evaluator.temperature})
+
+    async def main(self) -> None:
+        self.state = "healthy"
+        while True:
+            self.activity = "idle"
+            due = await self.ask_master(AskEvaluation(), EvaluationAnswer, ASK_SECONDS)
+            if due.version is not None:
+                self.activity = f"evaluating version {due.version}"
+                await self.until(lambda: bool(self.with_role("generator") and self.with_role("reward")))
+                async with asyncio.timeout(self.config.evaluator.timeout_seconds):
+                    done = await self._evaluate(due.version)
+                await self.ask_master(done, Done)
+
+    async def _evaluate(self, version: int) -> EvaluationDone:
+        generators = len(self.with_role("generator"))
+        gate = asyncio.Semaphore(generators * self.config.generator.max_concurrent_rollouts)
+        rows = [self._source.heldout(i) for i in range(self.config.data.eval_size)]
+        results = await asyncio.gather(*(self._sample(gate, row, version) for row in rows))
+        samples = [sample for sample in results if sample is not None]
+        if not samples:
+            raise RuntimeError(f"not one of {len(rows)} held-out completions of version {version} could be scored")
+        return EvaluationDone(
+            version=version,
+            accuracy=sum(sample.score for sample in samples) / len(samples),
+            rows=len(rows),
+            failed=len(rows) - len(samples),
+            samples=tuple(samples[:SAMPLES_SHOWN]),
+        )
+
+    async def _sample(self, gate: asyncio.Semaphore, row: Row, version: int) -> Sample | None:
+        """None where the completion could not be scored: that is a failure, not a 0."""
+        async with gate:
+            home = await self._router.choose("generator")
+            session = SampleSession(self._router, self._tokenizer, row, self._sampling, version, home)
+            try:
+                done = await self._workflow(session, row)
+            except SampleFailed as error:
+                log.warning("not scored", row=row.index, error=str(error))
+                return None
+        first = int(done.sampled.argmax())
+        text = [self._tokenizer.decode(part, skip_special_tokens=True) for part in (done.tokens[:first], done.tokens[first:])]
+        return Sample(prompt=text[0], completion=text[1], answer=row.answer, score=done.reward)

@@ -1,0 +1,106 @@
+"""The generator: one vLLM engine. Every token it streams carries its log-prob and the version that sampled it.
+
+STALE until it has the newest published policy, HEALTHY from then on. It follows new policies on its own schedule:
+running sequences stop, the weights change under them, and they go on. It knows nothing of tasks or rewards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import structlog
+
+from actors.runtime import Actor, handles
+from areal.config import SamplingConfig
+from areal.engines.generation import GenerationEngine, WeightLoadError
+from protocols.errors import RefusedError
+from protocols.messages import Generate, TokenChunk
+from protocols.transport import Request
+
+RETRY_LOAD_SECONDS = 1.0
+
+log = structlog.get_logger()
+
+
+class Generator(Actor):
+    role = "generator"
+    _engine: GenerationEngine | None = None
+
+    async def setup(self) -> None:
+        self.activity = "starting the engine"
+        self._loaded = asyncio.Condition()
+        self._requests = itertools.count()
+        self._pause_seconds = self._load_seconds = 0.0
+        self._loads = self._interrupted = 0
+        policy = self.policy
+        self._engine = await GenerationEngine.start(
+            Path(self.config.model), self.config.generator, version=0, seed=self.config.seed + (self.index or 0)
+        )
+        if policy.version:
+            await self._load_newest()
+
+    async def main(self) -> None:
+        self.state = "healthy"
+        while True:
+            self.activity = f"generating at version {self._engine.version}"
+            await self.until(lambda: self.policy.version > self._engine.version)
+            await self._load_newest()
+
+    async def teardown(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+
+    def stats(self) -> dict[str, float]:
+        if self._engine is None:
+            return {}
+        stats = self._engine.stats()
+        return {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "kv_use": stats.kv_use,
+            "tokens_generated": stats.tokens_generated,
+            "version": self._engine.version,
+            "loads": self._loads,
+            "interrupted": self._interrupted,
+            "pause_seconds": self._pause_seconds,
+            "load_seconds": self._load_seconds,
+        }
+
+    @handles(Generate)
+    async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
+        asked: Generate = request.message
+        if self._engine is None:
+            raise RefusedError("this generator has no engine yet")
+        async with self._loaded:
+            await self._loaded.wait_for(lambda: self._engine.version >= asked.min_version)
+        sampling = SamplingConfig(
+            temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=asked.max_new_tokens
+        )
+        try:
+            async for chunk in self._engine.generate(f"{next(self._requests)}", asked.tokens.tolist(), sampling):
+                yield TokenChunk(
+                    tokens=chunk.tokens, logprobs=chunk.logprobs, versions=chunk.versions, finish=chunk.finish
+                )
+        except ValueError as error:
+            raise RefusedError(str(error)) from None
+
+    async def _load_newest(self) -> None:
+        """Load the newest published policy; where its files are gone or torn, the next newest will do."""
+        while True:
+            policy = self.policy
+            self.activity = f"loading version {policy.version}"
+            try:
+                times = await self._engine.load(Path(policy.folder), policy.version)
+                break
+            except WeightLoadError as error:
+                log.warning("weights did not load", version=policy.version, error=str(error))
+                await asyncio.sleep(RETRY_LOAD_SECONDS)
+        self._loads += 1
+        self._interrupted += times.interrupted
+        self._pause_seconds += times.pause_seconds + times.load_seconds + times.resume_seconds
+        self._load_seconds += times.load_seconds
+        async with self._loaded:
+            self._loaded.notify_all()

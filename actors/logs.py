@@ -1,0 +1,43 @@
+"""Logging: JSON lines per actor in the run folder, readable lines on the terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import structlog
+
+_file: IO[str] | None = None
+
+
+def configure_logging(name: str) -> None:
+    """Set structlog up for this process; `name` stands at the head of every line."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=False),
+            structlog.processors.format_exc_info,
+            _to_file,
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    structlog.contextvars.bind_contextvars(actor=name)
+
+
+def write_log_file(path: Path) -> None:
+    """Also append every line from now on to `path`, as JSON."""
+    global _file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _file = path.open("a", buffering=1)
+
+
+def _to_file(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    if _file is not None:
+        _file.write(json.dumps(event, default=str) + "\n")
+    return event

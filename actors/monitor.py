@@ -1,0 +1,133 @@
+"""What a person sees of a run: one live view on a terminal, plain lines elsewhere, a summary at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from protocols.errors import BusError
+from protocols.messages import AskStatus
+from protocols.transport import ZmqBus
+
+REFRESH_SECONDS = 1.0
+ASK_SECONDS = 5.0
+
+
+async def watch(bus: ZmqBus, master: str, console: Console) -> None:
+    """Show the run at `master` until cancelled. Its failures are the view's alone."""
+    peer = bus.peer(master)
+    shown = 0
+    with Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else _NoLive() as live:
+        while True:
+            try:
+                status = (await peer.ask(AskStatus(), ASK_SECONDS)).values
+            except BusError:
+                await asyncio.sleep(REFRESH_SECONDS)
+                continue
+            live.update(render(status))
+            if not console.is_terminal and status["metrics"].get("step", 0) > shown:
+                shown = status["metrics"]["step"]
+                console.print(step_line(status), highlight=False, soft_wrap=True)
+            await asyncio.sleep(REFRESH_SECONDS)
+
+
+class _NoLive:
+    def __enter__(self) -> _NoLive:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def update(self, _: Any) -> None:
+        pass
+
+
+def step_line(status: dict[str, Any]) -> str:
+    """One step as a line."""
+    m = status["metrics"]
+    return (
+        f"step {m['step']}/{status['steps']}  reward {m['reward_mean']:.3f}  "
+        f"staleness {m['staleness_mean']:.1f}/{m['staleness_max']} (bound {status['max_staleness']})  "
+        f"{_rate(m, 'tokens_generated')} tok/s generated, {_rate(m, 'tokens_trained')} trained  "
+        f"step {m['step_seconds']:.2f} s, waited {m['trainer_wait_seconds']:.2f} s  ready {status['ready']}"
+    )
+
+
+def render(status: dict[str, Any]) -> Panel:
+    """The live view of a run."""
+    m = status["metrics"]
+    numbers = Table.grid(padding=(0, 3))
+    for row in _numbers(status, m):
+        numbers.add_row(*(Text.from_markup(cell) for cell in row))
+    actors = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("actor", "state", "doing"):
+        actors.add_column(column)
+    for member in sorted(status["members"], key=lambda member: member["identity"]):
+        style = "green" if member["state"] == "healthy" else "yellow"
+        name = member["identity"].partition("#")[0]
+        actors.add_row(name, Text(member["state"], style=style), _doing(member))
+    body = Group(numbers, Text(), actors, Text(), Text(status["waiting"], style="italic"))
+    return Panel(body, title=f"{status['run']}  ·  step {status['version']} of {status['steps']}", title_align="left")
+
+
+def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, ...]]:
+    accuracy = "  ".join(f"v{version} {value:.3f}" for version, value in status["accuracy"].items()) or "–"
+    rows = [
+        ("[dim]held-out accuracy[/]", accuracy, "[dim]alive / ready / free[/]",
+         f"{status['alive']} / {status['ready']} / {status['capacity']}"),
+    ]  # fmt: skip
+    if m:
+        rows += [
+            ("[dim]reward[/]", f"{m['reward_mean']:.3f}", "[dim]staleness mean / max / bound[/]",
+             f"{m['staleness_mean']:.1f} / {m['staleness_max']} / {status['max_staleness']}"),
+            ("[dim]tok/s generated / trained[/]", f"{_rate(m, 'tokens_generated')} / {_rate(m, 'tokens_trained')}",
+             "[dim]step / waited[/]", f"{m['step_seconds']:.2f} s / {m['trainer_wait_seconds']:.2f} s"),
+        ]  # fmt: skip
+    return rows
+
+
+def _doing(member: dict[str, Any]) -> str:
+    stats = member["stats"]
+    if "running" in stats:
+        return f"{member['activity']}, {stats['running']:.0f} running, {stats['waiting']:.0f} queued"
+    return member["activity"]
+
+
+def _rate(metrics: dict[str, Any], key: str) -> str:
+    return f"{metrics[key] / max(metrics['step_seconds'], 1e-9):,.0f}"
+
+
+def print_summary(folder: Path, console: Console) -> None:
+    """What the run reached, from its summary.json."""
+    summary = json.loads((folder / "summary.json").read_text())
+    table = Table(title="Summary", title_justify="left", show_header=False)
+    for name, value in _summary_rows(summary):
+        table.add_row(name, value)
+    console.print(table)
+    for when in ("before", "after"):
+        for sample in summary[f"samples_{when}"]:
+            console.print(f"[bold]{when}[/] (score {sample['score']:g})")
+            console.print(Text(f"  {sample['prompt']} → {sample['completion']}   [answer: {sample['answer']}]"))
+    console.print(f"Everything is in {folder}", highlight=False, soft_wrap=True)
+
+
+def _summary_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
+    def shown(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
+
+    return [
+        ("steps", str(s["steps"])),
+        ("held-out accuracy", f"{shown(s['accuracy_before'], '.3f')} → {shown(s['accuracy_after'], '.3f')}"),
+        ("staleness, max (bound)", f"{s['staleness_max']} ({s['max_staleness']})"),
+        ("log-prob gap, max", shown(s["logprob_gap_max"], ".1e")),
+        ("samples trained", f"{s['samples_trained']} ({shown(s['samples_per_second'], '.1f')} a second)"),
+        ("seconds of training", f"{s['seconds']:.0f}"),
+    ]

@@ -1,0 +1,37 @@
+"""Checks before anything is started: each mistake in one sentence, as a UserError."""
+
+from __future__ import annotations
+
+import socket
+
+from areal.config import Config, UserError
+from areal.data import open_source
+from areal.models import resolve_model
+from areal.rewards import resolve
+from areal.workflows import resolve_workflow
+
+
+def check(config: Config) -> None:
+    """Everything that can be known now: the port, rewards, workflow, data and the model folder."""
+    check_port(config.master.address)
+    for name in config.reward.functions:
+        resolve(name)
+    resolve_workflow(config.rollout_manager.workflow)
+    open_source(config.data, config.seed)
+    if config.model != "quickstart":
+        resolve_model(config)
+
+
+def check_port(address: str) -> None:
+    """Whether the master can listen there."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host.strip("[]").replace("*", "0.0.0.0"), int(port))[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+    except OSError as error:
+        raise UserError(
+            f"The master cannot listen at {address} ({error.strerror}): stop what uses it, "
+            f"or choose another address with master.address=tcp://HOST:PORT."
+        ) from None

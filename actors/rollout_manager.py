@@ -1,0 +1,177 @@
+"""The rollout manager: asks for permits, runs workflows as coroutines, forms groups and hands them to the trainer.
+
+Its prompts are rows of a source that is a pure function of the index in the permit, so that it holds no state that
+another manager could not rebuild. It never decides admission.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from actors.runtime import Actor
+from actors.sessions import Router, SampleFailed, SampleSession
+from areal.data import PromptSource, Row, open_source
+from areal.tokens import load_tokenizer
+from areal.trajectory import Group, Trajectory
+from areal.workflows import Workflow, resolve_workflow
+from protocols.errors import BusError
+from protocols.messages import (
+    AskPermits,
+    Done,
+    GroupFailed,
+    GroupStarted,
+    LostLeases,
+    Permit,
+    Permits,
+    RenewLeases,
+    StoreGroup,
+    TrajectoryPart,
+)
+
+ASK_PERMITS_SECONDS = 20.0
+STORE_SECONDS = 60.0
+RETRY_SECONDS = 1.0
+
+log = structlog.get_logger()
+
+
+class RolloutManager(Actor):
+    role = "rollout_manager"
+    _source: PromptSource
+    _workflow: Workflow
+
+    async def setup(self) -> None:
+        self._router = Router(self)
+        self._groups: dict[str, asyncio.Task] = {}
+        self._running = 0
+        self._samples_finished = 0
+        self._room = asyncio.Condition()
+        self._source = await asyncio.to_thread(open_source, self.config.data, self.config.seed)
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model)
+        self._workflow = resolve_workflow(self.config.rollout_manager.workflow)
+
+    async def main(self) -> None:
+        self.state = "healthy"
+        self.spawn(self._renew_leases(), "renew leases")
+        while True:
+            self.activity = "waiting for generators"
+            await self.until(lambda: bool(self.with_role("generator")))
+            self.activity = f"generators are full: {self._running} samples run"
+            async with self._room:
+                await self._room.wait_for(lambda: self._free_groups() > 0)
+            self.activity = "waiting for permits"
+            permits = await self.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
+            for permit in permits.permits:
+                self._groups[permit.group] = self.spawn(self._run_group(permit), permit.group)
+                self._running += self.config.group_size
+
+    def stats(self) -> dict[str, float]:
+        if self.state == "stale":
+            return {}
+        return {
+            "groups_running": len(self._groups),
+            "samples_running": self._running,
+            "samples_finished": self._samples_finished,
+        }
+
+    def _free_groups(self) -> int:
+        """Groups that fit into this manager's share of what the generators run at once; at least one always may."""
+        generators, managers = len(self.with_role("generator")), max(1, len(self.with_role("rollout_manager")))
+        samples = generators * self.config.generator.max_concurrent_rollouts / managers
+        free = int((samples - self._running) // self.config.group_size)
+        if not self._groups:
+            free = max(1, free)
+        return min(free, self.config.rollout_manager.max_concurrent_groups - len(self._groups))
+
+    async def _renew_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.master.lease_seconds / 4)
+            if self._groups:
+                renewed = await self.ask_master(RenewLeases(groups=tuple(self._groups)), LostLeases)
+                for group in renewed.groups:
+                    if task := self._groups.get(group):
+                        log.warning("lease lost", group=group)
+                        task.cancel()
+
+    # --- one group
+
+    async def _run_group(self, permit: Permit) -> None:
+        try:
+            group = await self._sample(permit)
+            await self._store(group)
+        except* SampleFailed as failures:
+            reason = str(failures.exceptions[0])[:4096]
+            await self.ask_master(GroupFailed(group=permit.group, reason=reason), Done)
+        finally:
+            del self._groups[permit.group]
+
+    async def _sample(self, permit: Permit) -> Group:
+        row = self._source.row(permit.prompt_index)
+        home = await self._router.choose("generator")
+        start = _GroupStart(self.config.group_size, lambda version: self._report_start(permit.group, version))
+        sessions = [
+            SampleSession(
+                self._router, self._tokenizer, row, self.config.sampling, permit.min_version, home, start.sample_started
+            )
+            for _ in range(self.config.group_size)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            samples = [tasks.create_task(self._run_sample(session, row)) for session in sessions]
+        return Group(permit.group, permit.prompt_index, tuple(sample.result() for sample in samples))
+
+    async def _run_sample(self, session: SampleSession, row: Row) -> Trajectory:
+        try:
+            trajectory = await self._workflow(session, row)
+        except (SampleFailed, asyncio.CancelledError):
+            raise
+        except Exception as error:  # the user's own code: its failure is the sample's, not the manager's
+            log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
+            raise SampleFailed(f"the workflow raised {type(error).__name__}: {error}") from error
+        finally:
+            self._running -= 1
+            self._samples_finished += 1
+            async with self._room:
+                self._room.notify_all()
+        return trajectory
+
+    def _report_start(self, group: str, version: int) -> None:
+        self.spawn(self.ask_master(GroupStarted(group=group, start_version=version), Done), "group started")
+
+    async def _store(self, group: Group) -> None:
+        """Until the trainer has it. A repeat is harmless: the group has its id."""
+        request = StoreGroup(
+            group=group.id,
+            prompt_index=group.prompt_index,
+            trajectories=tuple(
+                TrajectoryPart(
+                    tokens=t.tokens, logprobs=t.logprobs, versions=t.versions, reward=t.reward, finish=t.finish
+                )
+                for t in group.trajectories
+            ),
+        )
+        while True:
+            await self.until(lambda: bool(self.with_role("trainer")))
+            try:
+                await self.ask(self.with_role("trainer")[0].address, request, Done, STORE_SECONDS)
+                return
+            except BusError as error:
+                log.warning("the trainer did not take a group", group=group.id, error=str(error))
+                await asyncio.sleep(RETRY_SECONDS)
+
+
+class _GroupStart:
+    """Tells the group's start version, the oldest of its samples', once every sample has begun."""
+
+    def __init__(self, samples: int, report: Callable[[int], None]) -> None:
+        self._missing = samples
+        self._report = report
+        self._oldest: int | None = None
+
+    def sample_started(self, version: int) -> None:
+        self._oldest = version if self._oldest is None else min(self._oldest, version)
+        self._missing -= 1
+        if not self._missing:
+            self._report(self._oldest)

@@ -1,0 +1,127 @@
+"""Long addition with the working written out: the quickstart's task.
+
+Columns run from the units upwards. Each carries a label, so that looking a column up is a matter of finding the label,
+not of counting. The prompt lists `label, digit, digit` per column and ends with `=`; the working repeats the three
+and adds `carry, sum`. For 347 + 85:
+
+    prompt      a75b48c30=
+    completion  a7512b4813c3004     7+5 = 12, 4+8+1 = 13, 3+0+1 = 04: the answer is 432
+
+The number of columns is heavy-tailed (probability ~ n^-1.5), as lengths of reasoning are.
+
+Held-out rows never coincide with training rows, whatever their seeds: a checksum of the prompt says to which side a
+problem belongs (one in sixteen is held out), and a row is drawn again until it lies on the side asked for.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import zlib
+from collections.abc import Iterator
+from random import Random
+
+LABELS = string.ascii_letters[:40]
+ALPHABET = string.digits + LABELS + "="
+MAX_DIGITS = len(LABELS)
+COLUMN_CHARACTERS = 5
+
+_WORKING = re.compile(r"(?:[a-zA-Z][0-9]{4})+")
+_HELD_OUT_SHARE = 16
+_LENGTH_EXPONENT = 1.5
+
+# The teacher misremembers these sums more often than not. Slips that fall anywhere leave the most likely answer right,
+# so that greedy decoding would have nothing to learn.
+HARD_PAIRS = frozenset({(7, 8), (8, 7), (6, 9), (9, 6)})
+HARD_SLIP = 0.55
+
+
+def rows(
+    seed: int, count: int, *, min_digits: int = 2, max_digits: int = MAX_DIGITS, held_out: bool = False
+) -> Iterator[dict[str, str]]:
+    """Rows 0 to `count - 1` of the endless sequence that `seed` names; see `make_row`."""
+    for index in range(count):
+        yield make_row(seed, index, min_digits=min_digits, max_digits=max_digits, held_out=held_out)
+
+
+def make_row(
+    seed: int, index: int, *, min_digits: int = 2, max_digits: int = MAX_DIGITS, held_out: bool = False
+) -> dict[str, str]:
+    """One problem: `prompt` as in the module's text and `answer`, the sum in decimal. Depends on the arguments only.
+
+    `min_digits` and `max_digits` bound the digits of the longer summand. Short problems repeat within a side, never
+    across sides. Raises ValueError unless 2 <= min_digits <= max_digits <= 40.
+    """
+    if not 2 <= min_digits <= max_digits <= MAX_DIGITS:
+        raise ValueError(f"digits must satisfy 2 <= min <= max <= {MAX_DIGITS}, not {min_digits} and {max_digits}")
+    random = Random(f"{seed}/{index}")
+    lengths = range(min_digits, max_digits + 1)
+    digits = random.choices(lengths, [n**-_LENGTH_EXPONENT for n in lengths])[0]
+    while True:
+        row = _problem(random, digits)
+        if is_held_out(row["prompt"]) == held_out:
+            return row
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether the problem belongs to the held-out side: one in sixteen, by CRC-32 of the prompt."""
+    return zlib.crc32(prompt.encode()) % _HELD_OUT_SHARE == 0
+
+
+def demonstration(row: dict[str, str], random: Random, slip: float = 0.0) -> str:
+    """The completion of a teacher who slips.
+
+    In each column, with probability `slip` (`HARD_SLIP` at a hard pair, if `slip` > 0) one digit of the carry and sum
+    is written wrong, and what is written is carried on. `slip` = 0 gives the right completion.
+    """
+    carry = 0
+    written = []
+    for label, x, y in _columns(row["prompt"]):
+        total = x + y + carry
+        hard = slip > 0 and (x, y) in HARD_PAIRS
+        if random.random() < (HARD_SLIP if hard else slip):
+            total = _misremembered(total) if hard else _slipped(total, random)
+        carry = total // 10
+        written.append(f"{label}{x}{y}{total:02d}")
+    return "".join(written)
+
+
+def reward(prompt: str, completion: str, row: dict[str, str]) -> float:
+    """1.0 if the answer read from a complete working is `row["answer"]`, else 0.0.
+
+    Complete: one column of five characters per column of the prompt, same labels in the same order, nothing after.
+    The answer is the sum digits from the last column to the first, after the last carry. Digits copied and carries
+    in between are not judged: this is an outcome reward.
+    """
+    if not _WORKING.fullmatch(completion):
+        return 0.0
+    if completion[::COLUMN_CHARACTERS] != prompt[:-1:3]:
+        return 0.0
+    digits = completion[-2] + completion[COLUMN_CHARACTERS - 1 :: COLUMN_CHARACTERS][::-1]
+    return float(int(digits) == int(row["answer"]))
+
+
+def _problem(random: Random, digits: int) -> dict[str, str]:
+    x = random.randrange(10 ** (digits - 1), 10**digits)
+    y = random.randrange(10**digits)
+    first = random.randrange(len(LABELS))
+    labels = (LABELS + LABELS)[first : first + digits]
+    columns = zip(labels, f"{x:0{digits}d}"[::-1], f"{y:0{digits}d}"[::-1], strict=True)
+    return {"prompt": "".join(map("".join, columns)) + "=", "answer": str(x + y)}
+
+
+def _columns(prompt: str) -> Iterator[tuple[str, int, int]]:
+    for start in range(0, len(prompt) - 1, 3):
+        label, x, y = prompt[start : start + 3]
+        yield label, int(x), int(y)
+
+
+def _misremembered(total: int) -> int:
+    return total - 1
+
+
+def _slipped(total: int, random: Random) -> int:
+    carry, units = divmod(total, 10)
+    if random.random() < 0.25:
+        return 10 * (1 - carry) + units
+    return 10 * carry + (units + random.randrange(1, 10)) % 10

@@ -1,0 +1,1 @@
+"""The engines: vLLM for generation and DeepSpeed for training, each known to one module."""

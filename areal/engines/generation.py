@@ -1,0 +1,473 @@
+"""Generation with vLLM: tokens in, tokens out, with each token's log-prob and the version that sampled it.
+
+This is the only module (with `vllm_worker`, its other half inside vLLM's process) that knows vLLM's API. It talks to
+vLLM's engine process directly, without the `AsyncLLM` front end, for two reasons:
+
+* *Exact versions.* The engine labels each step's message with the version of the weights that ran the step, and the
+  label changes only while the engine is paused and idle. So a token and its version arrive in one message, and stay
+  right however long the message waits in a queue here. `AsyncLLM` tells versions only with a sequence's last token.
+* *Speed.* No tokenizer, no text and no objects per token: what is left is two list appends.
+
+Importing this module imports neither torch nor vLLM: `GenerationEngine.start` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from areal.config import GeneratorConfig, SamplingConfig, UserError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+T = TypeVar("T")
+Shapes = dict[str, tuple[int, ...]]
+
+# vLLM's default on the CPU is 128: a group's prompt would be shared only from 128 tokens on.
+CPU_BLOCK_SIZE = 32
+
+# The engine process takes 3 s to leave on a busy core; killed earlier, it leaks a semaphore and says so.
+CLOSE_SECONDS = 10
+
+HEAD = "lm_head.weight"
+
+
+class EngineError(Exception):
+    """The engine cannot go on: it did not start, died, was closed, or holds weights that are torn."""
+
+
+class WeightLoadError(Exception):
+    """The weights offered to `load` do not fit the model; the engine goes on with the ones it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next n >= 1 tokens of a sequence.
+
+    tokens: int32 [n]. A stop token counts: it was sampled.
+    logprobs: float32 [n], log-prob of each token under the distribution it was drawn from (after temperature).
+    versions: int32 [n], the policy version that sampled each token.
+    finish: "stop" (a stop token ended the sequence) or "length" on the last chunk, else None.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """How long one interruption took, in seconds, and how many sequences it stopped mid-way."""
+
+    pause_seconds: float
+    load_seconds: float
+    resume_seconds: float
+    interrupted: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """running and waiting: sequences; kv_use: 0 to 1; tokens_generated: since the start."""
+
+    running: int
+    waiting: int
+    kv_use: float
+    tokens_generated: int
+
+
+class GenerationEngine:
+    """One vLLM engine, in a child process that dies with this one."""
+
+    def __init__(self, core: AsyncMPClient, config: GeneratorConfig, model: _Model, version: int) -> None:
+        """For `start` only. Call from the event loop that will use the engine."""
+        self._core = core
+        self._config = config
+        self._model = model
+        self._version = version
+        self._streams: dict[str, _Stream] = {}
+        self._serial = itertools.count()
+        self._loading = asyncio.Lock()
+        self._error: EngineError | None = None
+        self._tokens_generated = 0
+        self._running = 0
+        self._kv_use = 0.0
+        self._pump = asyncio.create_task(self._deliver_outputs(), name="engine outputs")
+
+    @classmethod
+    async def start(cls, model: Path, config: GeneratorConfig, *, version: int, seed: int = 0) -> GenerationEngine:
+        """Start an engine on the Hugging Face folder `model`, whose weights are policy `version`.
+
+        Every process that starts an engine needs the guard `if __name__ == "__main__"`: the child imports its main
+        module. Raises UserError where `model` or `config` is at fault, EngineError where the engine does not start.
+        """
+        weights = _read_model_folder(model)
+        _set_environment(config)
+        # In a thread: importing vLLM and waiting for its process take seconds, and the actor's heartbeats go on.
+        core, stop_tokens = await asyncio.to_thread(_start_core, model, config, seed)
+        limits = core.vllm_config.model_config
+        facts = _Model(weights, stop_tokens, limits.get_vocab_size(), limits.max_model_len)
+        engine = cls(core, config, facts, version)
+        await engine._call(core.set_weight_version_async(str(version)))
+        return engine
+
+    @property
+    def version(self) -> int:
+        """The policy version that samples from now on."""
+        return self._version
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, prompt and completion."""
+        return self._model.max_len
+
+    async def generate(
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Sample one continuation of `tokens`, streamed in chunks of about `stream_interval` tokens.
+
+        `max_new_tokens` replaces the one of `sampling` (a sequence continued from elsewhere has fewer left). Closing
+        the generator or cancelling its task aborts the sequence in the engine. Raises ValueError for tokens the model
+        cannot take, EngineError where the engine dies.
+        """
+        self._check_tokens(tokens)
+        self._raise_if_failed()
+        # The serial number keeps late tokens of an aborted request out of a new one with the same id.
+        key = f"{request_id}#{next(self._serial)}"
+        stream = self._streams[key] = _Stream(self._config.stream_interval)
+        try:
+            await self._send(key, tokens, sampling, max_new_tokens)
+            while not stream.exhausted:
+                yield await stream.next_chunk()
+        finally:
+            self._streams.pop(key, None)
+            if not stream.ended and self._error is None:
+                await self._core.abort_requests_async([key])
+
+    async def load(self, folder: Path, version: int) -> LoadTimes:
+        """Swap in the weights of `folder`/model.safetensors, interrupting every sequence mid-way.
+
+        Tokens sampled so far stay; the KV cache is dropped and each prefix is prefilled again under the new weights.
+        Raises WeightLoadError, before anything is interrupted, where the file does not fit the model; EngineError
+        where the engine dies, or fails so late that its weights are torn (it is then closed).
+        """
+        path = folder / "model.safetensors"
+        await asyncio.to_thread(_check_weights, path, self._model.weights)
+        swap = asyncio.ensure_future(self._swap(path, version))
+        try:
+            return await asyncio.shield(swap)
+        except asyncio.CancelledError:
+            await asyncio.wait({swap})  # a swap cut short would leave the engine paused for ever
+            raise
+
+    def stats(self) -> EngineStats:
+        """The load at the engine's latest step."""
+        unfinished = len(self._streams)
+        running = min(self._running, unfinished)
+        kv_use = self._kv_use if unfinished else 0.0
+        return EngineStats(running, unfinished - running, kv_use, self._tokens_generated)
+
+    async def close(self) -> None:
+        """Stop the engine process. Sequences still streaming end with an EngineError."""
+        self._fail(EngineError("The engine was closed."))
+        self._pump.cancel()
+        await asyncio.wait({self._pump})
+        await asyncio.to_thread(self._core.shutdown, CLOSE_SECONDS)
+
+    async def _send(
+        self, key: str, tokens: Sequence[int], sampling: SamplingConfig, max_new_tokens: int | None
+    ) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        # No per-request seed: the CPU engine dies of it.
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            logprobs=0,
+            stop_token_ids=self._model.stop_tokens,
+            detokenize=False,
+        )
+        request = EngineCoreRequest(
+            request_id=key,
+            prompt_token_ids=[int(token) for token in tokens],
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        await self._call(self._core.add_request_async(request))
+
+    async def _swap(self, path: Path, version: int) -> LoadTimes:
+        async with self._loading:
+            self._raise_if_failed()
+            start = time.perf_counter()
+            await self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=True))
+            interrupted = sum(stream.started for stream in self._streams.values())
+            paused = time.perf_counter()
+            await self._overwrite(path)
+            await self._call(self._core.set_weight_version_async(str(version)))
+            self._version = version
+            loaded = time.perf_counter()
+            await self._call(self._core.resume_scheduler_async())
+            resumed = time.perf_counter()
+            return LoadTimes(paused - start, loaded - paused, resumed - loaded, interrupted)
+
+    async def _overwrite(self, path: Path) -> None:
+        try:
+            await self._call(self._core.collective_rpc_async("load_policy", args=(str(path),)))
+        except EngineError:
+            raise
+        except Exception as error:  # vLLM reports whatever its worker raised as a plain Exception
+            torn = EngineError(f"Loading {path} failed half-way and left torn weights: {error}")
+            self._fail(torn)
+            await self.close()
+            raise torn from error
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        """Await an answer of the engine process, or its death: vLLM leaves calls to a dead engine unanswered."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        answer = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({answer, self._pump}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not answer.done():
+                answer.cancel()
+        self._raise_if_failed()
+        try:
+            return answer.result()
+        except EngineDeadError as error:
+            self._fail(_death(error))
+            raise self._error from error
+
+    async def _deliver_outputs(self) -> None:
+        while True:
+            try:
+                outputs = await self._core.get_output_async()
+            except Exception as error:  # noqa: BLE001 - whatever ended vLLM's receiving task ends this engine
+                self._fail(_death(error))
+                return
+            self._deliver(outputs)
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        if outputs.scheduler_stats is not None:
+            self._running = outputs.scheduler_stats.num_running_reqs
+            self._kv_use = outputs.scheduler_stats.kv_cache_usage
+        for output in outputs.outputs:
+            self._tokens_generated += len(output.new_token_ids)
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.add(output, outputs.weight_version)
+
+    def _fail(self, error: EngineError) -> None:
+        self._error = self._error or error
+        for stream in self._streams.values():
+            stream.fail(self._error)
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if not 0 < len(tokens) < self._model.max_len:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens: the model takes 1 to {self._model.max_len - 1} "
+                f"(generator.max_model_len less one to sample)"
+            )
+        if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:
+            raise ValueError(f"the prompt has a token outside the model's vocabulary of {self._model.vocab_size}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    shapes: Shapes
+    tied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    weights: _Weights
+    stop_tokens: list[int]
+    vocab_size: int
+    max_len: int
+
+
+class _Stream:
+    """The tokens of one sequence between the engine and the reader of `generate`."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._ready = asyncio.Event()
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._finish: str | None = None
+        self._error: EngineError | None = None
+        self.started = False
+
+    @property
+    def ended(self) -> bool:
+        """The engine has nothing left to say about this sequence."""
+        return self._finish is not None or self._error is not None
+
+    @property
+    def exhausted(self) -> bool:
+        """The sequence is finished and the reader has had all of it."""
+        return self._finish is not None and not self._tokens
+
+    def add(self, output: EngineCoreOutput, version: str | None) -> None:
+        if output.new_token_ids:
+            self.started = True
+            self._tokens += output.new_token_ids
+            self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # column 0: the sampled token
+            self._versions += [int(version)] * len(output.new_token_ids)
+        if output.finish_reason is not None:
+            self._end(str(output.finish_reason))
+        elif len(self._tokens) >= self._interval:
+            self._ready.set()
+
+    def fail(self, error: EngineError) -> None:
+        if self._finish is None:
+            self._error = error
+            self._ready.set()
+
+    async def next_chunk(self) -> Chunk:
+        await self._ready.wait()
+        if self._error is not None and not self._tokens:  # what was sampled before a death is good: hand it over first
+            raise self._error
+        if not self.ended:
+            self._ready.clear()
+        chunk = Chunk(
+            np.array(self._tokens, np.int32),
+            np.array(self._logprobs, np.float32),
+            np.array(self._versions, np.int32),
+            self._finish,
+        )
+        self._tokens, self._logprobs, self._versions = [], [], []
+        return chunk
+
+    def _end(self, reason: str) -> None:
+        if reason in ("stop", "length"):
+            self._finish = reason
+            self._ready.set()
+        else:
+            self.fail(EngineError(f"The engine gave a sequence up (finish reason {reason!r})."))
+
+
+def _set_environment(config: GeneratorConfig) -> None:
+    """vLLM and its child processes read these when imported."""
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    # vLLM's own binding pins every engine of a machine to the same first cores.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
+def _start_core(model: Path, config: GeneratorConfig, seed: int) -> tuple[AsyncMPClient, list[int]]:
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
+
+    if current_platform.is_cpu():
+        # The sampler compiles a helper at the first request: 3 to 28 s, for nothing on the CPU.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        vllm_config = _engine_args(model, config, seed, current_platform.is_cpu()).create_engine_config()
+    except ValueError as error:
+        raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {error}") from error
+    try:
+        core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
+    except RuntimeError as error:
+        raise EngineError(f"vLLM did not start on {model}; its own log, above, says why: {error}") from error
+    stop_tokens = vllm_config.model_config.try_get_generation_config().get("eos_token_id") or []
+    return core, [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
+
+
+def _engine_args(model: Path, config: GeneratorConfig, seed: int, cpu: bool) -> Any:
+    from vllm import AsyncEngineArgs
+
+    executor = "OneProcessExecutor" if config.tensor_parallel == 1 else "ManyProcessExecutor"
+    on_cpu = {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "block_size": CPU_BLOCK_SIZE} if cpu else {}
+    return AsyncEngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype=config.dtype,
+        seed=seed,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_concurrent_rollouts,
+        tensor_parallel_size=config.tensor_parallel,
+        gpu_memory_utilization=config.memory_share,
+        enforce_eager=config.enforce_eager or cpu,  # compiling for the CPU costs more start-up time than it returns
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        distributed_executor_backend=f"areal.engines.vllm_worker.{executor}",
+        worker_extension_cls="areal.engines.vllm_worker.PolicyWorker",
+        use_tqdm_on_load=False,
+        **on_cpu,
+    )
+
+
+def _read_model_folder(model: Path) -> _Weights:
+    """What the files that `load` will be given have to hold, from the headers of those in a Hugging Face folder."""
+    if not (model / "config.json").is_file():
+        raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{model} has no weights in safetensors format (*.safetensors).")
+    try:
+        shapes = {name: shape for file in files for name, shape in _read_shapes(file).items()}
+        tied = json.loads((model / "config.json").read_bytes()).get("tie_word_embeddings", HEAD not in shapes)
+    except (OSError, ValueError) as error:
+        raise UserError(f"The model in {model} cannot be read: {error}.") from error
+    return _Weights(shapes, tied)
+
+
+def _check_weights(path: Path, expected: _Weights) -> None:
+    try:
+        shapes = _read_shapes(path)
+    except (OSError, ValueError) as error:
+        raise WeightLoadError(f"{path} cannot be read: {error}") from error
+    names = expected.shapes.keys() | shapes.keys()
+    if expected.tied:
+        names -= {HEAD}  # it may be stored or left out
+    if wrong := sorted(name for name in names if expected.shapes.get(name) != shapes.get(name)):
+        name = wrong[0]
+        raise WeightLoadError(
+            f"{path} does not fit the model: {len(wrong)} tensors differ, the first is {name} "
+            f"(expected {expected.shapes.get(name)}, found {shapes.get(name)})"
+        )
+
+
+def _read_shapes(path: Path) -> Shapes:
+    """The header of a safetensors file: 8 bytes of length, then JSON. Raises ValueError where the file is cut short."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = path.stat().st_size
+        if length + 8 > size:
+            raise ValueError(f"{path.name} is cut short inside its header")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    if 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0) != size:
+        raise ValueError(f"{path.name} is cut short, or longer than its header says")
+    return {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+
+
+def _death(error: Exception) -> EngineError:
+    return EngineError(f"The vLLM engine process died; its own log, above, says why ({type(error).__name__}).")

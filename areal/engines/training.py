@@ -1,0 +1,408 @@
+"""Training with DeepSpeed. This is the only module that knows it.
+
+One `TrainingEngine` a rank. Every method that says *all ranks* is a collective: each rank calls it, in the same order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from areal.config import TrainerConfig, UserError
+from areal.engines.packed import PACKED_SDPA, FlatBatch, Row, attention_kwargs, pack, packed_sdpa, token_logprobs
+from areal.objectives import OBJECTIVES
+from areal.packing import split_over_ranks
+from areal.trajectory import Group
+from areal.weights import atomic_folder, copy_model_files, write_weights
+
+SILENCE = timedelta(days=7)
+"""How long a rank waits for rank 0's next message. A run that waits for data is not broken; lost peers show at once."""
+
+
+STATE = "state"
+"""Name of DeepSpeed's part of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one training step did, over all ranks.
+
+    loss: mean over the tokens trained. grad_norm: before clipping, mean over the optimizer steps.
+    entropy: nats, mean over the tokens trained, as is clip_fraction: the share that the clip held back.
+    logprob_gap: mean |log pi_behav - log pi_prox| on tokens of the current version; None where there are none.
+    weight_mean, weight_max: the importance weight w (1 in plain PPO).
+    tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch.
+    The seconds are rank 0's; forward includes the pass for the proximal log-probs.
+    """
+
+    loss: float
+    grad_norm: float
+    entropy: float
+    clip_fraction: float
+    logprob_gap: float | None
+    weight_mean: float
+    weight_max: float
+    tokens_trained: int
+    tokens_total: int
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+
+
+class _Tally:
+    """Sums over the tokens of a step on one rank, and its clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(6, dtype=torch.float64, device=device)
+        self.weight_max = torch.zeros(1, dtype=torch.float64, device=device)
+        self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        self.grad_norms: list[float] = []
+
+    def add(self, row: Row, loss: Tensor, entropy: Tensor, clipped: Tensor, weight: Tensor, version: int) -> None:
+        """Count a row's tokens, [S] each."""
+        current = row.versions == version
+        gap = (row.behaviour - row.proximal).abs()[current]
+        counts = (loss.detach().sum(), entropy.sum(), clipped.sum(), weight.sum(), gap.sum(), current.sum())
+        self.sums += torch.stack([count.double() for count in counts])
+        if len(weight):
+            self.weight_max = torch.maximum(self.weight_max, weight.max().double())
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if self.sums.is_cuda:
+            torch.cuda.synchronize()
+        self.seconds[phase] += time.perf_counter() - started
+
+    def result(self, control: dist.ProcessGroup, *, tokens_trained: int, tokens_total: int) -> StepResult:
+        """The step's result, the same on all ranks but for the seconds (all ranks)."""
+        sums, weight_max = self.sums.cpu(), self.weight_max.cpu()
+        dist.all_reduce(sums, group=control)
+        dist.all_reduce(weight_max, op=dist.ReduceOp.MAX, group=control)
+        loss, entropy, clipped, weight, gap, current = sums.tolist()
+        count = max(1, tokens_trained)
+        return StepResult(
+            loss=loss / count,
+            grad_norm=float(np.mean(self.grad_norms)),
+            entropy=entropy / count,
+            clip_fraction=clipped / count,
+            logprob_gap=gap / current if current else None,
+            weight_mean=weight / count,
+            weight_max=weight_max.item(),
+            tokens_trained=tokens_trained,
+            tokens_total=tokens_total,
+            **{f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
+        )
+
+
+def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration of a run.
+
+    Its own gradient accumulation stays at 1, since the number of micro-batches changes with every step. bf16 needs
+    ZeRO 1 at least, where DeepSpeed keeps fp32 master weights: steps of a small learning rate are lost in bf16 ones.
+    ZeRO 0 clips in `TrainingEngine`, because DeepSpeed then reports no gradient norm.
+    """
+    bf16 = config.dtype == "bfloat16"
+    stage = max(config.zero_stage, 1) if bf16 else config.zero_stage
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "gradient_clipping": config.grad_clip if stage else 0.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": config.lr,
+                "betas": list(config.betas),
+                "eps": config.adam_eps,
+                "weight_decay": config.weight_decay,
+                "torch_adam": True,  # DeepSpeed's own kernels would be compiled at start-up
+            },
+        },
+        "steps_per_print": None,
+    }
+
+
+def _join_ranks() -> None:
+    """Initialise torch.distributed, unless it is. It ends with the process: DeepSpeed keeps groups of it for good."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(dist.destroy_process_group)
+
+
+def _model_folder(model: Path | str) -> Path:
+    """The folder of `model`: itself, or where the hub's cache keeps it. Raises UserError where there is none."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(f"model {model} is neither a folder nor a model that the hub gives out: {error}") from error
+
+
+class TrainingEngine:
+    """A causal language model under training, and its share of the ranks.
+
+    model: folder of a Hugging Face model, or a hub id. Ranks come from torchrun's environment; without it there is one.
+    Raises UserError where the model cannot be loaded.
+    """
+
+    def __init__(self, model: Path | str, config: TrainerConfig, *, seed: int) -> None:
+        if not torch.cuda.is_available():
+            os.environ["DS_ACCELERATOR"] = "cpu"
+            torch.set_num_threads(config.threads)
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel("WARNING")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # DeepSpeed's calls
+        torch.manual_seed(seed)
+        self.config = config
+        self.source = _model_folder(model)
+        _join_ranks()
+        self._control = dist.new_group(backend="gloo", timeout=SILENCE)
+        self._zero = deepspeed.zero
+        settings = deepspeed_config(config)
+        self._stage: int = settings["zero_optimization"]["stage"]
+        self._module = self._load()
+        with redirect_stdout(io.StringIO()):  # it prints memory tables
+            deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
+            self._deepspeed, *_ = deepspeed.initialize(
+                model=self._module,
+                model_parameters=list(self._module.parameters()),
+                config=settings,
+                lr_scheduler=lambda optimizer: LambdaLR(
+                    optimizer, lambda step: min(1.0, (step + 1) / max(1, config.warmup_steps))
+                ),
+            )
+        self.device: torch.device = self._deepspeed.device
+
+    def _load(self) -> torch.nn.Module:
+        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers.utils import is_flash_attn_2_available
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+        AttentionInterface.register(PACKED_SDPA, packed_sdpa)
+        flash = self.config.dtype == "bfloat16" and torch.cuda.is_available() and is_flash_attn_2_available()
+        self._attention = "flash_attention_2" if flash else PACKED_SDPA
+        try:
+            module = AutoModelForCausalLM.from_pretrained(
+                self.source, dtype=getattr(torch, self.config.dtype), attn_implementation=self._attention
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.source} does not hold a model that transformers can load: {error}") from error
+        for part in module.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0  # pi_theta of a token must be the same number in every pass
+        return module.train()
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def broadcast(self, message: dict[str, Any] | None) -> dict[str, Any]:
+        """Rank 0's message, made of what msgpack can carry, on all ranks (all ranks; the others pass None).
+
+        Waits as long as rank 0 has nothing to say.
+        """
+        packed = msgpack.packb(message) if self.rank == 0 else b""
+        size = self._send(np.array([len(packed)], dtype=np.int64))
+        return msgpack.unpackb(self._send(np.frombuffer(packed.ljust(int(size[0]), b"\0"), dtype=np.uint8)))
+
+    def _send(self, array: np.ndarray) -> np.ndarray:
+        """Rank 0's array on all ranks; the others pass one of its shape and type."""
+        tensor = torch.from_numpy(array.copy())
+        dist.broadcast(tensor, src=0, group=self._control)
+        return tensor.numpy()
+
+    def _share(self, batch: Sequence[Group] | None) -> FlatBatch:
+        """Rank 0's groups, flattened, on all ranks."""
+        arrays: dict[str, np.ndarray] = {}
+        if batch is not None:
+            arrays = FlatBatch.of(batch, norm=self.config.advantage_norm, minibatches=self.config.minibatches).arrays()
+        header = self.broadcast({name: [len(a), a.dtype.str] for name, a in arrays.items()} if self.rank == 0 else None)
+        return FlatBatch(
+            **{
+                name: self._send(arrays[name] if self.rank == 0 else np.empty(length, dtype))
+                for name, (length, dtype) in header.items()
+            }
+        )
+
+    def _plan(self, batch: FlatBatch, trained: np.ndarray) -> list[list[Row]]:
+        """This rank's rows of each minibatch."""
+        minibatches = []
+        for m in range(self.config.minibatches):
+            members = np.flatnonzero(batch.minibatch == m)
+            ranks = split_over_ranks(
+                batch.lengths[members].tolist(), self.world_size, self.config.max_tokens_per_microbatch
+            )
+            minibatches.append([pack(batch, trained, members[row].tolist(), self.device) for row in ranks[self.rank]])
+        return minibatches
+
+    def _forward(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities after temperature and entropies of the row's tokens in the loss, [S] each."""
+        logits = self._deepspeed(
+            input_ids=row.tokens,
+            position_ids=row.positions,
+            logits_to_keep=row.predicts,
+            use_cache=False,
+            **attention_kwargs(row, self._attention),
+        ).logits[0]
+        return token_logprobs(logits, row.targets, temperature)
+
+    def step(
+        self,
+        batch: Sequence[Group] | None,
+        *,
+        version: int,
+        temperature: float,
+        mask_older_than: int | None = None,
+    ) -> StepResult:
+        """Train on a batch: one optimizer step for each of `config.minibatches` (all ranks).
+
+        batch: the groups on rank 0, None elsewhere; at least as many groups as minibatches. version: of the weights
+        before this step. temperature: the one tokens were sampled at. mask_older_than: tokens of versions before it
+        are left out of the loss. Raises ValueError for a batch that cannot be trained.
+
+        The loss of a minibatch is the mean over its tokens in the loss, wherever they lie: it depends neither on
+        micro-batches nor on ranks.
+        """
+        flat = self._share(batch)
+        trained = flat.trained(mask_older_than)
+        minibatches = self._plan(flat, trained)
+        tally = _Tally(self.device)
+        if len(minibatches) > 1:  # with a single one, its first pass still sees the proximal weights
+            self._recompute_proximal(minibatches, temperature, tally)
+        of_minibatch = np.repeat(flat.minibatch, flat.lengths)
+        for m, rows in enumerate(minibatches):
+            self._train_minibatch(rows, int(trained[of_minibatch == m].sum()), version, temperature, tally)
+        return tally.result(self._control, tokens_trained=int(trained.sum()), tokens_total=len(flat.tokens))
+
+    def _recompute_proximal(self, minibatches: list[list[Row]], temperature: float, tally: _Tally) -> None:
+        with torch.no_grad(), tally.clock("forward"):
+            for row in (row for rows in minibatches for row in rows):
+                row.proximal, _ = self._forward(row, temperature)
+
+    def _train_minibatch(self, rows: list[Row], tokens: int, version: int, temperature: float, tally: _Tally) -> None:
+        """One optimizer step. tokens: in the loss of this minibatch, over all ranks."""
+        objective = OBJECTIVES[self.config.objective]
+        clips = {"eps_clip": self.config.eps_clip, "eps_clip_higher": self.config.eps_clip_higher}
+        # DeepSpeed averages over ranks what has to be a sum.
+        scale = self.world_size / max(1, tokens)
+        for i, row in enumerate(rows):
+            self._deepspeed.set_gradient_accumulation_boundary(i == len(rows) - 1)
+            with tally.clock("forward"):
+                logp, entropy = self._forward(row, temperature)
+                if row.proximal is None:
+                    row.proximal = logp.detach()
+                out = objective(logp, row.proximal, row.behaviour, row.advantages, **clips)
+                tally.add(row, out.loss, entropy, out.clipped, out.weight, version)
+            with tally.clock("backward"):
+                self._deepspeed.backward(out.loss.sum() * scale)
+        with tally.clock("optimizer"):
+            norm = self._clip() if self._stage == 0 else None
+            self._deepspeed.step()
+            tally.grad_norms.append(float(self._deepspeed.get_global_grad_norm() if norm is None else norm))
+
+    def _clip(self) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)
+
+    def _gather(self) -> dict[str, Tensor]:
+        """The weights by their Hugging Face names, copied to the CPU, on rank 0; nothing elsewhere (all ranks).
+
+        Parameters are gathered one after another with all ranks in step. Nothing may be sent or written in between:
+        under ZeRO-3 a rank that is late for a gather hangs the others. Tied parameters appear once.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            with self._zero.GatheredParameters([parameter], enabled=self._stage == 3):
+                if self.rank == 0:
+                    tensors[name] = parameter.detach().to("cpu", copy=True)
+        if self.rank != 0:
+            return {}
+        saved = self._module.state_dict().keys()
+        tensors |= {name: b.detach().to("cpu", copy=True) for name, b in self._module.named_buffers() if name in saved}
+        return revert_weight_conversion(self._module, tensors)
+
+    def publish(self, folder: Path) -> Path:
+        """Write the weights as `folder`/model.safetensors in the model's dtype; returns `folder` (all ranks).
+
+        Rank 0 writes, and returns when all is on disk; the others return at once. The folder appears complete or not
+        at all. Raises FileExistsError on rank 0 where it exists.
+        """
+        tensors = self._gather()
+        if self.rank == 0:
+            with atomic_folder(folder) as partial:
+                write_weights(tensors, partial)
+        return folder
+
+    def save(self, folder: Path) -> Path:
+        """Like `publish`, with configuration and tokenizer: a model folder to load by itself (all ranks)."""
+        tensors = self._gather()
+        if self.rank == 0:
+            with atomic_folder(folder) as partial:
+                copy_model_files(self.source, partial, dtype=self.config.dtype)
+                write_weights(tensors, partial)
+        return folder
+
+    def save_state(self, folder: Path) -> Path:
+        """Write weights, optimizer and learning-rate schedule into `folder`, for `load_state` (all ranks).
+
+        The folder appears complete or not at all, before any rank returns. Raises FileExistsError where it exists.
+        """
+        with ExitStack() as stack:
+            partial = stack.enter_context(atomic_folder(folder)) if self.rank == 0 else None
+            shared = self.broadcast({"folder": str(partial)} if partial else None)
+            self._deepspeed.save_checkpoint(shared["folder"], tag=STATE, save_latest=False)
+            dist.barrier(group=self._control)
+        dist.barrier(group=self._control)
+        return folder
+
+    def load_state(self, folder: Path) -> None:
+        """Go on from a folder of `save_state`, written with the same number of ranks and ZeRO stage (all ranks).
+
+        Raises UserError where there is none.
+        """
+        if not (folder / STATE).is_dir():
+            raise UserError(f"{folder} holds no training state: point to the folder of a checkpoint")
+        self._deepspeed.load_checkpoint(str(folder), tag=STATE)
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks and buffers down, so that memory can be freed (all ranks)."""
+        self._deepspeed.destroy()

@@ -1,0 +1,64 @@
+"""What runs inside vLLM's own processes: loading weights in place, and dying with the generator.
+
+vLLM imports this module by name (`worker_extension_cls`, `distributed_executor_backend`); nothing else should,
+since importing it imports vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+
+class PolicyWorker:
+    """Mixed into vLLM's worker: `load_policy` is called through `collective_rpc` while generation is paused."""
+
+    def load_policy(self, path: str) -> None:
+        """Overwrite the weights in place with the safetensors file at `path` (Hugging Face names and shapes)."""
+        # vLLM warns of every layer without weights in the file, as rotary embeddings and tied heads are; the file
+        # has been compared with the model before.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        self.model_runner.reload_weights(weights_iterator=_tensors(Path(path)))
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, ParallelLMHead):
+                # On the CPU linear weights are packed when loaded. A tied head has no weights of its own in the file,
+                # so vLLM does not pack it again, and it would go on multiplying by the old embedding.
+                module.quant_method.process_weights_after_loading(module)
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.offset_keys():
+            yield name, file.get_tensor(name)
+
+
+class _DiesWithGenerator:
+    """vLLM's engine process does not notice that the process which started it was killed: it would keep its memory."""
+
+    def _init_executor(self) -> None:
+        generator = multiprocessing.parent_process()
+
+        def die_with_generator() -> None:
+            generator.join()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=die_with_generator, daemon=True, name="die-with-generator").start()
+        super()._init_executor()
+
+
+class OneProcessExecutor(_DiesWithGenerator, uniproc_executor.UniProcExecutor):
+    """The worker lives in the engine process. On the CPU vLLM itself would start one more process and spin on it."""
+
+
+class ManyProcessExecutor(_DiesWithGenerator, multiproc_executor.MultiprocExecutor):
+    """One worker process a tensor-parallel rank; vLLM's own death pipe ends them with the engine process."""

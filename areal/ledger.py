@@ -1,0 +1,704 @@
+"""The ledger: which groups exist, how old each may get, and which are trained next. The master's decisions.
+
+A group is admitted, becomes ready, enters a batch and is trained; or it leaves on the way:
+
+    prompt ──admit──▶ ADMITTED ──ready──▶ READY ──next_batch──▶ BATCHED ──commit──▶ gone (trained)
+       ▲                 │                  │
+       └──── requeue ────┴─── discard ──────┴──▶ gone (discarded, for a recorded reason)
+
+What cannot happen: BATCHED goes nowhere but to trained, a READY group holds no lease and is never re-queued, and
+a group that is gone never comes back (its prompt does, under a new id).
+
+Invariants, checked by `Ledger.validate` and proved in docs/staleness.md:
+
+* at most `(max_staleness + 1) * batch_size` groups are alive (admitted, neither trained nor discarded);
+* with `wait` and `requeue` every alive group still fits into the steps left before its deadline, so that every group
+  trained at version i has i - s <= max_staleness, where s is its start version;
+* every admitted prompt is alive, re-queued, trained once, or discarded for a recorded reason.
+
+No I/O and no clock: times are handed in. Commands check, hand events to the journal, then apply them; `Ledger.apply`
+is the only place that changes state, so that replaying the journal rebuilds the ledger.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Literal
+
+# Events kept for `story`: the last few transitions of every group of a large run (512 groups a batch, eta 8).
+STORY_EVENTS = 10_000
+
+LEASE_EXPIRED = "lease expired"
+RELEASED = "released by its owner"
+STRAGGLER = "straggler"
+START_VERSION_FELL = "start version fell"
+
+
+class GroupState(StrEnum):
+    ADMITTED = "admitted"
+    READY = "ready"
+    BATCHED = "batched"
+
+
+class Answer(StrEnum):
+    """What a report about a group changed. Reports may be repeated, late, or overtaken."""
+
+    ACCEPTED = "accepted"
+    UNCHANGED = "unchanged"
+    """Known already, or the group has gone past this point."""
+    GONE = "gone"
+    """Never admitted, no longer alive, or another owner's: drop what belongs to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSettings:
+    """The part of the configuration that the ledger needs; `prompts`: how many there are in all, None: endless."""
+
+    batch_size: int
+    max_staleness: int
+    on_straggler: Literal["wait", "requeue", "mask", "admission_only"]
+    steps: int
+    prompts: int | None
+    max_attempts: int
+    on_failed_sample: Literal["requeue", "discard"]
+
+    @property
+    def bounds_groups(self) -> bool:
+        """Whether rule 3 holds: no group is trained past its deadline."""
+        return self.on_straggler in ("wait", "requeue")
+
+
+# ------------------------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    group_id: str
+    prompt_index: int
+    attempt: int
+    owner: str
+    version: int
+    lease_expires: float
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    group_ids: tuple[str, ...]
+    lease_expires: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    group_id: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    group_id: str
+    start_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    """The group left and its prompt waits for a new one; `failed`: this counts towards `max_attempts`."""
+
+    group_id: str
+    reason: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    group_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLogged:
+    version: int
+    group_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    version: int
+
+
+Event = Admitted | Renewed | Started | Ready | Requeued | Discarded | BatchLogged | Committed | Checkpointed
+
+
+# ----------------------------------------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """The right to start a group. Every request of the group carries `min_version` (rule 2)."""
+
+    group_id: str
+    prompt_index: int
+    attempt: int
+    min_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A row of the ledger. `attempt` and `failures` count earlier admissions of the prompt, all and failed ones."""
+
+    group_id: str
+    prompt_index: int
+    attempt: int
+    failures: int
+    owner: str
+    lease_expires: float | None
+    admission_version: int
+    start_version: int | None = None
+    state: GroupState = GroupState.ADMITTED
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is trained at `version`, in order. With `mask`, tokens of versions below `min_token_version` stay out of
+    the loss; else it is None."""
+
+    version: int
+    group_ids: tuple[str, ...]
+    min_token_version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """No batch yet: `ready` of the `needed` groups are ready, and these have to finish, earliest deadline first."""
+
+    version: int
+    ready: int
+    needed: int
+    stragglers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = ", ".join(self.stragglers) or "groups to be admitted"
+        return f"step {self.version}: {self.ready} ready, {self.needed} needed, waiting for {names}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    version: int
+    reason: Literal["steps", "data"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A committed step; `staleness` is i - s of each group of the batch, in its order."""
+
+    batch: Batch
+    staleness: tuple[int, ...]
+
+    @property
+    def mean_staleness(self) -> float:
+        return sum(self.staleness) / len(self.staleness)
+
+    @property
+    def max_staleness(self) -> int:
+        return max(self.staleness)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Groups since the run began; `discarded` and `requeued` by reason. For reports: no decision reads them."""
+
+    admitted: int = 0
+    trained: int = 0
+    discarded: Counter[str] = field(default_factory=Counter)
+    requeued: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that waits for its group number `attempt`."""
+
+    prompt_index: int
+    attempt: int = 0
+    failures: int = 0
+
+
+class LedgerError(Exception):
+    """A command or event that no correct actor sends; the message ends with the group's story."""
+
+
+def schedulable(deadlines: Iterable[int], version: int, batch_size: int) -> bool:
+    """Whether steps `version`, `version + 1`, ... of `batch_size` slots each can train all before their deadlines.
+
+    The k-th earliest deadline d needs k slots among the steps up to d: k <= batch_size * (d - version + 1).
+    """
+    return all(k <= batch_size * (d - version + 1) for k, d in enumerate(sorted(deadlines), 1))
+
+
+class Ledger:
+    """See the module. `journal` receives each event before it is applied; if it raises, nothing has changed.
+
+    Memory is bounded by the alive groups, the re-queued prompts (together at most `(max_staleness + 1) *
+    batch_size`) and the ids of the steps since the last checkpoint, which a restarted trainer has to redo.
+    """
+
+    def __init__(self, settings: LedgerSettings, journal: Callable[[Event], None] | None = None) -> None:
+        self.settings = settings
+        self.journal = journal
+        self.version = 0
+        self.counters = Counters()
+        self._groups: dict[str, Group] = {}  # in order of admission, which breaks ties between deadlines
+        self._requeued: deque[Prompt] = deque()
+        self._next_prompt = 0
+        self._batch: Batch | None = None  # logged for `version`, not committed
+        self._steps: dict[int, StepRecord] = {}  # committed, not covered by a checkpoint
+        self._story: deque[Event] = deque(maxlen=STORY_EVENTS)
+
+    @classmethod
+    def replay(
+        cls, events: Iterable[Event], settings: LedgerSettings, journal: Callable[[Event], None] | None = None
+    ) -> Ledger:
+        """The ledger that emitted `events`; `journal` hears only what comes after them."""
+        ledger = cls(settings)
+        for event in events:
+            ledger.apply(event)
+        ledger.journal = journal
+        return ledger
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Ledger):
+            return NotImplemented
+        return vars(self) | {"journal": None} == vars(other) | {"journal": None}
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def alive(self) -> int:
+        """Groups admitted, neither trained nor discarded."""
+        return len(self._groups)
+
+    @property
+    def ready_count(self) -> int:
+        """Groups that are ready and in no batch yet."""
+        return sum(group.state is GroupState.READY for group in self._groups.values())
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be admitted now: rule 1, the steps the run has left, and the prompts there are."""
+        allowed = max(0, self._most_alive() - self.alive)
+        return allowed if self._prompts_left is None else min(allowed, self._prompts_left)
+
+    @property
+    def ended(self) -> RunEnded | None:
+        """Set once all steps are committed, or no group is alive and no prompt is left."""
+        if self.version == self.settings.steps:
+            return RunEnded(self.version, "steps")
+        if self.alive == 0 and self._prompts_left == 0:
+            return RunEnded(self.version, "data")
+        return None
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """Whom the next batch waits for; None if it is logged, can be formed, or will never be needed."""
+        return None if self.ended or self._batch else self._waiting(self._choose())
+
+    def group(self, group_id: str) -> Group | None:
+        """The row of an alive group."""
+        return self._groups.get(group_id)
+
+    def deadline(self, group: Group) -> int:
+        """The last version that may train this group: its start version (until known: of its admission) + eta."""
+        known = group.admission_version if group.start_version is None else group.start_version
+        return known + self.settings.max_staleness
+
+    def oldest(self, n: int) -> list[Group]:
+        """The n groups of earliest deadline that are in no batch."""
+        return sorted(self._unbatched(), key=self.deadline)[:n]
+
+    def story(self, group_id: str) -> list[Event]:
+        """The recent transitions of a group, oldest first; renewals are left out."""
+        return [event for event in self._story if group_id in _groups_of(event)]
+
+    # ----------------------------------------------------------------------------------------------------- commands
+
+    def admit(self, owner: str, n: int, now: float, lease_seconds: float) -> list[Permit]:
+        """Up to n permits, as many as `capacity` allows: re-queued prompts first, then fresh ones in order."""
+        return [self._permit(owner, now + lease_seconds) for _ in range(min(n, self.capacity))]
+
+    def renew(self, owner: str, group_ids: Iterable[str], now: float, lease_seconds: float) -> list[str]:
+        """Extend the leases of an owner; returns the groups that are no longer its own, which it has to abort."""
+        owned, lost = [], []
+        for group_id in group_ids:
+            (owned if self._owned(group_id, owner) else lost).append(group_id)
+        self._renew(owned, now + lease_seconds)
+        return lost
+
+    def renew_all(self, now: float, lease_seconds: float) -> None:
+        """Extend all leases: after a restart of the master, whose own silence nobody else shall pay for."""
+        self._renew(self._groups, now + lease_seconds)
+
+    def started(self, group_id: str, owner: str, version: int) -> Answer:
+        """The least version that has sampled a first token of the group's samples.
+
+        Report it once every sample has begun. A later, lower report shortens the deadline: it counts while all alive
+        groups still fit before theirs; else this attempt is void and the answer is GONE.
+        Raises LedgerError for a version below the permit's `min_version` or above the current one.
+        """
+        group = self._owned(group_id, owner)
+        if group is None:
+            return Answer.GONE
+        self._check_start(group, version)
+        known = group.start_version
+        if group.state is not GroupState.ADMITTED or (known is not None and version >= known):
+            return Answer.UNCHANGED
+        return self._accept_start(group, Started(group_id, version), version)
+
+    def ready(self, group_id: str, start_version: int) -> Answer:
+        """The trainer has spooled the group; `start_version`: the least version of its sampled tokens.
+
+        GONE: the trainer drops the payload. UNCHANGED: it keeps the payload it has (also that of a trained group
+        which no checkpoint covers yet). Raises LedgerError as `started` does.
+        """
+        group = self._groups.get(group_id)
+        if group is None:
+            redone = any(group_id in step.batch.group_ids for step in self._steps.values())
+            return Answer.UNCHANGED if redone else Answer.GONE
+        if group.state is not GroupState.ADMITTED:
+            return Answer.UNCHANGED
+        self._check_start(group, start_version)
+        return self._accept_start(group, Ready(group_id, start_version), start_version)
+
+    def failed(self, group_id: str, owner: str, reason: str) -> Answer:
+        """The group cannot be finished. `reason` is a short category: it is counted, as are those of `discard`."""
+        group = self._owned(group_id, owner)
+        if group is None:
+            return Answer.GONE
+        if group.state is not GroupState.ADMITTED:
+            return Answer.UNCHANGED
+        if self.settings.on_failed_sample == "discard":
+            self._emit(Discarded(group_id, reason))
+        else:
+            self._fail(group, reason)
+        return Answer.ACCEPTED
+
+    def discard(self, group_id: str, reason: str) -> Answer:
+        """Leave the prompt untrained. Raises LedgerError for a group of a logged batch, which never changes."""
+        if group_id not in self._groups:
+            return Answer.GONE
+        self._emit(Discarded(group_id, reason))
+        return Answer.ACCEPTED
+
+    def expire(self, now: float) -> list[str]:
+        """Re-queue the prompts of groups whose lease has run out; their owner's silence is no failure of theirs."""
+        silent = [g for g in self._leased() if g.lease_expires is not None and g.lease_expires <= now]
+        return self._return_leases(silent, LEASE_EXPIRED)
+
+    def release(self, owner: str) -> list[str]:
+        """Re-queue the prompts of an owner that has left or is known to be dead."""
+        return self._return_leases([g for g in self._leased() if g.owner == owner], RELEASED)
+
+    def next_batch(self, version: int) -> Batch | Waiting | RunEnded:
+        """The batch to train at `version`, logged on the first answer and the same ever after.
+
+        An earlier version gives the batch trained then, for redoing it after a restart. Raises LedgerError for a
+        later version, or one that a checkpoint covers.
+        """
+        if version != self.version:
+            return self._committed(version).batch
+        if ended := self.ended:
+            return ended
+        if self._batch is None:
+            chosen = self._choose()
+            waiting = self._waiting(chosen)
+            if waiting and not self._may_abort(waiting):
+                return waiting
+            for group_id in waiting.stragglers if waiting else ():
+                self._fail(self._groups[group_id], STRAGGLER)
+            self._emit(BatchLogged(version, tuple(group.group_id for group in chosen)))
+        return self._batch
+
+    def commit(self, version: int) -> StepRecord:
+        """The batch of `version` is trained; a repeat gives the same record.
+
+        Raises LedgerError for a version whose batch is not logged, or that a checkpoint covers.
+        """
+        if version == self.version:
+            self._emit(Committed(version))
+        return self._committed(version)
+
+    def checkpointed(self, version: int) -> Answer:
+        """The weights of `version` are safe: the steps before it are never redone and need not be remembered."""
+        if version <= self.version and not any(step < version for step in self._steps):
+            return Answer.UNCHANGED
+        self._emit(Checkpointed(version))
+        return Answer.ACCEPTED
+
+    # ---------------------------------------------------------------------------------------------------- decisions
+
+    def _most_alive(self) -> int:
+        """Rule 1, and no more than the steps left can train. From live rows and the version, never from counters."""
+        settings = self.settings
+        return settings.batch_size * min(settings.max_staleness + 1, settings.steps - self.version)
+
+    @property
+    def _prompts_left(self) -> int | None:
+        if self.settings.prompts is None:
+            return None
+        return len(self._requeued) + self.settings.prompts - self._next_prompt
+
+    def _needed(self) -> int:
+        """The size of the next batch: B, or with the data at its end all that is left."""
+        size = self.settings.batch_size
+        return min(size, self.alive) if self._prompts_left == 0 else size
+
+    def _choose(self) -> list[Group]:
+        """Up to B ready groups, earliest deadline first."""
+        ready = [group for group in self._unbatched() if group.state is GroupState.READY]
+        return sorted(ready, key=self.deadline)[: self.settings.batch_size]
+
+    def _waiting(self, chosen: list[Group]) -> Waiting | None:
+        needed = self._needed()
+        if len(chosen) < needed:
+            unfinished = sorted(self._leased(), key=self.deadline)
+            stragglers = unfinished[: needed - len(chosen)]
+        else:
+            stragglers = self._stragglers(chosen)
+            if not stragglers:
+                return None
+        return Waiting(self.version, self.ready_count, needed, tuple(group.group_id for group in stragglers))
+
+    def _stragglers(self, chosen: list[Group]) -> list[Group]:
+        """The unfinished groups because of which rule 3 forbids to train `chosen` now, earliest deadline first.
+
+        Without them the rule holds: at each deadline where one group too many is left behind, the earliest unfinished
+        one is named. There is one, since ready groups alone always satisfy the rule.
+        """
+        if not self.settings.bounds_groups:
+            return []
+        in_batch = {group.group_id for group in chosen}
+        outside = [group for group in self._unbatched() if group.group_id not in in_batch]
+        unfinished: deque[Group] = deque()
+        stragglers: list[Group] = []
+        for count, group in enumerate(sorted(outside, key=self.deadline), 1):
+            if group.state is GroupState.ADMITTED:
+                unfinished.append(group)
+            slots = self.settings.batch_size * (self.deadline(group) - self.version)
+            if count - len(stragglers) > slots:
+                stragglers.append(unfinished.popleft())
+        return stragglers
+
+    def _may_abort(self, waiting: Waiting) -> bool:
+        return self.settings.on_straggler == "requeue" and waiting.ready >= waiting.needed
+
+    def _permit(self, owner: str, lease_expires: float) -> Permit:
+        group_id, prompt_index, attempt = self._next_permit()
+        self._emit(Admitted(group_id, prompt_index, attempt, owner, self.version, lease_expires))
+        return Permit(group_id, prompt_index, attempt, self._min_version(self._groups[group_id]))
+
+    def _min_version(self, group: Group) -> int:
+        """Rule 2, which the paper's behaviour does without."""
+        return 0 if self.settings.on_straggler == "admission_only" else group.admission_version
+
+    def _check_start(self, group: Group, version: int) -> None:
+        low = self._min_version(group)
+        if not low <= version <= self.version:
+            raise self._error(f"start version {version} is not within {low} and {self.version}", group.group_id)
+
+    def _accept_start(self, group: Group, event: Started | Ready, version: int) -> Answer:
+        if self._breaks_schedule(group, version):
+            self._fail(group, START_VERSION_FELL)
+            return Answer.GONE
+        self._emit(event)
+        return Answer.ACCEPTED
+
+    def _breaks_schedule(self, group: Group, version: int) -> bool:
+        """Whether a start version below the one reported before leaves some group without a step in time."""
+        if not self.settings.bounds_groups or group.start_version is None or version >= group.start_version:
+            return False
+        rows = [replace(g, start_version=version) if g is group else g for g in self._unbatched()]
+        return not self._fits(rows)
+
+    def _fits(self, groups: Iterable[Group]) -> bool:
+        """Whether groups outside the logged batch can all be trained in time by the steps after it."""
+        first = self.version + (self._batch is not None)
+        return schedulable(map(self.deadline, groups), first, self.settings.batch_size)
+
+    def _fail(self, group: Group, reason: str) -> None:
+        """Re-queue the prompt, or after `max_attempts` failures discard it."""
+        last = group.failures + 1 >= self.settings.max_attempts
+        self._emit(Discarded(group.group_id, reason) if last else Requeued(group.group_id, reason, failed=True))
+
+    def _return_leases(self, groups: list[Group], reason: str) -> list[str]:
+        for group in groups:
+            self._emit(Requeued(group.group_id, reason, failed=False))
+        return [group.group_id for group in groups]
+
+    def _renew(self, group_ids: Iterable[str], lease_expires: float) -> None:
+        leased = tuple(i for i in group_ids if self._groups[i].state is GroupState.ADMITTED)
+        if leased:
+            self._emit(Renewed(leased, lease_expires))
+
+    def _unbatched(self) -> list[Group]:
+        return [group for group in self._groups.values() if group.state is not GroupState.BATCHED]
+
+    def _leased(self) -> list[Group]:
+        return [group for group in self._groups.values() if group.state is GroupState.ADMITTED]
+
+    def _owned(self, group_id: str, owner: str) -> Group | None:
+        group = self._groups.get(group_id)
+        return group if group is not None and group.owner == owner else None
+
+    def _committed(self, version: int) -> StepRecord:
+        if version not in self._steps:
+            known = f"{min(self._steps)} to {max(self._steps)}" if self._steps else "none"
+            raise LedgerError(f"no record of step {version}: the version is {self.version}, steps kept: {known}")
+        return self._steps[version]
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def _emit(self, event: Event) -> None:
+        self._check(event)
+        if self.journal is not None:
+            self.journal(event)
+        self.apply(event)
+
+    def apply(self, event: Event) -> None:
+        """Make one transition. Raises LedgerError, with nothing changed, where the event does not fit the state."""
+        self._check(event)
+        match event:
+            case Admitted():
+                self._apply_admitted(event)
+            case Renewed(group_ids, lease_expires):
+                for group_id in group_ids:
+                    self._update(group_id, lease_expires=lease_expires)
+            case Started(group_id, version):
+                self._update(group_id, start_version=version)
+            case Ready(group_id, version):
+                known = self._groups[group_id].start_version
+                start = version if known is None else min(known, version)
+                self._update(group_id, state=GroupState.READY, start_version=start, lease_expires=None)
+            case Requeued(group_id, reason, failed):
+                group = self._groups.pop(group_id)
+                self._requeued.append(Prompt(group.prompt_index, group.attempt + 1, group.failures + failed))
+                self.counters.requeued[reason] += 1
+            case Discarded(group_id, reason):
+                del self._groups[group_id]
+                self.counters.discarded[reason] += 1
+            case BatchLogged():
+                self._apply_batch_logged(event)
+            case Committed():
+                self._apply_committed()
+            case Checkpointed(version):
+                self._steps = {step: record for step, record in self._steps.items() if step >= version}
+        if not isinstance(event, Renewed):
+            self._story.append(event)
+
+    def _apply_admitted(self, event: Admitted) -> None:
+        if self._requeued:
+            prompt = self._requeued.popleft()
+        else:
+            prompt = Prompt(event.prompt_index)
+            self._next_prompt += 1
+        self._groups[event.group_id] = Group(
+            group_id=event.group_id,
+            prompt_index=event.prompt_index,
+            attempt=event.attempt,
+            failures=prompt.failures,
+            owner=event.owner,
+            lease_expires=event.lease_expires,
+            admission_version=event.version,
+        )
+        self.counters.admitted += 1
+
+    def _apply_batch_logged(self, event: BatchLogged) -> None:
+        masks = self.settings.on_straggler == "mask"
+        min_token_version = max(0, event.version - self.settings.max_staleness) if masks else None
+        self._batch = Batch(event.version, tuple(event.group_ids), min_token_version)
+        for group_id in event.group_ids:
+            self._update(group_id, state=GroupState.BATCHED)
+
+    def _apply_committed(self) -> None:
+        assert self._batch is not None  # checked
+        rows = [self._groups.pop(group_id) for group_id in self._batch.group_ids]
+        starts = [row.start_version for row in rows if row.start_version is not None]
+        self._steps[self.version] = StepRecord(self._batch, tuple(self.version - start for start in starts))
+        self.counters.trained += len(rows)
+        self.version += 1
+        self._batch = None
+
+    def _update(self, group_id: str, **changes: Any) -> None:
+        self._groups[group_id] = replace(self._groups[group_id], **changes)
+
+    def _check(self, event: Event) -> None:
+        match event:
+            case Admitted():
+                fits = self._next_permit() == (event.group_id, event.prompt_index, event.attempt)
+                fits = fits and event.version == self.version and self.capacity > 0
+            case Renewed() | Started() | Ready() | Requeued():
+                fits = self._all_in(_groups_of(event), GroupState.ADMITTED)
+            case Discarded(group_id):
+                fits = self._all_in((group_id,), GroupState.ADMITTED, GroupState.READY)
+            case BatchLogged(version, group_ids):
+                fits = version == self.version and self._batch is None and self._all_in(group_ids, GroupState.READY)
+            case Committed(version):
+                fits = version == self.version and self._batch is not None
+            case Checkpointed(version):
+                fits = version <= self.version
+        if not fits:
+            raise self._error(f"{event} does not fit the state at version {self.version}", *_groups_of(event))
+
+    def _next_permit(self) -> tuple[str, int, int]:
+        prompt = self._requeued[0] if self._requeued else Prompt(self._next_prompt)
+        return f"g{prompt.prompt_index}.{prompt.attempt}", prompt.prompt_index, prompt.attempt
+
+    def _all_in(self, group_ids: Iterable[str], *states: GroupState) -> bool:
+        rows = [self._groups.get(group_id) for group_id in group_ids]
+        return bool(rows) and all(row is not None and row.state in states for row in rows)
+
+    def _error(self, problem: str, *group_ids: str) -> LedgerError:
+        stories = [f"  {event}" for group_id in group_ids for event in self.story(group_id)]
+        return LedgerError("\n".join([problem, *stories]))
+
+    def validate(self) -> None:
+        """Raise LedgerError where an invariant of the state machine is broken."""
+        rows = self._groups.values()
+        prompts = [row.prompt_index for row in rows] + [prompt.prompt_index for prompt in self._requeued]
+        gone = self.counters.trained + self.counters.discarded.total()
+        batched = [row.group_id for row in rows if row.state is GroupState.BATCHED]
+        invariants = {
+            "alive groups are within capacity": self.alive <= self._most_alive(),
+            "a prompt is alive or re-queued once": len(prompts) == len(set(prompts)),
+            "no prompt is lost": self._next_prompt == len(prompts) + gone,
+            "no prompt is invented": self.settings.prompts is None or self._next_prompt <= self.settings.prompts,
+            "the logged batch is what is batched": set(batched) == set(self._batch.group_ids if self._batch else ()),
+            "rows are sound": all(map(self._is_sound, rows)),
+            "every group fits before its deadline": not self.settings.bounds_groups or self._fits(self._unbatched()),
+        }
+        broken = [name for name, holds in invariants.items() if not holds]
+        if broken:
+            raise self._error(f"broken at version {self.version}: {'; '.join(broken)}", *self._groups)
+
+    def _is_sound(self, row: Group) -> bool:
+        """Work in progress has a lease, finished work has a start version, and versions are in range."""
+        in_progress = row.state is GroupState.ADMITTED
+        if in_progress != (row.lease_expires is not None):
+            return False
+        if row.start_version is None:
+            return in_progress
+        return self._min_version(row) <= row.start_version <= self.version
+
+
+def _groups_of(event: Event) -> tuple[str, ...]:
+    match event:
+        case Renewed(group_ids) | BatchLogged(group_ids=group_ids):
+            return tuple(group_ids)
+        case Committed() | Checkpointed():
+            return ()
+        case _:
+            return (event.group_id,)

@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+"""Start a run, or one role of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+import structlog
+
+from areal.config import Config, UserError, dump_config, load_config
+
+ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
+
+HELP = """\
+Asynchronous reinforcement learning for language models, as independent actors.
+
+Everything on this machine:
+  python run.py                                     the quickstart (configs/quickstart.yaml)
+  python run.py --config FILE batch_size=32 generator.count=2
+  python run.py --config FILE --dry-run             print the resolved configuration
+
+One role per terminal or node; only the master reads the configuration, the others get it from there:
+  python run.py --role master --config FILE master.address=tcp://NODE0:5555
+  python run.py --role trainer --master tcp://NODE0:5555
+  python run.py --role generator --master tcp://NODE0:5555
+  python run.py --role rollout_manager --master tcp://NODE0:5555
+  python run.py --role reward --reward mypkg.rewards:my_reward --master tcp://NODE0:5555
+  python run.py --role evaluator --master tcp://NODE0:5555
+Several --role start several processes. Generators, rollout managers and rewards may join and leave at any time.
+
+The exit code is 0 only when the run reached its end; 2 means that something you gave has to be changed.
+"""
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--role", action="append", choices=ROLES, help="start this role only (may be repeated)")
+    parser.add_argument("--master", metavar="tcp://HOST:PORT", help="where the master listens")
+    parser.add_argument("--config", type=Path, help="YAML file of the run (default: configs/quickstart.yaml)")
+    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved configuration, start nothing")
+    parser.add_argument("--index", type=int, help="number of this actor within its role (default: the master gives one)")
+    parser.add_argument("--host", help="address others reach this actor at (default: the interface towards the master)")
+    parser.add_argument(
+        "--reward", action="append", metavar="NAME", help="what a reward role serves (default: the run's reward.functions)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration, e.g. max_staleness=4")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    try:
+        return start(arguments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def start(arguments: argparse.Namespace) -> int:
+    die_with_supervisor()
+    roles = arguments.role or []
+    if arguments.dry_run or roles in ([], ["master"]):
+        config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
+        if arguments.dry_run:
+            print(dump_config(config), end="")
+            return 0
+        return run_master(config) if roles else run_everything(config, arguments)
+    if "master" in roles:
+        raise UserError("Start the master by itself (--role master --config FILE); the other roles need its address.")
+    if arguments.config or arguments.overrides:
+        raise UserError("Only the master reads a configuration: give --config and key=value to it, not to other roles.")
+    if not arguments.master:
+        raise UserError(f"Say where the master is: --role {roles[0]} --master tcp://HOST:PORT.")
+    return run_role(roles[0], arguments) if len(roles) == 1 else run_roles(roles, arguments)
+
+
+def run_everything(config: Config, arguments: argparse.Namespace) -> int:
+    """Check everything that can be checked, then the whole run on this machine."""
+    from rich.console import Console
+
+    from actors.monitor import print_summary
+    from actors.preflight import check
+    from actors.supervisor import Supervisor
+
+    check(config)
+    console = Console()
+
+    async def run() -> int:
+        supervisor = stoppable(Supervisor(console))
+        master = ["--config", str(arguments.config or DEFAULT_CONFIG), *arguments.overrides]
+        ending = await supervisor.run_everything(config, master)
+        if not ending.ok:
+            print(ending.reason, file=sys.stderr)
+            return 2 if supervisor.user_error else 1
+        print_summary(config.folder, console)
+        return 0
+
+    return asyncio.run(run())
+
+
+def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from actors.supervisor import Supervisor
+
+    rest = ["--master", arguments.master]
+    rest += ["--host", arguments.host] if arguments.host else []
+    rewards = [word for name in arguments.reward or [] for word in ("--reward", name)]
+
+    async def run() -> int:
+        supervisor = stoppable(Supervisor(Console()))
+        ending = await supervisor.run_roles(roles, rest, rewards)
+        if not ending.ok:
+            print(ending.reason, file=sys.stderr)
+            return 2 if supervisor.user_error else 1
+        return 0
+
+    return asyncio.run(run())
+
+
+def stoppable(supervisor):
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(sign, supervisor.interrupt, sign)
+    return supervisor
+
+
+def run_master(config: Config) -> int:
+    from actors.logs import configure_logging
+    from actors.master import Master
+    from actors.preflight import check_port
+    from actors.runtime import incarnation
+    from areal.data import open_source
+    from areal.models import resolve_model
+    from areal.report import write_report
+    from protocols.transport import ZmqBus
+
+    configure_logging("master/0")
+    check_port(config.master.address)
+    open_source(config.data, config.seed)
+    model = resolve_model(config)
+    config = config.model_copy(update={"model": str(model), "run_dir": config.run_dir.resolve()})
+
+    async def run():
+        return await Master(ZmqBus(f"master/0#{incarnation()}"), config).run()
+
+    ending = asyncio.run(run())
+    write_report(config.folder)
+    if not ending.ok:
+        print(ending.reason, file=sys.stderr)
+    return 0 if ending.ok else 1
+
+
+def run_role(role: str, arguments: argparse.Namespace) -> int:
+    from actors.logs import configure_logging
+
+    configure_logging(role if arguments.index is None else f"{role}/{arguments.index}")
+    if role == "trainer":
+        join_ranks(arguments)
+
+    async def run():
+        return await build(role, arguments).run()
+
+    try:
+        # Never closed: closing waits for threads inside an engine, which cannot be cancelled.
+        ending = asyncio.Runner().run(run())
+    except UserError as error:
+        print(error, file=sys.stderr)
+        leave(2)
+    except Exception:
+        structlog.get_logger().exception("failed")
+        leave(1)
+    print(ending.reason, file=sys.stderr)
+    leave(0 if ending.ok else 1)
+
+
+def build(role: str, arguments: argparse.Namespace):
+    """The actor of a role. Only its own module is imported, and so only its own engine."""
+    from importlib import import_module
+
+    from actors.runtime import incarnation
+    from protocols.transport import ZmqBus
+
+    kind = getattr(import_module(f"actors.{role}"), "".join(word.capitalize() for word in role.split("_")))
+    more = {"functions": tuple(arguments.reward or ())} if role == "reward" else {}
+    bus = ZmqBus(f"{role}/{'?' if arguments.index is None else arguments.index}#{incarnation()}")
+    return kind(bus, arguments.master, arguments.index, arguments.host, **more)
+
+
+def join_ranks(arguments: argparse.Namespace) -> None:
+    """Become one of the run's trainer ranks. Rank 0 returns and is the actor; the process that was started by hand
+    turns into torchrun where there are several ranks."""
+    from actors.runtime import first_answer, host_towards, incarnation
+    from protocols.messages import AskConfig
+    from protocols.transport import ZmqBus
+
+    host_towards(arguments.master)
+
+    async def ask() -> Config:
+        bus = ZmqBus(f"trainer/?#{incarnation()}")
+        try:
+            return Config.model_validate((await first_answer(bus, arguments.master, AskConfig())).values)
+        finally:
+            await bus.close()
+
+    config = asyncio.run(ask())
+    if "RANK" in os.environ:
+        if os.environ["RANK"] != "0":
+            from actors.trainer import follow
+
+            follow(config)
+    elif config.trainer.ranks > 1:
+        ranks = ["--standalone", "--nproc-per-node", str(config.trainer.ranks)]
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *ranks, *sys.argv])
+
+
+def leave(code: int) -> None:
+    """End the process now: a thread inside an engine cannot be cancelled, and nothing is left to be saved."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def die_with_supervisor() -> None:
+    """A process that a supervisor started ends with it, however that ends (Linux)."""
+    if os.environ.get("AREAL_SUPERVISED") and sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""Generation on a real vLLM engine, checked against transformers. One engine serves the module; the last test kills it.
+
+The models are random: three sets of weights so far apart that log-probs under the wrong one cannot be mistaken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from areal.config import GeneratorConfig, SamplingConfig, UserError
+from areal.engines.generation import Chunk, EngineError, GenerationEngine, WeightLoadError
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+VOCABULARY = 512
+EOS = 1
+MAX_LEN = 1024
+CONFIG = GeneratorConfig(dtype="float32", max_concurrent_rollouts=16, stream_interval=4, kv_cache_gib=0.25)
+SAMPLING = SamplingConfig(temperature=0.8, max_new_tokens=96)
+ENDLESS = SamplingConfig(max_new_tokens=MAX_LEN)
+PROMPT = list(range(10, 90))  # longer than two KV blocks, so that it is cached
+
+Models = dict[int, Path]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Folders of three policies, by version."""
+    folders = {version: tmp_path_factory.mktemp(f"policy{version}") for version in range(3)}
+    for version, folder in folders.items():
+        torch.manual_seed(version)
+        config = Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=MAX_LEN,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=EOS,
+            initializer_range=0.1,
+        )
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folders
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_engine(models: Models) -> AsyncGenerator[GenerationEngine, None]:
+    engine = await GenerationEngine.start(models[0], CONFIG, version=0)
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(shared_engine: GenerationEngine, models: Models) -> GenerationEngine:
+    """The module's engine, idle and at version 0."""
+    await shared_engine.load(models[0], 0)
+    return shared_engine
+
+
+async def collect(stream: AsyncGenerator[Chunk, None], progress: list[Chunk] | None = None) -> Chunk:
+    """The whole sequence as one chunk; `progress` sees its parts while they come."""
+    parts = [] if progress is None else progress
+    async for chunk in stream:
+        parts.append(chunk)
+    fields = (np.concatenate([getattr(c, name) for c in parts]) for name in ("tokens", "logprobs", "versions"))
+    return Chunk(*fields, parts[-1].finish)
+
+
+def reference(model: Path, prompt: list[int], tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of `tokens` after `prompt`, float32 [n], all under the weights of `model`, by transformers."""
+    ids = torch.tensor([[*prompt, *tokens.tolist()]])
+    with torch.no_grad():
+        logits = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def reference_on_old_cache(old: Path, new: Path, prompt: list[int], tokens: np.ndarray, split: int) -> np.ndarray:
+    """Log-probs of tokens[split:] under `new` where the KV cache of everything before was left as `old` made it."""
+    ids = torch.tensor([[*prompt, *tokens.tolist()]])
+    start = len(prompt) + split - 1
+    with torch.no_grad():
+        cache = Qwen3ForCausalLM.from_pretrained(old, dtype=torch.float32)(ids[:, :start]).past_key_values
+        new_model = Qwen3ForCausalLM.from_pretrained(new, dtype=torch.float32)
+        logits = new_model(ids[:, start:-1], past_key_values=cache).logits[0]
+    logprobs = torch.log_softmax(logits / SAMPLING.temperature, -1)
+    return logprobs.gather(1, ids[0, start + 1 :, None])[:, 0].numpy()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_weights_that_sampled_it(
+    engine: GenerationEngine, models: Models
+) -> None:
+    prompts = [PROMPT[: 5 + 7 * i] for i in range(8)]
+    progress: list[list[Chunk]] = [[] for _ in prompts]
+    tasks = [
+        asyncio.create_task(collect(engine.generate(f"r{i}", prompt, SAMPLING), progress[i]))
+        for i, prompt in enumerate(prompts)
+    ]
+    await until(lambda: all(len(parts) >= 2 or task.done() for parts, task in zip(progress, tasks, strict=True)))
+    first = await engine.load(models[1], 1)
+    counts = [len(parts) for parts in progress]
+    await until(lambda: sum(len(p) >= n + 2 or t.done() for p, n, t in zip(progress, counts, tasks, strict=True)) == 8)
+    await engine.load(models[2], 2)
+    sequences = await asyncio.gather(*tasks)
+
+    assert first.interrupted >= 4
+    assert min(first.pause_seconds, first.load_seconds, first.resume_seconds) > 0
+    through_all = [i for i, sequence in enumerate(sequences) if set(sequence.versions) == {0, 1, 2}]
+    assert len(through_all) >= 4
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert (np.diff(sequence.versions) >= 0).all()
+        under = [reference(models[v], prompt, sequence.tokens, SAMPLING.temperature) for v in range(3)]
+        for version in set(sequence.versions.tolist()):
+            part = sequence.versions == version
+            assert np.abs(under[version] - sequence.logprobs)[part].max() < 1e-4
+            for wrong in {0, 1, 2} - {version}:
+                assert np.abs(under[wrong] - sequence.logprobs)[part].mean() > 0.1
+    sequence, prompt = sequences[through_all[0]], prompts[through_all[0]]
+    split = int((sequence.versions == 0).sum())
+    stale = reference_on_old_cache(models[0], models[1], prompt, sequence.tokens, split)
+    part = (sequence.versions == 1)[split:]
+    assert np.abs(stale - sequence.logprobs[split:])[part].mean() > 0.01
+
+
+async def test_a_prompt_cached_under_old_weights_is_computed_again(engine: GenerationEngine, models: Models) -> None:
+    await collect(engine.generate("old", PROMPT, SAMPLING))
+    await engine.load(models[1], 1)
+    sequence = await collect(engine.generate("new", PROMPT, SAMPLING))
+    assert set(sequence.versions) == {1}
+    expected = reference(models[1], PROMPT, sequence.tokens, SAMPLING.temperature)
+    assert np.abs(expected - sequence.logprobs).max() < 1e-4
+
+
+async def test_the_samples_of_a_group_differ_and_each_is_right(engine: GenerationEngine, models: Models) -> None:
+    group = await asyncio.gather(*(collect(engine.generate("same id", PROMPT, SAMPLING)) for _ in range(8)))
+    assert len({sample.tokens.tobytes() for sample in group}) == 8
+    for sample in group:
+        expected = reference(models[0], PROMPT, sample.tokens, SAMPLING.temperature)
+        assert np.abs(expected - sample.logprobs).max() < 1e-4
+
+
+async def test_chunks_are_typed_and_about_as_long_as_the_stream_interval(engine: GenerationEngine) -> None:
+    chunks = [chunk async for chunk in engine.generate("r", PROMPT, SAMPLING, max_new_tokens=10)]
+    assert [chunk.finish for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    for chunk in chunks:
+        assert (chunk.tokens.dtype, chunk.logprobs.dtype, chunk.versions.dtype) == (np.int32, np.float32, np.int32)
+        assert len(chunk.tokens) == len(chunk.logprobs) == len(chunk.versions) > 0
+    assert all(len(chunk.tokens) >= CONFIG.stream_interval for chunk in chunks[:-1])
+
+
+async def test_a_stopped_sequence_ends_with_its_stop_token_and_a_cut_one_has_all_its_tokens(
+    engine: GenerationEngine, models: Models
+) -> None:
+    short = await asyncio.gather(*(collect(engine.generate(f"s{i}", [5], ENDLESS, max_new_tokens=3)) for i in range(8)))
+    long = await asyncio.gather(*(collect(engine.generate(f"l{i}", [5], ENDLESS)) for i in range(16)))
+    assert {"length"} <= {sequence.finish for sequence in short}
+    assert {"stop"} <= {sequence.finish for sequence in long} <= {"stop", "length"}
+    for limit, sequence in [*((3, s) for s in short), *((MAX_LEN - 1, s) for s in long)]:
+        assert EOS not in sequence.tokens[:-1]
+        if sequence.finish == "stop":
+            assert sequence.tokens[-1] == EOS
+        else:
+            assert len(sequence.tokens) == limit
+    stopped = next(sequence for sequence in long if sequence.finish == "stop")
+    assert abs(reference(models[0], [5], stopped.tokens)[-1] - stopped.logprobs[-1]) < 1e-4
+
+
+@pytest.mark.parametrize("way", ["cancel", "close"])
+async def test_a_reader_that_leaves_aborts_its_sequence_in_the_engine(engine: GenerationEngine, way: str) -> None:
+    async def read_one() -> None:
+        async with aclosing(engine.generate("r", PROMPT, ENDLESS)) as stream:
+            async for _ in stream:
+                if way == "cancel":
+                    await asyncio.sleep(60)
+                return
+
+    before = engine.stats().tokens_generated
+    readers = [asyncio.create_task(read_one()) for _ in range(8)]
+    if way == "cancel":
+        await until(lambda: engine.stats().running == 8)
+        assert engine.stats().kv_use > 0
+        for reader in readers:
+            reader.cancel()
+    await asyncio.wait(readers)
+    await asyncio.sleep(0.1)
+    after = engine.stats()
+    await asyncio.sleep(0.2)
+    assert engine.stats() == after
+    assert (after.running, after.waiting, after.kv_use) == (0, 0, 0.0)
+    assert 0 < after.tokens_generated - before < 8 * 200
+
+
+def missing(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """No file at all."""
+
+
+def cut_short(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors")
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1)
+
+
+def cut_in_the_header(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors")
+    os.truncate(folder / "model.safetensors", 20)
+
+
+def without_a_tensor(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(dict(list(tensors.items())[1:]), folder / "model.safetensors")
+
+
+def of_another_shape(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors | {"model.norm.weight": torch.ones(32)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("write", [missing, cut_short, cut_in_the_header, without_a_tensor, of_another_shape])
+async def test_weights_that_do_not_fit_are_refused_and_generation_goes_on(
+    engine: GenerationEngine, models: Models, tmp_path: Path, write: Callable[[Path, dict[str, torch.Tensor]], None]
+) -> None:
+    write(tmp_path, load_file(models[1] / "model.safetensors"))
+    progress: list[Chunk] = []
+    running = asyncio.create_task(collect(engine.generate("r", PROMPT, SAMPLING), progress))
+    await until(lambda: bool(progress))
+    with pytest.raises(WeightLoadError, match=r"model\.safetensors"):
+        await engine.load(tmp_path, 1)
+    sequence = await running
+    assert engine.version == 0
+    assert set(sequence.versions) == {0}
+    expected = reference(models[0], PROMPT, sequence.tokens, SAMPLING.temperature)
+    assert np.abs(expected - sequence.logprobs).max() < 1e-4
+
+
+async def test_a_cancelled_load_does_not_leave_the_engine_paused(engine: GenerationEngine, models: Models) -> None:
+    load = asyncio.create_task(engine.load(models[1], 1))
+    await asyncio.sleep(0.01)
+    load.cancel()
+    await asyncio.wait({load})
+    async with asyncio.timeout(30):
+        sequence = await collect(engine.generate("r", PROMPT, SAMPLING))
+    assert set(sequence.versions) == {engine.version}
+    expected = reference(models[engine.version], PROMPT, sequence.tokens, SAMPLING.temperature)
+    assert np.abs(expected - sequence.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize("tokens", [[], [VOCABULARY], [-1], [5] * MAX_LEN])
+async def test_tokens_the_model_cannot_take_are_refused_before_the_engine_sees_them(
+    engine: GenerationEngine, tokens: list[int]
+) -> None:
+    with pytest.raises(ValueError, match="the prompt has"):
+        await collect(engine.generate("r", tokens, SAMPLING))
+
+
+async def test_a_mistaken_model_folder_is_told_before_anything_starts(models: Models, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere is not the folder of a Hugging Face model"):
+        await GenerationEngine.start(tmp_path / "nowhere", CONFIG, version=0)
+    (tmp_path / "config.json").write_bytes((models[0] / "config.json").read_bytes())
+    with pytest.raises(UserError, match="no weights in safetensors format"):
+        await GenerationEngine.start(tmp_path, CONFIG, version=0)
+    (tmp_path / "model.safetensors").write_bytes((models[0] / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(UserError, match="cut short"):
+        await GenerationEngine.start(tmp_path, CONFIG, version=0)
+
+
+async def test_settings_the_model_cannot_have_are_a_user_error(models: Models) -> None:
+    with pytest.raises(UserError, match="max_model_len"):
+        await GenerationEngine.start(models[0], CONFIG.model_copy(update={"max_model_len": 10**6}), version=0)
+
+
+async def test_importing_the_module_imports_neither_torch_nor_vllm() -> None:
+    code = "import sys, areal.engines.generation; sys.exit(bool({'torch', 'vllm'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_the_engine_process_dies_with_a_generator_that_was_killed(models: Models, tmp_path: Path) -> None:
+    script = tmp_path / "generator.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import asyncio, time
+            from pathlib import Path
+            from areal.config import GeneratorConfig
+            from areal.engines.generation import GenerationEngine
+
+            async def main():
+                engine = await GenerationEngine.start(Path({str(models[0])!r}), GeneratorConfig(), version=0)
+                print("started", flush=True)
+                await asyncio.sleep(600)
+
+            if __name__ == "__main__":
+                asyncio.run(main())
+        """)
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as generator:
+        assert any(line == "started\n" for line in generator.stdout)
+        children = psutil.Process(generator.pid).children(recursive=True)
+        generator.kill()
+    assert children
+    assert not psutil.wait_procs(children, timeout=20)[1]
+
+
+async def test_the_death_of_the_engine_is_told_and_what_was_sampled_before_is_kept(
+    engine: GenerationEngine, models: Models
+) -> None:
+    progress: list[Chunk] = []
+    running = asyncio.create_task(collect(engine.generate("r", PROMPT, ENDLESS), progress))
+    await until(lambda: bool(progress))
+    for child in psutil.Process().children():
+        if "EngineCore" in " ".join(child.cmdline()):
+            child.send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="The vLLM engine process died"):
+        await running
+    assert time.monotonic() - start < 10
+    assert sum(len(chunk.tokens) for chunk in progress) >= CONFIG.stream_interval
+    with pytest.raises(EngineError):
+        await engine.load(models[1], 1)
+    with pytest.raises(EngineError):
+        await collect(engine.generate("r", PROMPT, SAMPLING))

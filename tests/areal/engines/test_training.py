@@ -1,0 +1,325 @@
+"""Real DeepSpeed on a tiny model, against plain transformers with eager attention, one sequence at a time.
+
+Run under torchrun, this file is also the worker of the test of two ranks.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from areal.advantages import advantages
+from areal.config import TrainerConfig, UserError
+from areal.engines.packed import FlatBatch, pack
+from areal.engines.training import TrainingEngine
+from areal.trajectory import Group, Trajectory
+
+VOCAB = 37
+TEMPERATURE = 0.8
+NEVER_CLIP = 1e9
+
+
+def make_model(folder):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def make_batch(groups=4, version=3, seed=0):
+    """Groups of 1 to 4 samples, sampled by `version` and the two before it, with log-probs that are a little off."""
+    rng = np.random.default_rng(seed)
+    batch = []
+    for g in range(groups):
+        members = []
+        for _ in range(1 + g % 4):
+            prompt, length = int(rng.integers(1, 6)), int(rng.integers(8, 33))
+            versions = np.sort(rng.integers(version - 2, version + 1, length)).astype(np.int32)
+            versions[:prompt] = -1
+            versions[-2] = -1  # a token in the middle that an environment wrote
+            logprobs = np.where(versions >= 0, rng.normal(-3.5, 0.3, length), 0).astype(np.float32)
+            tokens = rng.integers(0, VOCAB, length).astype(np.int32)
+            members.append(Trajectory(tokens, logprobs, versions, float(rng.random()), "stop"))
+        batch.append(Group(str(g), g, tuple(members)))
+    return batch
+
+
+def eager(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def logprobs_alone(model, trajectory):
+    """log pi of every token but the first, [T - 1], from the sequence by itself."""
+    tokens = torch.from_numpy(trajectory.tokens).long()
+    logps = torch.log_softmax(model(tokens[None]).logits[0, :-1] / TEMPERATURE, -1)
+    return logps.gather(1, tokens[1:, None])[:, 0]
+
+
+def reference_gradients(model, batch, mask_older_than=0):
+    """Gradients of -1/N sum_t w_t A_t u_t at u = 1, where pi_theta = pi_prox: no packing, ranks or DeepSpeed."""
+    loss, count = torch.zeros(()), 0
+    for group, group_advantages in zip(batch, advantages(batch, "batch"), strict=True):
+        for trajectory, A in zip(group.trajectories, group_advantages, strict=True):
+            trained = torch.from_numpy(trajectory.versions >= mask_older_than)[1:]
+            logp = logprobs_alone(model, trajectory)
+            w = torch.exp(logp.detach() - torch.from_numpy(trajectory.logprobs)[1:])
+            loss = loss - (w * logp * float(A))[trained].sum()
+            count += int(trained.sum())
+    model.zero_grad()
+    (loss / count).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def step_and_gradients(engine, batch, **options):
+    """The result of a step, and the gradients that its (last) optimizer step got, summed over all ranks."""
+    from deepspeed.utils import safe_get_full_grad
+
+    gradients = {}
+    optimizer_step = engine._deepspeed.step
+
+    def spy():
+        for name, parameter in engine._module.named_parameters():
+            gradients[name] = safe_get_full_grad(parameter).clone()
+        optimizer_step()
+
+    engine._deepspeed.step = spy
+    result = engine.step(batch, version=3, temperature=TEMPERATURE, **options)
+    engine._deepspeed.step = optimizer_step
+    return result, gradients
+
+
+def assert_same_gradients(found, expected):
+    """fp32: sums in another order differ by rounding alone."""
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def settings(**changes):
+    defaults = {"minibatches": 1, "max_tokens_per_microbatch": 64, "grad_clip": NEVER_CLIP, "lr": 1e-3}
+    return TrainerConfig(**(defaults | changes))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine_of(folder):
+    engines = []
+
+    def start(**changes):
+        engines.append(TrainingEngine(folder, settings(**changes), seed=0))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def packed_logprobs(engine, batch):
+    flat = FlatBatch.of(batch, norm="batch", minibatches=1)
+    row = pack(flat, flat.trained(None), range(len(flat.lengths)), engine.device)
+    with torch.no_grad():
+        return engine._forward(row, TEMPERATURE)[0]
+
+
+def test_packed_log_probs_equal_those_of_each_sequence_alone(engine_of, folder):
+    batch, model = make_batch(), eager(folder)
+    with torch.no_grad():
+        alone = [
+            logprobs_alone(model, t)[torch.from_numpy(t.sampled)[1:]] for group in batch for t in group.trajectories
+        ]
+    torch.testing.assert_close(packed_logprobs(engine_of(), batch), torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_a_sequence_does_not_see_its_neighbours_in_the_row(engine_of):
+    engine, batch = engine_of(), make_batch()
+    before = packed_logprobs(engine, batch)
+    batch[0].trajectories[0].tokens[:] = 0
+    after = packed_logprobs(engine, batch)
+    own = int(batch[0].trajectories[0].sampled.sum())
+    assert not torch.allclose(before[:own], after[:own])
+    torch.testing.assert_close(before[own:], after[own:], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [1, 40, 10_000])
+def test_gradients_are_the_same_for_any_microbatch_cap(engine_of, folder, cap):
+    batch = make_batch()
+    _, gradients = step_and_gradients(engine_of(max_tokens_per_microbatch=cap), batch)
+    assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_the_same_at_any_zero_stage(engine_of, folder, stage):
+    batch = make_batch()
+    _, gradients = step_and_gradients(engine_of(zero_stage=stage), batch)
+    assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
+
+
+def test_masked_tokens_are_out_of_the_loss_and_its_normaliser(engine_of, folder):
+    batch = make_batch()
+    result, gradients = step_and_gradients(engine_of(), batch, mask_older_than=2)
+    assert_same_gradients(gradients, reference_gradients(eager(folder), batch, mask_older_than=2))
+    versions = np.concatenate([t.versions for group in batch for t in group.trajectories])
+    assert result.tokens_trained == (versions >= 2).sum() < (versions >= 0).sum()
+    assert result.tokens_total == len(versions)
+
+
+def test_every_minibatch_is_an_optimizer_step_against_the_same_proximal_policy(engine_of, folder):
+    batch, model = make_batch(), eager(folder)
+    engine = engine_of(minibatches=3, lr=0.05)
+    result = engine.step(batch, version=3, temperature=TEMPERATURE)
+    assert engine._deepspeed.global_steps == 3
+    with torch.no_grad():  # w = pi_prox / pi_behav, with the weights from before the first of the three
+        w = [
+            torch.exp(logprobs_alone(model, t) - torch.from_numpy(t.logprobs)[1:])[torch.from_numpy(t.sampled)[1:]]
+            for group in batch
+            for t in group.trajectories
+        ]
+    assert result.weight_mean == pytest.approx(torch.cat(w).mean().item(), rel=1e-5)
+    assert result.weight_max == pytest.approx(torch.cat(w).max().item(), rel=1e-5)
+    assert result.clip_fraction > 0
+
+
+def test_the_gap_is_measured_on_tokens_of_the_current_version_only(engine_of, folder):
+    batch, model = make_batch(), eager(folder)
+    engine = engine_of(lr=1e-9)
+    assert engine.step(batch, version=4, temperature=TEMPERATURE).logprob_gap is None
+    for trajectory in (t for group in batch for t in group.trajectories):
+        with torch.no_grad():
+            exact = logprobs_alone(model, trajectory).numpy()
+        current = trajectory.versions == 3
+        trajectory.logprobs[current] = exact[current[1:]] + 0.25
+    assert engine.step(batch, version=3, temperature=TEMPERATURE).logprob_gap == pytest.approx(0.25, abs=1e-4)
+
+
+def test_gradients_are_clipped_and_the_norm_is_that_before(engine_of, folder):
+    batch = make_batch()
+    expected = torch.cat([g.flatten() for g in reference_gradients(eager(folder), batch).values()]).norm().item()
+    norms = {}
+    for stage in (0, 2):
+        engine = engine_of(zero_stage=stage, grad_clip=expected / 2, adam_eps=1.0, weight_decay=0, lr=1.0)
+        before = {name: p.detach().clone() for name, p in engine._module.named_parameters()}
+        norms[stage] = engine.step(batch, version=3, temperature=TEMPERATURE).grad_norm
+        # Adam's first step is lr g / (|g| + eps).
+        moved = {name: before[name] - p.detach() for name, p in engine._module.named_parameters()}
+        clipped = torch.cat([(d / (1 - d.abs())).flatten() for d in moved.values()])
+        assert clipped.norm().item() == pytest.approx(expected / 2, rel=1e-3)
+    assert norms == pytest.approx({0: expected, 2: expected}, rel=1e-4)
+
+
+def test_the_learning_rate_warms_up_linearly_and_then_stays(engine_of):
+    engine = engine_of(warmup_steps=2, lr=1e-3)
+    rates = []
+    for _ in range(4):
+        rates += engine._deepspeed.get_lr()
+        engine.step(make_batch(1), version=3, temperature=TEMPERATURE)
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_restored_engine_goes_on_as_if_nothing_had_happened(engine_of, tmp_path, stage):
+    batches = [make_batch(seed=seed) for seed in range(3)]
+    engine = engine_of(zero_stage=stage, warmup_steps=4)
+    engine.step(batches[0], version=3, temperature=TEMPERATURE)
+    engine.save_state(tmp_path / "state")
+    expected = [engine.step(batch, version=3, temperature=TEMPERATURE) for batch in batches[1:]]
+    restored = engine_of(zero_stage=stage, warmup_steps=4)
+    restored.load_state(tmp_path / "state")
+    for batch, result in zip(batches[1:], expected, strict=True):
+        again = restored.step(batch, version=3, temperature=TEMPERATURE)
+        assert (again.loss, again.grad_norm, again.entropy) == (result.loss, result.grad_norm, result.entropy)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_saved_weights_load_in_transformers_and_give_the_same_log_probs(engine_of, tmp_path, stage):
+    batch, engine = make_batch(), engine_of(zero_stage=stage)
+    engine.step(batch, version=3, temperature=TEMPERATURE)
+    saved = engine.save(tmp_path / "saved")
+    model = eager(saved)
+    with torch.no_grad():
+        alone = [
+            logprobs_alone(model, t)[torch.from_numpy(t.sampled)[1:]] for group in batch for t in group.trajectories
+        ]
+    torch.testing.assert_close(packed_logprobs(engine, batch), torch.cat(alone), rtol=1e-5, atol=1e-5)
+    assert (saved / "tokenizer.json").exists()
+
+
+def test_published_weights_are_complete_and_never_overwritten(engine_of, folder, tmp_path):
+    engine = engine_of()
+    version = engine.publish(tmp_path / "weights" / "0")
+    assert [path.name for path in version.iterdir()] == ["model.safetensors"]
+    published, original = load_file(version / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert published.keys() == original.keys()  # so a tied lm_head is not there twice
+    assert all(torch.equal(published[name], original[name]) for name in original)
+    with pytest.raises(FileExistsError):
+        engine.publish(version)
+    assert [path.name for path in version.parent.iterdir()] == ["0"]
+
+
+def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):
+    with pytest.raises(UserError, match=str(tmp_path)):
+        TrainingEngine(tmp_path, settings(), seed=0)
+
+
+def test_two_ranks_have_the_gradients_of_one(folder, tmp_path):
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(folder), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    many, one = make_batch(), make_batch(1)
+    model = eager(folder)
+    for stage in (0, 2, 3):
+        assert_same_gradients(load_file(tmp_path / f"{stage}-many"), reference_gradients(model, many))
+        assert_same_gradients(load_file(tmp_path / f"{stage}-one"), reference_gradients(model, one))
+        weights = load_file(tmp_path / f"weights-{stage}" / "model.safetensors")
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
+
+
+def _rank(folder, out):
+    """Train at each ZeRO stage on two ranks; `one` has a single sequence, so that a rank has nothing to do."""
+    for stage in (0, 2, 3):
+        engine = TrainingEngine(folder, settings(zero_stage=stage, lr=1e-9, max_tokens_per_microbatch=40), seed=0)
+        first = engine.rank == 0
+        for name, batch in {"many": make_batch(), "one": make_batch(1)}.items():
+            result, gradients = step_and_gradients(engine, batch if first else None)
+            assert engine.broadcast({"result": repr(result.loss)} if first else None) == {"result": repr(result.loss)}
+            if first:
+                save_file(gradients, out / f"{stage}-{name}")
+        engine.publish(out / f"weights-{stage}")
+        engine.save_state(out / f"state-{stage}")
+        engine.load_state(out / f"state-{stage}")
+        engine.close()
+
+
+if __name__ == "__main__":
+    _rank(Path(sys.argv[1]), Path(sys.argv[2]))

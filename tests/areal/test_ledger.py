@@ -1,0 +1,632 @@
+"""The ledger: sentences about single rules, then arbitrary sequences of commands, then mutants that must be caught."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from areal.ledger import (
+    Admitted,
+    Answer,
+    Batch,
+    BatchLogged,
+    Committed,
+    Discarded,
+    Event,
+    Group,
+    GroupState,
+    Ledger,
+    LedgerError,
+    LedgerSettings,
+    Ready,
+    RunEnded,
+    Waiting,
+    schedulable,
+)
+
+LEASE = 30.0
+
+
+def make_settings(**changes: object) -> LedgerSettings:
+    defaults = LedgerSettings(
+        batch_size=2,
+        max_staleness=1,
+        on_straggler="wait",
+        steps=100,
+        prompts=None,
+        max_attempts=3,
+        on_failed_sample="requeue",
+    )
+    return replace(defaults, **changes)
+
+
+def make(**changes: object) -> Ledger:
+    return Ledger(make_settings(**changes))
+
+
+def admit(ledger: Ledger, n: int, owner: str = "manager/0#1") -> list[str]:
+    return [permit.group_id for permit in ledger.admit(owner, n, now=0.0, lease_seconds=LEASE)]
+
+
+def finish(ledger: Ledger, *group_ids: str, start: int | None = None) -> None:
+    for group_id in group_ids:
+        row = ledger.group(group_id)
+        assert row is not None
+        assert ledger.ready(group_id, row.admission_version if start is None else start) is Answer.ACCEPTED
+
+
+def train(ledger: Ledger) -> tuple[str, ...]:
+    batch = ledger.next_batch(ledger.version)
+    assert isinstance(batch, Batch), batch
+    ledger.commit(batch.version)
+    return batch.group_ids
+
+
+# --------------------------------------------------------------------------------------------------------- admission
+
+
+def test_no_more_than_eta_plus_one_batches_are_alive():
+    ledger = make(batch_size=2, max_staleness=3)
+    assert len(admit(ledger, 100)) == 8
+    assert admit(ledger, 1) == []
+
+
+def test_with_eta_zero_nothing_is_admitted_while_a_batch_is_trained():
+    ledger = make(max_staleness=0)
+    finish(ledger, *admit(ledger, 100))
+    ledger.next_batch(0)
+    assert ledger.capacity == 0
+    ledger.commit(0)
+    assert ledger.capacity == 2
+
+
+def test_a_permit_carries_the_version_of_its_admission():
+    ledger = make()
+    finish(ledger, *admit(ledger, 2))
+    train(ledger)
+    assert [permit.min_version for permit in ledger.admit("m", 1, 0.0, LEASE)] == [1]
+
+
+def test_discards_give_capacity_back_and_another_prompt_is_admitted():
+    ledger = make()
+    first = admit(ledger, 4)
+    assert ledger.discard(first[0], "all samples alike") is Answer.ACCEPTED
+    assert admit(ledger, 4) == ["g4.0"]
+    assert ledger.counters.discarded == {"all samples alike": 1}
+
+
+def test_no_group_is_admitted_that_the_run_cannot_train():
+    ledger = make(batch_size=2, max_staleness=4, steps=2)
+    groups = admit(ledger, 100)
+    assert len(groups) == 4
+    finish(ledger, *groups)
+    train(ledger)
+    assert ledger.capacity == 0
+    train(ledger)
+    assert ledger.next_batch(2) == RunEnded(2, "steps")
+    assert ledger.alive == 0
+
+
+def test_requeued_prompts_come_first_and_oldest_first():
+    ledger = make()
+    first = admit(ledger, 4)
+    ledger.failed(first[2], "manager/0#1", "reward down")
+    ledger.failed(first[1], "manager/0#1", "reward down")
+    assert admit(ledger, 3) == ["g2.1", "g1.1"]
+
+
+def test_the_last_batch_of_finite_data_is_smaller():
+    ledger = make(batch_size=4, prompts=5)
+    finish(ledger, *admit(ledger, 100))
+    assert len(train(ledger)) == 4
+    assert train(ledger) == ("g4.0",)
+    assert ledger.next_batch(2) == RunEnded(2, "data")
+
+
+def test_the_last_batch_waits_for_all_that_are_alive_and_for_prompts_to_be_admitted_anew():
+    ledger = make(batch_size=4, prompts=2)
+    a, b = admit(ledger, 100)
+    finish(ledger, a)
+    assert ledger.next_batch(0) == Waiting(0, ready=1, needed=2, stragglers=(b,))
+    ledger.failed(b, "manager/0#1", "reward down")
+    assert ledger.next_batch(0) == Waiting(0, ready=1, needed=4, stragglers=())
+    finish(ledger, *admit(ledger, 1))
+    assert train(ledger) == (a, "g1.1")
+
+
+# ------------------------------------------------------------------------------------------------------------ leases
+
+
+def test_a_silent_owner_loses_its_groups_and_hears_of_it_when_it_renews():
+    ledger = make()
+    mine = admit(ledger, 1, "a")
+    others = admit(ledger, 1, "b")
+    assert ledger.renew("b", others, now=20.0, lease_seconds=LEASE) == []
+    assert ledger.expire(now=LEASE) == mine
+    assert ledger.renew("a", mine, now=31.0, lease_seconds=LEASE) == mine
+    assert ledger.renew("a", others, now=31.0, lease_seconds=LEASE) == others
+    assert ledger.counters.requeued == {"lease expired": 1}
+
+
+def test_a_ready_group_outlives_its_owner():
+    ledger = make()
+    groups = admit(ledger, 2)
+    finish(ledger, *groups)
+    assert ledger.expire(now=1e9) == []
+    assert ledger.release("manager/0#1") == []
+    assert ledger.renew("manager/0#1", groups, 0.0, LEASE) == []
+    assert train(ledger) == tuple(groups)
+
+
+def test_an_owner_that_leaves_returns_its_leases_at_once():
+    ledger = make()
+    mine, theirs = admit(ledger, 1, "a"), admit(ledger, 1, "b")
+    assert ledger.release("a") == mine
+    assert ledger.group(theirs[0]) is not None
+
+
+def test_leases_do_not_run_out_because_the_master_was_away():
+    ledger = make()
+    admit(ledger, 3)
+    ledger.renew_all(now=1000.0, lease_seconds=LEASE)
+    assert ledger.expire(now=1020.0) == []
+
+
+def test_expiry_is_no_failure_of_the_prompt():
+    ledger = make(max_attempts=1)
+    for _ in range(5):
+        admit(ledger, 1)
+        ledger.expire(now=1e9)
+    assert ledger.counters.discarded == {}
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_prompt_that_fails_max_attempts_times_is_discarded_for_the_last_reason():
+    ledger = make(max_attempts=2)
+    (group_id,) = admit(ledger, 1)
+    ledger.failed(group_id, "manager/0#1", "timeout")
+    (group_id,) = admit(ledger, 1)
+    ledger.failed(group_id, "manager/0#1", "cannot be scored")
+    assert ledger.counters.requeued == {"timeout": 1}
+    assert ledger.counters.discarded == {"cannot be scored": 1}
+    assert admit(ledger, 1) == ["g1.0"]
+
+
+def test_failed_samples_are_discarded_where_so_configured():
+    ledger = make(on_failed_sample="discard")
+    (group_id,) = admit(ledger, 1)
+    ledger.failed(group_id, "manager/0#1", "timeout")
+    assert ledger.counters.discarded == {"timeout": 1}
+
+
+# ----------------------------------------------------------------------------------------------- repeats and mistakes
+
+
+def test_reports_about_groups_that_are_gone_say_so():
+    ledger = make()
+    (group_id,) = admit(ledger, 1)
+    ledger.discard(group_id, "filtered")
+    for unknown in (group_id, "g77.0"):
+        assert ledger.started(unknown, "manager/0#1", 0) is Answer.GONE
+        assert ledger.ready(unknown, 0) is Answer.GONE
+        assert ledger.failed(unknown, "manager/0#1", "late") is Answer.GONE
+        assert ledger.discard(unknown, "late") is Answer.GONE
+
+
+def test_a_trained_group_keeps_its_payload_until_a_checkpoint_covers_it():
+    ledger = make()
+    groups = admit(ledger, 2)
+    finish(ledger, *groups)
+    train(ledger)
+    assert ledger.ready(groups[0], 0) is Answer.UNCHANGED
+    assert ledger.checkpointed(1) is Answer.ACCEPTED
+    assert ledger.checkpointed(1) is Answer.UNCHANGED
+    assert ledger.ready(groups[0], 0) is Answer.GONE
+
+
+def test_only_the_owner_of_a_group_reports_on_it():
+    ledger = make()
+    (group_id,) = admit(ledger, 1, "a")
+    assert ledger.started(group_id, "b", 0) is Answer.GONE
+    assert ledger.failed(group_id, "b", "not mine") is Answer.GONE
+    assert ledger.group(group_id) is not None
+
+
+def test_a_failure_reported_after_the_group_is_ready_changes_nothing():
+    ledger = make()
+    (group_id,) = admit(ledger, 1)
+    finish(ledger, group_id)
+    assert ledger.failed(group_id, "manager/0#1", "no acknowledgement") is Answer.UNCHANGED
+    assert ledger.ready_count == 1
+
+
+def test_a_logged_batch_never_changes():
+    ledger = make()
+    groups = admit(ledger, 4)
+    finish(ledger, *groups[2:])
+    batch = ledger.next_batch(0)
+    finish(ledger, *groups[:2])
+    assert ledger.next_batch(0) == batch
+    with pytest.raises(LedgerError):
+        ledger.discard(groups[2], "too late")
+    ledger.commit(0)
+    assert ledger.next_batch(0) == batch, "a restarted trainer redoes the same batch"
+
+
+def test_a_commit_is_idempotent_and_skips_no_version():
+    ledger = make()
+    finish(ledger, *admit(ledger, 2))
+    with pytest.raises(LedgerError):
+        ledger.commit(0)
+    ledger.next_batch(0)
+    record = ledger.commit(0)
+    assert ledger.commit(0) == record
+    assert (ledger.version, record.staleness) == (1, (0, 0))
+    with pytest.raises(LedgerError):
+        ledger.commit(2)
+    with pytest.raises(LedgerError):
+        ledger.next_batch(2)
+
+
+def test_start_versions_below_the_permit_or_above_the_policy_are_errors_that_tell_the_story():
+    ledger = make(max_staleness=2)
+    finish(ledger, *admit(ledger, 2))
+    train(ledger)
+    (group_id,) = admit(ledger, 1)
+    with pytest.raises(LedgerError, match="Admitted.*g2.0"):
+        ledger.started(group_id, "manager/0#1", 0)
+    with pytest.raises(LedgerError):
+        ledger.ready(group_id, 2)
+
+
+def test_the_least_start_version_counts():
+    ledger = make(max_staleness=2)
+    (slow, *rest) = admit(ledger, 5)
+    finish(ledger, *rest)
+    train(ledger)
+    assert ledger.started(slow, "manager/0#1", 1) is Answer.ACCEPTED
+    assert ledger.started(slow, "manager/0#1", 1) is Answer.UNCHANGED
+    assert ledger.started(slow, "manager/0#1", 0) is Answer.ACCEPTED
+    row = ledger.group(slow)
+    assert row is not None and ledger.deadline(row) == 2
+
+
+def test_a_start_version_that_falls_too_late_voids_the_attempt_instead_of_the_bound():
+    ledger = make(batch_size=1, max_staleness=1)
+    other, slow = admit(ledger, 2)
+    finish(ledger, other)
+    train(ledger)
+    ledger.started(slow, "manager/0#1", 1)
+    (newer,) = admit(ledger, 1)
+    finish(ledger, newer)
+    assert train(ledger) == (newer,), "the slow group has until version 2"
+    assert ledger.ready(slow, 0) is Answer.GONE
+    assert ledger.counters.requeued == {"start version fell": 1}
+
+
+def test_a_journal_that_fails_leaves_the_ledger_as_it_was():
+    def full(event: Event) -> None:
+        raise OSError("no space left on device")
+
+    ledger = make()
+    ledger.journal = full
+    with pytest.raises(OSError, match="no space"):
+        admit(ledger, 1)
+    assert ledger == Ledger(ledger.settings)
+
+
+def test_an_event_that_does_not_fit_is_refused_with_nothing_changed():
+    ledger = make()
+    for event in (Ready("g0.0", 0), Committed(0), BatchLogged(0, ("g0.0",)), Admitted("g5.0", 5, 0, "a", 0, 1.0)):
+        with pytest.raises(LedgerError):
+            ledger.apply(event)
+    assert ledger == make()
+
+
+def test_memory_does_not_grow_with_the_run():
+    ledger = make(steps=1000)
+    for version in range(500):
+        finish(ledger, *admit(ledger, 2))
+        train(ledger)
+        ledger.checkpointed(version)
+    assert ledger.alive == 0 and len(ledger._steps) <= 2 and not ledger._requeued
+
+
+# -------------------------------------------------------------------------------------------------------- stragglers
+
+
+def overtake(ledger: Ledger, slow: str) -> Batch | Waiting | RunEnded:
+    """Train all but `slow` until it is `eta + 1` versions old or the ledger waits for it."""
+    for _ in range(ledger.settings.max_staleness + 1):
+        for group in ledger.oldest(100) + [g for i in admit(ledger, 100) if (g := ledger.group(i))]:
+            if group.group_id != slow and group.state is GroupState.ADMITTED:
+                finish(ledger, group.group_id)
+        batch = ledger.next_batch(ledger.version)
+        if not isinstance(batch, Batch):
+            return batch
+        ledger.commit(batch.version)
+    finish(ledger, slow, start=0)
+    return ledger.next_batch(ledger.version)
+
+
+def test_the_papers_admission_alone_trains_a_straggler_past_the_bound():
+    ledger = make(on_straggler="admission_only", max_staleness=3)
+    slow = admit(ledger, 100)[0]
+    batch = overtake(ledger, slow)
+    assert isinstance(batch, Batch) and slow in batch.group_ids
+    assert ledger.commit(batch.version).max_staleness == 4
+
+
+def test_wait_holds_the_step_that_would_leave_the_straggler_behind():
+    ledger = make(on_straggler="wait", max_staleness=3)
+    slow = admit(ledger, 100)[0]
+    assert overtake(ledger, slow) == Waiting(3, ready=7, needed=2, stragglers=(slow,))
+    assert str(ledger.waiting) == "step 3: 7 ready, 2 needed, waiting for g0.0"
+    finish(ledger, slow, start=0)
+    batch = ledger.next_batch(3)
+    assert isinstance(batch, Batch) and batch.group_ids[0] == slow
+    assert ledger.commit(3).max_staleness == 3
+
+
+def test_requeue_aborts_the_straggler_and_its_owner_hears_of_it():
+    ledger = make(on_straggler="requeue", max_staleness=3)
+    slow = admit(ledger, 100)[0]
+    for _ in range(3):
+        finish(ledger, *(g.group_id for g in ledger.oldest(100)[1:] if g.state is GroupState.ADMITTED))
+        train(ledger)
+        admit(ledger, 100)
+    finish(ledger, *(g.group_id for g in ledger.oldest(100)[1:] if g.state is GroupState.ADMITTED))
+    assert slow not in train(ledger)
+    assert ledger.counters.requeued == {"straggler": 1}
+    assert ledger.renew("manager/0#1", [slow], 0.0, LEASE) == [slow]
+    assert ledger.ready(slow, 0) is Answer.GONE
+    assert admit(ledger, 1) == ["g0.1"]
+
+
+def test_mask_trains_the_straggler_and_names_the_tokens_that_count():
+    ledger = make(on_straggler="mask", max_staleness=3)
+    slow = admit(ledger, 100)[0]
+    batch = overtake(ledger, slow)
+    assert isinstance(batch, Batch) and batch.group_ids[0] == slow
+    assert (batch.version, batch.min_token_version) == (4, 1)
+
+
+def test_an_unfinished_group_that_still_has_time_holds_nothing_up():
+    ledger = make(batch_size=2, max_staleness=2)
+    groups = admit(ledger, 6)
+    finish(ledger, *groups[4:])
+    assert train(ledger) == tuple(groups[4:])
+
+
+def test_many_unfinished_groups_of_one_deadline_hold_a_step_before_that_deadline():
+    ledger = make(batch_size=1, max_staleness=2)
+    a, b, c = admit(ledger, 3)
+    finish(ledger, c)
+    assert train(ledger) == (c,)
+    (d,) = admit(ledger, 1)
+    finish(ledger, d)
+    assert ledger.next_batch(1) == Waiting(1, ready=1, needed=1, stragglers=(a,)), "a and b both end at version 2"
+    assert schedulable([2, 2], 1, 1) and not schedulable([2, 2], 2, 1)
+
+
+# ----------------------------------------------------------------------------------------------- arbitrary sequences
+
+OWNERS = ("manager/0#1", "manager/1#1")
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Any order of commands and repeats. The model keeps its own account from the answers and the journal."""
+
+    ledger_class: type[Ledger] = Ledger
+
+    @initialize(
+        batch_size=st.integers(1, 4),
+        max_staleness=st.integers(0, 4),
+        on_straggler=st.sampled_from(["wait", "wait", "requeue", "mask", "admission_only"]),
+        steps=st.integers(1, 8),
+        prompts=st.none() | st.integers(1, 40),
+        max_attempts=st.integers(1, 3),
+        on_failed_sample=st.sampled_from(["requeue", "discard"]),
+    )
+    def begin(self, **chosen: object) -> None:
+        self.events: list[Event] = []
+        self.settings = LedgerSettings(**chosen)
+        self.ledger = self.ledger_class(self.settings, journal=self.events.append)
+        self.now = 0.0
+        self.leases: dict[str, str] = {}
+        """Owners of the groups that are admitted and not known to be ready."""
+        self.ready_groups: set[str] = set()
+        self.admitted_at: dict[str, int] = {}
+        self.starts: dict[str, int] = {}
+        self.batches: dict[int, tuple[str, ...]] = {}
+        self.trained: list[str] = []
+
+    # -- what actors do
+
+    @rule(owner=st.sampled_from(OWNERS), n=st.integers(1, 24))
+    def admit(self, owner: str, n: int) -> None:
+        for permit in self.ledger.admit(owner, n, self.now, LEASE):
+            assert permit.group_id not in self.admitted_at
+            self.admitted_at[permit.group_id] = self.ledger.version
+            self.leases[permit.group_id] = owner
+
+    def some_group(self, data: st.DataObject, groups: set[str] | None = None) -> str:
+        """Often a live one; else any that ever was, or one that never was."""
+        live = sorted(groups if groups is not None else self.leases)
+        if live and data.draw(st.integers(0, 4)):
+            return data.draw(st.sampled_from(live))
+        return data.draw(st.sampled_from([*self.admitted_at, "g999.0"]))
+
+    def some_start(self, data: st.DataObject, group_id: str) -> int:
+        bounded = self.settings.on_straggler != "admission_only"
+        return data.draw(st.integers(self.admitted_at.get(group_id, 0) if bounded else 0, self.ledger.version))
+
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        group_id = self.some_group(data)
+        version = self.some_start(data, group_id)
+        answer = self.ledger.started(group_id, self.leases.get(group_id, OWNERS[0]), version)
+        if answer is Answer.GONE:
+            self.leases.pop(group_id, None)
+        elif group_id in self.leases:
+            self.learn_start(group_id, version)
+
+    def learn_start(self, group_id: str, version: int) -> None:
+        self.starts[group_id] = min(version, self.starts.get(group_id, version))
+
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        group_id = self.some_group(data)
+        self.report_ready(group_id, self.some_start(data, group_id))
+
+    @rule(data=st.data())
+    def finish_the_newest(self, data: st.DataObject) -> None:
+        """The order that starves old groups."""
+        newest = sorted(self.leases, key=lambda g: self.admitted_at[g])[-self.settings.batch_size :]
+        for group_id in newest:
+            self.report_ready(group_id, self.some_start(data, group_id))
+
+    def report_ready(self, group_id: str, start: int) -> None:
+        if self.ledger.ready(group_id, start) is Answer.ACCEPTED:
+            assert group_id in self.leases
+            self.learn_start(group_id, start)
+            self.ready_groups.add(group_id)
+        self.leases.pop(group_id, None)
+
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS))
+    def fail(self, data: st.DataObject, owner: str) -> None:
+        group_id = self.some_group(data)
+        if self.ledger.failed(group_id, owner, "cannot be scored") is Answer.ACCEPTED:
+            assert self.leases.pop(group_id) == owner
+
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        group_id = self.some_group(data, self.ready_groups | set(self.leases))
+        if any(group_id in batch for batch in self.batches.values()):
+            return
+        self.ledger.discard(group_id, "filtered")
+        self.leases.pop(group_id, None)
+        self.ready_groups.discard(group_id)
+
+    @rule(owner=st.sampled_from(OWNERS), seconds=st.floats(0, 2 * LEASE))
+    def time_passes(self, owner: str, seconds: float) -> None:
+        """One owner renews in time, the other is as silent as the clock has it."""
+        held = [group_id for group_id, holder in self.leases.items() if holder == owner]
+        lost = self.ledger.renew(owner, held, self.now, LEASE)
+        self.now += min(seconds, LEASE - 1)
+        expired = self.ledger.expire(self.now)
+        assert not set(held) & set(expired)
+        for group_id in lost + expired:
+            self.leases.pop(group_id, None)
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def leave(self, owner: str) -> None:
+        for group_id in self.ledger.release(owner):
+            self.leases.pop(group_id)
+
+    @rule()
+    def form_batch(self) -> None:
+        version = self.ledger.version
+        enough = self.ledger.ready_count >= self.settings.batch_size
+        answer = self.ledger.next_batch(version)
+        if isinstance(answer, Batch):
+            assert self.batches.setdefault(version, answer.group_ids) == answer.group_ids
+            assert 0 < len(answer.group_ids) <= self.settings.batch_size
+            self.ready_groups -= set(answer.group_ids)
+        elif self.settings.on_straggler != "wait":
+            assert not enough, "only `wait` waits with B groups ready"
+
+    @precondition(lambda self: self.ledger.version in self.batches)
+    @rule(repeats=st.integers(1, 2))
+    def commit(self, repeats: int) -> None:
+        version = self.ledger.version
+        records = [self.ledger.commit(version) for _ in range(repeats)]
+        assert all(record.batch.group_ids == self.batches[version] for record in records)
+        assert self.ledger.version == version + 1
+        self.trained += self.batches[version]
+        if self.settings.on_straggler in ("wait", "requeue"):
+            ages = [version - self.starts[group_id] for group_id in self.batches[version]]
+            assert max(ages) <= self.settings.max_staleness, "a group was trained past the bound"
+            assert records[0].staleness == tuple(ages)
+
+    @precondition(lambda self: self.ledger.version > 0)
+    @rule(data=st.data())
+    def redo_or_checkpoint(self, data: st.DataObject) -> None:
+        version = data.draw(st.integers(0, self.ledger.version))
+        if version in self.ledger._steps:
+            answer = self.ledger.next_batch(version)
+            assert isinstance(answer, Batch) and answer.group_ids == self.batches[version]
+            self.ledger.commit(version)
+        self.ledger.checkpointed(version)
+
+    @rule()
+    def master_restarts(self) -> None:
+        again = Ledger.replay.__func__(self.ledger_class, self.events, self.settings, self.ledger.journal)
+        assert again == self.ledger
+        self.ledger = again
+
+    # -- what always holds
+
+    @invariant()
+    def capacity_is_never_exceeded(self) -> None:
+        gone = Counter(type(event) for event in self.events)
+        left = sum(getattr(event, "group_id", None) is not None for event in self.events if type(event) in LEAVING)
+        alive = gone[Admitted] - left - len(self.trained)
+        assert alive == self.ledger.alive <= (self.settings.max_staleness + 1) * self.settings.batch_size
+        assert self.ledger.capacity >= 0
+
+    @invariant()
+    def the_ledger_is_valid(self) -> None:
+        self.ledger.validate()
+
+    @invariant()
+    def nothing_is_trained_twice(self) -> None:
+        prompts = [prompt_of(group_id) for group_id in self.trained]
+        prompts += [prompt_of(event.group_id) for event in self.events if isinstance(event, Discarded)]
+        assert len(prompts) == len(set(prompts))
+
+    def teardown(self) -> None:
+        """From whatever state: complete what is alive and the run goes to its end, with every prompt accounted for."""
+        if not hasattr(self, "ledger"):
+            return
+        for _ in range(self.settings.steps + 1):
+            self.admit(OWNERS[0], 1000)
+            for group_id in sorted(self.leases):
+                self.report_ready(group_id, self.ledger.version)
+            answer = self.ledger.next_batch(self.ledger.version)
+            if isinstance(answer, RunEnded):
+                break
+            assert isinstance(answer, Batch), f"no progress: {answer}"
+            self.form_batch()
+            self.commit(1)
+        else:
+            raise AssertionError("the run does not end")
+        discarded = {event.group_id for event in self.events if isinstance(event, Discarded) and event.reason}
+        prompts = sorted(prompt_of(group_id) for group_id in discarded | set(self.trained))
+        assert prompts == list(range(len(prompts))), "a prompt was lost"
+        if answer.reason == "data":
+            assert len(prompts) == self.settings.prompts
+        else:
+            assert len(self.trained) > (self.settings.steps - 1) * self.settings.batch_size
+        assert self.ledger.alive == 0
+
+
+def prompt_of(group_id: str) -> int:
+    return int(group_id[1:].split(".")[0])
