@@ -44,13 +44,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--role", action="append", choices=ROLES, help="start this role only (may be repeated)")
     parser.add_argument("--master", metavar="tcp://HOST:PORT", help="where the master listens")
     parser.add_argument("--config", type=Path, help="YAML file of the run (default: configs/quickstart.yaml)")
-    parser.add_argument("--dry-run", action="store_true", help="check and print the resolved configuration, start nothing")
-    parser.add_argument("--index", type=int, help="number of this actor within its role (default: the master gives one)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check and print the resolved configuration, start nothing"
+    )
+    parser.add_argument(
+        "--index", type=int, help="number of this actor within its role (default: the master gives one)"
+    )
     parser.add_argument("--host", help="address others reach this actor at (default: the interface towards the master)")
     parser.add_argument(
-        "--reward", action="append", metavar="NAME", help="what a reward role serves (default: the run's reward.functions)"
+        "--reward",
+        action="append",
+        metavar="NAME",
+        help="what a reward role serves (default: the run's reward.functions)",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration, e.g. max_staleness=4")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the configuration, e.g. max_staleness=4"
+    )
     return parser.parse_args()
 
 

@@ -70,5 +70,8 @@ class Evaluator(Actor):
                 log.warning("not scored", row=row.index, error=str(error))
                 return None
         first = int(done.sampled.argmax())
-        text = [self._tokenizer.decode(part, skip_special_tokens=True) for part in (done.tokens[:first], done.tokens[first:])]
+        text = [
+            self._tokenizer.decode(part, skip_special_tokens=True)
+            for part in (done.tokens[:first], done.tokens[first:])
+        ]
         return Sample(prompt=text[0], completion=text[1], answer=row.answer, score=done.reward)

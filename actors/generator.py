@@ -76,9 +76,7 @@ class Generator(Actor):
             raise RefusedError("this generator has no engine yet")
         async with self._loaded:
             await self._loaded.wait_for(lambda: self._engine.version >= asked.min_version)
-        sampling = SamplingConfig(
-            temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=asked.max_new_tokens
-        )
+        sampling = SamplingConfig(temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=asked.max_new_tokens)
         try:
             async for chunk in self._engine.generate(f"{next(self._requests)}", asked.tokens.tolist(), sampling):
                 yield TokenChunk(

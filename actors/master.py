@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -19,7 +17,7 @@ import structlog
 from actors.logs import write_log_file
 from actors.runtime import Ending, HandlesRequests, first_error, handles
 from areal.config import Config, UserError
-from areal.ledger import Answer, Batch, Ledger, LedgerError, LedgerSettings, RunEnded
+from areal.ledger import Answer, Batch, Ledger, LedgerSettings, RunEnded
 from areal.run_folder import RunFolder
 from protocols.errors import RefusedError
 from protocols.messages import (
@@ -229,9 +227,7 @@ class Master(HandlesRequests):
         identity = f"{asked.role}/{index}#{mark}"
         for other in [i for i, row in self._rows.items() if (row.member.role, row.member.index) == (asked.role, index)]:
             self._remove(other, f"replaced by {identity}")
-        member = Member(
-            identity=identity, role=asked.role, index=index, address=asked.address, state="stale"
-        )
+        member = Member(identity=identity, role=asked.role, index=index, address=asked.address, state="stale")
         self._rows[identity] = _Row(member, self._now(), "starting", {})
         self._members_changed()
         log.info("joined", actor=identity, address=asked.address)
@@ -297,7 +293,9 @@ class Master(HandlesRequests):
         self._begin()
         granted = self.ledger.admit(owner, request.message.count, self._now(), self.config.master.lease_seconds)
         return Permits(
-            permits=tuple(Permit(group=p.group_id, prompt_index=p.prompt_index, min_version=p.min_version) for p in granted)
+            permits=tuple(
+                Permit(group=p.group_id, prompt_index=p.prompt_index, min_version=p.min_version) for p in granted
+            )
         )
 
     def _may_generate(self) -> bool:
@@ -419,7 +417,9 @@ class Master(HandlesRequests):
     async def evaluation_done(self, request: Request) -> Done:
         done: EvaluationDone = request.message
         self._evaluations[done.version] = done
-        log.info("evaluated", version=done.version, accuracy=round(done.accuracy, 4), rows=done.rows, failed=done.failed)
+        log.info(
+            "evaluated", version=done.version, accuracy=round(done.accuracy, 4), rows=done.rows, failed=done.failed
+        )
         self._progress()
         self._end_if_complete()
         await self._wake()

@@ -225,9 +225,7 @@ class Actor(HandlesRequests):
         loop = asyncio.get_running_loop()
         heard = loop.time()
         while True:
-            beat = Heartbeat(
-                state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats()
-            )
+            beat = Heartbeat(state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats())
             try:
                 answer = await self.ask_master(beat, HeartbeatAnswer, LOST_MASTER_SECONDS)
             except DeadlineError:

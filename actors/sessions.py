@@ -17,7 +17,7 @@ import structlog
 
 from actors.runtime import Actor
 from areal.config import SamplingConfig
-from areal.data import Row
+from areal.data import Row, prompt_text
 from areal.workflows import Generation
 from protocols.errors import BusError, RefusedError
 from protocols.messages import Generate, Member, Score, Scored, TokenChunk
@@ -142,8 +142,9 @@ class SampleSession:
 
     async def _score_by(self, function: str, completion: str) -> float:
         reward = self._router.actor.config.reward
-        prompt = self._row.prompt if isinstance(self._row.prompt, str) else self._row.prompt[-1]["content"]
-        request = Score(function=function, prompt=prompt, completion=completion, row=self._row.fields)
+        request = Score(
+            function=function, prompt=prompt_text(self._row.prompt), completion=completion, row=self._row.fields
+        )
         problem = ""
         for _ in range(reward.retries + 1):
             try:

@@ -36,7 +36,7 @@ _IGNORED = -100
 class Recipe:
     """What shapes the warm start. Lengths are in digits, `tokens` counts padding."""
 
-    steps: int = 360
+    steps: int = 320
     short_steps: int = 120
     """First steps, on short additions: the lookup by label forms there several times sooner."""
     short_digits: int = 5

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
-from areal.config import Config, UserError, dump_config
+from areal.config import Config, dump_config
 
 
 class RunFolder:

@@ -43,7 +43,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     try:
         partial.chmod(0o755)  # mkdtemp makes it private, but generators may run as another user
         yield partial
-        for path in partial.iterdir():
+        for path in partial.rglob("*"):
             _sync(path)
         _sync(partial)
         os.replace(partial, folder)

@@ -16,7 +16,7 @@ import numpy as np
 
 from areal.config import UserError
 from areal.data import Row, encode_prompt
-from areal.plugins import resolve
+from areal.plugins import load
 from areal.trajectory import NOT_SAMPLED, Trajectory
 
 
@@ -77,4 +77,4 @@ def resolve_workflow(name: str) -> Workflow:
             f"Unknown workflow {name!r} in rollout_manager.workflow: "
             f"known are {', '.join(BUILT_IN)}, or write package.module:function."
         )
-    return resolve(name)
+    return load(name, "The workflow")

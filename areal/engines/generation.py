@@ -216,28 +216,27 @@ class GenerationEngine:
     async def _swap(self, path: Path, version: int) -> LoadTimes:
         async with self._loading:
             self._raise_if_failed()
-            start = time.perf_counter()
-            await self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=True))
-            interrupted = sum(stream.started for stream in self._streams.values())
-            paused = time.perf_counter()
-            await self._overwrite(path)
-            await self._call(self._core.set_weight_version_async(str(version)))
-            self._version = version
-            loaded = time.perf_counter()
-            await self._call(self._core.resume_scheduler_async())
-            resumed = time.perf_counter()
-            return LoadTimes(paused - start, loaded - paused, resumed - loaded, interrupted)
+            try:
+                return await self._interrupt(path, version)
+            except EngineError:
+                raise
+            except Exception as error:  # vLLM reports whatever its worker raised as a plain Exception
+                torn = EngineError(f"Loading {path} failed half-way, so the weights may be torn: {error}")
+                self._fail(torn)
+                await self.close()
+                raise torn from error
 
-    async def _overwrite(self, path: Path) -> None:
-        try:
-            await self._call(self._core.collective_rpc_async("load_policy", args=(str(path),)))
-        except EngineError:
-            raise
-        except Exception as error:  # vLLM reports whatever its worker raised as a plain Exception
-            torn = EngineError(f"Loading {path} failed half-way and left torn weights: {error}")
-            self._fail(torn)
-            await self.close()
-            raise torn from error
+    async def _interrupt(self, path: Path, version: int) -> LoadTimes:
+        start = time.perf_counter()
+        await self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=True))
+        interrupted = sum(stream.started for stream in self._streams.values())
+        paused = time.perf_counter()
+        await self._call(self._core.collective_rpc_async("load_policy", args=(str(path),)))
+        await self._call(self._core.set_weight_version_async(str(version)))
+        self._version = version
+        loaded = time.perf_counter()
+        await self._call(self._core.resume_scheduler_async())
+        return LoadTimes(paused - start, loaded - paused, time.perf_counter() - loaded, interrupted)
 
     async def _call(self, call: Awaitable[T]) -> T:
         """Await an answer of the engine process, or its death: vLLM leaves calls to a dead engine unanswered."""
@@ -260,7 +259,7 @@ class GenerationEngine:
         while True:
             try:
                 outputs = await self._core.get_output_async()
-            except Exception as error:  # noqa: BLE001 - whatever ended vLLM's receiving task ends this engine
+            except Exception as error:  # whatever ended vLLM's receiving task ends this engine
                 self._fail(_death(error))
                 return
             self._deliver(outputs)

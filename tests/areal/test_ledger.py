@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -34,6 +32,7 @@ from areal.ledger import (
     LedgerError,
     LedgerSettings,
     Ready,
+    Requeued,
     RunEnded,
     Waiting,
     schedulable,
@@ -488,6 +487,15 @@ class LedgerMachine(RuleBasedStateMachine):
         elif group_id in self.leases:
             self.learn_start(group_id, version)
 
+    @rule()
+    def all_begin(self) -> None:
+        """Every deadline is as late as it gets; what starts report after this can only shorten it."""
+        for group_id, owner in list(self.leases.items()):
+            if self.ledger.started(group_id, owner, self.ledger.version) is Answer.GONE:
+                del self.leases[group_id]
+            else:
+                self.learn_start(group_id, self.ledger.version)
+
     def learn_start(self, group_id: str, version: int) -> None:
         self.starts[group_id] = min(version, self.starts.get(group_id, version))
 
@@ -536,8 +544,10 @@ class LedgerMachine(RuleBasedStateMachine):
         for group_id in lost + expired:
             self.leases.pop(group_id, None)
 
+    @precondition(lambda self: len(self.events) % 5 == 0)
     @rule(owner=st.sampled_from(OWNERS))
     def leave(self, owner: str) -> None:
+        """Not at every turn, or no group would live long enough to be overtaken."""
         for group_id in self.ledger.release(owner):
             self.leases.pop(group_id)
 
@@ -552,6 +562,15 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ready_groups -= set(answer.group_ids)
         elif self.settings.on_straggler != "wait":
             assert not enough, "only `wait` waits with B groups ready"
+
+    @rule(data=st.data())
+    def busy_step(self, data: st.DataObject) -> None:
+        """All permits are taken, the newest groups finish, the rest is overtaken where the rules allow it."""
+        self.admit(OWNERS[0], 1000)
+        self.finish_the_newest(data)
+        self.form_batch()
+        if self.ledger.version in self.batches:
+            self.commit(1)
 
     @precondition(lambda self: self.ledger.version in self.batches)
     @rule(repeats=st.integers(1, 2))
@@ -578,7 +597,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def master_restarts(self) -> None:
-        again = Ledger.replay.__func__(self.ledger_class, self.events, self.settings, self.ledger.journal)
+        again = self.ledger_class.replay(self.events, self.settings, self.ledger.journal)
         assert again == self.ledger
         self.ledger = again
 
@@ -586,11 +605,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def capacity_is_never_exceeded(self) -> None:
-        gone = Counter(type(event) for event in self.events)
-        left = sum(getattr(event, "group_id", None) is not None for event in self.events if type(event) in LEAVING)
-        alive = gone[Admitted] - left - len(self.trained)
+        admitted = sum(isinstance(event, Admitted) for event in self.events)
+        left = sum(isinstance(event, Requeued | Discarded) for event in self.events)
+        alive = admitted - left - len(self.trained)
         assert alive == self.ledger.alive <= (self.settings.max_staleness + 1) * self.settings.batch_size
-        assert self.ledger.capacity >= 0
 
     @invariant()
     def the_ledger_is_valid(self) -> None:
@@ -630,3 +648,156 @@ class LedgerMachine(RuleBasedStateMachine):
 
 def prompt_of(group_id: str) -> int:
     return int(group_id[1:].split(".")[0])
+
+
+SEQUENCES = settings(
+    max_examples=100,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+TestAnySequence = LedgerMachine.TestCase
+TestAnySequence.settings = SEQUENCES
+
+
+# ----------------------------------------------------------------------------------------------------------- mutants
+
+
+class NoGate(Ledger):
+    """Rule 3 is gone."""
+
+    def _stragglers(self, chosen: list[Group]) -> list[Group]:
+        return []
+
+
+class GateAStepLate(Ledger):
+    """Rule 3 counts the slots of the step in question."""
+
+    def _stragglers(self, chosen: list[Group]) -> list[Group]:
+        self.version -= 1
+        stragglers = super()._stragglers(chosen)
+        self.version += 1
+        return stragglers
+
+
+class GateOnlyAtTheDeadline(Ledger):
+    """Rule 3 is checked for d = i alone: the groups whose time is up now."""
+
+    def _stragglers(self, chosen: list[Group]) -> list[Group]:
+        return [group for group in super()._stragglers(chosen) if self.deadline(group) == self.version]
+
+
+class YoungestFirst(Ledger):
+    def _choose(self) -> list[Group]:
+        ready = [group for group in reversed(self._unbatched()) if group.state is GroupState.READY]
+        return ready[: self.settings.batch_size]
+
+
+class CapacityFromALifetimeCounter(Ledger):
+    """Eq. 3 to the letter: what failed or expired is never given back."""
+
+    @property
+    def capacity(self) -> int:
+        started = self.version + self.settings.max_staleness + 1
+        return max(0, min(super().capacity, self.settings.batch_size * started - self.counters.admitted))
+
+
+class CapacityFromWorkInProgress(Ledger):
+    """Ready groups that wait for the trainer are forgotten."""
+
+    @property
+    def capacity(self) -> int:
+        return super().capacity + self.ready_count
+
+
+class LatestStartCounts(Ledger):
+    """A start version that falls is ignored."""
+
+    def ready(self, group_id: str, start_version: int) -> Answer:
+        row = self.group(group_id)
+        known = row.start_version if row is not None else None
+        return super().ready(group_id, start_version if known is None else max(known, start_version))
+
+
+class StartMayFallFreely(Ledger):
+    """A start version that falls is believed, whether or not there is still a step in time."""
+
+    def _breaks_schedule(self, group: Group, version: int) -> bool:
+        return False
+
+
+class ExpiredPromptsAreLost(Ledger):
+    def expire(self, now: float) -> list[str]:
+        expired = super().expire(now)
+        for _ in expired:
+            self._requeued.pop()
+        return expired
+
+
+class BatchIsFormedAnew(Ledger):
+    """The logged batch swaps a group for another that became ready later."""
+
+    def next_batch(self, version: int) -> Batch | Waiting | RunEnded:
+        answer = super().next_batch(version)
+        chosen = self._choose()
+        if version == self.version and isinstance(answer, Batch) and chosen:
+            return replace(answer, group_ids=(chosen[0].group_id, *answer.group_ids[1:]))
+        return answer
+
+
+class LastBatchMustBeFull(Ledger):
+    def _needed(self) -> int:
+        return self.settings.batch_size
+
+
+MUTANTS: list[type[Ledger]] = [
+    NoGate,
+    GateAStepLate,
+    GateOnlyAtTheDeadline,
+    YoungestFirst,
+    CapacityFromALifetimeCounter,
+    CapacityFromWorkInProgress,
+    LatestStartCounts,
+    StartMayFallFreely,
+    ExpiredPromptsAreLost,
+    BatchIsFormedAnew,
+    LastBatchMustBeFull,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_mutant_of_the_rules_is_caught(mutant: type[Ledger]):
+    machine = type("MutantMachine", (LedgerMachine,), {"ledger_class": mutant})
+    quickly = settings(SEQUENCES, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
+    with pytest.raises((AssertionError, LedgerError, IndexError)):
+        run_state_machine_as_test(machine, settings=quickly)
+
+
+# -------------------------------------------------------------------------------------------------------- simulation
+
+
+def simulate(on_straggler: str, sigma: float, batch_size: int = 16, eta: int = 4, steps: int = 150) -> list[int]:
+    """Staleness of every trained group: log-normal durations of median 1, a trainer that takes no time."""
+    ledger = make(on_straggler=on_straggler, batch_size=batch_size, max_staleness=eta, steps=steps)
+    rng, now = random.Random(0), 0.0
+    running: list[tuple[float, str, int]] = []
+    staleness: list[int] = []
+    while not ledger.ended:
+        for permit in ledger.admit("manager/0#1", batch_size * (eta + 1), now, LEASE):
+            heapq.heappush(running, (now + rng.lognormvariate(0, sigma), permit.group_id, ledger.version))
+        if isinstance(ledger.next_batch(ledger.version), Batch):
+            staleness += ledger.commit(ledger.version).staleness
+            continue
+        now, group_id, start = heapq.heappop(running)
+        ledger.ready(group_id, start)
+    return staleness
+
+
+@pytest.mark.parametrize("sigma", [0.5, 0.8])
+def test_with_log_normal_durations_admission_alone_exceeds_the_bound_and_wait_holds_it(sigma: float):
+    assert max(simulate("admission_only", sigma)) > 4
+    held = simulate("wait", sigma)
+    assert max(held) == 4 and len(held) == 150 * 16

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal import addition, quickstart
 
-SHORT = replace(quickstart.RECIPE, steps=30, short_steps=25)
+SHORT = replace(quickstart.RECIPE, steps=20, short_steps=18)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_the_tokenizer_refuses_what_the_task_does_not_know(built):
 def test_the_loss_falls_and_progress_tells_so(built):
     _, lines = built
     assert len(lines) == 1
-    assert lines[0].startswith("warm start: step 20 of 30, loss ")
+    assert lines[0].startswith("warm start: step 20 of 20, loss ")
     assert float(lines[0].split()[-1]) < 3.0
 
 

@@ -110,7 +110,7 @@ def reference_on_old_cache(old: Path, new: Path, prompt: list[int], tokens: np.n
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event to offer
             await asyncio.sleep(0.001)
 
 
@@ -294,7 +294,8 @@ async def test_settings_the_model_cannot_have_are_a_user_error(models: Models) -
 
 async def test_importing_the_module_imports_neither_torch_nor_vllm() -> None:
     code = "import sys, areal.engines.generation; sys.exit(bool({'torch', 'vllm'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    assert await process.wait() == 0
 
 
 async def test_the_engine_process_dies_with_a_generator_that_was_killed(models: Models, tmp_path: Path) -> None:
@@ -316,10 +317,13 @@ async def test_the_engine_process_dies_with_a_generator_that_was_killed(models: 
         """)
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as generator:
-        assert any(line == "started\n" for line in generator.stdout)
-        children = psutil.Process(generator.pid).children(recursive=True)
-        generator.kill()
+    generator = await asyncio.create_subprocess_exec(sys.executable, script, stdout=subprocess.PIPE, env=environment)
+    async for line in generator.stdout:
+        if line == b"started\n":
+            break
+    children = psutil.Process(generator.pid).children(recursive=True)
+    generator.kill()
+    await generator.wait()
     assert children
     assert not psutil.wait_procs(children, timeout=20)[1]
 

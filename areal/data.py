@@ -1,0 +1,408 @@
+"""Where prompts come from: a pure function of the index.
+
+The master hands out training indices 0, 1, 2, ... and any rollout manager looks one up, in any order, after any
+restart: the same configuration and seed give the same row. Nothing is consumed, so nothing needs to be resumed.
+
+A finite source is walked epoch by epoch, each epoch in its own shuffled order. No training row has the prompt of a
+held-out row: rows of a table that do are left out, generated ones are drawn again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import msgpack
+
+from areal import addition, reasoning_tasks
+from areal.config import DataConfig, UserError
+
+Prompt = str | list[dict[str, str]]
+
+# A generated task that still repeats held-out prompts after this many draws has too few problems to hold some out.
+MAX_DRAWS = 100
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem.
+
+    index: training index, or number among the held-out rows. prompt: text or chat messages. answer: the reference
+    answer as text, None where the row has none. reward: the row's own reward names, None where it names none.
+    fields: the whole row, JSON-able, as rewards get it; its `prompt` and `answer` are the values under
+    `data.prompt_key` and `data.answer_key`.
+    """
+
+    index: int
+    prompt: Prompt
+    answer: str | None
+    reward: tuple[str, ...] | None
+    fields: dict[str, Any]
+
+
+class Tokenizer(Protocol):
+    """What `encode_prompt` needs of a Hugging Face tokenizer."""
+
+    chat_template: Any
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
+
+
+class Table(Protocol):
+    """A finite source."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, position: int) -> Row: ...
+
+    def prompts(self) -> Iterable[Any]:
+        """The prompts of all rows, as they stand in the source."""
+        ...
+
+
+@dataclass(frozen=True)
+class Generator:
+    """An endless source. `draw(side, number, attempt)` makes one row, the same for the same arguments; `side` is
+    `train` or `held_out`, and a further attempt at the same number gives another row."""
+
+    draw: Callable[[str, int, int], Row]
+
+
+class PromptSource:
+    """Training rows by index and held-out rows by number. Made by `open_source`.
+
+    size: rows of one epoch; None where the source is generated without end.
+    """
+
+    size: int | None
+
+    def __init__(self, source: Table | Generator, held_out: Sequence[Row], size: int | None, seed: int, what: str):
+        self._source = source
+        self._held_out = held_out
+        self._held_prompts = {_key(row.fields["prompt"]) for row in held_out}
+        self._seed = seed
+        self._what = what
+        self._positions = range(size or 0) if isinstance(source, Generator) else self._apart(source)
+        self.size = size if isinstance(source, Generator) else len(self._positions)
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+
+    def __len__(self) -> int:
+        """Rows of one epoch. Raises TypeError where there is no end."""
+        if self.size is None:
+            raise TypeError("an endless source has no length")
+        return self.size
+
+    def row(self, index: int) -> Row:
+        """The row of training index `index` >= 0: number index % size of epoch index // size, as that is shuffled.
+
+        Raises UserError where the row is not usable, IndexError where index < 0.
+        """
+        if index < 0:
+            raise IndexError(f"training index {index}")
+        position = index
+        if self.size is not None:
+            epoch, number = divmod(index, self.size)
+            position = self._order(epoch)[number]
+        row = self._drawn(self._source, position) if isinstance(self._source, Generator) else self._source.row(position)
+        return dataclasses.replace(row, index=index)
+
+    def heldout(self, i: int) -> Row:
+        """Held-out row i of range(eval_size). Raises IndexError beyond."""
+        if not 0 <= i < len(self._held_out):
+            raise IndexError(f"held-out row {i} of {len(self._held_out)}")
+        return self._held_out[i]
+
+    def _apart(self, table: Table) -> Sequence[int]:
+        if not self._held_out:
+            return range(len(table))
+        apart = [i for i, prompt in enumerate(table.prompts()) if _key(prompt) not in self._held_prompts]
+        if not apart:
+            raise UserError(
+                f"{self._what}: every row has a prompt that is also held out, so none is left to train on: "
+                f"lower data.eval_size or name another data.eval_source"
+            )
+        return apart
+
+    def _shuffled(self, epoch: int) -> Sequence[int]:
+        return Random(f"{self._seed}/epoch/{epoch}").sample(self._positions, len(self._positions))
+
+    def _drawn(self, source: Generator, number: int) -> Row:
+        for attempt in range(MAX_DRAWS):
+            row = source.draw("train", number, attempt)
+            if _key(row.fields["prompt"]) not in self._held_prompts:
+                return row
+        raise UserError(
+            f"{self._what} makes too few different problems to hold {len(self._held_out)} of them out of training: "
+            f"lower data.eval_size or widen data.options"
+        )
+
+
+def open_source(config: DataConfig, seed: int) -> PromptSource:
+    """The prompts that `config` describes, in the order that `seed` gives.
+
+    Every row of a .jsonl file is checked here; a Hugging Face row, its columns apart, when it is looked up.
+    Raises UserError: what is wrong, where, and what to do.
+    """
+    what = f"data.source {config.source!r}"
+    source = _open(config, config.source, config.options, seed, what)
+    if not isinstance(source, Generator) and config.size is not None:
+        raise UserError(f"data.size is for generated tasks, but {what} has rows of its own: remove data.size")
+    held_out = _held_out(config, source, seed, what)
+    return PromptSource(source, held_out, config.size, seed, what)
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """The prompt as plain text: chat messages without their roles, a blank line between them."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+
+
+def encode_prompt(tokenizer: Tokenizer, row: Row) -> list[int]:
+    """Token ids of the row's prompt, ready to be completed.
+
+    Chat messages go through the tokenizer's chat template, up to the start of the assistant's turn. Text, and
+    messages where there is no template, are encoded as they are, without special tokens.
+    """
+    if isinstance(row.prompt, str) or not tokenizer.chat_template:
+        return tokenizer.encode(prompt_text(row.prompt), add_special_tokens=False)
+    return tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def _held_out(config: DataConfig, source: Table | Generator, seed: int, what: str) -> list[Row]:
+    if config.eval_source is not None and config.eval_size:
+        what = f"data.eval_source {config.eval_source!r}"
+        # The options describe `source`; they fit another one only where it is the same task or data set.
+        options = config.options if _dataset(config.eval_source) == _dataset(config.source) else {}
+        source = _open(config, config.eval_source, options, seed, what)
+    count = config.eval_size
+    if isinstance(source, Generator):
+        return [dataclasses.replace(source.draw("held_out", i, 0), index=i) for i in range(count)]
+    spare = 0 if config.eval_source is not None else 1
+    if count > len(source) - spare:
+        raise UserError(f"{what} has {len(source)} rows, too few for data.eval_size {count}: lower data.eval_size")
+    positions = Random(f"{seed}/held_out").sample(range(len(source)), count)
+    return [dataclasses.replace(source.row(position), index=i) for i, position in enumerate(positions)]
+
+
+def _key(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+
+
+def _open(config: DataConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table | Generator:
+    if name == "addition":
+        return _open_addition(config, options, seed, what)
+    if name.startswith("reasoning_gym:"):
+        return _open_reasoning_gym(config, name.removeprefix("reasoning_gym:"), options, seed, what)
+    if name.endswith(".jsonl"):
+        if options:
+            raise UserError(f"{what} is a file, which takes no data.options: remove {', '.join(options)}")
+        return JsonlTable(config, Path(name), what)
+    if name.startswith("hf:") or Path(name).is_dir():
+        return _open_hugging_face(config, name, options, what)
+    raise UserError(
+        f"{what} is none of addition, a path ending in .jsonl, reasoning_gym:NAME, hf:NAME, or the path of a folder "
+        f"that exists: correct it"
+    )
+
+
+def _dataset(name: str) -> str:
+    return ":".join(name.split(":")[:2])
+
+
+def _make_row(raw: Mapping[str, Any], prompt_key: str, answer_key: str, system: str | None, where: str) -> Row:
+    """The Row of what stands at `where` in the source. Raises UserError where it is not usable."""
+    for key, setting in (prompt_key, "data.prompt_key"), (answer_key, "data.answer_key"):
+        if key not in raw:
+            raise UserError(f"{where} has no {key!r}, only {', '.join(raw) or 'nothing'}: add it or set {setting}")
+    prompt, answer = raw[prompt_key], raw[answer_key]
+    if not _is_prompt(prompt):
+        raise UserError(
+            f"{where} has as {prompt_key!r} neither text nor a list of messages with role and content: correct it"
+        )
+    fields = {**raw, "prompt": prompt, "answer": answer}
+    try:
+        msgpack.packb(fields)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(
+            f"{where} cannot be sent to rewards ({error}): keep to text, numbers and lists of them"
+        ) from error
+    return Row(
+        index=0,
+        prompt=_with_system(prompt, system),
+        answer=answer if answer is None or isinstance(answer, str) else json.dumps(answer),
+        reward=_reward_names(raw.get("reward"), where),
+        fields=fields,
+    )
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str):
+        return value != ""
+    return isinstance(value, list) and value != [] and all(_is_message(message) for message in value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _with_system(prompt: Prompt, system: str | None) -> Prompt:
+    """Chat messages under the system prompt, unless they bring their own. An empty one makes messages without it."""
+    if system is None:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not system or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _reward_names(value: Any, where: str) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    names = [value] if isinstance(value, str) else value
+    if not (isinstance(names, list) and names and all(isinstance(name, str) for name in names)):
+        raise UserError(f"{where} has as 'reward' neither a name nor a list of names: correct it")
+    return tuple(names)
+
+
+def _derived_seed(*parts: object) -> int:
+    """A seed below 2**32, which is what reasoning_gym allows, that depends on all parts."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest())
+
+
+def _open_addition(config: DataConfig, options: Mapping[str, Any], seed: int, what: str) -> Generator:
+    known = set(inspect.signature(addition.make_row).parameters) - {"seed", "index", "held_out"}
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise UserError(f"{what} has no option {unknown[0]!r}: choose from {', '.join(sorted(known))}")
+
+    def draw(side: str, number: int, attempt: int) -> Row:
+        raw = addition.make_row(_derived_seed(seed, side, attempt), number, held_out=side == "held_out", **options)
+        return _make_row(raw, "prompt", "answer", config.system_prompt, f"{what}, row {number},")
+
+    return _tried(Generator(draw), (TypeError, ValueError), what)
+
+
+def _open_reasoning_gym(config: DataConfig, task: str, options: Mapping[str, Any], seed: int, what: str) -> Generator:
+    reasoning_tasks.check(task, options, what)
+    chunk = config.size or reasoning_tasks.CHUNK
+
+    @functools.lru_cache(maxsize=8)
+    def dataset(side: str, number: int, attempt: int) -> Any:
+        return reasoning_tasks.make(task, options, chunk, _derived_seed(seed, side, number, attempt))
+
+    def draw(side: str, number: int, attempt: int) -> Row:
+        entry = dataset(side, number // chunk, attempt)[number % chunk]
+        raw = reasoning_tasks.row(task, options, entry)
+        return _make_row(raw, "question", "answer", config.system_prompt, f"{what}, row {number}")
+
+    return _tried(Generator(draw), (AssertionError, LookupError, TypeError, ValueError), what)
+
+
+def _tried(generator: Generator, mistakes: tuple[type[Exception], ...], what: str) -> Generator:
+    """The generator, if it makes its first row: bad options show there."""
+    try:
+        generator.draw("train", 0, 0)
+    except mistakes as error:
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{what}: {reason}: correct data.options or data.size") from error
+    return generator
+
+
+class JsonlTable:
+    """A .jsonl file: one object a line, blank lines apart. All of it is read and checked at once."""
+
+    def __init__(self, config: DataConfig, path: Path, what: str):
+        self._config = config
+        self._path = path
+        self._rows = list(_read_jsonl(path, what))
+        if not self._rows:
+            raise UserError(f"{what}: the file has no rows: name another one")
+        for position in range(len(self)):
+            self.row(position)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, position: int) -> Row:
+        line, raw = self._rows[position]
+        config = self._config
+        where = f"{self._path}, line {line},"
+        return _make_row(raw, config.prompt_key, config.answer_key, config.system_prompt, where)
+
+    def prompts(self) -> Iterable[Any]:
+        return (raw[self._config.prompt_key] for _, raw in self._rows)
+
+
+def _read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of each line."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{what}: {path.resolve()} cannot be read ({error.strerror}): correct the path") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} is not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
+    # Not splitlines(): JSON text may hold U+2028 and its like.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number},"
+        try:
+            raw = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} is not JSON ({error}): write one object a line") from error
+        if not isinstance(raw, dict):
+            raise UserError(f"{where} is a {type(raw).__name__}, not an object: write one object a line")
+        yield number, raw
+
+
+class HuggingFaceTable:
+    """A Hugging Face data set. Its columns and first row are checked when it is opened, others when looked up."""
+
+    def __init__(self, config: DataConfig, dataset: Any, what: str):
+        self._config = config
+        self._dataset = dataset
+        self._what = what
+        if not len(dataset):
+            raise UserError(f"{what}: the data set has no rows: name another one")
+        self.row(0)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, position: int) -> Row:
+        config = self._config
+        where = f"{self._what}, row {position},"
+        return _make_row(self._dataset[position], config.prompt_key, config.answer_key, config.system_prompt, where)
+
+    def prompts(self) -> Iterable[Any]:
+        return self._dataset[self._config.prompt_key]
+
+
+def _open_hugging_face(config: DataConfig, name: str, options: Mapping[str, Any], what: str) -> HuggingFaceTable:
+    """`hf:NAME`, `hf:NAME:SPLIT` (in place of data.split), or a folder written by save_to_disk."""
+    import datasets  # takes seconds
+
+    if name.startswith("hf:"):
+        hub_id, _, split = name.removeprefix("hf:").partition(":")
+        split = split or config.split
+    else:
+        hub_id, split = "", config.split
+    try:
+        found = datasets.load_dataset(hub_id, **options, split=split) if hub_id else datasets.load_from_disk(name)
+    except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{what} cannot be loaded ({reason}): correct the name, data.split or data.options") from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise UserError(f"{what} has no split {split!r}: set data.split to one of {', '.join(found)}")
+        found = found[split]
+    return HuggingFaceTable(config, found, what)

@@ -1,0 +1,449 @@
+"""What goes through the codec comes out as it was; what was never a message is refused, and harms nobody."""
+
+import ast
+import inspect
+import struct
+import sys
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocols import codec, messages
+from protocols.codec import MAX_BODY_BYTES, MAX_FRAME_BYTES, Header, decode_body, decode_header, encode
+from protocols.errors import MalformedError, ProtocolVersionError
+from protocols.messages import (
+    PROTOCOL_VERSION,
+    Generate,
+    GroupFailed,
+    Join,
+    Member,
+    Policy,
+    Score,
+    Scored,
+    Snapshot,
+    StoreGroup,
+    TokenChunk,
+    TrajectoryPart,
+    Welcome,
+)
+
+REFUSALS = (MalformedError, ProtocolVersionError)
+
+
+def header(kind="generate", **fields):
+    return Header(kind=kind, sender="rollout_manager/0#a", id="7", **fields)
+
+
+def frames_of(message):
+    return [bytes(frame) for frame in encode(header(message.kind), message)]
+
+
+def there_and_back(message):
+    frames = frames_of(message)
+    return decode_body(decode_header(frames).kind, frames)
+
+
+def decode(frames):
+    return decode_body(decode_header(frames).kind, frames)
+
+
+def chunk(n, finish=None):
+    return TokenChunk(
+        tokens=np.arange(n, dtype=np.int32),
+        logprobs=np.linspace(-3, 0, n, dtype=np.float32),
+        versions=np.full(n, 5, np.int32),
+        finish=finish,
+    )
+
+
+def trajectory(n):
+    part = chunk(n)
+    return TrajectoryPart(
+        tokens=part.tokens, logprobs=part.logprobs, versions=part.versions, reward=0.5, finish="stop"
+    )  # fmt: skip
+
+
+def body_with_array(index=0, dtype="int32", shape=(2,)):
+    description = msgpack.packb([index, dtype, shape])
+    body = {
+        "tokens": msgpack.ExtType(1, description),
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_new_tokens": 1,
+        "min_version": 0,
+    }
+    return msgpack.packb(body)
+
+
+def generate_frames(body, *arrays):
+    return [msgpack.packb(header().__dict__), body, *arrays]
+
+
+# --- round trips
+
+
+def test_an_array_arrives_as_a_view_on_its_frame():
+    frames = frames_of(chunk(1000, "stop"))
+    got = decode(frames)
+    for name, frame in zip(("tokens", "logprobs", "versions"), frames[2:], strict=True):
+        assert np.shares_memory(getattr(got, name), np.frombuffer(frame, np.uint8))
+        np.testing.assert_array_equal(getattr(got, name), getattr(chunk(1000), name))
+    assert got.finish == "stop"
+
+
+def test_an_array_leaves_as_a_view_on_itself():
+    message = chunk(1000)
+    frames = encode(header("token_chunk"), message)
+    assert np.shares_memory(message.tokens, np.frombuffer(frames[2], np.uint8))
+
+
+def test_an_empty_array_keeps_its_type():
+    got = there_and_back(chunk(0))
+    assert (got.tokens.shape, got.tokens.dtype, got.logprobs.dtype) == ((0,), np.int32, np.float32)
+
+
+@pytest.mark.parametrize("dtype", sorted(codec.DTYPES))
+@pytest.mark.parametrize("shape", [(), (1,), (3, 4), (2, 0, 3), (2, 3, 4, 5)])
+def test_every_dtype_and_shape_that_may_travel_does(dtype, shape):
+    array = (np.arange(np.prod(shape, dtype=int)) % 2).astype(dtype).reshape(shape)
+    got = there_and_back(Generate(tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0)).tokens
+    assert got.dtype == array.dtype
+    np.testing.assert_array_equal(got, array)
+
+
+def test_a_strided_array_arrives_in_order():
+    array = np.arange(12, dtype=np.int64).reshape(3, 4).T[::-1]
+    got = there_and_back(Generate(tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0))
+    np.testing.assert_array_equal(got.tokens, array)
+
+
+def test_nested_parts_keep_their_own_arrays():
+    group = StoreGroup(group="g", prompt_index=3, trajectories=tuple(trajectory(n) for n in (4, 0, 9)))
+    got = there_and_back(group)
+    for sent, received in zip(group.trajectories, got.trajectories, strict=True):
+        np.testing.assert_array_equal(received.tokens, sent.tokens)
+        np.testing.assert_array_equal(received.logprobs, sent.logprobs)
+        assert received.finish == "stop"
+
+
+def test_nested_models_and_maps_come_back_equal():
+    member = Member(identity="reward/0#b", role="reward", index=0, address="tcp://a:1", state="healthy")
+    welcome = Welcome(
+        identity="generator/1#c",
+        config={"a": {"b": None, "c": 1.5, "d": "é"}},
+        events="tcp://a:2",
+        snapshot=Snapshot(policy=Policy(lineage=0, version=2, folder="f"), members=(member,), sequence=9),
+    )
+    assert there_and_back(welcome) == welcome
+
+
+# --- what may not leave
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([object()]),
+        np.array(["text"]),
+        np.zeros(3, np.float64),
+        np.arange(3, dtype=">i4"),
+        np.zeros((1,) * 5, np.int32),
+    ],
+    ids=["object", "str", "float64", "byte order", "five dimensions"],
+)
+def test_an_array_the_receiver_would_refuse_does_not_leave(array):
+    with pytest.raises(MalformedError, match="cannot travel"):
+        frames_of(Generate(tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0))
+
+
+@pytest.mark.parametrize("value", [{1, 2}, 1 << 70, "\udc80", np.float32(1), print], ids=repr)
+def test_a_value_that_is_no_message_part_does_not_leave(value):
+    with pytest.raises(MalformedError):
+        frames_of(Score(function="f", prompt="p", completion="c", row={"x": value}))
+
+
+def test_nesting_without_end_does_not_leave():
+    row = {}
+    row["again"] = row
+    with pytest.raises(MalformedError):
+        frames_of(Score(function="f", prompt="p", completion="c", row=row))
+
+
+def test_a_message_too_large_does_not_leave(monkeypatch):
+    with pytest.raises(MalformedError, match="bytes of body"):
+        frames_of(Score(function="f", prompt="p" * MAX_BODY_BYTES, completion="", row={}))
+    with pytest.raises(MalformedError, match="arrays"):
+        frames_of(StoreGroup(group="g", prompt_index=0, trajectories=tuple(trajectory(1) for _ in range(1400))))
+    with pytest.raises(MalformedError, match="cannot travel"):
+        huge = np.broadcast_to(np.int32(0), (MAX_FRAME_BYTES,))
+        frames_of(Generate(tokens=huge, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0))
+
+
+# --- what is refused on arrival
+
+
+def test_another_protocol_version_is_its_own_error():
+    frames = frames_of(Scored(score=1.0))
+    frames[0] = msgpack.packb(header("scored").__dict__ | {"v": PROTOCOL_VERSION + 1, "new_field": 1})
+    with pytest.raises(ProtocolVersionError, match="install the same version"):
+        decode(frames)
+
+
+@pytest.mark.parametrize("version", [None, "1", 1.0, True, [[1]]], ids=repr)
+def test_a_version_that_is_no_number_is_no_version(version):
+    frames = frames_of(Scored(score=1.0))
+    frames[0] = msgpack.packb(header("scored").__dict__ | {"v": version})
+    with pytest.raises(MalformedError):
+        decode(frames)
+
+
+def test_a_header_without_a_version_is_malformed():
+    with pytest.raises(MalformedError, match="version"):
+        decode_header([msgpack.packb({"kind": "scored", "sender": "x"}), b"\x80"])
+
+
+def test_a_version_nested_beyond_the_recursion_limit_is_malformed():
+    frame = b"\x81\xa1v" + b"\x91" * 900 + b"\x01"
+    with pytest.raises(MalformedError):
+        decode_header([frame, b"\x80"])
+
+
+@pytest.mark.parametrize("change", [{"unknown": 1}, {"sender": None}, {"id": "x" * 200}, {"remaining_ms": -1}], ids=str)
+def test_a_wrong_header_field_is_refused(change):
+    with pytest.raises(MalformedError):
+        decode_header([msgpack.packb(header().__dict__ | change), b"\x80"])
+
+
+def test_a_header_over_its_limit_is_refused_unread():
+    with pytest.raises(MalformedError, match="at most 4096"):
+        decode_header([b"\xc1" * 5000, b"\x80"])
+
+
+def test_too_few_and_too_many_frames_are_refused():
+    frames = frames_of(Scored(score=1.0))
+    with pytest.raises(MalformedError):
+        decode_header(frames[:1])
+    with pytest.raises(MalformedError):
+        decode_header(frames + [b""] * 5000)
+
+
+def test_a_body_over_its_limit_is_refused_unread():
+    with pytest.raises(MalformedError, match="a frame of"):
+        decode_body("scored", [b"", b"\xc1" * (MAX_BODY_BYTES + 1)])
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(MalformedError, match="unknown kind"):
+        decode_body("no_such_kind", frames_of(Scored(score=1.0)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        msgpack.packb({"score": 1.0, "more": 1}),
+        msgpack.packb({}),
+        msgpack.packb({"score": "1.0"}),
+        msgpack.packb({b"score": 1.0}),
+        msgpack.packb({1: 1.0}),
+        msgpack.packb([1.0]),
+        msgpack.packb({"score": 1.0}) + b"\x00",
+        b"\x82" + 2 * (msgpack.packb("score") + msgpack.packb(1.0)),
+        b"",
+    ],
+    ids=[
+        "unknown key",
+        "missing key",
+        "wrong type",
+        "bytes key",
+        "int key",
+        "no map",
+        "trailing",
+        "key twice",
+        "empty",
+    ],
+)
+def test_a_wrong_body_is_refused(body):
+    with pytest.raises(MalformedError):
+        decode_body("scored", [b"", body])
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"index": 1},
+        {"index": -1},
+        {"index": "0"},
+        {"dtype": "object"},
+        {"dtype": "O"},
+        {"dtype": "float64"},
+        {"dtype": 3},
+        {"shape": (3,)},
+        {"shape": (-2,)},
+        {"shape": (True, 2)},
+        {"shape": 2},
+        {"shape": (1, 1, 1, 1, 2)},
+        {"shape": (1 << 63, 1 << 63)},
+    ],
+    ids=str,
+)
+def test_a_wrongly_described_array_is_refused(described):
+    with pytest.raises(MalformedError):
+        decode(generate_frames(body_with_array(**described), np.arange(2, dtype=np.int32).tobytes()))
+
+
+@pytest.mark.parametrize("shape", [(0, 1 << 62), (0, 1 << 63), (0, 1 << 40, 1 << 40), (0, (1 << 64) - 1)])
+def test_an_empty_array_of_impossible_shape_is_refused(shape):
+    with pytest.raises(MalformedError):
+        decode(generate_frames(body_with_array(shape=shape), b""))
+
+
+def test_an_array_without_its_frame_is_refused():
+    with pytest.raises(MalformedError):
+        decode(generate_frames(body_with_array()))
+
+
+@pytest.mark.parametrize("code", [0, 2, 5, 127])
+def test_an_unknown_extension_is_refused(code):
+    with pytest.raises(MalformedError, match="extension"):
+        decode_body("scored", [b"", msgpack.packb({"score": msgpack.ExtType(code, b"x" * 8)})])
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b"\xd4\x01\x00" * 3])
+def test_an_extension_with_rubbish_inside_is_refused(data):
+    with pytest.raises(MalformedError):
+        decode_body("scored", [b"", msgpack.packb({"score": msgpack.ExtType(1, data)})])
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\xdd\x00\x00\x00\x01"])
+@pytest.mark.parametrize("depth", [1000, 3000, 100_000])
+def test_deep_nesting_does_not_break_the_reader(opening, depth):
+    fields = {"function": "f", "prompt": "p", "completion": "c"}
+    body = b"\x84" + b"".join(msgpack.packb(item) for pair in fields.items() for item in pair)
+    body += msgpack.packb("row") + opening * depth + b"\x01"
+    try:
+        assert decode_body("score", [b"", body]).kind == "score" and depth == 1000
+    except MalformedError:
+        pass
+
+
+@pytest.mark.parametrize(
+    "head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"], ids=["array", "map", "str", "bin", "ext"]
+)
+def test_a_length_that_the_frame_cannot_hold_is_refused(head):
+    for length in (1 << 10, MAX_BODY_BYTES - 100, (1 << 32) - 1):
+        with pytest.raises(MalformedError):
+            decode_body("scored", [b"", b"\x81\xa5score" + head + struct.pack(">I", length)])
+
+
+def test_a_map_of_a_million_unknown_keys_is_refused_before_it_is_built():
+    body = b"\xdf" + struct.pack(">I", 200_000) + b"".join(b"\xa5%05x\x00" % i for i in range(140_000))
+    assert len(body) < MAX_BODY_BYTES
+    with pytest.raises(MalformedError, match="not msgpack"):
+        decode_body("scored", [b"", body])
+
+
+def test_the_text_of_a_refusal_stays_short():
+    body = msgpack.packb({"x" * 500_000: 1})
+    with pytest.raises(MalformedError) as refusal:
+        decode_body("scored", [b"", body])
+    assert len(str(refusal.value)) < 1000
+
+
+def test_nothing_in_the_protocol_can_execute_what_it_reads():
+    for module in (codec, messages, sys.modules["protocols.errors"]):
+        tree = ast.parse(inspect.getsource(module))
+        imported = {
+            name.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+        } | {node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not imported & {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+        called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "id")}
+        assert not called & {"eval", "exec", "__import__"}
+
+
+EXAMPLES = [
+    frames_of(message)
+    for message in (
+        chunk(5),
+        StoreGroup(group="g", prompt_index=3, trajectories=(trajectory(3), trajectory(2))),
+        Join(role="reward", index=None, address="tcp://a:1"),
+        Snapshot(policy=Policy(lineage=0, version=2, folder="f"), members=(), sequence=9),
+        Score(function="f", prompt="p", completion="c", row={"a": [1, {"b": None}]}),
+        GroupFailed(group="g", reason="é"),
+    )
+]
+
+mutations = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "cut", "insert", "drop", "swap", "repeat"]),
+        st.integers(0, 1 << 16),
+        st.integers(0, 1 << 16),
+        st.binary(min_size=1, max_size=8),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def mutated(frames, changes):
+    frames = list(frames)
+    for what, where, at, data in changes:
+        i = where % len(frames)
+        at %= len(frames[i]) + 1
+        match what:
+            case "flip":
+                frames[i] = frames[i][:at] + data + frames[i][at + len(data) :]
+            case "cut":
+                frames[i] = frames[i][:at]
+            case "insert":
+                frames[i] = frames[i][:at] + data + frames[i][at:]
+            case "drop" if len(frames) > 1:
+                del frames[i]
+            case "swap":
+                frames[i], frames[-1] = frames[-1], frames[i]
+            case "repeat":
+                frames.insert(i, frames[i])
+    return frames
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from(EXAMPLES), mutations)
+def test_a_mutated_message_is_understood_or_refused(frames, changes):
+    frames = mutated(frames, changes)
+    try:
+        decode(frames)
+    except REFUSALS as refusal:
+        assert len(str(refusal)) < 1000
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.lists(st.binary(max_size=64), max_size=5))
+def test_random_frames_are_refused(frames):
+    with pytest.raises(REFUSALS):
+        decode(frames)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.sampled_from(sorted(messages.KINDS)), st.binary(max_size=64), st.lists(st.binary(max_size=16), max_size=3))
+def test_a_random_body_of_any_kind_is_understood_or_refused(kind, body, arrays):
+    try:
+        decode_body(kind, [b"", body, *arrays])
+    except REFUSALS:
+        pass
+
+
+# --- the table of messages
+
+
+def test_every_message_stands_in_the_table_or_in_a_list():
+    words = set(messages.__doc__.replace(",", " ").replace("|", " ").replace(".", " ").split())
+    classes = [cls for _, cls in inspect.getmembers(messages, inspect.isclass) if cls.__module__ == messages.__name__]
+    sent = {cls.__name__ for cls in classes if issubclass(cls, messages.Message) and cls is not messages.Message}
+    assert sent <= words, sent - words
+
+
+def test_every_message_is_known_by_its_kind():
+    assert messages.KINDS["token_chunk"] is TokenChunk
+    assert all(cls.kind == kind for kind, cls in messages.KINDS.items())

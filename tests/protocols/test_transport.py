@@ -1,0 +1,712 @@
+"""Requests, streams and events over real sockets, with peers that lie, die, stall and flood."""
+
+import asyncio
+import contextlib
+import threading
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+
+from protocols import errors, transport
+from protocols.codec import Header, decode_body, decode_header, encode
+from protocols.errors import (
+    BusError,
+    BusyError,
+    DeadlineError,
+    MalformedError,
+    ProtocolVersionError,
+    RefusedError,
+    StreamBrokenError,
+)
+from protocols.messages import (
+    AskPermits,
+    AskStatus,
+    Cancel,
+    Done,
+    Failure,
+    Generate,
+    Permits,
+    Score,
+    Scored,
+    Shutdown,
+    TokenChunk,
+)
+from protocols.transport import STREAM_CREDIT, ZmqBus
+
+LOOPBACK = "tcp://127.0.0.1:*"
+# Long enough for any machine: a test that needs it has failed.
+PATIENCE = 20
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110 - what is waited for is a plain value
+            await asyncio.sleep(0.002)
+
+
+def score(number=0):
+    return Score(function="f", prompt="p", completion=str(number), row={})
+
+
+def generate():
+    return Generate(
+        tokens=np.arange(3, dtype=np.int32), temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0
+    )  # fmt: skip
+
+
+def chunk(number):
+    one = np.array([number], np.int32)
+    return TokenChunk(tokens=one, logprobs=one.astype(np.float32), versions=one, finish=None)
+
+
+def number_of(part):
+    return int(part.tokens[0])
+
+
+class Net:
+    """Buses that are closed at the end, and what their actors reported as crashes."""
+
+    def __init__(self):
+        self.crashes = []
+        self.context = zmq.Context()
+        self._buses = []
+
+    def bus(self, identity, run=""):
+        self._buses.append(ZmqBus(identity, run))
+        return self._buses[-1]
+
+    def serve(self, handle, address=LOOPBACK, run="", identity="master/0#a"):
+        bus = self.bus(identity, run)
+        return bus, bus.serve(address, handle, self.crashes.append)
+
+    def peer(self, address, identity="reward/0#b", run=""):
+        return self.bus(identity, run).peer(address)
+
+    def raw(self, kind, address):
+        """A socket that says what it likes: connected for a DEALER, bound for a ROUTER."""
+        socket = self.context.socket(kind)
+        socket.linger = 0
+        socket.set_hwm(0)
+        socket.connect(address) if kind == zmq.DEALER else socket.bind(address)
+        return socket
+
+    async def close(self):
+        for bus in self._buses:
+            await bus.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+async def net():
+    net = Net()
+    yield net
+    await net.close()
+
+
+async def received(socket):
+    await until(lambda: socket.poll(0))
+    return socket.recv_multipart(zmq.DONTWAIT)
+
+
+def frames(message, **fields):
+    header = {"kind": message.kind, "sender": "reward/0#b"} | fields
+    return encode(Header(**header), message)
+
+
+async def echo(request):
+    return Scored(score=float(request.message.completion))
+
+
+def numbers(count):
+    """A handler that streams `count` parts."""
+
+    async def handle(request):
+        for number in range(count):
+            yield chunk(number)
+
+    return handle
+
+
+# --- asking
+
+
+async def test_an_answer_comes_back_to_the_one_who_asked(net):
+    _, address = net.serve(echo)
+    peers = [net.peer(address, f"reward/{i}#x") for i in range(3)]
+    asked = [(peer.ask(score(10 * i + j), PATIENCE), 10 * i + j) for i, peer in enumerate(peers) for j in range(10)]
+    answers = await asyncio.gather(*(answer for answer, _ in asked))
+    assert [answer.score for answer in answers] == [number for _, number in asked]
+
+
+async def test_the_handler_sees_who_asks_and_how_long_he_waits(net):
+    seen = []
+
+    async def handle(request):
+        seen.append((request.sender, 0 < request.remaining <= PATIENCE))
+        return Done()
+
+    _, address = net.serve(handle)
+    await net.peer(address, "evaluator/3#c").ask(AskStatus(), PATIENCE)
+    assert seen == [("evaluator/3#c", True)]
+
+
+async def test_no_message_waits_for_the_next_one_to_be_noticed(net, monkeypatch):
+    # A message that arrives while the other side of the link is sending is not announced by libzmq again.
+    monkeypatch.setattr(transport, "RESEND_SECONDS", 10 * PATIENCE)
+
+    async def handle(request):
+        await asyncio.sleep(0.001)
+        return Done()
+
+    _, address = net.serve(handle)
+
+    async def ask_often(peer):
+        for _ in range(50):
+            await peer.ask(AskStatus(), PATIENCE)
+
+    peers = [net.peer(address, f"reward/{i}#x") for i in range(3)]
+    await asyncio.gather(*(ask_often(peer) for peer in peers for _ in range(6)))
+
+
+async def test_a_request_sent_again_runs_the_handler_once(net, monkeypatch):
+    monkeypatch.setattr(transport, "RESEND_SECONDS", 0.02)
+    runs = []
+
+    async def handle(request):
+        runs.append(request)
+        await until(lambda: bus.server.counts["repeated"] >= 2)
+        return Scored(score=len(runs))
+
+    bus, address = net.serve(handle)
+    assert await net.peer(address).ask(score(), PATIENCE) == Scored(score=1)
+    assert len(runs) == 1
+
+
+async def test_a_repeated_request_gets_the_first_answer(net):
+    runs = []
+
+    async def handle(request):
+        runs.append(request)
+        return Scored(score=len(runs))
+
+    bus, address = net.serve(handle)
+    socket = net.raw(zmq.DEALER, address)
+    for attempt in range(3):
+        socket.send_multipart(frames(score(), id="5", attempt=attempt))
+        answer = await received(socket)
+        assert decode_header(answer).reply_to == "5"
+        assert decode_body("scored", answer) == Scored(score=1)
+    assert len(runs) == 1
+
+
+async def test_the_same_id_of_another_sender_is_another_request(net):
+    _, address = net.serve(echo)
+    socket = net.raw(zmq.DEALER, address)
+    for number, sender in enumerate(("reward/0#b", "reward/0#c")):
+        socket.send_multipart(frames(score(number), id="5", sender=sender))
+        assert decode_body("scored", await received(socket)).score == number
+
+
+async def test_nobody_there_is_a_deadline_error(net):
+    socket = net.raw(zmq.ROUTER, LOOPBACK)
+    address = socket.last_endpoint.decode()
+    with pytest.raises(DeadlineError, match="ask_status"):
+        await net.peer(address).ask(AskStatus(), 0.2)
+    socket.close()
+    with pytest.raises(DeadlineError):
+        await net.peer(address, "reward/1#b").ask(AskStatus(), 0.05)
+
+
+@pytest.mark.parametrize("error", errors._BY_CODE.values(), ids=lambda error: error.code)
+async def test_a_typed_error_comes_back_as_itself(net, error):
+    async def handle(request):
+        raise error("the reason")
+
+    _, address = net.serve(handle)
+    with pytest.raises(BusError, match="^the reason$") as raised:
+        await net.peer(address).ask(AskStatus(), PATIENCE)
+    assert type(raised.value) is error
+    assert not net.crashes
+
+
+@pytest.mark.parametrize("text", ["boom", "x" * 100_000, "\udc80"], ids=["short", "long", "not Unicode"])
+async def test_a_bug_of_the_handler_is_told_to_the_asker_and_to_the_actor(net, text):
+    async def handle(request):
+        raise ZeroDivisionError(text)
+
+    _, address = net.serve(handle)
+    with pytest.raises(BusError, match="ZeroDivisionError"):
+        await net.peer(address).ask(AskStatus(), PATIENCE)
+    await until(lambda: net.crashes)
+    assert isinstance(net.crashes[0], ZeroDivisionError)
+
+
+async def test_an_answer_that_cannot_travel_is_told_to_the_asker(net):
+    async def handle(request):
+        return Score(function="f", prompt="p", completion="c", row={"x": object()})
+
+    _, address = net.serve(handle)
+    with pytest.raises(MalformedError, match="cannot travel"):
+        await net.peer(address).ask(AskStatus(), PATIENCE)
+
+
+async def test_no_answer_at_all_is_a_bug_of_the_handler(net):
+    async def handle(request):
+        return None
+
+    _, address = net.serve(handle)
+    with pytest.raises(BusError):
+        await net.peer(address).ask(AskStatus(), PATIENCE)
+    await until(lambda: net.crashes)
+
+
+async def test_a_cancelled_ask_leaves_the_link_usable_and_its_answer_is_dropped(net):
+    release, asked = asyncio.Event(), asyncio.Event()
+
+    async def handle(request):
+        if isinstance(request.message, AskPermits):
+            asked.set()
+            await release.wait()
+            return Permits(permits=())
+        return Done()
+
+    _, address = net.serve(handle)
+    peer = net.peer(address)
+    asking = asyncio.create_task(peer.ask(AskPermits(count=1), PATIENCE))
+    await asked.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    release.set()
+    await until(lambda: peer.counts["unmatched"])
+    assert await peer.ask(AskStatus(), PATIENCE) == Done()
+
+
+async def test_a_request_of_another_run_is_refused(net):
+    _, address = net.serve(echo, run="mine")
+    with pytest.raises(RefusedError, match="this is run 'mine', not 'yours'"):
+        await net.peer(address, run="yours").ask(score(), PATIENCE)
+    assert await net.peer(address, "reward/1#b", run="mine").ask(score(1), PATIENCE) == Scored(score=1)
+    assert await net.peer(address, "reward/2#b").ask(score(2), PATIENCE) == Scored(score=2)  # it has yet to learn it
+
+
+async def test_a_server_restarted_on_its_port_is_asked_again(net, monkeypatch):
+    monkeypatch.setattr(transport, "RESEND_SECONDS", 0.05)
+    asked = asyncio.Event()
+
+    async def never(request):
+        asked.set()
+        await asyncio.Event().wait()
+
+    first, address = net.serve(never)
+    asking = asyncio.create_task(net.peer(address).ask(score(7), PATIENCE))
+    await asked.wait()
+    await first.close()
+    net.serve(echo, address, identity="master/0#b")
+    assert await asking == Scored(score=7)
+
+
+async def test_too_many_open_requests_of_one_peer_are_busy(net, monkeypatch):
+    monkeypatch.setattr(transport, "MAX_PENDING_PER_PEER", 3)
+    release, running = asyncio.Event(), []
+
+    async def handle(request):
+        running.append(request)
+        await release.wait()
+        return Done()
+
+    _, address = net.serve(handle)
+    peer = net.peer(address)
+    open_ones = [asyncio.create_task(peer.ask(AskStatus(), PATIENCE)) for _ in range(3)]
+    await until(lambda: len(running) == 3)
+    with pytest.raises(BusyError, match="reward/0#b"):
+        await peer.ask(AskStatus(), PATIENCE)
+    release.set()
+    assert await asyncio.gather(*open_ones) == [Done()] * 3
+    assert await peer.ask(AskStatus(), PATIENCE) == Done()
+
+
+async def test_a_request_cancelled_before_it_ran_leaves_nothing_behind(net, monkeypatch):
+    monkeypatch.setattr(transport, "MAX_PENDING_PER_PEER", 1)
+    bus, address = net.serve(echo)
+    socket = net.raw(zmq.DEALER, address)
+    for id in range(50):
+        socket.send_multipart(frames(score(), id=f"{id}"))
+        socket.send_multipart(frames(Cancel(), reply_to=f"{id}"))
+    await until(lambda: not bus.server._calls and not bus.server._pending)
+    assert await net.peer(address).ask(score(3), PATIENCE) == Scored(score=3)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+async def test_whoever_waits_on_a_link_that_is_closed_is_told(net, connected):
+    socket = net.raw(zmq.ROUTER, LOOPBACK)
+    address = socket.last_endpoint.decode()
+    if not connected:
+        socket.close()
+    bus = net.bus("reward/0#b")
+    peer = bus.peer(address)
+    asking = asyncio.create_task(peer.ask(AskStatus(), PATIENCE))
+    streaming = asyncio.create_task(anext(peer.stream(generate(), PATIENCE)))
+    if connected:
+        await received(socket)
+    await asyncio.sleep(0)
+    await bus.forget(address)
+    with pytest.raises(DeadlineError, match="was closed"):
+        await asking
+    with pytest.raises(StreamBrokenError, match="was closed"):
+        await streaming
+    with pytest.raises(DeadlineError, match="was closed"):
+        await peer.ask(AskStatus(), PATIENCE)
+
+
+# --- peers that do not speak the protocol
+
+
+async def test_a_flood_of_garbage_is_counted_and_a_proper_request_still_gets_its_answer(net):
+    bus, address = net.serve(echo)
+    socket = net.raw(zmq.DEALER, address)
+    valid = frames(score(1), id="1")
+    garbage = [
+        [b""],
+        [b"", b"", b""],
+        [b"\xff" * 100, b"x"],
+        [b"\x81\xa1v" + b"\x91" * 900 + b"\x01", b"x"],
+        [b"x" * 10_000, valid[1]],
+        [valid[0]],
+        frames(score(1)),
+    ]
+    for message in 100 * garbage + [[b""] * 5000]:
+        socket.send_multipart(message)
+    refused = [[valid[0], b"\xc1"], frames(score(1), id="2", kind="no_such_kind")]
+    for message in refused:
+        socket.send_multipart(message)
+        assert decode_body("failure", await received(socket)).code == MalformedError.code
+    assert await net.peer(address).ask(score(5), PATIENCE) == Scored(score=5)
+    assert bus.server.counts[MalformedError.code] == 100 * len(garbage) + 1 + len(refused)
+    assert not net.crashes
+
+
+async def test_an_asker_of_another_version_is_told_in_one_sentence(net, monkeypatch):
+    def frames_of_version_2(self, message, **fields):
+        return encode(Header(v=2, kind=message.kind, **fields), message)
+
+    bus, address = net.serve(echo)
+    monkeypatch.setattr(transport.Peer, "_frames", frames_of_version_2)
+    with pytest.raises(ProtocolVersionError, match="version 2, this actor speaks 1: install the same") as raised:
+        await net.peer(address).ask(score(), PATIENCE)
+    assert "\n" not in str(raised.value)
+    assert bus.server.counts[ProtocolVersionError.code] == 1
+
+
+async def test_a_server_of_another_version_is_noticed_by_the_asker(net):
+    socket = net.raw(zmq.ROUTER, LOOPBACK)
+    peer = net.peer(socket.last_endpoint.decode())
+    asking = asyncio.create_task(peer.ask(AskStatus(), PATIENCE))
+    streaming = asyncio.create_task(anext(peer.stream(generate(), PATIENCE)))
+    route, *_ = await received(socket)
+    socket.send_multipart([route, msgpack.packb({"v": 9, "of": "another kind"}), b""])
+    for task in (asking, streaming):
+        with pytest.raises(ProtocolVersionError, match="version 9"):
+            await task
+
+
+async def test_garbage_from_a_server_is_counted_and_harms_nobody(net):
+    socket = net.raw(zmq.ROUTER, LOOPBACK)
+    peer = net.peer(socket.last_endpoint.decode())
+    asking = asyncio.create_task(peer.ask(AskStatus(), PATIENCE))
+    route, *request = await received(socket)
+    id = decode_header(request).id
+    for message in ([b"\xff", b""], [b""], [b"\x80", b"\x80"], frames(Done(), reply_to="other")):
+        socket.send_multipart([route, *message])
+    socket.send_multipart([route, *frames(Done(), reply_to=id)])
+    assert await asking == Done()
+    assert (peer.counts[MalformedError.code], peer.counts["unmatched"]) == (3, 1)
+
+
+async def test_a_flood_does_not_starve_the_other_tasks(net):
+    bus, address = net.serve(echo)
+    count, seen = 50_000, []
+
+    async def tick():
+        while bus.server.counts[MalformedError.code] < count:
+            seen.append(bus.server.counts[MalformedError.code])
+            await asyncio.sleep(0)
+
+    socket = net.raw(zmq.DEALER, address)
+    flood = threading.Thread(target=lambda: [socket.send_multipart([b"x", b"y"]) for _ in range(count)])
+    flood.start()
+    async with asyncio.timeout(PATIENCE):
+        await tick()
+    flood.join()
+    assert max(after - before for before, after in zip(seen, seen[1:], strict=False)) <= transport.DRAIN
+    assert len(seen) >= count // transport.DRAIN
+
+
+# --- streams
+
+
+async def test_a_stream_arrives_whole_and_in_order(net):
+    _, address = net.serve(numbers(5 * STREAM_CREDIT + 1))
+    got = [number_of(part) async for part in net.peer(address).stream(generate(), PATIENCE)]
+    assert got == list(range(5 * STREAM_CREDIT + 1))
+
+
+async def test_many_streams_share_a_link(net):
+    _, address = net.serve(numbers(2 * STREAM_CREDIT))
+    peer = net.peer(address)
+
+    async def take():
+        return [number_of(part) async for part in peer.stream(generate(), PATIENCE)]
+
+    assert await asyncio.gather(*(take() for _ in range(10))) == [list(range(2 * STREAM_CREDIT))] * 10
+
+
+async def test_an_empty_stream_ends(net):
+    _, address = net.serve(numbers(0))
+    assert [part async for part in net.peer(address).stream(generate(), PATIENCE)] == []
+
+
+async def test_a_slow_consumer_holds_the_server_back(net):
+    sent, taken = 0, 0
+
+    async def handle(request):
+        nonlocal sent
+        if isinstance(request.message, Score):
+            return
+        for number in range(6 * STREAM_CREDIT):
+            yield chunk(number)
+            sent += 1
+            assert outstanding() <= STREAM_CREDIT
+
+    def outstanding():
+        return sent - taken
+
+    _, address = net.serve(handle)
+    peer = net.peer(address)
+    async for _ in peer.stream(generate(), PATIENCE):
+        if taken % STREAM_CREDIT == 0:
+            await until(lambda: outstanding() > STREAM_CREDIT // 2)
+            for _ in range(5):  # time enough for what should not come
+                assert [part async for part in peer.stream(score(), PATIENCE)] == []
+        taken += 1
+    assert sent == taken == 6 * STREAM_CREDIT
+    assert not net.crashes
+
+
+async def test_closing_a_stream_cancels_the_handler(net):
+    ended = []
+
+    async def handle(request):
+        try:
+            for number in range(10):
+                yield chunk(number)
+            await asyncio.Event().wait()
+        finally:
+            ended.append(request)
+
+    bus, address = net.serve(handle)
+    peer = net.peer(address)
+    async with contextlib.aclosing(peer.stream(generate(), PATIENCE)) as parts:
+        assert number_of(await anext(parts)) == 0
+    await until(lambda: ended and not bus.server._calls)
+    assert not peer._waiting and not net.crashes
+
+
+async def test_a_server_that_dies_in_the_middle_breaks_the_stream(net, monkeypatch):
+    async def handle(request):
+        yield chunk(0)
+        await asyncio.Event().wait()
+
+    bus, address = net.serve(handle)
+    parts = net.peer(address).stream(generate(), PATIENCE)
+    assert number_of(await anext(parts)) == 0
+    await bus.close()
+    monkeypatch.setattr(transport, "STREAM_SILENCE_SECONDS", 0.1)
+    with pytest.raises(StreamBrokenError, match="fell silent"):
+        await anext(parts)
+
+
+async def test_a_server_that_cannot_be_reached_breaks_the_stream(net, monkeypatch):
+    monkeypatch.setattr(transport, "STREAM_SILENCE_SECONDS", 0.1)
+    socket = net.raw(zmq.ROUTER, LOOPBACK)
+    address = socket.last_endpoint.decode()
+    socket.close()
+    with pytest.raises(StreamBrokenError, match="cannot be reached"):
+        await anext(net.peer(address).stream(generate(), PATIENCE))
+
+
+async def test_a_server_with_nothing_to_say_yet_keeps_the_stream_alive(net, monkeypatch):
+    monkeypatch.setattr(transport, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(transport, "STREAM_SILENCE_SECONDS", 0.6)
+    silent = transport.STREAM_SILENCE_SECONDS * 1.5
+
+    async def handle(request):
+        await asyncio.sleep(silent)
+        yield chunk(0)
+
+    _, address = net.serve(handle)
+    assert [number_of(part) async for part in net.peer(address).stream(generate(), PATIENCE)] == [0]
+
+
+async def test_a_stream_that_does_not_end_in_time_is_a_deadline_error(net):
+    async def handle(request):
+        yield chunk(0)
+        await asyncio.Event().wait()
+
+    bus, address = net.serve(handle)
+    parts = net.peer(address).stream(generate(), 0.6)
+    await anext(parts)
+    with pytest.raises(DeadlineError, match="did not end in time"):
+        await anext(parts)
+    await until(lambda: not bus.server._calls)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+async def test_a_lost_part_breaks_the_stream(net, lost):
+    socket = net.raw(zmq.ROUTER, LOOPBACK)
+    parts = net.peer(socket.last_endpoint.decode()).stream(generate(), PATIENCE)
+    taking = asyncio.create_task(collect(parts))
+    route, *request = await received(socket)
+    id = decode_header(request).id
+    for part, message in enumerate((chunk(0), chunk(1), chunk(2), transport.StreamEnd())):
+        if part != lost:
+            socket.send_multipart([route, *frames(message, reply_to=id, part=part)])
+    with pytest.raises(StreamBrokenError, match=f"part {lost} "):
+        await taking
+    _, *cancel = await received(socket)
+    assert (decode_header(cancel).kind, decode_header(cancel).reply_to) == (Cancel.kind, id)
+
+
+async def collect(parts):
+    return [part async for part in parts]
+
+
+async def test_an_asker_that_vanishes_ends_the_handler(net, monkeypatch):
+    monkeypatch.setattr(transport, "KEEP_ALIVE_SECONDS", 0.02)
+    ended = []
+
+    async def handle(request):
+        try:
+            while True:
+                yield chunk(0)
+        finally:
+            ended.append(request)
+
+    bus, address = net.serve(handle)
+    socket = net.raw(zmq.DEALER, address)
+    socket.send_multipart(frames(generate(), id="1"))
+    await received(socket)
+    socket.close()
+    await until(lambda: ended and not bus.server._calls)
+    assert not net.crashes
+
+
+@pytest.mark.parametrize("error", [RefusedError("no"), ZeroDivisionError("bug")], ids=["typed", "bug"])
+async def test_an_error_in_a_stream_comes_after_its_parts(net, error):
+    async def handle(request):
+        yield chunk(0)
+        yield chunk(1)
+        raise error
+
+    _, address = net.serve(handle)
+    got = []
+    with pytest.raises(RefusedError if isinstance(error, RefusedError) else BusError):
+        async for part in net.peer(address).stream(generate(), PATIENCE):
+            got.append(number_of(part))
+    assert got == [0, 1]
+    assert net.crashes == ([] if isinstance(error, RefusedError) else [error])
+
+
+async def test_a_stream_goes_on_under_the_name_it_was_asked_with(net):
+    # An actor learns its index from the master: credit for a stream that is older must still be its own.
+    _, address = net.serve(numbers(3 * STREAM_CREDIT))
+    bus = net.bus("generator/?#b")
+    got = []
+    async for part in bus.peer(address).stream(generate(), PATIENCE):
+        bus.identity.name = "generator/4#b"
+        got.append(number_of(part))
+    assert got == list(range(3 * STREAM_CREDIT))
+
+
+# --- events
+
+
+async def test_events_come_without_a_gap_once_subscribed(net):
+    got = []
+    publisher, address = net.bus("master/0#a").publisher(LOOPBACK)
+    net.bus("reward/0#b").subscribe(address, lambda sequence, event: got.append((sequence, event.reason)))
+    while not got:  # a subscription takes effect some time after it was made
+        publisher.publish(Shutdown(ok=True, reason=f"{publisher.sequence + 1}"))
+        await asyncio.sleep(0.005)
+    for _ in range(2000):
+        publisher.publish(Shutdown(ok=True, reason=f"{publisher.sequence + 1}"))
+    await until(lambda: got[-1][0] == publisher.sequence)
+    first = got[0][0]
+    assert got == [(sequence, f"{sequence}") for sequence in range(first, publisher.sequence + 1)]
+
+
+async def test_events_of_another_run_and_garbage_are_counted_not_delivered(net):
+    got = []
+    socket = net.context.socket(zmq.PUB)
+    socket.bind(LOOPBACK)
+    bus = net.bus("reward/0#b", run="mine")
+    bus.subscribe(socket.last_endpoint.decode(), lambda sequence, event: got.append(sequence))
+    counts = bus._others[0].counts
+    while not (got and counts["foreign"] and counts[MalformedError.code]):
+        socket.send_multipart([b"garbage", b""])
+        socket.send_multipart(frames(Shutdown(ok=True, reason=""), run="yours", part=1))
+        socket.send_multipart(frames(Shutdown(ok=True, reason=""), run="mine", part=2))
+        await asyncio.sleep(0.005)
+    assert set(got) == {2}
+
+
+async def test_an_event_handler_that_fails_is_a_crash_of_its_actor(net):
+    def fail(sequence, event):
+        raise ZeroDivisionError
+
+    publisher, address = net.bus("master/0#a").publisher(LOOPBACK)
+    bus, _ = net.serve(echo, identity="reward/0#b")
+    bus.subscribe(address, fail)
+    while not net.crashes:
+        publisher.publish(Shutdown(ok=True, reason=""))
+        await asyncio.sleep(0.005)
+    assert isinstance(net.crashes[0], ZeroDivisionError)
+
+
+# --- the end
+
+
+async def test_closing_a_bus_ends_its_tasks_and_frees_its_port(net):
+    before = asyncio.all_tasks()
+    ended = asyncio.Event()
+
+    async def handle(request):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    bus, address = net.serve(handle)
+    asker = net.bus("reward/0#b")
+    asking = asyncio.create_task(asker.peer(address).ask(AskStatus(), PATIENCE))
+    await until(lambda: bus.server._calls)
+    await bus.close()
+    await asker.close()
+    assert ended.is_set()
+    with pytest.raises(DeadlineError):
+        await asking
+    assert asyncio.all_tasks() == before
+    net.serve(echo, address)
+
+
+async def test_an_address_in_use_is_said_so(net):
+    _, address = net.serve(echo)
+    with pytest.raises(zmq.ZMQError, match="Address already in use"):
+        net.serve(echo, address)
+
+
+def test_a_failure_of_an_unknown_code_is_still_a_bus_error():
+    assert type(transport.from_code("of a later version", "x")) is BusError
+    assert Failure(code="x", text="y").kind == "failure"

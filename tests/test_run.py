@@ -1,0 +1,163 @@
+"""The whole system, by the commands a user types: real processes, real vLLM, real DeepSpeed, real ZeroMQ."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import processes_mentioning, read_jsonl
+
+CONFIG = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
+METRICS = {
+    "step", "reward_mean", "staleness_mean", "staleness_max", "tokens_trained", "tokens_generated", "step_seconds",
+    "trainer_wait_seconds", "logprob_gap", "loss", "grad_norm", "entropy", "clip_fraction",
+}  # fmt: skip
+SUMMARY = {
+    "steps", "accuracy_before", "accuracy_after", "staleness_max", "max_staleness", "logprob_gap_max",
+    "samples_trained", "samples_per_second", "seconds",
+}  # fmt: skip
+
+
+@pytest.fixture
+def small(tiny_model: Path, free_port: int) -> list[str]:
+    """Overrides that make the quickstart small: a tiny model, few and short samples."""
+    return [
+        f"model={tiny_model}", f"master.address=tcp://127.0.0.1:{free_port}", "name=test", "steps=4", "batch_size=4",
+        "group_size=4", "max_staleness=2", "sampling.max_new_tokens=32", "data.eval_size=16",
+        "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
+    ]  # fmt: skip
+
+
+def check_finished(folder: Path, steps: int, max_staleness: int) -> tuple[list[dict], dict]:
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [m["step"] for m in metrics] == list(range(1, steps + 1))
+    assert all(m.keys() >= METRICS for m in metrics)
+    assert summary.keys() >= SUMMARY
+    assert all(m["staleness_max"] <= max_staleness for m in metrics)
+    assert all(m["logprob_gap"] is None or m["logprob_gap"] < 1e-3 for m in metrics)
+    assert summary["logprob_gap_max"] is not None
+    assert summary["steps"] == steps
+    assert 0 <= summary["accuracy_before"] <= 1
+    assert 0 <= summary["accuracy_after"] <= 1
+    assert (folder / "config.yaml").is_file()
+    assert "<svg" in (folder / "report.html").read_text()
+    assert list((folder / "logs").glob("generator-0.jsonl"))
+    return metrics, summary
+
+
+def test_one_command_runs_everything_and_leaves_a_model_behind(run, small, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    started = run("--config", CONFIG, *small)
+    output = started.wait(240)
+    assert started.code == 0, output
+    _, summary = check_finished(tmp_path / "runs" / "test", steps=4, max_staleness=2)
+    assert summary["samples_trained"] == 4 * 4 * 4
+    assert "step 4/4" in output
+    assert "held-out accuracy" in output
+    assert AutoModelForCausalLM.from_pretrained(summary["checkpoint"]).num_parameters() > 0
+    assert not processes_mentioning(str(tmp_path))
+
+
+def test_max_staleness_zero_is_the_synchronous_system_where_every_token_is_on_policy(run, small, tmp_path):
+    started = run("--config", CONFIG, *small, "max_staleness=0")
+    assert started.wait(240) and started.code == 0
+    metrics, _ = check_finished(tmp_path / "runs" / "test", steps=4, max_staleness=0)
+    for m in metrics:
+        assert m["staleness_mean"] == m["staleness_max"] == 0
+        # Each token was sampled by the very weights that are trained: the weight pi_prox / pi_behav is 1.
+        assert m["weight_max"] == pytest.approx(1, abs=1e-3)
+        assert m["logprob_gap"] is not None
+
+
+def test_several_of_every_role_work_on_one_machine(run, small, tmp_path):
+    counts = ["generator.count=2", "trainer.ranks=2", "rollout_manager.count=2", "reward.count=2"]
+    started = run("--config", CONFIG, *small, *counts)
+    output = started.wait(280)
+    assert started.code == 0, output
+    check_finished(tmp_path / "runs" / "test", steps=4, max_staleness=2)
+    logs = {path.stem for path in (tmp_path / "runs" / "test" / "logs").glob("*.jsonl")}
+    assert logs >= {"generator-0", "generator-1", "rollout_manager-1", "reward-1", "trainer-0", "evaluator-0"}
+
+
+def test_every_role_can_be_started_by_hand_and_a_reward_plugged_in(run, small, free_port, tmp_path):
+    (tmp_path / "mine.py").write_text("def short(prompt, completion, row):\n    return 1 / (1 + len(completion))\n")
+    master = f"tcp://127.0.0.1:{free_port}"
+    runs = [run("--role", "master", "--config", CONFIG, *small, "reward.functions=[mine:short]")]
+    roles = ["trainer", "generator", "rollout_manager", "evaluator"]
+    time.sleep(5)  # a person starts the master first; a role waits ten seconds for it
+    runs += [run("--role", role, "--master", master) for role in roles]
+    runs += [run("--role", "reward", "--reward", "mine:short", "--master", master)]
+    outputs = [started.wait(240) for started in runs]
+    assert [started.code for started in runs] == [0] * len(runs), "\n".join(outputs)
+    metrics, _ = check_finished(tmp_path / "runs" / "test", steps=4, max_staleness=2)
+    assert all(0 < m["reward_mean"] < 1 for m in metrics)
+
+
+def test_sigterm_ends_every_process_within_ten_seconds(run, small, tmp_path):
+    started = run("--config", CONFIG, *small, "steps=100000")
+    metrics = tmp_path / "runs" / "test" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
+        assert started.process.poll() is None, started.wait(1)
+        time.sleep(0.5)
+    started.process.send_signal(signal.SIGTERM)
+    output = started.wait(12)
+    assert started.code == 1
+    assert "told to stop by SIGTERM" in output
+    assert not processes_mentioning(str(free_marker(small)))
+
+
+def free_marker(small: list[str]) -> str:
+    """The master's address: it stands in the command line of every role."""
+    return next(word.partition("=")[2] for word in small if word.startswith("master.address"))
+
+
+ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generater.count=2"], "did you mean 'generator'?"),
+        (["batch_size=many"], "batch_size is 'many'"),
+        (["model=./nowhere"], "There is no model folder ./nowhere"),
+        (["reward.functions=[nowhere.rewards:mine]"], "nowhere.rewards"),
+        (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
+        (["data.source=reasoning_gym:nothing"], "nothing"),
+        (["rollout_manager.workflow=triple_turn"], "triple_turn"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_before_anything_is_started(run, small, tmp_path, arguments, sentence):
+    (tmp_path / "rows.jsonl").write_text(ROW + '{"prompt": "a12b34="}\n')
+    started = run("--config", CONFIG, *small, *arguments)
+    output = started.wait(60)
+    assert started.code == 2
+    assert sentence in output
+    assert "Traceback" not in output
+    assert len(output.strip().splitlines()) == 1
+
+
+def test_a_port_in_use_is_told(run, small, free_port):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port))
+        taken.listen()
+        started = run("--config", CONFIG, *small)
+        output = started.wait(60)
+    assert started.code == 2
+    assert f"cannot listen at tcp://127.0.0.1:{free_port}" in output
+    assert "Traceback" not in output
+
+
+def test_a_role_without_a_master_says_so(run, free_port):
+    started = run("--role", "generator", "--master", f"tcp://127.0.0.1:{free_port}")
+    output = started.wait(60)
+    assert started.code == 2
+    assert f"No master answers at tcp://127.0.0.1:{free_port}" in output
+    assert "Traceback" not in output
