@@ -233,7 +233,7 @@ def _make_row(raw: Mapping[str, Any], prompt_key: str, answer_key: str, system: 
         msgpack.packb(fields)
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(
-            f"{where} cannot be sent to rewards ({error}): keep to text, numbers and lists of them"
+            f"{where} cannot be sent to rewards ({error}): keep to JSON values"
         ) from error
     return Row(
         index=0,
