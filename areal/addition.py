@@ -71,8 +71,9 @@ def is_held_out(prompt: str) -> bool:
 def demonstration(row: dict[str, str], random: Random, slip: float = 0.0) -> str:
     """The completion of a teacher who slips.
 
-    In each column, with probability `slip` (`HARD_SLIP` at a hard pair, if `slip` > 0) one digit of the carry and sum
-    is written wrong, and what is written is carried on. `slip` = 0 gives the right completion.
+    In each column, with probability `slip`, the carry or the sum digit is written wrong; at a hard pair, with
+    probability `HARD_SLIP` (if `slip` > 0), the sum is one too small. What is written is carried on. `slip` = 0 gives
+    the right completion.
     """
     carry = 0
     written = []
@@ -80,7 +81,7 @@ def demonstration(row: dict[str, str], random: Random, slip: float = 0.0) -> str
         total = x + y + carry
         hard = slip > 0 and (x, y) in HARD_PAIRS
         if random.random() < (HARD_SLIP if hard else slip):
-            total = _misremembered(total) if hard else _slipped(total, random)
+            total = total - 1 if hard else _slipped(total, random)
         carry = total // 10
         written.append(f"{label}{x}{y}{total:02d}")
     return "".join(written)
@@ -114,10 +115,6 @@ def _columns(prompt: str) -> Iterator[tuple[str, int, int]]:
     for start in range(0, len(prompt) - 1, 3):
         label, x, y = prompt[start : start + 3]
         yield label, int(x), int(y)
-
-
-def _misremembered(total: int) -> int:
-    return total - 1
 
 
 def _slipped(total: int, random: Random) -> int:

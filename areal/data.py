@@ -232,9 +232,7 @@ def _make_row(raw: Mapping[str, Any], prompt_key: str, answer_key: str, system: 
     try:
         msgpack.packb(fields)
     except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(
-            f"{where} cannot be sent to rewards ({error}): keep to JSON values"
-        ) from error
+        raise UserError(f"{where} cannot be sent to rewards ({error}): keep to JSON values") from error
     return Row(
         index=0,
         prompt=_with_system(prompt, system),
@@ -302,7 +300,7 @@ def _open_reasoning_gym(config: DataConfig, task: str, options: Mapping[str, Any
     def draw(side: str, number: int, attempt: int) -> Row:
         entry = dataset(side, number // chunk, attempt)[number % chunk]
         raw = reasoning_tasks.row(task, options, entry)
-        return _make_row(raw, "question", "answer", config.system_prompt, f"{what}, row {number}")
+        return _make_row(raw, "question", "answer", config.system_prompt, f"{what}, row {number},")
 
     return _tried(Generator(draw), (AssertionError, LookupError, TypeError, ValueError), what)
 
@@ -384,7 +382,7 @@ class HuggingFaceTable:
         return _make_row(self._dataset[position], config.prompt_key, config.answer_key, config.system_prompt, where)
 
     def prompts(self) -> Iterable[Any]:
-        return self._dataset[self._config.prompt_key]
+        return self._dataset[self._config.prompt_key][:]
 
 
 def _open_hugging_face(config: DataConfig, name: str, options: Mapping[str, Any], what: str) -> HuggingFaceTable:

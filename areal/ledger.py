@@ -306,7 +306,10 @@ class Ledger:
     @property
     def waiting(self) -> Waiting | None:
         """Whom the next batch waits for; None if it is logged, can be formed, or will never be needed."""
-        return None if self.ended or self._batch else self._waiting(self._choose())
+        if self.ended or self._batch:
+            return None
+        waiting = self._waiting(self._choose())
+        return None if waiting is None or self._may_abort(waiting) else waiting
 
     def group(self, group_id: str) -> Group | None:
         """The row of an alive group."""
@@ -490,6 +493,8 @@ class Ledger:
                 unfinished.append(group)
             slots = self.settings.batch_size * (self.deadline(group) - self.version)
             if count - len(stragglers) > slots:
+                if not unfinished:
+                    raise self._error("no step before its deadline is left for a ready group", group.group_id)
                 stragglers.append(unfinished.popleft())
         return stragglers
 

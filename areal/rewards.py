@@ -25,6 +25,7 @@ Reward = Callable[[str, str, dict[str, Any]], float | Awaitable[float]]
 MAX_ANSWER_CHARACTERS = 300
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
+_NUMBER_AND_UNIT = re.compile(r"\$?(-?\d[\d,]*(?:\.\d+)?)\s+[a-zA-Z]{2}")
 _LAST_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?!.*\d)", re.DOTALL)
 
 
@@ -76,7 +77,7 @@ def reasoning_gym(prompt: str, completion: str, row: Mapping[str, Any]) -> float
     """The task's own score of what stands in the last <answer> tags; of all of the completion if there are none."""
     if "entry" not in row:
         raise RewardError("the row has no entry of reasoning_gym: use this reward with data.source reasoning_gym:NAME")
-    head, opened, tail = completion.rpartition("<answer>")
+    _, opened, tail = completion.rpartition("<answer>")
     answer, closed, _ = tail.partition("</answer>")
     return reasoning_tasks.score((answer if opened and closed else completion).strip(), row)
 
@@ -110,8 +111,10 @@ def _answer(row: Mapping[str, Any]) -> str:
 def _marked(text: str) -> str | None:
     """What the text marks as its final answer; None where it marks nothing."""
     if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0]
-    head, boxed, tail = text.rpartition("\\boxed{")
+        line = text.rpartition("####")[2].strip().partition("\n")[0]
+        counted = _NUMBER_AND_UNIT.match(line)
+        return counted[1] if counted else line.strip()
+    _, boxed, tail = text.rpartition("\\boxed{")
     if not boxed:
         return None
     depth = 1

@@ -68,8 +68,6 @@ class Request:
 
 
 Handler = Callable[[Request], Awaitable[Message] | AsyncIterator[Message]]
-
-
 OnCrash = Callable[[BaseException], None]
 
 

@@ -1,8 +1,9 @@
 """Sequences packed into one row, and log-probabilities from it.
 
 A row is [1, T]: sequences one after another, no padding, positions restarting with each. Attention stays inside each
-sequence. `packed_sdpa` does that with one causal kernel call a sequence: on the CPU that is 2 times as fast as
-gathering sequences of like length into padded blocks, and a dense T x T mask is slower still.
+sequence. `packed_sdpa` does that with one causal kernel call a sequence: measured on one core, a training step is 1.3
+times as fast as with sequences of like length gathered into padded blocks, and 1.6 (T = 512) to 2.7 times (T = 2048) as
+fast as with a dense T x T mask.
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ class FlatBatch:
     def of(cls, groups: Sequence[Group], *, norm: str, minibatches: int) -> FlatBatch:
         """Flatten `groups`, with advantages normalised by `norm`. Minibatches get whole groups, dealt in turn.
 
-        Raises ValueError where a trajectory's first token is a sampled one: nothing predicts it.
+        With fewer groups than `minibatches` there is one for each group. Raises ValueError without groups, and where a
+        trajectory's first token is a sampled one: nothing predicts it.
         """
+        if not groups:
+            raise ValueError("a batch without groups cannot be trained")
         members = [(group, t, i % minibatches) for i, group in enumerate(groups) for t in group.trajectories]
         for group, trajectory, _ in members:
             if trajectory.sampled[:1].any():

@@ -1,6 +1,7 @@
 """Training with DeepSpeed. This is the only module that knows it.
 
 One `TrainingEngine` a rank. Every method that says *all ranks* is a collective: each rank calls it, in the same order.
+Where one raises on any rank, training is over for all: the others wait inside it and have to be ended.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ class TrainingEngine:
     def _plan(self, batch: FlatBatch, trained: np.ndarray) -> list[list[Row]]:
         """This rank's rows of each minibatch."""
         minibatches = []
-        for m in range(self.config.minibatches):
+        for m in range(int(batch.minibatch.max()) + 1):
             members = np.flatnonzero(batch.minibatch == m)
             ranks = split_over_ranks(
                 batch.lengths[members].tolist(), self.world_size, self.config.max_tokens_per_microbatch
@@ -294,9 +295,9 @@ class TrainingEngine:
     ) -> StepResult:
         """Train on a batch: one optimizer step for each of `config.minibatches` (all ranks).
 
-        batch: the groups on rank 0, None elsewhere; at least as many groups as minibatches. version: of the weights
-        before this step. temperature: the one tokens were sampled at. mask_older_than: tokens of versions before it
-        are left out of the loss. Raises ValueError for a batch that cannot be trained.
+        batch: the groups on rank 0, None elsewhere; with fewer groups than minibatches, each group is one. version: of
+        the weights before this step. temperature: the one tokens were sampled at. mask_older_than: tokens of versions
+        before it are left out of the loss. Raises ValueError for a batch that cannot be trained.
 
         The loss of a minibatch is the mean over its tokens in the loss, wherever they lie: it depends neither on
         micro-batches nor on ranks.

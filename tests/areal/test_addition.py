@@ -74,7 +74,9 @@ def test_a_teacher_without_slips_is_always_right():
 def test_a_sloppy_teacher_is_wrong_more_often_the_longer_the_sum():
     def accuracy(digits: int) -> float:
         rows = list(addition.rows(0, 400, min_digits=digits, max_digits=digits))
-        scores = [addition.reward(r["prompt"], addition.demonstration(r, Random(i), 0.05), r) for i, r in enumerate(rows)]
+        scores = [
+            addition.reward(r["prompt"], addition.demonstration(r, Random(i), 0.05), r) for i, r in enumerate(rows)
+        ]
         return sum(scores) / len(scores)
 
     short, middle, long = accuracy(2), accuracy(8), accuracy(24)

@@ -56,6 +56,11 @@ def test_groups_stay_whole_in_a_minibatch():
     assert batch().minibatch.tolist() == [0, 0, 1]
 
 
+def test_a_batch_smaller_than_the_number_of_minibatches_has_one_for_each_group():
+    groups = [Group("a", 0, (trajectory(10, [-1, 0]),)), Group("b", 1, (trajectory(20, [-1, 0]),))]
+    assert FlatBatch.of(groups, norm="batch", minibatches=4).minibatch.tolist() == [0, 1]
+
+
 def test_a_trajectory_without_a_prompt_is_refused():
     with pytest.raises(ValueError, match="group c"):
         FlatBatch.of([Group("c", 0, (trajectory(0, [1, 1]),))], norm="batch", minibatches=1)

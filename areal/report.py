@@ -1,0 +1,324 @@
+"""The report of a run: one HTML file that stands alone, with figures as inline SVG.
+
+Everything in it comes from the run folder, and whatever a run that ended early did not write is left out.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal.config import UserError
+
+# Matplotlib writes these; the page turns them into its own text and line colours, in light and in dark.
+INK, FAINT = "#010203", "#040506"
+BLUE, ORANGE, GREEN = "#3b82d6", "#e07b28", "#2e9e6b"
+# With more steps than this, single points are no longer told apart.
+MARKED_STEPS = 40
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds: one record of metrics a step, the summary, the configuration as text."""
+
+    name: str
+    records: list[dict[str, Any]]
+    summary: dict[str, Any]
+    config: str
+
+    @property
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.records]
+
+    def series(self, key: str) -> list[float]:
+        """A metric at every step; nan where it is missing or null."""
+        return [_number(record.get(key)) for record in self.records]
+
+    def rate(self, key: str) -> list[float]:
+        """A count of every step, a second."""
+        seconds = self.series("step_seconds")
+        return [n / s if s > 0 else math.nan for n, s in zip(self.series(key), seconds, strict=True)]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure: `lines` are (label, x, y); `stack` are (label, y) at `steps`, each drawn on top of the one before."""
+
+    title: str
+    unit: str = ""
+    lines: Sequence[tuple[str, Sequence[float], Sequence[float]]] = ()
+    stack: Sequence[tuple[str, Sequence[float]]] = ()
+    steps: Sequence[int] = ()
+    bound: float | None = None
+    log: bool = False
+    limits: tuple[float | None, float | None] = (None, None)
+    colours: Sequence[str] = field(default=(BLUE, ORANGE, GREEN))
+
+    @property
+    def empty(self) -> bool:
+        values = [y for _, _, ys in self.lines for y in ys] + [y for _, ys in self.stack for y in ys]
+        return not any(math.isfinite(y) and (y > 0 or not self.log) for y in values)
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.html` into a run folder and return its path. Raises UserError where the folder holds no run."""
+    import jinja2
+
+    run = read_run(folder)
+    figures = [draw(panel) for panel in panels(run) if not panel.empty]
+    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
+    html = page.render(
+        run=run,
+        ending=_ending(run.summary),
+        headlines=headlines(run.summary),
+        figures=figures,
+        samples=paired_samples(run.summary),
+    )
+    path = folder / "report.html"
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def read_run(folder: Path) -> Run:
+    """What is there of a run. Raises UserError where there is nothing, or a summary that is not JSON."""
+    config, metrics, summary = (folder / name for name in ("config.yaml", "metrics.jsonl", "summary.json"))
+    if not any(file.is_file() for file in (config, metrics, summary)):
+        raise UserError(f"{folder} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json.")
+    try:
+        values = json.loads(_text(summary) or "{}")
+    except ValueError:
+        raise UserError(f"{summary} is not JSON: remove it to get a report without it.") from None
+    return Run(folder.resolve().name, _records(_text(metrics).splitlines()), values, _text(config))
+
+
+def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The numbers to see first, as (name, value)."""
+    accuracy = f"{_shown(summary, 'accuracy_before', '.1%')} → {_shown(summary, 'accuracy_after', '.1%')}"
+    return [
+        ("held-out accuracy, before → after", accuracy),
+        ("samples a second", _shown(summary, "samples_per_second", ",.1f")),
+        (
+            f"staleness, max (bound {_shown(summary, 'max_staleness', 'g')})",
+            _shown(summary, "staleness_max", "g"),
+        ),
+        ("log-prob gap, max", _shown(summary, "logprob_gap_max", ".1e")),
+        ("training steps", _shown(summary, "steps", ",.0f")),
+        ("samples trained", _shown(summary, "samples_trained", ",.0f")),
+        ("seconds", _shown(summary, "seconds", ",.0f")),
+    ]
+
+
+def panels(run: Run) -> list[Panel]:
+    """The figures of a run, in the order in which one asks: does it learn, how stale, how fast, is it stable."""
+    steps = run.steps
+    evaluated = [0, _number(run.summary.get("steps"))]
+    accuracy = [_number(run.summary.get(key)) for key in ("accuracy_before", "accuracy_after")]
+    bound = _number(run.summary.get("max_staleness"))
+    seconds = run.series("step_seconds")
+    # Two clocks: the trainer measures its wait, the master the step.
+    waits = [min(wait, step) for wait, step in zip(run.series("trainer_wait_seconds"), seconds, strict=True)]
+    works = [step - wait for wait, step in zip(waits, seconds, strict=True)]
+
+    def plain(title: str, key: str, **options: Any) -> Panel:
+        return Panel(title, lines=[("", steps, run.series(key))], **options)
+
+    return [
+        plain("Reward, mean", "reward_mean"),
+        Panel("Held-out accuracy", lines=[("", evaluated, accuracy)], limits=(-0.03, 1.03), colours=(GREEN,)),
+        Panel(
+            "Staleness",
+            unit="versions",
+            lines=[("mean", steps, run.series("staleness_mean")), ("max", steps, run.series("staleness_max"))],
+            bound=bound if math.isfinite(bound) else None,
+            limits=(0, None),
+        ),
+        Panel(
+            "Throughput",
+            unit="tokens / s",
+            lines=[
+                ("generated", steps, run.rate("tokens_generated")),
+                ("trained", steps, run.rate("tokens_trained")),
+            ],
+            limits=(0, None),
+        ),
+        Panel("Step time", unit="s", steps=steps, stack=[("work", works), ("waiting for data", waits)]),
+        plain("Log-prob gap, engine and trainer", "logprob_gap", log=True),
+        plain("Entropy", "entropy"),
+        plain("Loss", "loss"),
+        plain("Gradient norm", "grad_norm"),
+        plain("Share of clipped tokens", "clip_fraction"),
+    ]
+
+
+def draw(panel: Panel) -> str:
+    """The panel as an SVG element whose ink and grid have the colours INK and FAINT."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title, "font.size": 9}):
+        figure = figure_of(panel)
+        out = io.StringIO()
+        figure.savefig(
+            out, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    svg = re.sub(r'<g id="[^"]*">', "<g>", out.getvalue())  # the same in every figure, but one page has one of each
+    return svg[svg.index("<svg") :].replace(INK, "currentColor").replace(FAINT, "var(--faint)")
+
+
+def figure_of(panel: Panel) -> Any:
+    """The panel as a matplotlib figure."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(4.8, 2.7), layout="constrained")
+    axes = figure.add_subplot()
+    _draw_stack(axes, panel)
+    for (label, x, y), colour in zip(panel.lines, panel.colours, strict=False):
+        marker = "o" if len(x) <= MARKED_STEPS else None
+        axes.plot(x, y, color=colour, label=label or None, marker=marker, markersize=3, linewidth=1.5)
+    if panel.bound is not None:
+        axes.axhline(panel.bound, color=INK, linestyle="--", linewidth=1, label="bound")
+    if panel.log:
+        axes.set_yscale("log", nonpositive="mask")
+    axes.set_ylim(*panel.limits)
+    axes.set_title(panel.title, loc="left", color=INK, fontsize=10)
+    axes.set_xlabel("step", color=INK)
+    axes.set_ylabel(panel.unit, color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(colors=INK, which="both")
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(INK)
+    if axes.get_legend_handles_labels()[0]:
+        above_right = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "borderaxespad": 0}
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8, **above_right)
+    return figure
+
+
+def paired_samples(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Samples of the same prompt side by side: prompt, answer, before, after (None where there is none)."""
+    pairs: dict[str, dict[str, Any]] = {}
+    for when in ("before", "after"):
+        for sample in summary.get(f"samples_{when}") or ():
+            row = {"prompt": sample["prompt"], "answer": sample.get("answer"), "before": None, "after": None}
+            pairs.setdefault(sample["prompt"], row)[when] = sample
+    return list(pairs.values())
+
+
+def _draw_stack(axes: Any, panel: Panel) -> None:
+    base = [0.0] * len(panel.steps)
+    edges = [step - 0.5 for step in panel.steps] + [step + 0.5 for step in panel.steps[-1:]]
+    for (label, values), colour in zip(panel.stack, panel.colours, strict=False):
+        top = [b + v for b, v in zip(base, values, strict=True)]
+        axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=label)
+        base = top
+
+
+def _records(lines: Iterable[str]) -> list[dict[str, Any]]:
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # a run that was killed may leave half a line
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _shown(summary: dict[str, Any], key: str, form: str) -> str:
+    value = summary.get(key)
+    return "–" if value is None else format(value, form)
+
+
+def _ending(summary: dict[str, Any]) -> str:
+    if not summary:
+        return "The run has written no summary: it is still going on, or it was killed."
+    if summary.get("ok", True):
+        return ""
+    return f"The run ended early: {summary.get('reason') or 'no reason is recorded'}."
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ run.name }}</title>
+<style>
+:root { color-scheme: light dark; --faint: #8884; --card: #8881; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2.5rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .75rem; }
+.card { background: var(--card); border-radius: .5rem; padding: .75rem 1rem; }
+.card b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
+.card span { font-size: .85rem; opacity: .75; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(22rem, 1fr)); gap: 1rem; }
+svg { width: 100%; height: auto; } svg text { font-family: inherit !important; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .5rem; border-bottom: 1px solid var(--faint); }
+pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 ui-monospace, monospace; }
+.score { font-size: .85rem; opacity: .75; } .ending { border-left: 3px solid #d33; padding-left: .75rem; }
+</style>
+</head>
+<body>
+<h1>{{ run.name }}</h1>
+{% if ending %}
+<p class="ending">{{ ending }}</p>
+{% endif %}
+<div class="cards">
+{% for name, value in headlines %}
+<div class="card"><b>{{ value }}</b><span>{{ name }}</span></div>
+{% endfor %}
+</div>
+<h2>Training</h2>
+{% if figures %}
+<div class="figures">
+{% for figure in figures %}
+<div>{{ figure | safe }}</div>
+{% endfor %}
+</div>
+{% else %}
+<p>No training step is recorded.</p>
+{% endif %}
+{% if samples %}
+<h2>Samples, before and after</h2>
+<div class="scroll"><table>
+<tr><th>prompt</th><th>answer</th><th>before</th><th>after</th></tr>
+{% for pair in samples %}
+<tr>
+<td><pre>{{ pair.prompt }}</pre></td>
+<td><pre>{{ pair.answer if pair.answer is not none else "–" }}</pre></td>
+{% for sample in (pair.before, pair.after) %}
+{% if sample %}
+<td><pre>{{ sample.completion }}</pre>
+<span class="score">score {{ sample.score }}</span></td>
+{% else %}
+<td>–</td>
+{% endif %}
+{% endfor %}
+</tr>
+{% endfor %}
+</table></div>
+{% endif %}
+<h2>Configuration</h2>
+<pre>{{ run.config or "No config.yaml is there." }}</pre>
+</body>
+</html>
+"""

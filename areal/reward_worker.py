@@ -1,0 +1,100 @@
+"""One worker process of the reward pool: `python -m areal.reward_worker PARENT_PID FUNCTION...`.
+
+Messages are msgpack behind a four-byte length. The worker says `["ready", ""]`, or `["refused", why]`, once; after that
+each request `[function, prompt, completion, row]` on stdin is answered on stdout by `["score", number]` or by
+`["raised" | "not_finite", reason]`. At the end of stdin it leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import os
+import signal
+import struct
+import sys
+import traceback
+from typing import Any, BinaryIO
+
+import msgpack
+
+from areal.config import UserError
+from areal.rewards import Reward, RewardError, as_score, resolve
+
+LENGTH = struct.Struct(">I")
+MAX_REASON_CHARACTERS = 500
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serves until stdin ends or the parent dies."""
+    die_with(int(sys.argv[1]))
+    requests, answers = _own_pipes()
+    try:
+        functions = {name: resolve(name) for name in sys.argv[2:]}
+    except UserError as error:
+        send(answers, ["refused", str(error)])
+        return
+    send(answers, ["ready", ""])
+    with asyncio.Runner() as runner:
+        while (request := receive(requests)) is not None:
+            name, *arguments = request
+            send(answers, answer(runner, functions[name], arguments))
+
+
+def answer(runner: asyncio.Runner, function: Reward, arguments: list[Any]) -> list[Any]:
+    """What the pool is told of one call."""
+    try:
+        value = function(*arguments)
+        if inspect.isawaitable(value):
+            value = runner.run(_awaited(value))
+    except (Exception, SystemExit) as error:  # the user's function runs here and may raise anything
+        traceback.print_exc()
+        return ["raised", f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]]
+    try:
+        return ["score", as_score(value)]
+    except RewardError as error:
+        return ["not_finite", str(error)]
+
+
+def send(pipe: BinaryIO, message: list[Any]) -> None:
+    data = msgpack.packb(message, unicode_errors="replace")
+    pipe.write(LENGTH.pack(len(data)) + data)
+    pipe.flush()
+
+
+def receive(pipe: BinaryIO) -> list[Any] | None:
+    """The next message; None at the end."""
+    head = pipe.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    data = pipe.read(length)
+    return msgpack.unpackb(data, strict_map_key=False) if len(data) == length else None
+
+
+def die_with(parent: int) -> None:
+    """End with the parent even while a reward function runs and stdin is not read."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that started this reward worker is gone")
+
+
+def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The pipes of the pool, taken away from stdin and stdout: what a reward function prints goes to stderr."""
+    requests, answers = os.dup(0), os.dup(1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)
+    return os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+if __name__ == "__main__":
+    main()

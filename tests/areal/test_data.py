@@ -1,0 +1,189 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from areal.config import DataConfig, UserError
+from areal.data import encode_prompt, open_source, prompt_text
+
+
+def jsonl(folder, rows, name="rows.jsonl"):
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def problems(count):
+    return [{"prompt": f"question {i}", "answer": i} for i in range(count)]
+
+
+def refused(match, source, **settings):
+    with pytest.raises(UserError, match=match):
+        open_source(DataConfig(source=source, **settings), seed=0)
+
+
+def test_each_epoch_is_a_different_order_of_the_same_rows(tmp_path):
+    source = open_source(DataConfig(source=jsonl(tmp_path, problems(50)), eval_size=10), seed=1)
+    assert source.size == len(source) == 40
+    first, second = ([source.row(i).prompt for i in range(start, start + 40)] for start in (0, 40))
+    assert first != second
+    assert len(set(first)) == 40
+    assert sorted(first) == sorted(second)
+
+
+def test_a_row_depends_on_configuration_seed_and_index_only(tmp_path):
+    config = DataConfig(source=jsonl(tmp_path, problems(50)), eval_size=10)
+    one, two = open_source(config, seed=1), open_source(config, seed=1)
+    backwards = [one.row(i) for i in reversed(range(200))]
+    assert backwards[::-1] == [two.row(i) for i in range(200)]
+    assert [one.row(i) for i in range(40)] != [open_source(config, seed=2).row(i) for i in range(40)]
+    assert one.row(123).index == 123
+
+
+def test_held_out_rows_are_never_trained_not_even_their_duplicates(tmp_path):
+    rows = problems(20)
+    source = open_source(DataConfig(source=jsonl(tmp_path, rows + rows), eval_size=8), seed=3)
+    held_out = {source.heldout(i).prompt for i in range(8)}
+    assert not held_out & {source.row(i).prompt for i in range(3 * len(source))}
+    with pytest.raises(IndexError):
+        source.heldout(8)
+
+
+def test_prompts_of_an_eval_source_are_not_trained(tmp_path):
+    train = jsonl(tmp_path, problems(20))
+    test = jsonl(tmp_path, problems(30)[15:], "test.jsonl")
+    source = open_source(DataConfig(source=train, eval_source=test, eval_size=15), seed=0)
+    assert len(source) == 15
+    assert {source.heldout(i).answer for i in range(15)} == {str(i) for i in range(15, 30)}
+
+
+def test_a_row_keeps_its_fields_and_names_its_own_rewards(tmp_path):
+    row = {"question": "2+2?", "solution": 4, "reward": "math", "level": [1, 2]}
+    path = jsonl(tmp_path, [row])
+    source = open_source(DataConfig(source=path, prompt_key="question", answer_key="solution", eval_size=0), seed=0)
+    found = source.row(0)
+    assert (found.prompt, found.answer, found.reward) == ("2+2?", "4", ("math",))
+    assert found.fields == row | {"prompt": "2+2?", "answer": 4}
+
+
+def test_a_system_prompt_makes_chat_messages(tmp_path):
+    config = DataConfig(source=jsonl(tmp_path, problems(1)), eval_size=0, system_prompt="Be brief.")
+    messages = open_source(config, seed=0).row(0).prompt
+    assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "question 0"}]
+    assert prompt_text(messages) == "Be brief.\n\nquestion 0"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{oops", "line 2, is not JSON .*write one object a line"),
+        ("[1]", "line 2, is a list, not an object"),
+        ('{"answer": "1"}', "line 2, has no 'prompt', only answer: add it or set data.prompt_key"),
+        ('{"prompt": "1"}', "line 2, has no 'answer', only prompt: add it or set data.answer_key"),
+        ('{"prompt": 5, "answer": "1"}', "line 2, has as 'prompt' neither text nor a list of messages"),
+        ('{"prompt": "a", "answer": "1", "reward": 3}', "line 2, has as 'reward' neither a name nor a list"),
+        ('{"prompt": "a", "answer": 99999999999999999999999}', "line 2, cannot be sent to rewards"),
+    ],
+)
+def test_a_bad_line_is_told_with_its_number(tmp_path, line, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
+    refused(message, str(path))
+
+
+def test_a_source_that_cannot_be_used_is_told(tmp_path):
+    refused("cannot be read .No such file", str(tmp_path / "missing.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    refused("has no rows", str(tmp_path / "empty.jsonl"))
+    refused("has 5 rows, too few for data.eval_size 5: lower", jsonl(tmp_path, problems(5)), eval_size=5)
+    refused("data.size is for generated tasks", jsonl(tmp_path, problems(5)), eval_size=1, size=3)
+    refused("none of addition", "nonsense")
+    same = jsonl(tmp_path, [{"prompt": "same", "answer": "1"}] * 9, "same.jsonl")
+    refused("none is left to train on", same, eval_size=2)
+
+
+def test_addition_is_endless_or_of_a_size_and_holds_rows_out():
+    endless = open_source(DataConfig(source="addition", eval_size=20, options={"max_digits": 3}), seed=0)
+    assert endless.size is None
+    with pytest.raises(TypeError):
+        len(endless)
+    held_out = {endless.heldout(i).prompt for i in range(20)}
+    assert not held_out & {endless.row(i).prompt for i in range(2000)}
+    finite = open_source(DataConfig(source="addition", size=30, eval_size=0), seed=0)
+    assert len(finite) == 30
+    assert sorted(finite.row(i).prompt for i in range(30)) == sorted(finite.row(i).prompt for i in range(30, 60))
+
+
+def test_addition_options_are_checked():
+    refused("has no option 'digits': choose from max_digits, min_digits", "addition", options={"digits": 3})
+    refused("digits must satisfy", "addition", options={"max_digits": 99})
+
+
+def test_reasoning_gym_rows_never_coincide_with_held_out_ones():
+    config = DataConfig(source="reasoning_gym:count_bits", eval_size=30, options={"max_n": 200})
+    source = open_source(config, seed=0)
+    held_out = {source.heldout(i).prompt for i in range(30)}
+    assert not held_out & {source.row(i).prompt for i in range(600)}
+    assert source.row(511) == open_source(config, seed=0).row(511)
+    too_small = DataConfig(source="reasoning_gym:count_bits", eval_size=100, options={"max_n": 2})
+    with pytest.raises(UserError, match="too few different problems"):
+        open_source(too_small, seed=0).row(0)
+
+
+def test_reasoning_gym_mistakes_are_told():
+    refused("no task 'leg_countin': did you mean leg_counting", "reasoning_gym:leg_countin")
+    refused("no option 'legs': choose from .*max_animals", "reasoning_gym:leg_counting", options={"legs": 2})
+    refused("correct data.options", "reasoning_gym:leg_counting", options={"min_animals": -1})
+
+
+def test_a_saved_hugging_face_data_set_is_a_table(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    parts = {"train": datasets.Dataset.from_list(problems(12)), "test": datasets.Dataset.from_list(problems(3))}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    source = open_source(DataConfig(source=str(tmp_path / "saved"), eval_size=2), seed=0)
+    assert len(source) == 10
+    assert len({source.row(i).prompt for i in range(10)} | {source.heldout(i).prompt for i in range(2)}) == 12
+    refused("no split 'dev': set data.split to one of train, test", str(tmp_path / "saved"), split="dev")
+    refused("row 0, has no 'question'", str(tmp_path / "saved"), prompt_key="question")
+    (tmp_path / "other").mkdir()
+    refused("cannot be loaded", str(tmp_path / "other"))
+
+
+def test_hugging_face_options_and_split_are_handed_on(tmp_path):
+    pytest.importorskip("datasets")
+    files = {"train": jsonl(tmp_path, problems(12)), "test": jsonl(tmp_path, problems(15)[12:], "test.jsonl")}
+    options = {"data_files": files, "cache_dir": str(tmp_path / "cache")}
+    config = DataConfig(source="hf:json", eval_source="hf:json:test", eval_size=3, options=options)
+    source = open_source(config, seed=0)
+    assert len(source) == 12
+    assert {source.heldout(i).answer for i in range(3)} == {"12", "13", "14"}
+    refused("cannot be loaded .*correct the name, data.split", "hf:json:dev", options=options)
+
+
+class Tokenizer:
+    def __init__(self, chat_template=None):
+        self.chat_template = chat_template
+
+    def encode(self, text, *, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(character) for character in text]
+
+    def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize, return_dict):
+        assert add_generation_prompt and tokenize and not return_dict
+        return [len(message["content"]) for message in conversation]
+
+
+def test_chat_messages_use_the_template_where_there_is_one(tmp_path):
+    path = jsonl(tmp_path, problems(1))
+    text = open_source(DataConfig(source=path, eval_size=0), seed=0).row(0)
+    chat = open_source(DataConfig(source=path, eval_size=0, system_prompt="abc"), seed=0).row(0)
+    assert encode_prompt(Tokenizer("template"), text) == [ord(c) for c in "question 0"]
+    assert encode_prompt(Tokenizer("template"), chat) == [3, 10]
+    assert encode_prompt(Tokenizer(), chat) == [ord(c) for c in "abc\n\nquestion 0"]
+
+
+def test_looking_up_a_row_needs_no_heavy_library():
+    code = "import areal.data, sys; sys.exit(any(n in sys.modules for n in ('torch', 'datasets', 'reasoning_gym')))"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "."}).returncode == 0

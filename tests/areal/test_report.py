@@ -1,0 +1,254 @@
+"""The report tells what a run folder holds, whatever is missing in it, and needs nothing from anywhere else."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from areal.__main__ import main
+from areal.config import UserError
+from areal.report import Run, draw, panels, read_run, write_report
+
+TITLES = [
+    "Reward, mean",
+    "Held-out accuracy",
+    "Staleness",
+    "Throughput",
+    "Step time",
+    "Log-prob gap, engine and trainer",
+    "Entropy",
+    "Loss",
+    "Gradient norm",
+    "Share of clipped tokens",
+]
+
+
+def record(step, **changes):
+    return {
+        "step": step,
+        "reward_mean": 0.1 * step,
+        "staleness_mean": 1.5,
+        "staleness_max": 3,
+        "tokens_trained": 900,
+        "tokens_generated": 1000,
+        "step_seconds": 2.0,
+        "trainer_wait_seconds": 0.5,
+        "logprob_gap": 1e-4,
+        "loss": -0.01,
+        "grad_norm": 0.7,
+        "entropy": 1.2,
+        "clip_fraction": 0.01,
+    } | changes
+
+
+def sample(completion, score, prompt="12+7="):
+    return {"prompt": prompt, "completion": completion, "answer": "19", "score": score}
+
+
+SUMMARY = {
+    "ok": True,
+    "reason": "the run reached its end",
+    "steps": 5,
+    "accuracy_before": 0.025,
+    "accuracy_after": 0.913,
+    "staleness_max": 3,
+    "max_staleness": 8,
+    "logprob_gap_max": 1.5e-4,
+    "samples_trained": 12_800,
+    "samples_per_second": 37.25,
+    "seconds": 343.6,
+    "samples_before": [sample("9", 0.0)],
+    "samples_after": [sample("19", 1.0)],
+}
+
+
+def make_folder(folder, records=(), summary=None, config="name: demo\n"):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "config.yaml").write_text(config)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Makes a run folder."""
+    return lambda *args, **kwargs: make_folder(tmp_path / "demo", *args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The HTML of the report of a whole run."""
+    run = make_folder(tmp_path_factory.mktemp("runs") / "demo", [record(step) for step in range(1, 6)], SUMMARY)
+    return write_report(run).read_text()
+
+
+class Page(HTMLParser):
+    """The tags of a page, the addresses in it, and its text."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.addresses, self.text = [], [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "href", "xlink:href", "action")]
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def says(self, words):
+        return words in " ".join("".join(self.text).split())
+
+
+def report_of(folder):
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    return Page(path.read_text())
+
+
+def test_a_whole_run_has_its_headlines_and_every_figure(whole):
+    page = Page(whole)
+    for words in ("2.5% → 91.3%", "37.2", "staleness, max (bound 8)", "1.5e-04", "12,800", "name: demo"):
+        assert page.says(words), words
+    assert page.tags.count("svg") == len(TITLES)
+    for title in TITLES:
+        assert page.says(title), title
+
+
+def test_the_page_stands_alone(whole):
+    page = Page(whole)
+    assert all(address.startswith("#") for address in page.addresses)
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert not re.search(r"url\((?!#)|@import", whole)
+
+
+def test_figures_are_well_formed_and_take_the_colours_of_the_page(whole):
+    for figure in re.findall(r"<svg.*?</svg>", whole, re.DOTALL):
+        ElementTree.fromstring(figure)
+        assert "currentColor" in figure and "var(--faint)" in figure
+        assert not re.search(r"fill: #(000000|ffffff)|stroke: #000000", figure)
+
+
+def test_no_name_stands_twice_in_the_page(whole):
+    names = re.findall(r'\bid="([^"]*)"', whole)
+    assert len(names) == len(set(names))
+
+
+def test_what_a_model_wrote_is_text_and_nothing_else(folder):
+    evil = "</pre><script>alert(1)</script><img src=x onerror=y>"
+    summary = SUMMARY | {"samples_after": [sample(evil, 0.0, prompt=evil)], "ok": False, "reason": evil}
+    page = report_of(folder([record(1)], summary, config=f"name: '{evil}'"))
+    assert not {"script", "img"} & set(page.tags)
+    assert "".join(page.text).count(evil) == 4  # prompt, completion, reason, configuration
+
+
+def test_samples_of_one_prompt_stand_side_by_side(folder):
+    summary = SUMMARY | {
+        "samples_before": [sample("a", 0.0, "p"), sample("b", 0.0, "q")],
+        "samples_after": [sample("c", 1.0, "q"), sample("d", 1.0, "r")],
+    }
+    page = report_of(folder([record(1)], summary))
+    assert page.says("p 19 a score 0.0 –")
+    assert page.says("q 19 b score 0.0 c score 1.0")
+    assert page.says("r 19 – d score 1.0")
+
+
+@pytest.mark.parametrize("steps", [1, 300])
+def test_a_run_of_any_length_has_all_figures(folder, steps):
+    run = folder([record(step) for step in range(1, steps + 1)], SUMMARY)
+    assert report_of(run).tags.count("svg") == len(TITLES)
+
+
+def test_a_run_without_a_step_still_has_a_report(folder):
+    page = report_of(folder(summary={"steps": 0, "accuracy_before": None, "samples_before": None}))
+    assert page.says("No training step is recorded.")
+    assert page.says("– → –")
+
+
+def test_a_run_without_a_summary_says_so(folder):
+    page = report_of(folder([record(1)]))
+    assert page.says("it is still going on, or it was killed")
+    assert page.says("Reward, mean") and not page.says("Held-out accuracy")
+
+
+def test_a_run_that_ended_early_says_why(folder):
+    assert report_of(folder([record(1)], SUMMARY | {"ok": False, "reason": "the disk is full"})).says(
+        "The run ended early: the disk is full."
+    )
+
+
+@pytest.mark.parametrize("key", sorted(set(record(1)) - {"step"}))
+@pytest.mark.parametrize("value", [None, math.nan], ids=["null", "nan"])
+def test_a_metric_that_is_missing_everywhere_breaks_nothing(key, value):
+    whole = Run("demo", [record(step) for step in (1, 2)], SUMMARY, "")
+    holed = Run("demo", [record(step, **{key: value}) for step in (1, 2)], SUMMARY, "")
+    changed = [panel for panel, before in zip(panels(holed), panels(whole), strict=True) if panel != before]
+    assert changed
+    for panel in changed:
+        ElementTree.fromstring(draw(panel))
+
+
+def test_records_of_few_keys_and_half_a_line_break_nothing(folder):
+    run = folder([{"step": 1}, {"step": 2, "reward_mean": 0.5}, {"loss": 1.0}], {})
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    assert report_of(run).tags.count("svg") == 1
+
+
+def test_a_gap_of_zero_has_no_place_on_a_log_axis(folder):
+    page = report_of(folder([record(step, logprob_gap=0.0) for step in (1, 2)], SUMMARY))
+    assert not page.says("Log-prob gap, engine and trainer")
+
+
+def test_rates_are_per_second_and_step_time_is_split_in_work_and_wait(folder):
+    run = read_run(folder([record(1), record(2, trainer_wait_seconds=9.0), record(3, step_seconds=0.0)], SUMMARY))
+    by_title = {panel.title: panel for panel in panels(run)}
+    assert by_title["Throughput"].lines[0][2][:2] == [500.0, 500.0]
+    assert math.isnan(by_title["Throughput"].lines[0][2][2])
+    assert [values[:2] for _, values in by_title["Step time"].stack] == [[1.5, 0.0], [0.5, 2.0]]
+    assert by_title["Staleness"].bound == 8
+
+
+def test_the_same_run_gives_the_same_report(folder):
+    run = folder([record(1), record(2)], SUMMARY)
+    first = write_report(run).read_bytes()
+    assert write_report(run).read_bytes() == first
+
+
+def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        write_report(tmp_path)
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_summary_that_is_not_json_is_named(folder):
+    run = folder([record(1)])
+    (run / "summary.json").write_text("{")
+    with pytest.raises(UserError, match=r"summary\.json is not JSON"):
+        write_report(run)
+
+
+def test_the_tool_prints_where_the_report_is(folder, capsys):
+    run = folder([record(1)], SUMMARY)
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+
+
+def test_an_unknown_tool_exits_with_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["no_such_tool"])
+    assert ended.value.code == 2
+
+
+def test_importing_the_report_loads_no_plotting():
+    code = "import sys, areal.report, areal.__main__; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

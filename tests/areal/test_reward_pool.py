@@ -1,0 +1,264 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from areal import addition
+from areal.config import UserError
+from areal.reward_pool import RewardFailed, RewardPool
+
+OWN = textwrap.dedent(
+    """
+    import asyncio, os, subprocess, sys, time
+
+    def echo(prompt, completion, row):
+        time.sleep(row.get("sleep", 0))
+        return float(completion)
+
+    async def later(prompt, completion, row):
+        await asyncio.sleep(0.01)
+        return 0.25
+
+    def raises(prompt, completion, row):
+        raise KeyError("no such thing")
+
+    def hangs(prompt, completion, row):
+        child = subprocess.Popen(["sleep", "300"])
+        open(row["pids"], "w").write(f"{os.getpid()} {child.pid}")
+        while True:
+            pass
+
+    def leaves(prompt, completion, row):
+        os._exit(3)
+
+    def exits(prompt, completion, row):
+        sys.exit("bye")
+
+    def pid(prompt, completion, row):
+        return os.getpid()
+
+    def nan(prompt, completion, row):
+        return float("nan")
+
+    def text(prompt, completion, row):
+        return "1.0"
+
+    def noisy(prompt, completion, row):
+        print("not a message" * 1000)
+        os.write(1, b"nor this")
+        assert sys.stdin.read() == ""
+        return 0.5
+
+    def length(prompt, completion, row):
+        return len(completion)
+    """
+)
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+def pool_of(*functions, workers=1, timeout_seconds=10.0):
+    return RewardPool([f"own:{name}" for name in functions], workers, timeout_seconds)
+
+
+async def failure(pool, name, completion="", row=None):
+    with pytest.raises(RewardFailed) as caught:
+        await pool.score(name, "", completion, row or {})
+    return caught.value.kind, caught.value.reason
+
+
+def gone(pid, within=5.0):
+    """Whether the process ends within so many seconds; one that nobody has waited for yet counts as ended."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{pid}/stat")
+        try:
+            if status.read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def test_scores_come_from_built_in_and_own_functions():
+    async with RewardPool(["addition", "own:echo", "own:later"], 2, 10.0) as pool:
+        row = addition.make_row(0, 0)
+        right = addition.demonstration(row, Random(0))
+        assert await pool.score("addition", row["prompt"], right, row) == 1.0
+        assert await pool.score("own:later", "", "", {}) == 0.25
+        many = await asyncio.gather(*(pool.score("own:echo", "", str(i), {}) for i in range(200)))
+        assert many == list(range(200))
+
+
+async def test_a_failure_is_told_by_kind_and_never_a_score():
+    async with pool_of("raises", "exits", "nan", "text", "echo") as pool:
+        assert await failure(pool, "own:raises") == ("raised", "KeyError: 'no such thing'")
+        assert await failure(pool, "own:exits") == ("raised", "SystemExit: bye")
+        assert (await failure(pool, "own:nan"))[0] == "not_finite"
+        assert (await failure(pool, "own:text"))[0] == "not_finite"
+        assert (await failure(pool, "own:other"))[0] == "unknown"
+        assert await pool.score("own:echo", "", "1", {}) == 1.0
+
+
+async def test_a_hung_worker_is_killed_with_its_children_and_replaced(tmp_path):
+    async with pool_of("hangs", "echo", timeout_seconds=0.5) as pool:
+        started = time.monotonic()
+        kind, reason = await failure(pool, "own:hangs", row={"pids": str(tmp_path / "pids")})
+        assert (kind, reason) == ("timeout", "no score within 0.5 s")
+        assert 0.5 <= time.monotonic() - started < 2.0
+        assert all(gone(pid) for pid in (tmp_path / "pids").read_text().split())
+        assert await pool.score("own:echo", "", "1", {}) == 1.0
+
+
+async def test_the_deadline_counts_from_the_start_of_the_job():
+    async with pool_of("echo", timeout_seconds=0.6) as pool:
+        jobs = (pool.score("own:echo", "", "1", {"sleep": 0.25}) for _ in range(5))
+        assert await asyncio.gather(*jobs) == [1.0] * 5
+
+
+async def test_a_crashed_worker_is_replaced():
+    async with pool_of("leaves", "echo") as pool:
+        assert await failure(pool, "own:leaves") == ("died", "the worker process ended while scoring (exit code 3)")
+        assert await pool.score("own:echo", "", "1", {}) == 1.0
+
+
+async def test_a_worker_that_died_idle_costs_no_job():
+    async with pool_of("pid") as pool:
+        first = int(await pool.score("own:pid", "", "", {}))
+        os.kill(first, signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        assert await pool.score("own:pid", "", "", {}) != first
+
+
+async def test_prints_do_not_disturb_the_answers():
+    async with pool_of("noisy", "echo") as pool:
+        assert await pool.score("own:noisy", "", "", {}) == 0.5
+        assert await pool.score("own:echo", "", "1", {}) == 1.0
+
+
+async def test_large_completions_pass():
+    async with pool_of("length") as pool:
+        assert await pool.score("own:length", "", "x" * 3_000_000, {}) == 3_000_000
+
+
+async def test_a_cancelled_call_gives_its_answer_to_nobody():
+    async with pool_of("echo") as pool:
+        running = asyncio.create_task(pool.score("own:echo", "", "1", {"sleep": 0.3}))
+        queued = asyncio.create_task(pool.score("own:echo", "", "2", {"sleep": 0.3}))
+        await asyncio.sleep(0.1)
+        running.cancel()
+        queued.cancel()
+        started = time.monotonic()
+        assert await pool.score("own:echo", "", "3", {}) == 3.0
+        assert time.monotonic() - started < 0.4
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import nothing_like_it", "importing broken from .* failed with ModuleNotFoundError: .*nothing_like_it"),
+        ("raise ValueError('at import')", "failed with ValueError: at import"),
+        ("import os; os._exit(4)", r"ended its process while it was imported \(exit code 4\)"),
+    ],
+)
+async def test_a_reward_that_does_not_import_is_told_at_the_start(tmp_path, source, message):
+    (tmp_path / "broken.py").write_text(source)
+    with pytest.raises(UserError, match=message):
+        async with RewardPool(["broken:f"], 2, 1.0):
+            pytest.fail("started")
+
+
+async def test_jobs_fail_while_no_worker_can_be_started_again(own_module):
+    async with pool_of("leaves", "echo") as pool:
+        own_module.write_text("raise ValueError('edited')")
+        assert (await failure(pool, "own:leaves"))[0] == "died"
+        kind, reason = await failure(pool, "own:echo", "1")
+        assert kind == "died"
+        assert "ValueError: edited" in reason
+        own_module.write_text(OWN)
+        assert await pool.score("own:echo", "", "1", {}) == 1.0
+
+
+async def test_closing_fails_what_is_waiting_and_leaves_no_process(tmp_path):
+    async with pool_of("hangs", "pid", workers=2, timeout_seconds=60.0) as pool:
+        hung = asyncio.create_task(pool.score("own:hangs", "", "", {"pids": str(tmp_path / "pids")}))
+        await asyncio.sleep(0.3)
+        worker = int(await pool.score("own:pid", "", "", {}))
+    with pytest.raises(RewardFailed, match="closed"):
+        await hung
+    assert all(gone(pid) for pid in [worker, *(tmp_path / "pids").read_text().split()])
+    assert (await failure(pool, "own:pid"))[0] == "died"
+
+
+def test_workers_die_with_their_parent_even_in_the_middle_of_a_job(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import asyncio
+            from areal.reward_pool import RewardPool
+
+            async def main():
+                async with RewardPool(["own:hangs", "own:pid"], 2, 60.0) as pool:
+                    job = asyncio.create_task(pool.score("own:hangs", "", "", {"pids": "pids"}))
+                    await asyncio.sleep(0.3)
+                    print(int(await pool.score("own:pid", "", "", {})), flush=True)
+                    await job
+
+            asyncio.run(main())
+            """
+        )
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment) as parent:
+        idle = int(parent.stdout.readline())
+        parent.kill()
+    hung, grandchild = map(int, (tmp_path / "pids").read_text().split())
+    assert gone(idle)
+    assert gone(hung)
+    os.kill(grandchild, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "\\boxed{" + "(" * 140 + "1" + ")" * 140 + "}",
+        "\\boxed{10^{10^{10}}}",
+        "10**10**10",
+        "\\boxed{(10^9)!}",
+        "{" * 100_000,
+        "1" * 100_000,
+        "\\boxed{" * 20_000,
+        "\\boxed{" + "\\frac{1}{" * 25 + "2" + "}" * 26,
+    ],
+    ids=range(8),
+)
+async def test_hostile_mathematics_is_scored_or_times_out_and_the_pool_lives(completion):
+    async with RewardPool(["math"], 1, 0.8) as pool:
+        try:
+            assert await pool.score("math", "", completion, {"answer": "18"}) == 0.0
+        except RewardFailed as error:
+            assert error.kind == "timeout"
+        assert await pool.score("math", "", "\\boxed{18}", {"answer": "#### 18"}) == 1.0
+
+
+def test_a_worker_imports_neither_torch_nor_a_library_it_does_not_need():
+    code = (
+        "import areal.reward_worker, sys; sys.exit(any(n in sys.modules for n in ('torch', 'sympy', 'reasoning_gym')))"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}).returncode == 0
