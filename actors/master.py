@@ -332,7 +332,7 @@ class Master(HandlesRequests):
     @handles(GroupReady)
     async def group_ready(self, request: Request) -> GroupAccepted:
         ready: GroupReady = request.message
-        answer = self.ledger.mark_ready(ready.group, ready.start_version)
+        answer = self.ledger.ready(ready.group, ready.start_version)
         if answer is Answer.ACCEPTED:
             self._rewards[ready.group] = (ready.reward_mean, ready.tokens)
             self._progress()
@@ -378,10 +378,12 @@ class Master(HandlesRequests):
             "tokens_generated": int(generated - self._generated_before),
             "step_seconds": now - self._step_begun,
             "groups_trained": len(rewards),
-            "groups_ready": self.ledger.ready,
+            "groups_ready": self.ledger.ready_count,
             "groups_alive": self.ledger.alive,
             **commit.metrics,
         }
+        # Before its first step the trainer also waits for the others to start, which is no part of the step.
+        metrics["trainer_wait_seconds"] = min(metrics["trainer_wait_seconds"], metrics["step_seconds"])
         self._generated_before, self._step_begun = generated, now
         self._last_metrics = metrics
         self.folder.append_metrics(metrics)
@@ -434,7 +436,7 @@ class Master(HandlesRequests):
                 "steps": self.config.steps,
                 "max_staleness": self.config.max_staleness,
                 "alive": self.ledger.alive,
-                "ready": self.ledger.ready,
+                "ready": self.ledger.ready_count,
                 "capacity": self.ledger.capacity,
                 "waiting": self._waiting_for(),
                 "metrics": self._last_metrics,

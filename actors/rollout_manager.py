@@ -111,13 +111,20 @@ class RolloutManager(Actor):
     async def _sample(self, permit: Permit) -> Group:
         row = self._source.row(permit.prompt_index)
         home = await self._router.choose("generator")
-        start = _GroupStart(self.config.group_size, lambda version: self._report_start(permit.group, version))
+        start = _GroupStart(self.config.group_size)
         sessions = [
             SampleSession(
                 self._router, self._tokenizer, row, self.config.sampling, permit.min_version, home, start.sample_started
             )
             for _ in range(self.config.group_size)
         ]
+
+        def report(version: int) -> None:
+            for session in sessions:
+                session.min_version = version
+            self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
+
+        start.report = report
         async with asyncio.TaskGroup() as tasks:
             samples = [tasks.create_task(self._run_sample(session, row)) for session in sessions]
         return Group(permit.group, permit.prompt_index, tuple(sample.result() for sample in samples))
@@ -136,9 +143,6 @@ class RolloutManager(Actor):
             async with self._room:
                 self._room.notify_all()
         return trajectory
-
-    def _report_start(self, group: str, version: int) -> None:
-        self.spawn(self.ask_master(GroupStarted(group=group, start_version=version), Done), "group started")
 
     async def _store(self, group: Group) -> None:
         """Until the trainer has it. A repeat is harmless: the group has its id."""
@@ -165,13 +169,14 @@ class RolloutManager(Actor):
 class _GroupStart:
     """Tells the group's start version, the oldest of its samples', once every sample has begun."""
 
-    def __init__(self, samples: int, report: Callable[[int], None]) -> None:
+    report: Callable[[int], None]
+
+    def __init__(self, samples: int) -> None:
         self._missing = samples
-        self._report = report
-        self._oldest: int | None = None
+        self._versions: list[int] = []
 
     def sample_started(self, version: int) -> None:
-        self._oldest = version if self._oldest is None else min(self._oldest, version)
+        self._versions.append(version)
         self._missing -= 1
         if not self._missing:
-            self._report(self._oldest)
+            self.report(min(self._versions))

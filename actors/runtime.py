@@ -112,6 +112,7 @@ class Actor(HandlesRequests):
         self._changed = asyncio.Condition()
         self._stop: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._sequence = 0
+        self._events = ""
         self._tasks: asyncio.TaskGroup
 
     # --- for subclasses
@@ -195,13 +196,14 @@ class Actor(HandlesRequests):
         self.config = Config.model_validate(welcome.config)
         self.index = int(welcome.identity.split("/")[1].split("#")[0])
         write_log_file(self.config.folder / "logs" / f"{self.role}-{self.index}.jsonl")
-        self.bus.subscribe(welcome.events, self._on_event)
+        self._events = welcome.events
         self._believe(welcome.snapshot)
 
     async def _live(self) -> Ending:
         ending: Ending
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                self.bus.subscribe(self._events, self._on_event)
                 self.spawn(self._heartbeat(), "heartbeat")
                 self.spawn(self._work(), self.role)
                 raise _Stopped(await self._stop)  # the task group cancels everything else
@@ -238,6 +240,7 @@ class Actor(HandlesRequests):
             if answer.sequence > self._sequence:
                 # An event was lost, or is still on its way; either way the snapshot is newer.
                 self._believe(await self.ask_master(AskSnapshot(), Snapshot))
+                await self._notify()
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     # --- events
@@ -259,8 +262,6 @@ class Actor(HandlesRequests):
 
     def _believe(self, snapshot: Snapshot) -> None:
         self.policy, self.members, self._sequence = snapshot.policy, snapshot.members, snapshot.sequence
-        if hasattr(self, "_tasks"):
-            self._tasks.create_task(self._notify())
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -76,7 +76,8 @@ class SampleSession:
     """What a workflow gets for one sample (areal.workflows.Session).
 
     `home`: the generator that the group's samples share, for its prompt prefix. `on_start` is called with the version
-    that sampled the first token.
+    that sampled the first token. `min_version` rises to the group's start version once that is known, so that no
+    later token is older.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class SampleSession:
         self._router = router
         self._row = row
         self._sampling = sampling
-        self._min_version = min_version
+        self.min_version = min_version
         self._home: Member | None = home
         self._on_start = on_start
         self._started = False
@@ -116,7 +117,7 @@ class SampleSession:
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
             max_new_tokens=self._sampling.max_new_tokens - sampled,
-            min_version=self._min_version,
+            min_version=self.min_version,
         )
         async for part in self._router.actor.bus.peer(generator.address).stream(request, SEQUENCE_SECONDS):
             if not isinstance(part, TokenChunk):

@@ -108,7 +108,8 @@ class Supervisor:
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(RUN_PY), "--role", role, *arguments,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            env=os.environ | {SUPERVISED: "1"},
+            # Some reasoning_gym tasks make the same rows in two processes only under the same hash seed.
+            env=os.environ | {SUPERVISED: "1", "PYTHONHASHSEED": "0"},
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops the others in order
         )  # fmt: skip
         child = Child(role, index, process)

@@ -46,8 +46,9 @@ class Trajectory:
 
     @property
     def start_version(self) -> int:
-        """The version that sampled the first sampled token."""
-        return int(self.versions[self.sampled.argmax()])
+        """The oldest version among the sampled tokens: that of the first one, unless a generator that went on with
+        the sequence was behind. Raises ValueError where nothing was sampled."""
+        return int(self.versions[self.sampled].min())
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +61,5 @@ class Group:
 
     @property
     def start_version(self) -> int:
-        """The version that sampled the group's first token: the oldest of its samples' start versions."""
+        """The oldest version among all sampled tokens of the group."""
         return min(t.start_version for t in self.trajectories)
