@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import structlog
 
 from areal.config import Config, UserError, dump_config, load_config
+from areal.processes import SUPERVISED, die_with_parent
 
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
@@ -75,7 +75,8 @@ def main() -> int:
 
 
 def start(arguments: argparse.Namespace) -> int:
-    die_with_supervisor()
+    if SUPERVISED in os.environ:
+        die_with_parent(signal.SIGTERM)
     roles = arguments.role or []
     if arguments.dry_run or roles in ([], ["master"]):
         config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
@@ -236,13 +237,6 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def die_with_supervisor() -> None:
-    """A process that a supervisor started ends with it, however that ends (Linux)."""
-    if os.environ.get("AREAL_SUPERVISED") and sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from areal.config import Config
 from protocols.errors import BusError
 from protocols.messages import AskStatus
 from protocols.transport import ZmqBus
@@ -21,43 +22,41 @@ REFRESH_SECONDS = 1.0
 ASK_SECONDS = 5.0
 
 
-async def watch(bus: ZmqBus, master: str, console: Console) -> None:
-    """Show the run at `master` until cancelled. Its failures are the view's alone."""
-    peer = bus.peer(master)
-    shown = 0
-    with Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else _NoLive() as live:
+async def watch_live(bus: ZmqBus, master: str, console: Console) -> None:
+    """One live view of the run at `master`, until cancelled. Its failures are the view's alone."""
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
         while True:
             try:
-                status = (await peer.ask(AskStatus(), ASK_SECONDS)).values
-            except BusError:
-                await asyncio.sleep(REFRESH_SECONDS)
-                continue
-            live.update(render(status))
-            if not console.is_terminal and status["metrics"].get("step", 0) > shown:
-                shown = status["metrics"]["step"]
-                console.print(step_line(status), highlight=False, soft_wrap=True)
+                status = await bus.peer(master).ask(AskStatus(), ASK_SECONDS)
+                live.update(render(status.values))
+            except BusError as error:
+                live.update(Text(f"the master does not answer: {error}"))
             await asyncio.sleep(REFRESH_SECONDS)
 
 
-class _NoLive:
-    def __enter__(self) -> _NoLive:
-        return self
+async def print_steps(config: Config, console: Console) -> None:
+    """A line for each step of the run in `config.folder`, until cancelled; none is left out."""
+    lines = (config.folder / "metrics.jsonl").open()
+    try:
+        while True:
+            _print_new_steps(lines, config, console)
+            await asyncio.sleep(REFRESH_SECONDS)
+    finally:
+        _print_new_steps(lines, config, console)
 
-    def __exit__(self, *_: Any) -> None:
-        pass
 
-    def update(self, _: Any) -> None:
-        pass
+def _print_new_steps(lines: IO[str], config: Config, console: Console) -> None:
+    for line in lines:
+        console.print(step_line(json.loads(line), config), highlight=False, soft_wrap=True)
 
 
-def step_line(status: dict[str, Any]) -> str:
+def step_line(m: dict[str, Any], config: Config) -> str:
     """One step as a line."""
-    m = status["metrics"]
     return (
-        f"step {m['step']}/{status['steps']}  reward {m['reward_mean']:.3f}  "
-        f"staleness {m['staleness_mean']:.1f}/{m['staleness_max']} (bound {status['max_staleness']})  "
+        f"step {m['step']}/{config.steps}  reward {m['reward_mean']:.3f}  "
+        f"staleness {m['staleness_mean']:.1f}/{m['staleness_max']} (bound {config.max_staleness})  "
         f"{_rate(m, 'tokens_generated')} tok/s generated, {_rate(m, 'tokens_trained')} trained  "
-        f"step {m['step_seconds']:.2f} s, waited {m['trainer_wait_seconds']:.2f} s  ready {status['ready']}"
+        f"step {m['step_seconds']:.2f} s, waited {m['trainer_wait_seconds']:.2f} s  ready {m['groups_ready']}"
     )
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import structlog
 from rich.console import Console
 
-from actors.monitor import watch
+from actors.monitor import print_steps, watch_live
 from actors.runtime import Ending, incarnation
 from areal.config import Config
+from areal.processes import SUPERVISED
 from protocols.errors import BusError
 from protocols.messages import AskStatus
 from protocols.transport import ZmqBus
@@ -26,8 +27,6 @@ STOP_SECONDS = 10.0
 # After the master's end the others have heard of it, or never will.
 AFTERMATH_SECONDS = 20.0
 ASK_SECONDS = 2.0
-# Set for children, so that they die with their supervisor.
-SUPERVISED = "AREAL_SUPERVISED"
 
 log = structlog.get_logger()
 
@@ -68,7 +67,11 @@ class Supervisor:
             for role, count in roles_of(config):
                 for index in range(count):
                     await self._start(role, index, ["--index", str(index), "--master", config.master.address])
-            view = asyncio.create_task(watch(bus, config.master.address, self.console))
+            terminal = self.console.is_terminal
+            show = (
+                watch_live(bus, config.master.address, self.console) if terminal else print_steps(config, self.console)
+            )
+            view = asyncio.create_task(show, name="view")
             return await self._until_ended(master)
         except _ChildDied as died:
             return died.ending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,12 @@ def _parser() -> argparse.ArgumentParser:
     report = tools.add_parser("report", help="write report.html of a run")
     report.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     report.set_defaults(tool=_report)
+    model = tools.add_parser(
+        "quickstart-model", help="make the quickstart's model, unless it is there; prints its folder"
+    )
+    model.add_argument("folder", type=Path, metavar="PARENT_FOLDER")
+    model.add_argument("--seed", type=int, default=0)
+    model.set_defaults(tool=_quickstart_model)
     return parser
 
 
@@ -34,6 +41,14 @@ def _report(options: argparse.Namespace) -> None:
     from areal.report import write_report
 
     print(write_report(options.folder))
+
+
+def _quickstart_model(options: argparse.Namespace) -> None:
+    from areal.processes import die_with_parent
+    from areal.quickstart import ensure
+
+    die_with_parent(signal.SIGTERM)
+    print(ensure(options.folder, options.seed, lambda line: print(line, file=sys.stderr, flush=True)))
 
 
 if __name__ == "__main__":

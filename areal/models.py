@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from areal.config import Config, UserError
+
+ROOT = Path(__file__).parent.parent
 
 
 def resolve_model(config: Config) -> Path:
     """The folder of `config.model`, absolute: the quickstart's own model (made on first use), a folder, or what the
     model hub has by that name. Raises UserError."""
     if config.model == "quickstart":
-        from areal import quickstart
-
-        return quickstart.ensure(config.run_dir.resolve() / "models", seed=config.seed)
+        return _make_quickstart(config)
     folder = Path(config.model).expanduser()
     if folder.is_dir():
         return _checked(folder.resolve())
     if folder.is_absolute() or config.model.startswith((".", "~")) or config.model.count("/") != 1:
         raise UserError(f"There is no model folder {config.model}: set model=FOLDER to one that holds a config.json.")
     return _checked(_from_hub(config.model))
+
+
+def _make_quickstart(config: Config) -> Path:
+    # In a process of its own: torch is no business of the master's.
+    parent = str(config.run_dir.resolve() / "models")
+    command = [sys.executable, "-m", "areal", "quickstart-model", parent, "--seed", str(config.seed)]
+    made = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    if made.returncode:
+        raise UserError(f"The quickstart's model could not be made: {' '.join(command)} exited with {made.returncode}.")
+    return Path(made.stdout.splitlines()[-1])
 
 
 def _checked(folder: Path) -> Path:

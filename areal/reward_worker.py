@@ -8,7 +8,6 @@ each request `[function, prompt, completion, row]` on stdin is answered on stdou
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import os
 import signal
@@ -20,16 +19,16 @@ from typing import Any, BinaryIO
 import msgpack
 
 from areal.config import UserError
+from areal.processes import die_with_parent
 from areal.rewards import Reward, RewardError, as_score, resolve
 
 LENGTH = struct.Struct(">I")
 MAX_REASON_CHARACTERS = 500
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serves until stdin ends or the parent dies."""
-    die_with(int(sys.argv[1]))
+    die_with_parent(signal.SIGKILL, int(sys.argv[1]))
     requests, answers = _own_pipes()
     try:
         functions = {name: resolve(name) for name in sys.argv[2:]}
@@ -72,14 +71,6 @@ def receive(pipe: BinaryIO) -> list[Any] | None:
     (length,) = LENGTH.unpack(head)
     data = pipe.read(length)
     return msgpack.unpackb(data, strict_map_key=False) if len(data) == length else None
-
-
-def die_with(parent: int) -> None:
-    """End with the parent even while a reward function runs and stdin is not read."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the process that started this reward worker is gone")
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:

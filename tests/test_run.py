@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import processes_mentioning, read_jsonl
+from helpers import processes_mentioning, read_jsonl
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
 METRICS = {
