@@ -228,7 +228,8 @@ def join_ranks(arguments: argparse.Namespace) -> None:
 
             follow(config)
     elif config.trainer.ranks > 1:
-        ranks = ["--standalone", "--nproc-per-node", str(config.trainer.ranks)]
+        # After the dashes torchrun leaves --master to us, which it would take for one of its own.
+        ranks = ["--standalone", "--nproc-per-node", str(config.trainer.ranks), "--"]
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *ranks, *sys.argv])
 
 
