@@ -58,6 +58,7 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path) -> Path:
 
     file = folder / WEIGHTS_FILE
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # written privately, but generators may run as another user
     return file
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from areal.config import GeneratorConfig, SamplingConfig, UserError
+from areal.engines.amx import avoid_broken_amx
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -387,6 +388,8 @@ def _start_core(model: Path, config: GeneratorConfig, seed: int) -> tuple[AsyncM
     if current_platform.is_cpu():
         # The sampler compiles a helper at the first request: 3 to 28 s, for nothing on the CPU.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if config.dtype == "bfloat16":
+            avoid_broken_amx()
     try:
         vllm_config = _engine_args(model, config, seed, current_platform.is_cpu()).create_engine_config()
     except ValueError as error:

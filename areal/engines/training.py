@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from areal.config import TrainerConfig, UserError
+from areal.engines.amx import avoid_broken_amx
 from areal.engines.packed import PACKED_SDPA, FlatBatch, Row, attention_kwargs, pack, packed_sdpa, token_logprobs
 from areal.objectives import OBJECTIVES
 from areal.packing import split_over_ranks
@@ -181,6 +182,8 @@ class TrainingEngine:
     def __init__(self, model: Path | str, config: TrainerConfig, *, seed: int) -> None:
         if not torch.cuda.is_available():
             os.environ["DS_ACCELERATOR"] = "cpu"
+            if config.dtype == "bfloat16":
+                avoid_broken_amx()
             torch.set_num_threads(config.threads)
         import deepspeed
 

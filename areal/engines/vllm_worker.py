@@ -19,6 +19,12 @@ from safetensors import safe_open
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
+from areal.engines.amx import without_amx
+
+if without_amx():
+    # vLLM's own kernels ask torch what the processor announces.
+    torch.cpu._is_amx_tile_supported = lambda: False
+
 
 class PolicyWorker:
     """Mixed into vLLM's worker: `load_policy` is called through `collective_rpc` while generation is paused."""
