@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from actors.runtime import Actor, handles
+from actors.runtime import Actor, Signal, handles
 from areal.config import SamplingConfig
 from areal.engines.generation import GenerationEngine, WeightLoadError
 from protocols.errors import RefusedError
@@ -31,7 +31,7 @@ class Generator(Actor):
 
     async def setup(self) -> None:
         self.activity = "starting the engine"
-        self._loaded = asyncio.Condition()
+        self._loaded = Signal()
         self._requests = itertools.count()
         self._pause_seconds = self._load_seconds = 0.0
         self._loads = self._interrupted = 0
@@ -74,8 +74,7 @@ class Generator(Actor):
         asked: Generate = request.message
         if self._engine is None:
             raise RefusedError("this generator has no engine yet")
-        async with self._loaded:
-            await self._loaded.wait_for(lambda: self._engine.version >= asked.min_version)
+        await self._loaded.until(lambda: self._engine.version >= asked.min_version)
         sampling = SamplingConfig(temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=asked.max_new_tokens)
         try:
             async for chunk in self._engine.generate(f"{next(self._requests)}", asked.tokens.tolist(), sampling):
@@ -100,5 +99,4 @@ class Generator(Actor):
         self._interrupted += times.interrupted
         self._pause_seconds += times.pause_seconds + times.load_seconds + times.resume_seconds
         self._load_seconds += times.load_seconds
-        async with self._loaded:
-            self._loaded.notify_all()
+        self._loaded.notify()

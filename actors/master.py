@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from actors.logs import write_log_file
-from actors.runtime import Ending, HandlesRequests, first_error, handles
+from actors.runtime import Ending, HandlesRequests, Signal, first_error, handles
 from areal.config import Config, UserError
 from areal.ledger import Answer, Batch, Ledger, LedgerSettings, RunEnded
 from areal.run_folder import RunFolder
@@ -100,7 +100,7 @@ class Master(HandlesRequests):
         )
         self.policy = Policy(lineage=0, version=0, folder=config.model)
         self._rows: dict[str, _Row] = {}
-        self._changed = asyncio.Condition()
+        self._changed = Signal()
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._events: Publisher
         self._events_address = ""
@@ -162,7 +162,7 @@ class Master(HandlesRequests):
         self._publish(Shutdown(ok=ending.ok, reason=ending.reason))
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
-                await self._until(lambda: not self._rows)
+                await self._changed.until(lambda: not self._rows)
         except TimeoutError:
             log.warning("some have not left", members=list(self._rows))
 
@@ -177,25 +177,17 @@ class Master(HandlesRequests):
                     self._remove(identity, f"silent for {now - row.heard:.0f} s")
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
-            await self._wake()
+            self._changed.notify()
             if now - self._progressed > self.config.master.stall_seconds:
                 self._finish(False, f"nothing has moved for {now - self._progressed:.0f} s: {self._waiting_for()}")
 
     # --- helpers
 
-    async def _wake(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _until(self, condition: Callable[[], Any]) -> Any:
-        async with self._changed:
-            return await self._changed.wait_for(condition)
-
     async def _park(self, request: Request, condition: Callable[[], Any]) -> Any:
         """The condition's value once it is true, or None when the asker's time is nearly over."""
         try:
             async with asyncio.timeout(max(0.0, request.remaining - PARK_MARGIN_SECONDS)):
-                return await self._until(condition)
+                return await self._changed.until(condition)
         except TimeoutError:
             return None
 
@@ -259,7 +251,7 @@ class Master(HandlesRequests):
     async def leave(self, request: Request) -> Done:
         if request.sender in self._rows:
             self._remove(request.sender, request.message.reason)
-            await self._wake()
+            self._changed.notify()
         return Done()
 
     @handles(AskSnapshot)
@@ -316,7 +308,7 @@ class Master(HandlesRequests):
     @handles(GroupStarted)
     async def group_started(self, request: Request) -> Done:
         self.ledger.started(request.message.group, self._known(request), request.message.start_version)
-        await self._wake()
+        self._changed.notify()
         return Done()
 
     @handles(GroupFailed)
@@ -324,7 +316,7 @@ class Master(HandlesRequests):
         failed: GroupFailed = request.message
         log.warning("group failed", group=failed.group, reason=failed.reason)
         self.ledger.failed(failed.group, self._known(request), failed.reason)
-        await self._wake()
+        self._changed.notify()
         return Done()
 
     # --- training
@@ -336,7 +328,7 @@ class Master(HandlesRequests):
         if answer is Answer.ACCEPTED:
             self._rewards[ready.group] = (ready.reward_mean, ready.tokens)
             self._progress()
-            await self._wake()
+            self._changed.notify()
         return GroupAccepted(accepted=answer is not Answer.GONE)
 
     @handles(AskBatch)
@@ -363,7 +355,7 @@ class Master(HandlesRequests):
         self._publish(PolicyPublished(policy=commit.policy))
         self._record_step(commit, record)
         self._progress()
-        await self._wake()
+        self._changed.notify()
         return Done()
 
     def _record_step(self, commit: CommitStep, record: Any) -> None:
@@ -424,7 +416,7 @@ class Master(HandlesRequests):
         )
         self._progress()
         self._end_if_complete()
-        await self._wake()
+        self._changed.notify()
         return Done()
 
     @handles(AskStatus)

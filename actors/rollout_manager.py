@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
-from actors.runtime import Actor
+from actors.runtime import Actor, Signal
 from actors.sessions import Router, SampleFailed, SampleSession
 from areal.data import PromptSource, Row, open_source
 from areal.tokens import load_tokenizer
@@ -48,7 +48,7 @@ class RolloutManager(Actor):
         self._groups: dict[str, asyncio.Task] = {}
         self._running = 0
         self._samples_finished = 0
-        self._room = asyncio.Condition()
+        self._room = Signal()
         self._source = await asyncio.to_thread(open_source, self.config.data, self.config.seed)
         self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model)
         self._workflow = resolve_workflow(self.config.rollout_manager.workflow)
@@ -60,8 +60,7 @@ class RolloutManager(Actor):
             self.activity = "waiting for generators"
             await self.until(lambda: bool(self.with_role("generator")))
             self.activity = f"generators are full: {self._running} samples run"
-            async with self._room:
-                await self._room.wait_for(lambda: self._free_groups() > 0)
+            await self._room.until(lambda: self._free_groups() > 0)
             self.activity = "waiting for permits"
             permits = await self.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
             for permit in permits.permits:
@@ -107,6 +106,7 @@ class RolloutManager(Actor):
             await self.ask_master(GroupFailed(group=permit.group, reason=reason), Done)
         finally:
             del self._groups[permit.group]
+            self._room.notify()
 
     async def _sample(self, permit: Permit) -> Group:
         row = self._source.row(permit.prompt_index)
@@ -140,8 +140,7 @@ class RolloutManager(Actor):
         finally:
             self._running -= 1
             self._samples_finished += 1
-            async with self._room:
-                self._room.notify_all()
+            self._room.notify()
         return trajectory
 
     async def _store(self, group: Group) -> None:

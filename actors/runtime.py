@@ -74,6 +74,24 @@ class HandlesRequests:
         return handler(request)
 
 
+class Signal:
+    """Wakes everybody who waits for something to become true."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """To be called after every change that a condition may depend on."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, condition: Callable[[], Any]) -> Any:
+        """The first true value of `condition`."""
+        while not (value := condition()):
+            await self._event.wait()
+        return value
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Why an actor stopped. `ok`: the run reached its end."""
@@ -109,7 +127,7 @@ class Actor(HandlesRequests):
         self.members: tuple[Member, ...] = ()
         self.state = "stale"
         self.activity = "starting"
-        self._changed = asyncio.Condition()
+        self._changed = Signal()
         self._stop: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._sequence = 0
         self._events = ""
@@ -156,8 +174,7 @@ class Actor(HandlesRequests):
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the directory or the policy makes `condition` true."""
-        async with self._changed:
-            await self._changed.wait_for(condition)
+        await self._changed.until(condition)
 
     def stop(self, ok: bool, reason: str) -> None:
         """End the actor; the first reason counts."""
@@ -221,7 +238,8 @@ class Actor(HandlesRequests):
 
     def _crashed(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)
-        self.spawn(_raise(error), "handler")
+        if not self._stop.done():
+            self.spawn(_raise(error), "handler")
 
     async def _heartbeat(self) -> None:
         loop = asyncio.get_running_loop()
@@ -240,7 +258,7 @@ class Actor(HandlesRequests):
             if answer.sequence > self._sequence:
                 # An event was lost, or is still on its way; either way the snapshot is newer.
                 self._believe(await self.ask_master(AskSnapshot(), Snapshot))
-                await self._notify()
+                self._changed.notify()
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     # --- events
@@ -258,14 +276,10 @@ class Actor(HandlesRequests):
                 self.stop(event.ok, event.reason)
         if complete:
             self._sequence = sequence
-        self._tasks.create_task(self._notify())
+        self._changed.notify()
 
     def _believe(self, snapshot: Snapshot) -> None:
         self.policy, self.members, self._sequence = snapshot.policy, snapshot.members, snapshot.sequence
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
 
 async def first_answer(bus: ZmqBus, master: str, message: Message) -> Any:

@@ -76,6 +76,8 @@ def test_max_staleness_zero_is_the_synchronous_system_where_every_token_is_on_po
 
 def test_several_of_every_role_work_on_one_machine(run, small, tmp_path):
     counts = ["generator.count=2", "trainer.ranks=2", "rollout_manager.count=2", "reward.count=2"]
+    # A manager that may run one group at a time has to notice that the trainer took it.
+    counts += ["rollout_manager.max_concurrent_groups=1"]
     started = run("--config", CONFIG, *small, *counts)
     output = started.wait(280)
     assert started.code == 0, output
