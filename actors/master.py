@@ -63,6 +63,8 @@ PARK_MARGIN_SECONDS = 1.0
 WATCH_SECONDS = 1.0
 # How long the others have to leave after the end before the master goes.
 FAREWELL_SECONDS = 5.0
+# The answer to the last one's Leave is still on its way when it is off the list.
+LAST_WORDS_SECONDS = 0.2
 
 log = structlog.get_logger()
 
@@ -165,6 +167,7 @@ class Master(HandlesRequests):
                 await self._changed.until(lambda: not self._rows)
         except TimeoutError:
             log.warning("some have not left", members=list(self._rows))
+        await asyncio.sleep(LAST_WORDS_SECONDS)
 
     async def _watch(self) -> None:
         """Every second: actors that fell silent, leases that ran out, and a run in which nothing moves."""
