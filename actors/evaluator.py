@@ -6,11 +6,8 @@ import asyncio
 
 import structlog
 
-from actors.runtime import Actor
-from actors.sessions import Router, SampleFailed, SampleSession
-from areal.data import PromptSource, Row, open_source
-from areal.tokens import load_tokenizer
-from areal.workflows import Workflow, resolve_workflow
+from actors.sessions import SampleFailed, Sampler, SampleSession
+from areal.data import Row
 from protocols.messages import AskEvaluation, Done, EvaluationAnswer, EvaluationDone, Sample
 
 ASK_SECONDS = 20.0
@@ -19,16 +16,11 @@ SAMPLES_SHOWN = 2
 log = structlog.get_logger()
 
 
-class Evaluator(Actor):
+class Evaluator(Sampler):
     role = "evaluator"
-    _source: PromptSource
-    _workflow: Workflow
 
     async def setup(self) -> None:
-        self._router = Router(self)
-        self._source = await asyncio.to_thread(open_source, self.config.data, self.config.seed)
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model)
-        self._workflow = resolve_workflow(self.config.rollout_manager.workflow)
+        await super().setup()
         self._sampling = self.config.sampling.model_copy(update={"temperature": self.config.evaluator.temperature})
 
     async def main(self) -> None:

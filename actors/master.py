@@ -44,7 +44,6 @@ from protocols.messages import (
     LostLeases,
     Member,
     MembersChanged,
-    Message,
     Permit,
     Permits,
     Policy,
@@ -106,7 +105,7 @@ class Master(HandlesRequests):
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._events: Publisher
         self._events_address = ""
-        self._rewards: dict[str, tuple[float, int]] = {}  # of alive ready groups: mean reward, tokens
+        self._rewards: dict[str, float] = {}  # mean reward of each alive ready group
         self._evaluations: dict[int, EvaluationDone] = {}
         self._checkpoint: str | None = None
         self._generated_before = 0.0
@@ -127,7 +126,6 @@ class Master(HandlesRequests):
         try:
             self._open()
             async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
                 watch = tasks.create_task(self._watch(), name="watch")
                 log.info("master ready", address=self.config.master.address, run=str(self.folder.path))
                 ending = await self._end
@@ -161,7 +159,7 @@ class Master(HandlesRequests):
 
     async def _say_farewell(self, ending: Ending) -> None:
         self.folder.write_summary(self._summary(ending))
-        self._publish(Shutdown(ok=ending.ok, reason=ending.reason))
+        self._events.publish(Shutdown(ok=ending.ok, reason=ending.reason))
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await self._changed.until(lambda: not self._rows)
@@ -193,9 +191,6 @@ class Master(HandlesRequests):
                 return await self._changed.until(condition)
         except TimeoutError:
             return None
-
-    def _publish(self, event: Message) -> None:
-        self._events.publish(event)
 
     def _snapshot(self) -> Snapshot:
         members = tuple(row.member for row in self._rows.values())
@@ -276,7 +271,7 @@ class Master(HandlesRequests):
                 self._finish(False, f"{identity} is gone ({reason}) and the run cannot go on without its trainer")
 
     def _members_changed(self) -> None:
-        self._publish(MembersChanged(members=tuple(row.member for row in self._rows.values())))
+        self._events.publish(MembersChanged(members=tuple(row.member for row in self._rows.values())))
 
     # --- rollouts
 
@@ -329,7 +324,7 @@ class Master(HandlesRequests):
         ready: GroupReady = request.message
         answer = self.ledger.ready(ready.group, ready.start_version)
         if answer is Answer.ACCEPTED:
-            self._rewards[ready.group] = (ready.reward_mean, ready.tokens)
+            self._rewards[ready.group] = ready.reward_mean
             self._progress()
             self._changed.notify()
         return GroupAccepted(accepted=answer is not Answer.GONE)
@@ -355,7 +350,7 @@ class Master(HandlesRequests):
             return Done()
         record = self.ledger.commit(commit.policy.version - 1)
         self.policy = commit.policy
-        self._publish(PolicyPublished(policy=commit.policy))
+        self._events.publish(PolicyPublished(policy=commit.policy))
         self._record_step(commit, record)
         self._progress()
         self._changed.notify()
@@ -363,7 +358,7 @@ class Master(HandlesRequests):
 
     def _record_step(self, commit: CommitStep, record: Any) -> None:
         now = self._now()
-        rewards = [self._rewards.pop(group)[0] for group in record.batch.group_ids]
+        rewards = [self._rewards.pop(group) for group in record.batch.group_ids]
         generated = self._tokens_of_the_gone + sum(r.stats.get("tokens_generated", 0.0) for r in self._rows.values())
         metrics = {
             "step": commit.policy.version,

@@ -11,12 +11,10 @@ from collections.abc import Callable
 
 import structlog
 
-from actors.runtime import Actor, Signal
-from actors.sessions import Router, SampleFailed, SampleSession
-from areal.data import PromptSource, Row, open_source
-from areal.tokens import load_tokenizer
+from actors.runtime import Signal
+from actors.sessions import SampleFailed, Sampler, SampleSession
+from areal.data import Row
 from areal.trajectory import Group, Trajectory
-from areal.workflows import Workflow, resolve_workflow
 from protocols.errors import BusError
 from protocols.messages import (
     AskPermits,
@@ -38,20 +36,15 @@ RETRY_SECONDS = 1.0
 log = structlog.get_logger()
 
 
-class RolloutManager(Actor):
+class RolloutManager(Sampler):
     role = "rollout_manager"
-    _source: PromptSource
-    _workflow: Workflow
 
     async def setup(self) -> None:
-        self._router = Router(self)
+        await super().setup()
         self._groups: dict[str, asyncio.Task] = {}
         self._running = 0
         self._samples_finished = 0
         self._room = Signal()
-        self._source = await asyncio.to_thread(open_source, self.config.data, self.config.seed)
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model)
-        self._workflow = resolve_workflow(self.config.rollout_manager.workflow)
 
     async def main(self) -> None:
         self.state = "healthy"

@@ -17,8 +17,9 @@ import structlog
 
 from actors.runtime import Actor
 from areal.config import SamplingConfig
-from areal.data import Row, prompt_text
-from areal.workflows import Generation
+from areal.data import Row, open_source, prompt_text
+from areal.tokens import load_tokenizer
+from areal.workflows import Generation, resolve_workflow
 from protocols.errors import BusError, RefusedError
 from protocols.messages import Generate, Member, Score, Scored, TokenChunk
 
@@ -161,3 +162,13 @@ class SampleSession:
                 problem = str(error)
                 self._router.avoid(member)
         raise SampleFailed(f"reward {function!r}: {problem}")
+
+
+class Sampler(Actor):
+    """Base of the roles that run the workflow on rows of the run's data."""
+
+    async def setup(self) -> None:
+        self._router = Router(self)
+        self._source = await asyncio.to_thread(open_source, self.config.data, self.config.seed)
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model)
+        self._workflow = resolve_workflow(self.config.rollout_manager.workflow)
