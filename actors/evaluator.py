@@ -24,7 +24,7 @@ class Evaluator(Sampler):
         self._sampling = self.config.sampling.model_copy(update={"temperature": self.config.evaluator.temperature})
 
     async def main(self) -> None:
-        self.state = "healthy"
+        await self.become_healthy()
         while True:
             self.activity = "idle"
             due = await self.ask_master(AskEvaluation(), EvaluationAnswer, ASK_SECONDS)
@@ -57,7 +57,7 @@ class Evaluator(Sampler):
             home = await self._router.choose("generator")
             session = SampleSession(self._router, self._tokenizer, row, self._sampling, version, home)
             try:
-                done = await self._workflow(session, row)
+                done = await self.run_workflow(session, row)
             except SampleFailed as error:
                 log.warning("not scored", row=row.index, error=str(error))
                 return None

@@ -7,16 +7,18 @@ running sequences stop, the weights change under them, and they go on. It knows 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from actors.runtime import Actor, Signal, handles
 from areal.config import SamplingConfig
-from areal.engines.generation import GenerationEngine, WeightLoadError
-from protocols.errors import RefusedError
+from areal.engines.generation import EngineError, GenerationEngine, WeightLoadError
+from protocols.errors import BusyError, RefusedError, StreamBrokenError
 from protocols.messages import Generate, TokenChunk
 from protocols.transport import Request
 
@@ -29,25 +31,40 @@ class Generator(Actor):
     role = "generator"
     _engine: GenerationEngine | None = None
 
+    def __init__(
+        self, *args: Any, start_engine: Callable[..., Awaitable[GenerationEngine]] = GenerationEngine.start,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(*args, **kwargs)
+        self._start_engine = start_engine
+
     async def setup(self) -> None:
         self.activity = "starting the engine"
         self._loaded = Signal()
+        self._idle = Signal()
+        self._streams = 0
+        self._lineage = 0
         self._requests = itertools.count()
         self._pause_seconds = self._load_seconds = 0.0
         self._loads = self._interrupted = 0
-        policy = self.policy
-        self._engine = await GenerationEngine.start(
+        self._engine = await self._start_engine(
             Path(self.config.model), self.config.generator, version=0, seed=self.config.seed + (self.index or 0)
         )
-        if policy.version:
+        if self._is_behind():
             await self._load_newest()
 
     async def main(self) -> None:
-        self.state = "healthy"
+        await self.become_healthy()
         while True:
             self.activity = f"generating at version {self._engine.version}"
-            await self.until(lambda: self.policy.version > self._engine.version)
+            await self.until(self._is_behind)
             await self._load_newest()
+
+    async def hand_over(self) -> None:
+        """Every sequence goes on elsewhere, from the tokens it has."""
+        self._engine.hand_over()
+        self._loaded.notify()
+        await self._idle.until(lambda: not self._streams)
 
     async def teardown(self) -> None:
         if self._engine is not None:
@@ -72,17 +89,32 @@ class Generator(Actor):
     @handles(Generate)
     async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
         asked: Generate = request.message
-        if self._engine is None:
-            raise RefusedError("this generator has no engine yet")
-        await self._loaded.until(lambda: self._engine.version >= asked.min_version)
+        if self._engine is None or self.state == "draining":
+            raise BusyError("this generator takes no sequences now")
         sampling = SamplingConfig(temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=asked.max_new_tokens)
+        self._streams += 1
         try:
-            async for chunk in self._engine.generate(f"{next(self._requests)}", asked.tokens.tolist(), sampling):
-                yield TokenChunk(
-                    tokens=chunk.tokens, logprobs=chunk.logprobs, versions=chunk.versions, finish=chunk.finish
-                )
+            await self._loaded.until(lambda: self._engine.version >= asked.min_version or self.state == "draining")
+            parts = self._engine.generate(f"{next(self._requests)}", asked.tokens.tolist(), sampling)
+            async with contextlib.aclosing(parts):
+                async for part in parts:
+                    yield TokenChunk(
+                        tokens=part.tokens, logprobs=part.logprobs, versions=part.versions, finish=part.finish
+                    )
         except ValueError as error:
             raise RefusedError(str(error)) from None
+        except EngineError as error:
+            if self.state != "draining":
+                raise
+            raise StreamBrokenError(str(error)) from None
+        finally:
+            self._streams -= 1
+            self._idle.notify()
+
+    def _is_behind(self) -> bool:
+        # Version 0 is the run's model in every lineage.
+        loaded = (self._lineage if self._engine.version else self.policy.lineage, self._engine.version)
+        return (self.policy.lineage, self.policy.version) > loaded
 
     async def _load_newest(self) -> None:
         """Load the newest published policy; where its files are gone or torn, the next newest will do."""
@@ -95,6 +127,7 @@ class Generator(Actor):
             except WeightLoadError as error:
                 log.warning("weights did not load", version=policy.version, error=str(error))
                 await asyncio.sleep(RETRY_LOAD_SECONDS)
+        self._lineage = policy.lineage
         self._loads += 1
         self._interrupted += times.interrupted
         self._pause_seconds += times.pause_seconds + times.load_seconds + times.resume_seconds

@@ -1,33 +1,37 @@
 """The master: who exists, which version is current, who may generate, what is trained next.
 
-It owns the ledger and never touches a token or a weight. Requests that cannot be answered yet are parked until they
-can, or until the asker's time is nearly over. One record a step goes to metrics.jsonl.
+It never touches a token or a weight. Nothing leaves it before what it is based on is in the journal on disk: a master
+that is killed and started again is the same master, and nobody was told what it does not remember. Requests that cannot
+be answered yet are parked until they can, or until the asker's time is nearly over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from actors.logs import write_log_file
-from actors.runtime import Ending, HandlesRequests, Signal, first_error, handles
+from actors.run_state import RunState
+from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from areal.config import Config, UserError
-from areal.ledger import Answer, Batch, Ledger, LedgerSettings, RunEnded
+from areal.journal import Journal
+from areal.ledger import Answer, Batch, Ledger, RunEnded, Waiting
 from areal.run_folder import RunFolder
-from protocols.errors import RefusedError
+from protocols.errors import FencedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskConfig,
     AskEvaluation,
     AskPermits,
+    AskRecovery,
     AskSnapshot,
     AskStatus,
     BatchAnswer,
+    CheckpointSaved,
     CommitStep,
     Configuration,
     Done,
@@ -44,10 +48,13 @@ from protocols.messages import (
     LostLeases,
     Member,
     MembersChanged,
+    Message,
     Permit,
     Permits,
     Policy,
     PolicyPublished,
+    PolicyRestored,
+    Recovery,
     RenewLeases,
     Shutdown,
     Snapshot,
@@ -55,87 +62,96 @@ from protocols.messages import (
     TrainingFinished,
     Welcome,
 )
-from protocols.transport import Publisher, Request, ZmqBus
+from protocols.transport import Bus, Publisher, Request
 
 # A parked request is answered this long before its asker gives up.
-PARK_MARGIN_SECONDS = 1.0
+PARK_MARGIN_SECONDS = CONTROL_SECONDS / 2
 WATCH_SECONDS = 1.0
 # How long the others have to leave after the end before the master goes.
 FAREWELL_SECONDS = 5.0
 # The answer to the last one's Leave is still on its way when it is off the list.
 LAST_WORDS_SECONDS = 0.2
+# Event sequence numbers of one master, before those of the next.
+EVENTS_OF_ONE_MASTER = 1 << 32
+ROLES = ("trainer", "generator", "reward", "rollout_manager")
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class _Row:
-    """A member and what its last heartbeat said."""
+class _Pulse:
+    """What a member's last heartbeat said. `tokens`: its counter then, None before the first one."""
 
-    member: Member
     heard: float
-    activity: str
-    stats: dict[str, float]
+    tokens: float | None
+    activity: str = "starting"
+    stats: dict[str, float] = field(default_factory=dict)
 
 
 class Master(HandlesRequests):
     """One per run. `config.model` is a folder by now. The run ends when the last step is trained, its checkpoint
-    saved and the last version evaluated."""
+    saved and the last version evaluated. `journal` may be that of an earlier master of the run, which goes on."""
 
-    def __init__(self, bus: ZmqBus, config: Config) -> None:
+    def __init__(self, bus: Bus, config: Config, *, journal: Journal, folder: RunFolder) -> None:
         super().__init__()
         self.config = config
         self.bus = bus
-        self.folder = RunFolder(config)
-        write_log_file(self.folder.path / "logs" / "master-0.jsonl")
-        self.ledger = Ledger(
-            LedgerSettings(
-                batch_size=config.batch_size,
-                max_staleness=config.max_staleness,
-                on_straggler=config.on_straggler,
-                steps=config.steps,
-                prompts=None,
-                max_attempts=config.max_attempts,
-                on_failed_sample=config.on_failed_sample,
-            )
-        )
-        self.policy = Policy(lineage=0, version=0, folder=config.model)
-        self._rows: dict[str, _Row] = {}
+        self.folder = folder
+        self.journal = journal
+        self.state = RunState(config, journal)
+        self._pulses: dict[str, _Pulse] = {}
         self._changed = Signal()
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._events: Publisher
         self._events_address = ""
-        self._rewards: dict[str, float] = {}  # mean reward of each alive ready group
-        self._evaluations: dict[int, EvaluationDone] = {}
-        self._checkpoint: str | None = None
-        self._generated_before = 0.0
-        self._tokens_of_the_gone = 0.0
-        self._last_metrics: dict[str, Any] = {}
-        self._begun: float | None = None
-        self._step_begun = 0.0
+        self._generated = 0.0
+        self._starved = 0.0
+        self._hungry_since: float | None = None
+        self._left_over: int | None = None
+        self._step_begun: float | None = None
         self._progressed = 0.0
+        self._remedies = 0
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.state.ledger
 
     # --- life
 
     async def run(self) -> Ending:
         """Serve until the run has ended; returns how. Raises UserError where the address is taken."""
         loop = asyncio.get_running_loop()
-        self._progressed = self._step_begun = loop.time()
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, self._finish, False, f"told to stop by {sign.name}")
         try:
+            self._take_over()
             self._open()
             async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(self._watch(), name="watch")
-                log.info("master ready", address=self.config.master.address, run=str(self.folder.path))
+                helpers = [tasks.create_task(self._watch(), name="watch"), tasks.create_task(self._announce())]
+                self._end_if_complete()
                 ending = await self._end
                 await self._say_farewell(ending)
-                watch.cancel()
+                for helper in helpers:
+                    helper.cancel()
             return ending
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         finally:
             await self.bus.close()
+            self.journal.close()
+
+    def _take_over(self) -> None:
+        """Go on from what the journal has; everybody in it gets the time that a live member has."""
+        self.state.emit("master_started")
+        self._progressed = now = self._now()
+        self.ledger.renew_all(now, self.config.master.lease_seconds)
+        self._pulses = {identity: _Pulse(now, None) for identity in self.state.members}
+        if self.state.last_step:
+            self.folder.append_metrics(self.state.last_step)
+        if self.state.masters > 1:
+            self._step_begun = now
+            log.info("goes on", version=self.ledger.version, alive=self.ledger.alive, members=list(self._pulses))
 
     def _open(self) -> None:
         address = self.config.master.address
@@ -147,7 +163,25 @@ class Master(HandlesRequests):
                 f"The master cannot listen at {address} ({error.strerror}): stop what uses the port, "
                 f"or choose another with master.address=tcp://HOST:PORT."
             ) from None
-        self._events, self._events_address = self.bus.publisher(f"tcp://{host}:*")
+        first = self.state.masters * EVENTS_OF_ONE_MASTER
+        self._events, self._events_address = self.bus.publisher(f"tcp://{host}:*", first)
+        log.info("master ready", address=address, run=str(self.folder.path))
+
+    def dispatch(self, request: Request) -> Awaitable[Message]:
+        """The answer, once all that led to it is on disk."""
+        return self._durably(super().dispatch(request))
+
+    async def _durably(self, answer: Awaitable[Message]) -> Message:
+        result = await answer
+        await self.journal.durable()
+        return result
+
+    async def _announce(self) -> None:
+        """Publish events in order, each once what it tells is on disk."""
+        while True:
+            event = await self._outbox.get()
+            await self.journal.durable()
+            self._events.publish(event)
 
     def _crashed(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)
@@ -159,33 +193,78 @@ class Master(HandlesRequests):
 
     async def _say_farewell(self, ending: Ending) -> None:
         self.folder.write_summary(self._summary(ending))
-        self._events.publish(Shutdown(ok=ending.ok, reason=ending.reason))
+        self._outbox.put_nowait(Shutdown(ok=ending.ok, reason=ending.reason[:4096]))
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
-                await self._changed.until(lambda: not self._rows)
+                await self._changed.until(lambda: not self._pulses)
         except TimeoutError:
-            log.warning("some have not left", members=list(self._rows))
+            log.warning("some have not left", members=list(self._pulses))
         await asyncio.sleep(LAST_WORDS_SECONDS)
+
+    # --- watching
 
     async def _watch(self) -> None:
         """Every second: actors that fell silent, leases that ran out, and a run in which nothing moves."""
-        loop = asyncio.get_running_loop()
+        before = self._now()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            now = loop.time()
-            for identity, row in list(self._rows.items()):
-                if now - row.heard > self.config.master.lease_seconds:
-                    self._remove(identity, f"silent for {now - row.heard:.0f} s")
+            now = self._now()
+            if (absent := now - before - WATCH_SECONDS) > WATCH_SECONDS:
+                self._excuse(absent)
+            before = now
+            for identity, pulse in list(self._pulses.items()):
+                if now - pulse.heard > self.config.master.lease_seconds:
+                    self._remove(identity, f"silent for {now - pulse.heard:.0f} s")
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
             self._changed.notify()
-            if now - self._progressed > self.config.master.stall_seconds:
-                self._finish(False, f"nothing has moved for {now - self._progressed:.0f} s: {self._waiting_for()}")
+            self._remedy_stall(now - self._progressed)
+
+    def _excuse(self, absent: float) -> None:
+        """This process stood still: nobody else shall pay for that."""
+        log.warning("the master was stopped", seconds=absent)
+        self._progressed += absent
+        for pulse in self._pulses.values():
+            pulse.heard += absent
+        self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
+
+    def _remedy_stall(self, idle: float) -> None:
+        """A third of `stall_seconds` without progress: the unfinished groups start anew. Two thirds: whoever is waited
+        for is fenced, so that it is started again. All of it: give up. A missing role can only be waited for."""
+        limit = self.config.master.stall_seconds
+        waits = f"nothing has moved for {idle:.0f} s: {self._waiting_for()}"
+        if idle > limit:
+            self._finish(False, waits)
+        elif self._missing():
+            return
+        elif idle > limit * 2 / 3 and self._remedies == 1:
+            self._remedies = 2
+            suspects = self._suspects()
+            log.warning("stalled: starting again who is waited for", waits=waits, members=suspects)
+            for identity in suspects:
+                self._remove(identity, "waited for in vain")
+        elif idle > limit / 3 and self._remedies == 0:
+            self._remedies = 1
+            released = [group for owner in list(self.state.members) for group in self.ledger.release(owner)]
+            log.warning("stalled: unfinished groups start anew", waits=waits, groups=released)
+            self._changed.notify()
+
+    def _suspects(self) -> list[str]:
+        """Healthy members that the run waits for. One that is still starting is given its time."""
+        if not self._evaluated(0) or self.ledger.version == self.config.steps:
+            roles = {"evaluator", "generator", "reward", "trainer"}
+        elif self.ledger.waiting:
+            roles = {"rollout_manager", "generator", "reward"}
+        else:
+            roles = {"trainer"}
+        return [i for i, m in self.state.members.items() if m.role in roles and m.state == "healthy"]
 
     # --- helpers
 
     async def _park(self, request: Request, condition: Callable[[], Any]) -> Any:
         """The condition's value once it is true, or None when the asker's time is nearly over."""
+        if value := condition():
+            return value
         try:
             async with asyncio.timeout(max(0.0, request.remaining - PARK_MARGIN_SECONDS)):
                 return await self._changed.until(condition)
@@ -193,19 +272,33 @@ class Master(HandlesRequests):
             return None
 
     def _snapshot(self) -> Snapshot:
-        members = tuple(row.member for row in self._rows.values())
-        return Snapshot(policy=self.policy, members=members, sequence=self._events.sequence)
+        return Snapshot(
+            policy=self.state.policy,
+            members=tuple(self.state.members.values()),
+            sequence=self._events.sequence,
+            events=self._events_address,
+        )
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     def _progress(self) -> None:
         self._progressed = self._now()
+        self._remedies = 0
 
-    def _known(self, request: Request) -> str:
-        if request.sender not in self._rows:
-            raise RefusedError(f"{request.sender} is not a member of this run (any more): start it anew")
-        return request.sender
+    def _member(self, request: Request, role: str | None = None) -> Member:
+        """The sender. Raises FencedError for one that is not, or no longer, a member."""
+        member = self.state.members.get(request.sender)
+        if member is None:
+            raise FencedError(f"{request.sender} is not a member of this run (any more)")
+        if role not in (None, member.role):
+            raise RefusedError(f"{request.message.kind!r} is not for a {member.role} to ask")
+        return member
+
+    def _trainer(self, request: Request, lineage: int | None = None) -> None:
+        self._member(request, "trainer")
+        if request.sender != self.state.trainer or lineage not in (None, self.state.lineage):
+            raise FencedError(f"{request.sender} does not hold the lineage {self.state.lineage} of this run")
 
     # --- membership
 
@@ -213,43 +306,58 @@ class Master(HandlesRequests):
     async def join(self, request: Request) -> Welcome:
         asked: Join = request.message
         mark = request.sender.rpartition("#")[2]
-        index = self._free_index(asked.role) if asked.index is None else asked.index
-        identity = f"{asked.role}/{index}#{mark}"
-        for other in [i for i, row in self._rows.items() if (row.member.role, row.member.index) == (asked.role, index)]:
-            self._remove(other, f"replaced by {identity}")
-        member = Member(identity=identity, role=asked.role, index=index, address=asked.address, state="stale")
-        self._rows[identity] = _Row(member, self._now(), "starting", {})
-        self._members_changed()
-        log.info("joined", actor=identity, address=asked.address)
+        member = self._joined_already(asked, mark) or self._admit_member(asked, mark)
         return Welcome(
-            identity=identity,
-            config=self.config.model_dump(mode="json"),
-            events=self._events_address,
-            snapshot=self._snapshot(),
+            identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot()
         )
 
+    def _joined_already(self, asked: Join, mark: str) -> Member | None:
+        """A repeated Join, which an earlier master has answered."""
+        same = (m for m in self.state.members.values() if m.role == asked.role and m.identity.endswith(f"#{mark}"))
+        return next(same, None)
+
+    def _admit_member(self, asked: Join, mark: str) -> Member:
+        # There is one trainer: whoever comes takes the place of the one before.
+        index = 0 if asked.role == "trainer" else asked.index
+        index = self._free_index(asked.role) if index is None else index
+        identity = f"{asked.role}/{index}#{mark}"
+        for other in [i for i, m in self.state.members.items() if (m.role, m.index) == (asked.role, index)]:
+            self._remove(other, f"replaced by {identity}")
+        member = Member(identity=identity, role=asked.role, index=index, address=asked.address, state="stale")
+        self.state.emit("joined", member=member.model_dump())
+        self._pulses[identity] = _Pulse(self._now(), 0.0)
+        self._outbox.put_nowait(MembersChanged(changed=(member,)))
+        log.info("joined", actor=identity, address=asked.address)
+        return member
+
     def _free_index(self, role: str) -> int:
-        taken = {row.member.index for row in self._rows.values() if row.member.role == role}
+        taken = {m.index for m in self.state.members.values() if m.role == role}
         return next(i for i in range(len(taken) + 1) if i not in taken)
 
     @handles(Heartbeat)
     async def heartbeat(self, request: Request) -> HeartbeatAnswer:
-        row = self._rows[self._known(request)]
-        beat: Heartbeat = request.message
-        if beat.stats.get("tokens_generated", 0) > row.stats.get("tokens_generated", 0):
+        member, beat = self._member(request), request.message
+        self._listen(self._pulses[member.identity], beat)
+        if (beat.state, beat.serves) != (member.state, member.serves):
+            member = member.model_copy(update={"state": beat.state, "serves": beat.serves})
+            self.state.emit("member_changed", member=member.model_dump())
+            self._outbox.put_nowait(MembersChanged(changed=(member,)))
             self._progress()
-        row.heard, row.activity, row.stats = self._now(), beat.activity, beat.stats
-        if (beat.state, beat.serves) != (row.member.state, row.member.serves):
-            row.member = row.member.model_copy(update={"state": beat.state, "serves": beat.serves})
+        return HeartbeatAnswer(policy=self.state.policy, sequence=self._events.sequence, ended=self._end.done())
+
+    def _listen(self, pulse: _Pulse, beat: Heartbeat) -> None:
+        tokens = beat.stats.get("tokens_generated", 0.0)
+        # The first beat that a new master hears tells nothing about the time before.
+        fresh = 0.0 if pulse.tokens is None else tokens - pulse.tokens
+        self._generated += fresh
+        if fresh > 0 or beat.stats.get("work_done", 0.0) > pulse.stats.get("work_done", 0.0):
             self._progress()
-            self._members_changed()
-        return HeartbeatAnswer(policy=self.policy, sequence=self._events.sequence, ended=self._end.done())
+        pulse.heard, pulse.tokens, pulse.activity, pulse.stats = self._now(), tokens, beat.activity, beat.stats
 
     @handles(Leave)
     async def leave(self, request: Request) -> Done:
-        if request.sender in self._rows:
+        if request.sender in self.state.members:
             self._remove(request.sender, request.message.reason)
-            self._changed.notify()
         return Done()
 
     @handles(AskSnapshot)
@@ -261,70 +369,96 @@ class Master(HandlesRequests):
         return Configuration(values=self.config.model_dump(mode="json"))
 
     def _remove(self, identity: str, reason: str) -> None:
-        row = self._rows.pop(identity)
-        self._tokens_of_the_gone += row.stats.get("tokens_generated", 0.0)
+        self.state.emit("left", identity=identity)
+        del self._pulses[identity]
         released = self.ledger.release(identity)
-        self._members_changed()
+        self._outbox.put_nowait(MembersChanged(gone=(identity,)))
+        self._changed.notify()
         if not self._end.done():
-            log.warning("left", actor=identity, reason=reason, released=len(released))
-            if row.member.role == "trainer" and self._checkpoint is None:
-                self._finish(False, f"{identity} is gone ({reason}) and the run cannot go on without its trainer")
-
-    def _members_changed(self) -> None:
-        self._events.publish(MembersChanged(members=tuple(row.member for row in self._rows.values())))
+            log.warning("left", actor=identity, reason=reason, released=released)
 
     # --- rollouts
 
     @handles(AskPermits)
     async def ask_permits(self, request: Request) -> Permits:
-        owner = self._known(request)
-        if not await self._park(request, lambda: self._may_generate() and self.ledger.capacity):
+        owner = self._member(request, "rollout_manager").identity
+        if not await self._park(request, self._free):
             return Permits(permits=())
-        self._begin()
-        granted = self.ledger.admit(owner, request.message.count, self._now(), self.config.master.lease_seconds)
+        self._member(request)  # it may have been given up while it waited
+        if self._step_begun is None:
+            self._step_begun = self._now()
+        count = min(request.message.count, self._free())
+        granted = self.ledger.admit(owner, count, self._now(), self.config.master.lease_seconds)
         return Permits(
             permits=tuple(
                 Permit(group=p.group_id, prompt_index=p.prompt_index, min_version=p.min_version) for p in granted
             )
         )
 
-    def _may_generate(self) -> bool:
-        # The first evaluation is of version 0 and by generators that are otherwise idle.
-        return self._evaluated(0) and not self._end.done()
-
-    def _begin(self) -> None:
-        if self._begun is None:
-            self._begun = self._step_begun = self._now()
+    def _free(self) -> int:
+        """Groups that may start now. The first evaluation is of version 0, by generators that are otherwise idle."""
+        if not self._evaluated(0) or self._end.done():
+            return 0
+        capacity = self.ledger.capacity
+        if self.config.run_ahead == "max":
+            return capacity
+        return min(capacity, max(0, self.state.run_ahead.limit - self.ledger.alive))
 
     @handles(RenewLeases)
     async def renew_leases(self, request: Request) -> LostLeases:
-        lost = self.ledger.renew(
-            self._known(request), request.message.groups, self._now(), self.config.master.lease_seconds
-        )
+        owner = self._member(request, "rollout_manager").identity
+        lost = self.ledger.renew(owner, request.message.groups, self._now(), self.config.master.lease_seconds)
         return LostLeases(groups=tuple(lost))
 
     @handles(GroupStarted)
     async def group_started(self, request: Request) -> Done:
-        self.ledger.started(request.message.group, self._known(request), request.message.start_version)
+        owner = self._member(request, "rollout_manager").identity
+        self.ledger.started(request.message.group, owner, request.message.start_version)
         self._changed.notify()
         return Done()
 
     @handles(GroupFailed)
     async def group_failed(self, request: Request) -> Done:
-        failed: GroupFailed = request.message
+        owner, failed = self._member(request, "rollout_manager").identity, request.message
         log.warning("group failed", group=failed.group, reason=failed.reason)
-        self.ledger.failed(failed.group, self._known(request), failed.reason)
+        self.ledger.failed(failed.group, owner, failed.reason)
         self._changed.notify()
         return Done()
 
     # --- training
 
+    @handles(AskRecovery)
+    async def ask_recovery(self, request: Request) -> Recovery:
+        self._member(request, "trainer")
+        if request.sender != self.state.trainer:
+            self.state.emit("lineage_opened", lineage=self.state.lineage + 1, trainer=request.sender)
+        return Recovery(
+            lineage=self.state.lineage,
+            version=self.ledger.version,
+            checkpoint_version=self.state.checkpoint_version,
+            checkpoint=self.state.checkpoint,
+            drop=tuple(group for group in request.message.spooled if not self.ledger.knows(group)),
+        )
+
+    @handles(PolicyRestored)
+    async def policy_restored(self, request: Request) -> Done:
+        policy: Policy = request.message.policy
+        self._trainer(request, policy.lineage)
+        if policy != self.state.policy:
+            if policy.version != self.ledger.version:
+                raise RefusedError(f"version {policy.version} is restored, but the run is at {self.ledger.version}")
+            self.state.emit("policy_restored", policy=policy.model_dump())
+            self._outbox.put_nowait(PolicyPublished(policy=policy))
+            self._progress()
+        return Done()
+
     @handles(GroupReady)
     async def group_ready(self, request: Request) -> GroupAccepted:
         ready: GroupReady = request.message
+        self._trainer(request)
         answer = self.ledger.ready(ready.group, ready.start_version)
         if answer is Answer.ACCEPTED:
-            self._rewards[ready.group] = ready.reward_mean
+            self.state.emit("rewarded", group=ready.group, mean=ready.reward_mean)
             self._progress()
             self._changed.notify()
         return GroupAccepted(accepted=answer is not Answer.GONE)
@@ -332,10 +466,16 @@ class Master(HandlesRequests):
     @handles(AskBatch)
     async def ask_batch(self, request: Request) -> BatchAnswer:
         def decided() -> Batch | RunEnded | None:
-            found = self.ledger.next_batch(request.message.version)
+            found = self.ledger.next_batch(version)
+            if version == self.ledger.version:
+                self._note_hunger(found)
             return found if isinstance(found, Batch | RunEnded) else None
 
-        match await self._park(request, decided):
+        version = request.message.version
+        self._trainer(request)
+        found = await self._park(request, decided)
+        self._trainer(request)
+        match found:
             case Batch() as batch:
                 return BatchAnswer(status="ready", groups=batch.group_ids, mask_older_than=batch.min_token_version)
             case RunEnded():
@@ -343,76 +483,113 @@ class Master(HandlesRequests):
             case _:
                 return BatchAnswer(status="waiting")
 
+    def _note_hunger(self, found: Batch | Waiting | RunEnded) -> None:
+        """For how long the trainer wanted a batch for which too few groups were ready, and how many were left over."""
+        now = self._now()
+        if isinstance(found, Waiting) and found.ready < found.needed:
+            self._hungry_since = now if self._hungry_since is None else self._hungry_since
+        elif self._hungry_since is not None:
+            self._starved += now - self._hungry_since
+            self._hungry_since = None
+        if isinstance(found, Batch) and self._left_over is None:
+            self._left_over = self.ledger.ready_count
+
     @handles(CommitStep)
     async def commit_step(self, request: Request) -> Done:
         commit: CommitStep = request.message
-        if commit.policy.version == self.policy.version:
+        self._trainer(request, commit.policy.lineage)
+        if commit.policy.version == self.state.policy.version:
             return Done()
         record = self.ledger.commit(commit.policy.version - 1)
-        self.policy = commit.policy
-        self._events.publish(PolicyPublished(policy=commit.policy))
-        self._record_step(commit, record)
+        metrics = self._metrics(commit, record)
+        self.state.emit(
+            "stepped", policy=commit.policy.model_dump(), metrics=metrics, groups=list(record.batch.group_ids)
+        )
+        self.state.compact_if_due()
+        self._outbox.put_nowait(PolicyPublished(policy=commit.policy))
         self._progress()
         self._changed.notify()
+        await self.journal.durable()
+        self.folder.append_metrics(metrics)
+        shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in metrics.items() if k != "prompts"}
+        log.info("step", **shown)
         return Done()
 
-    def _record_step(self, commit: CommitStep, record: Any) -> None:
+    def _metrics(self, commit: CommitStep, record: Any) -> dict[str, Any]:
         now = self._now()
-        rewards = [self._rewards.pop(group) for group in record.batch.group_ids]
-        generated = self._tokens_of_the_gone + sum(r.stats.get("tokens_generated", 0.0) for r in self._rows.values())
+        groups = record.batch.group_ids
+        rewards = [self.state.rewards[group] for group in groups]
         metrics = {
             "step": commit.policy.version,
             "reward_mean": sum(rewards) / len(rewards),
             "staleness_mean": record.mean_staleness,
             "staleness_max": record.max_staleness,
-            "tokens_generated": int(generated - self._generated_before),
-            "step_seconds": now - self._step_begun,
-            "groups_trained": len(rewards),
+            "tokens_generated": int(self._generated),
+            "step_seconds": now - self._step_begun if self._step_begun is not None else 0.0,
+            "groups_trained": len(groups),
             "groups_ready": self.ledger.ready_count,
             "groups_alive": self.ledger.alive,
+            "groups_left_over": self._left_over or 0,
+            "starved_seconds": self._starved,
             **commit.metrics,
+            "prompts": list(record.prompts),
+            "discarded": self.state.discarded.copy(),
         }
         # Before its first step the trainer also waits for the others to start, which is no part of the step.
         metrics["trainer_wait_seconds"] = min(metrics["trainer_wait_seconds"], metrics["step_seconds"])
-        self._generated_before, self._step_begun = generated, now
-        self._last_metrics = metrics
-        self.folder.append_metrics(metrics)
-        log.info("step", **{k: round(v, 5) if isinstance(v, float) else v for k, v in metrics.items()})
+        self._generated, self._step_begun = 0.0, now
+        self._starved, self._left_over = 0.0, None
+        return metrics
+
+    @handles(CheckpointSaved)
+    async def checkpoint_saved(self, request: Request) -> Done:
+        self._trainer(request)
+        saved: CheckpointSaved = request.message
+        if saved.version > self.state.checkpoint_version:
+            self.ledger.checkpointed(saved.version)
+            self.state.emit("checkpoint_saved", version=saved.version, folder=saved.folder)
+            self._progress()
+        return Done()
 
     @handles(TrainingFinished)
     async def training_finished(self, request: Request) -> Done:
-        self._checkpoint = request.message.checkpoint
-        self._progress()
+        self._trainer(request)
+        if self.state.finished != self.ledger.version:
+            self.state.emit("finished", version=self.ledger.version)
+            self._progress()
+        await self.journal.durable()
         self._end_if_complete()
         return Done()
 
     def _end_if_complete(self) -> None:
-        if self._checkpoint and self._evaluated(self.policy.version):
+        if self.state.finished == self.config.steps and self._evaluated(self.config.steps):
             self._finish(True, "the run reached its end")
 
     # --- evaluation and monitoring
 
     def _evaluated(self, version: int) -> bool:
-        return not self.config.data.eval_size or version in self._evaluations
+        return not self.config.data.eval_size or version in self.state.evaluations
 
     def _evaluation_due(self) -> EvaluationAnswer | None:
-        version = self.policy.version
+        version = self.ledger.version
         due = version in (0, self.config.steps) and not self._evaluated(version)
         return EvaluationAnswer(version=version) if due else None
 
     @handles(AskEvaluation)
     async def ask_evaluation(self, request: Request) -> EvaluationAnswer:
-        self._known(request)
+        self._member(request, "evaluator")
         return await self._park(request, self._evaluation_due) or EvaluationAnswer(version=None)
 
     @handles(EvaluationDone)
     async def evaluation_done(self, request: Request) -> Done:
+        self._member(request, "evaluator")
         done: EvaluationDone = request.message
-        self._evaluations[done.version] = done
+        self.state.emit("evaluated", evaluation=done.model_dump())
         log.info(
             "evaluated", version=done.version, accuracy=round(done.accuracy, 4), rows=done.rows, failed=done.failed
         )
         self._progress()
+        await self.journal.durable()
         self._end_if_complete()
         self._changed.notify()
         return Done()
@@ -422,18 +599,20 @@ class Master(HandlesRequests):
         return Status(
             values={
                 "run": self.config.name,
-                "version": self.policy.version,
+                "version": self.ledger.version,
+                "lineage": self.state.lineage,
                 "steps": self.config.steps,
                 "max_staleness": self.config.max_staleness,
                 "alive": self.ledger.alive,
                 "ready": self.ledger.ready_count,
-                "capacity": self.ledger.capacity,
+                "capacity": self._free(),
                 "waiting": self._waiting_for(),
-                "metrics": self._last_metrics,
-                "accuracy": {str(version): done.accuracy for version, done in self._evaluations.items()},
+                "metrics": self.state.last_step,
+                "accuracy": {str(version): done.accuracy for version, done in self.state.evaluations.items()},
                 "members": [
-                    {"identity": i, "state": row.member.state, "activity": row.activity, "stats": row.stats}
-                    for i, row in self._rows.items()
+                    {"identity": i, "state": m.state, "activity": p.activity, "stats": p.stats}
+                    for i, m in self.state.members.items()
+                    for p in [self._pulses[i]]
                 ],
                 "ended": self._end.done(),
                 "events": self._events_address,
@@ -441,27 +620,36 @@ class Master(HandlesRequests):
         )
 
     def _waiting_for(self) -> str:
-        """Who waits for whom, in one line."""
-        missing = [role for role in ("trainer", "generator", "reward", "rollout_manager") if not self._healthy(role)]
-        if self.config.data.eval_size and not self._healthy("evaluator"):
-            missing.append("evaluator")
-        if missing:
-            return f"waiting for a {' and a '.join(missing)} to be ready"
+        """Who waits for whom and since when, in one line."""
+        return f"{self._who_waits()} (for {self._now() - self._progressed:.0f} s)"
+
+    def _who_waits(self) -> str:
+        if missing := self._missing():
+            return f"everyone waits for a {' and a '.join(missing)} to be ready"
         if not self._evaluated(0):
             return "everyone waits for the evaluation of version 0"
         if self.ledger.version == self.config.steps:
-            return "waiting for the last checkpoint and evaluation"
+            return "everyone waits for the last checkpoint and evaluation"
         if waiting := self.ledger.waiting:
             return f"the trainer waits: {waiting}"
-        return "the rollout managers wait for the trainer" if not self.ledger.capacity else "nobody waits"
+        if not self._free():
+            return f"the rollout managers wait for the trainer, which is {self._activity('trainer')}"
+        return "nobody waits"
+
+    def _missing(self) -> list[str]:
+        roles = [*ROLES, "evaluator"] if self.config.data.eval_size else ROLES
+        return [role for role in roles if not self._healthy(role)]
 
     def _healthy(self, role: str) -> bool:
-        return any(row.member.role == role and row.member.state == "healthy" for row in self._rows.values())
+        return any(m.role == role and m.state == "healthy" for m in self.state.members.values())
+
+    def _activity(self, role: str) -> str:
+        return next((self._pulses[i].activity for i, m in self.state.members.items() if m.role == role), "gone")
 
     def _summary(self, ending: Ending) -> dict[str, Any]:
-        before, after = self._evaluations.get(0), self._evaluations.get(self.config.steps)
-        samples = self.ledger.counters.trained * self.config.group_size
-        seconds = self._step_begun - self._begun if self._begun is not None else 0.0
+        state, counters = self.state, self.ledger.counters
+        before, after = state.evaluations.get(0), state.evaluations.get(self.config.steps)
+        samples = counters.trained * self.config.group_size
         return {
             "ok": ending.ok,
             "reason": ending.reason,
@@ -470,11 +658,15 @@ class Master(HandlesRequests):
             "accuracy_after": after and after.accuracy,
             "max_staleness": self.config.max_staleness,
             "samples_trained": samples,
-            "samples_per_second": samples / seconds if seconds else None,
-            "seconds": seconds,
-            "checkpoint": self._checkpoint,
-            "groups_discarded": dict(self.ledger.counters.discarded),
-            "groups_requeued": dict(self.ledger.counters.requeued),
+            "samples_per_second": samples / state.seconds if state.seconds else None,
+            "seconds": state.seconds,
+            "checkpoint": state.checkpoint,
+            "lineages": state.lineage + 1,
+            "masters": state.masters,
+            "groups_discarded": dict(counters.discarded),
+            "groups_requeued": dict(counters.requeued),
+            "prompts_open": self.ledger.open_prompts(),
+            "discarded": state.discarded,
             "samples_before": [s.model_dump() for s in before.samples] if before else [],
             "samples_after": [s.model_dump() for s in after.samples] if after else [],
         }

@@ -16,13 +16,13 @@ from rich.text import Text
 from areal.config import Config
 from protocols.errors import BusError
 from protocols.messages import AskStatus
-from protocols.transport import ZmqBus
+from protocols.transport import Bus
 
 REFRESH_SECONDS = 1.0
 ASK_SECONDS = 5.0
 
 
-async def watch_live(bus: ZmqBus, master: str, console: Console) -> None:
+async def watch_live(bus: Bus, master: str, console: Console) -> None:
     """One live view of the run at `master`, until cancelled. Its failures are the view's alone."""
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while True:
@@ -34,20 +34,28 @@ async def watch_live(bus: ZmqBus, master: str, console: Console) -> None:
             await asyncio.sleep(REFRESH_SECONDS)
 
 
-async def print_steps(config: Config, console: Console) -> None:
-    """A line for each step of the run in `config.folder`, until cancelled; none is left out."""
-    lines = (config.folder / "metrics.jsonl").open()
-    try:
-        while True:
-            _print_new_steps(lines, config, console)
-            await asyncio.sleep(REFRESH_SECONDS)
-    finally:
-        _print_new_steps(lines, config, console)
+async def print_steps(config: Config, console: Console, shown: int = 0) -> None:
+    """A line for each step of the run in `config.folder` after the first `shown`, until cancelled; none is left out."""
+    with (config.folder / "metrics.jsonl").open() as lines:
+        try:
+            while True:
+                _print_new_steps(lines, config, console, shown)
+                await asyncio.sleep(REFRESH_SECONDS)
+        finally:
+            _print_new_steps(lines, config, console, shown)
 
 
-def _print_new_steps(lines: IO[str], config: Config, console: Console) -> None:
-    for line in lines:
-        console.print(step_line(json.loads(line), config), highlight=False, soft_wrap=True)
+def _print_new_steps(lines: IO[str], config: Config, console: Console, shown: int) -> None:
+    while True:
+        begin = lines.tell()
+        line = lines.readline()
+        if not line.endswith("\n"):
+            # Not written to its end yet, or never: then a master that goes on writes it anew, at the same place.
+            lines.seek(begin)
+            return
+        metrics = json.loads(line)
+        if metrics["step"] > shown:
+            console.print(step_line(metrics, config), highlight=False, soft_wrap=True)
 
 
 def step_line(m: dict[str, Any], config: Config) -> str:

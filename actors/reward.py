@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import structlog
 
-from actors.runtime import Actor, handles
+from actors.runtime import Actor, Signal, handles
 from areal.reward_pool import RewardFailed, RewardPool
-from protocols.errors import RefusedError
+from protocols.errors import BusyError, RefusedError
 from protocols.messages import Score, Scored
-from protocols.transport import Request, ZmqBus
+from protocols.transport import Request
 
 log = structlog.get_logger()
 
@@ -20,24 +23,29 @@ class Reward(Actor):
     _pool: RewardPool | None = None
 
     def __init__(
-        self, bus: ZmqBus, master: str, index: int | None = None, host: str | None = None,
-        functions: tuple[str, ...] = (),
+        self, *args: Any, functions: tuple[str, ...] = (), make_pool: Callable[..., RewardPool] = RewardPool,
+        **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(bus, master, index, host)
+        super().__init__(*args, **kwargs)
         self._functions = functions
-        self._scored = self._failed = 0
+        self._make_pool = make_pool
+        self._idle = Signal()
+        self._scoring = self._scored = self._failed = 0
 
     def serves(self) -> tuple[str, ...]:
         return self._functions or tuple(self.config.reward.functions)
 
     async def setup(self) -> None:
         reward = self.config.reward
-        self._pool = RewardPool(list(self.serves()), reward.workers, reward.timeout_seconds)
+        self._pool = self._make_pool(list(self.serves()), reward.workers, reward.timeout_seconds)
         await self._pool.__aenter__()
 
     async def main(self) -> None:
-        self.state = "healthy"
+        await self.become_healthy()
         self.activity = f"scoring with {', '.join(self.serves())}"
+
+    async def hand_over(self) -> None:
+        await self._idle.until(lambda: not self._scoring)
 
     async def teardown(self) -> None:
         if self._pool is not None:
@@ -49,11 +57,17 @@ class Reward(Actor):
     @handles(Score)
     async def score(self, request: Request) -> Scored:
         asked: Score = request.message
+        if self.state != "healthy":
+            raise BusyError("this reward actor takes no completions now")
+        self._scoring += 1
         try:
             score = await self._pool.score(asked.function, asked.prompt, asked.completion, asked.row)
         except RewardFailed as error:
             self._failed += 1
             log.warning("reward failed", function=asked.function, error=str(error))
             raise RefusedError(str(error)) from None
+        finally:
+            self._scoring -= 1
+            self._idle.notify()
         self._scored += 1
         return Scored(score=score)

@@ -47,18 +47,22 @@ class RolloutManager(Sampler):
         self._room = Signal()
 
     async def main(self) -> None:
-        self.state = "healthy"
+        await self.become_healthy()
         self.spawn(self._renew_leases(), "renew leases")
-        while True:
+        while self.state == "healthy":
             self.activity = "waiting for generators"
             await self.until(lambda: bool(self.with_role("generator")))
             self.activity = f"generators are full: {self._running} samples run"
             await self._room.until(lambda: self._free_groups() > 0)
             self.activity = "waiting for permits"
             permits = await self.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
-            for permit in permits.permits:
+            for permit in permits.permits:  # granted meanwhile, they are worked on also by a manager that drains
                 self._groups[permit.group] = self.spawn(self._run_group(permit), permit.group)
                 self._running += self.config.group_size
+
+    async def hand_over(self) -> None:
+        """Finish the groups in hand; what is left at the end is admitted again elsewhere."""
+        await self._room.until(lambda: not self._groups)
 
     def stats(self) -> dict[str, float]:
         if self.state == "stale":
@@ -124,17 +128,11 @@ class RolloutManager(Sampler):
 
     async def _run_sample(self, session: SampleSession, row: Row) -> Trajectory:
         try:
-            trajectory = await self._workflow(session, row)
-        except (SampleFailed, asyncio.CancelledError):
-            raise
-        except Exception as error:  # the user's own code: its failure is the sample's, not the manager's
-            log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
-            raise SampleFailed(f"the workflow raised {type(error).__name__}: {error}") from error
+            return await self.run_workflow(session, row)
         finally:
             self._running -= 1
             self._samples_finished += 1
             self._room.notify()
-        return trajectory
 
     async def _store(self, group: Group) -> None:
         """Until the trainer has it. A repeat is harmless: the group has its id."""

@@ -1,7 +1,9 @@
 """What every actor is made of: a front door, a place in the master's directory, heartbeats, and a clean end.
 
-An actor joins, works, and leaves. It stops on SIGTERM or SIGINT, when the master says that the run is over, when the
-master has been silent for `LOST_MASTER_SECONDS`, or when its own code fails. No task outlives `Actor.run`.
+An actor joins, works, and leaves. It stops when it is told to and has handed over (SIGTERM, SIGINT), when the master
+says that the run is over, when the master has been silent for `master.lost_seconds`, when the master does not believe
+it any more (it is *fenced*: another one may have its place), or when its own code fails. A master that dies and comes
+back in time is the same master. No task outlives `Actor.run`.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ import contextlib
 import inspect
 import secrets
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import structlog
 
 from actors.logs import write_log_file
 from areal.config import Config, UserError
-from protocols.errors import BusError, DeadlineError, RefusedError
+from protocols.errors import BusError, DeadlineError, FencedError, RefusedError
 from protocols.messages import (
     AskSnapshot,
     Heartbeat,
@@ -34,12 +37,11 @@ from protocols.messages import (
     Shutdown,
     Snapshot,
 )
-from protocols.transport import Request, ZmqBus
+from protocols.transport import Bus, Request, Subscriber
 
 JOIN_SECONDS = 10.0
 HEARTBEAT_SECONDS = 1.0
 CONTROL_SECONDS = 10.0
-LOST_MASTER_SECONDS = 30.0
 LEAVE_SECONDS = 2.0
 # What `teardown` may take: the whole stop has to fit into ten seconds.
 TEARDOWN_SECONDS = 6.0
@@ -94,10 +96,16 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why an actor stopped. `ok`: the run reached its end."""
+    """Why an actor stopped. `ok`: the run reached its end, or the actor left as it was told to. `fenced`: the master
+    does not believe this incarnation any more; a new one may join."""
 
     ok: bool
     reason: str
+    fenced: bool = False
+
+
+class MasterLostError(BusError):
+    """The master has been silent for too long."""
 
 
 class _Stopped(Exception):
@@ -111,12 +119,15 @@ class _Stopped(Exception):
 class Actor(HandlesRequests):
     """Base of every role but the master. Subclasses set `role` and write `main`, and handlers with `@handles`.
 
-    After joining, `config` is the run's, `policy` the newest published one, `members` the directory.
+    After joining, `config` is the run's, `policy` the newest published one, `directory` the members by identity.
     """
 
     role: ClassVar[str]
 
-    def __init__(self, bus: ZmqBus, master: str, index: int | None = None, host: str | None = None) -> None:
+    def __init__(
+        self, bus: Bus, master: str, index: int | None = None, host: str | None = None, *,
+        keep_log: Callable[[Path], None] = write_log_file,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.bus = bus
         self.master = master
@@ -124,14 +135,15 @@ class Actor(HandlesRequests):
         self.host = host or host_towards(master)
         self.config: Config = None  # type: ignore[assignment]  # known from joining on
         self.policy: Policy = None  # type: ignore[assignment]
-        self.members: tuple[Member, ...] = ()
+        self.directory: dict[str, Member] = {}
         self.state = "stale"
         self.activity = "starting"
         self._changed = Signal()
+        self._keep_log = keep_log
         self._stop: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._sequence = 0
-        self._events = ""
-        self._tasks: asyncio.TaskGroup
+        self._events: Subscriber | None = None
+        self._tasks: asyncio.TaskGroup | None = None
 
     # --- for subclasses
 
@@ -144,6 +156,9 @@ class Actor(HandlesRequests):
     async def teardown(self) -> None:
         """Release what `setup` took. Called once, also where `setup` failed."""
 
+    async def hand_over(self) -> None:
+        """Finish or pass on what is in hand, while the actor is draining. It has `master.drain_seconds`."""
+
     def serves(self) -> tuple[str, ...]:
         """Names of what this actor offers, for the directory."""
         return ()
@@ -154,9 +169,19 @@ class Actor(HandlesRequests):
 
     # --- what subclasses use
 
-    async def ask_master(self, message: Message, answer: type[M], timeout: float = CONTROL_SECONDS) -> M:
-        """The master's answer. Raises BusError."""
-        return await self.ask(self.master, message, answer, timeout)
+    async def ask_master(self, message: Message, answer: type[M], park: float = 0.0) -> M:
+        """The master's answer, also of one that had to be started again meanwhile; it may keep the request for `park`
+        seconds until it has one. Raises BusError: MasterLostError after `master.lost_seconds` of silence."""
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        while True:
+            try:
+                return await self.ask(self.master, message, answer, park + CONTROL_SECONDS)
+            except DeadlineError:
+                if loop.time() - asked - park >= self.config.master.lost_seconds:
+                    raise MasterLostError(
+                        f"the master at {self.master} has been silent for {loop.time() - asked:.0f} s"
+                    ) from None
 
     async def ask(self, address: str, message: Message, answer: type[M], timeout: float = CONTROL_SECONDS) -> M:
         """The answer of the actor at `address`. Raises BusError."""
@@ -170,7 +195,12 @@ class Actor(HandlesRequests):
         return self._tasks.create_task(work, name=name)
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
-        return [m for m in self.members if m.role == role and (m.state == "healthy" or not healthy)]
+        return [m for m in self.directory.values() if m.role == role and (m.state == "healthy" or not healthy)]
+
+    async def become_healthy(self) -> None:
+        """Say so at once: others wait for it."""
+        self.state = "healthy"
+        await self._beat()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the directory or the policy makes `condition` true."""
@@ -187,17 +217,14 @@ class Actor(HandlesRequests):
         """Join, work, leave. Raises what the role's own code raised, or UserError where no master answers."""
         loop = asyncio.get_running_loop()
         for sign in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sign, self.stop, False, f"told to stop by {sign.name}")
+            loop.add_signal_handler(sign, self._told_to_leave, sign.name)
         try:
             address = self.bus.serve(f"tcp://{self.host}:*", self.dispatch, self._crashed)
             await self._join(address)
             ending = await self._live()
-            await self._leave(ending.reason)
+            if not ending.fenced:
+                await self._leave(ending.reason)
             return ending
-        except BaseExceptionGroup as group:
-            error = first_error(group)
-            await self._leave(f"{type(error).__name__}: {error}")
-            raise error from None
         finally:
             try:
                 async with asyncio.timeout(TEARDOWN_SECONDS):
@@ -212,21 +239,30 @@ class Actor(HandlesRequests):
         self.bus.identity.name = welcome.identity
         self.config = Config.model_validate(welcome.config)
         self.index = int(welcome.identity.split("/")[1].split("#")[0])
-        write_log_file(self.config.folder / "logs" / f"{self.role}-{self.index}.jsonl")
-        self._events = welcome.events
-        self._believe(welcome.snapshot)
+        self._keep_log(self.config.folder / "logs" / f"{self.role}-{self.index}.jsonl")
+        await self._believe(welcome.snapshot)
 
     async def _live(self) -> Ending:
-        ending: Ending
+        """Raises what the role's own code raised."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                self.bus.subscribe(self._events, self._on_event)
                 self.spawn(self._heartbeat(), "heartbeat")
                 self.spawn(self._work(), self.role)
                 raise _Stopped(await self._stop)  # the task group cancels everything else
-        except* _Stopped as stopped:
-            ending = first_error(stopped).ending
-        return ending
+        except BaseExceptionGroup as group:
+            match first_error(group):
+                case _Stopped() as stopped:
+                    return stopped.ending
+                case FencedError() as error:
+                    return Ending(False, f"fenced: {error}", fenced=True)
+                case MasterLostError() as error:
+                    return Ending(False, str(error))
+                case error:
+                    await self._leave(f"{type(error).__name__}: {error}")
+                    raise error from None
+        finally:
+            self._tasks = None
+        raise AssertionError("unreachable")
 
     async def _work(self) -> None:
         await self.setup()
@@ -234,55 +270,88 @@ class Actor(HandlesRequests):
 
     async def _leave(self, reason: str) -> None:
         with contextlib.suppress(BusError):
-            await self.ask_master(Leave(reason=reason[:4096]), Message, LEAVE_SECONDS)
+            await self.ask(self.master, Leave(reason=reason[:4096]), Message, LEAVE_SECONDS)
 
     def _crashed(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)
-        if not self._stop.done():
+        if self._tasks is None:
+            self.stop(False, f"a handler failed: {type(error).__name__}: {error}")
+        elif not self._stop.done():
             self.spawn(_raise(error), "handler")
 
+    def _told_to_leave(self, sign: str) -> None:
+        """The first signal drains the actor, a second one ends it at once."""
+        if self._tasks is None or self.state != "healthy":
+            self.stop(True, f"told to leave by {sign}")
+        else:
+            self.state = "draining"
+            self.spawn(self._drain(sign), "drain")
+
+    async def _drain(self, sign: str) -> None:
+        self.activity = "draining"
+        await self._beat()
+        try:
+            async with asyncio.timeout(self.config.master.drain_seconds):
+                await self.hand_over()
+        except TimeoutError:
+            log.warning("could not hand over everything", seconds=self.config.master.drain_seconds)
+        self.stop(True, f"told to leave by {sign}")
+
     async def _heartbeat(self) -> None:
-        loop = asyncio.get_running_loop()
-        heard = loop.time()
         while True:
-            beat = Heartbeat(state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats())
-            try:
-                answer = await self.ask_master(beat, HeartbeatAnswer, LOST_MASTER_SECONDS)
-            except DeadlineError:
-                return self.stop(False, f"the master at {self.master} has been silent for {loop.time() - heard:.0f} s")
-            except RefusedError as error:
-                return self.stop(False, f"the master refused the heartbeat: {error}")
-            heard = loop.time()
-            if answer.ended:
-                return self.stop(True, "the run is over")
-            if answer.sequence > self._sequence:
-                # An event was lost, or is still on its way; either way the snapshot is newer.
-                self._believe(await self.ask_master(AskSnapshot(), Snapshot))
-                self._changed.notify()
+            await self._beat()
             await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    async def _beat(self) -> None:
+        beat = Heartbeat(state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats())
+        answer = await self.ask_master(beat, HeartbeatAnswer)
+        if answer.ended:
+            return self.stop(True, "the run is over")
+        if answer.sequence > self._sequence:
+            # An event was lost or is still on its way, or the master is a new one; the snapshot is newer in any case.
+            await self._believe(await self.ask_master(AskSnapshot(), Snapshot))
 
     # --- events
 
     def _on_event(self, sequence: int, event: Message) -> None:
         if sequence <= self._sequence:
             return
-        complete = sequence == self._sequence + 1
         match event:
             case PolicyPublished():
-                self.policy = event.policy
+                self._follow(event.policy)
             case MembersChanged():
-                self.members = event.members
+                self._know({m.identity: m for m in event.changed}, event.gone)
             case Shutdown():
                 self.stop(event.ok, event.reason)
-        if complete:
+        if sequence == self._sequence + 1:  # after a gap only a snapshot tells what was missed
             self._sequence = sequence
         self._changed.notify()
 
-    def _believe(self, snapshot: Snapshot) -> None:
-        self.policy, self.members, self._sequence = snapshot.policy, snapshot.members, snapshot.sequence
+    async def _believe(self, snapshot: Snapshot) -> None:
+        if self._events is None or self._events.address != snapshot.events:
+            if self._events is not None:
+                await self._events.close()
+            self._events = self.bus.subscribe(snapshot.events, self._on_event)
+        if snapshot.sequence >= self._sequence:
+            self._sequence = snapshot.sequence
+            self._follow(snapshot.policy)
+            listed = {member.identity: member for member in snapshot.members}
+            self._know(listed, [identity for identity in self.directory if identity not in listed])
+            self._changed.notify()
+
+    def _follow(self, policy: Policy) -> None:
+        # An event that was overtaken must not lead back.
+        if self.policy is None or (policy.lineage, policy.version) > (self.policy.lineage, self.policy.version):
+            self.policy = policy
+
+    def _know(self, changed: dict[str, Member], gone: Sequence[str]) -> None:
+        self.directory |= changed
+        for identity in gone:
+            if member := self.directory.pop(identity, None):
+                self.bus.forget(member.address)
 
 
-async def first_answer(bus: ZmqBus, master: str, message: Message) -> Any:
+async def first_answer(bus: Bus, master: str, message: Message) -> Any:
     """The master's answer to the first thing said to it. Raises UserError where none comes."""
     try:
         return await bus.peer(master).ask(message, JOIN_SECONDS)

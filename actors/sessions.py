@@ -7,21 +7,22 @@ Used by the rollout manager and the evaluator.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import structlog
 
 from actors.runtime import Actor
-from areal.config import SamplingConfig
-from areal.data import Row, open_source, prompt_text
+from areal.config import DataConfig, SamplingConfig
+from areal.data import PromptSource, Row, open_source, prompt_text
 from areal.tokens import load_tokenizer
+from areal.trajectory import Trajectory
 from areal.workflows import Generation, resolve_workflow
 from protocols.errors import BusError, RefusedError
-from protocols.messages import Generate, Member, Score, Scored, TokenChunk
+from protocols.messages import Generate, Member, Message, Score, Scored, TokenChunk
 
 # A sequence may take this long; silence is noticed far earlier, by the stream itself.
 SEQUENCE_SECONDS = 24 * 3600.0
@@ -30,6 +31,9 @@ SCORE_QUEUE_SECONDS = 60.0
 NO_REWARD_SECONDS = 60.0
 # An actor that just failed a request is avoided for this long, where there is another.
 AVOID_SECONDS = 5.0
+RETRY_SECONDS = 0.1
+# A reward actor that dies is no failure of the function; one that dies again and again over a completion is.
+REWARDS_LOST = 10
 
 log = structlog.get_logger()
 
@@ -58,7 +62,7 @@ class Router:
         now = asyncio.get_running_loop().time()
         return min(found, key=lambda m: (self._avoid.get(m.identity, 0.0) > now, self.load[m.identity]))
 
-    @contextmanager
+    @contextlib.contextmanager
     def using(self, member: Member) -> Iterator[None]:
         """Counts towards the member's load."""
         self.load[member.identity] += 1
@@ -69,8 +73,12 @@ class Router:
             if not self.load[member.identity]:
                 del self.load[member.identity]
 
-    def avoid(self, member: Member) -> None:
-        self._avoid[member.identity] = asyncio.get_running_loop().time() + AVOID_SECONDS
+    async def avoid(self, member: Member) -> None:
+        """Choose others for a while. Where there are none, this is the pause before the next attempt."""
+        now = asyncio.get_running_loop().time()
+        self._avoid = {identity: until for identity, until in self._avoid.items() if until > now}
+        self._avoid[member.identity] = now + AVOID_SECONDS
+        await asyncio.sleep(RETRY_SECONDS)
 
 
 class SampleSession:
@@ -108,7 +116,7 @@ class SampleSession:
             except BusError as error:
                 sampled = sum(len(part.tokens) for part in parts)
                 log.warning("goes on elsewhere", generator=generator.identity, sampled=sampled, error=str(error))
-                self._router.avoid(generator)
+                await self._router.avoid(generator)
                 self._home = None
 
     async def _continue_on(self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk]) -> Generation:
@@ -120,21 +128,29 @@ class SampleSession:
             max_new_tokens=self._sampling.max_new_tokens - sampled,
             min_version=self.min_version,
         )
-        async for part in self._router.actor.bus.peer(generator.address).stream(request, SEQUENCE_SECONDS):
+        stream = self._router.actor.bus.peer(generator.address).stream(request, SEQUENCE_SECONDS)
+        async with contextlib.aclosing(stream):
+            return await self._take(stream, generator, parts)
+
+    async def _take(
+        self, stream: AsyncIterator[Message], generator: Member, parts: list[TokenChunk]
+    ) -> Generation:
+        """Add what arrives to `parts` until the sequence is finished."""
+        async for part in stream:
             if not isinstance(part, TokenChunk):
                 raise BusError(f"{generator.identity} streamed {part.kind!r}")
             parts.append(part)
             if not self._started and len(part.versions):
                 self._started = True
                 self._on_start(int(part.versions[0]))
-        if not parts or parts[-1].finish is None:
-            raise BusError(f"{generator.identity} ended a sequence without a finish")
-        return Generation(
-            tokens=np.concatenate([part.tokens for part in parts]),
-            logprobs=np.concatenate([part.logprobs for part in parts]),
-            versions=np.concatenate([part.versions for part in parts]),
-            finish=parts[-1].finish,
-        )
+            if part.finish is not None:  # what the stream still has to say must not undo this
+                return Generation(
+                    tokens=np.concatenate([part.tokens for part in parts]),
+                    logprobs=np.concatenate([part.logprobs for part in parts]),
+                    versions=np.concatenate([part.versions for part in parts]),
+                    finish=part.finish,
+                )
+        raise BusError(f"{generator.identity} ended a sequence without a finish")
 
     async def score(self, completion: str) -> float:
         """Raises SampleFailed where a function failed on every attempt."""
@@ -147,8 +163,8 @@ class SampleSession:
         request = Score(
             function=function, prompt=prompt_text(self._row.prompt), completion=completion, row=self._row.fields
         )
-        problem = ""
-        for _ in range(reward.retries + 1):
+        refused = lost = 0
+        while True:
             try:
                 async with asyncio.timeout(NO_REWARD_SECONDS):
                     member = await self._router.choose("reward", function)
@@ -159,16 +175,37 @@ class SampleSession:
                     timeout = reward.timeout_seconds + SCORE_QUEUE_SECONDS
                     return (await self._router.actor.ask(member.address, request, Scored, timeout)).score
             except BusError as error:
-                problem = str(error)
-                self._router.avoid(member)
-        raise SampleFailed(f"reward {function!r}: {problem}")
+                refused += isinstance(error, RefusedError)
+                lost += not isinstance(error, RefusedError)
+                if refused > reward.retries or lost > REWARDS_LOST:
+                    raise SampleFailed(f"reward {function!r}: {error}") from None
+                await self._router.avoid(member)
 
 
 class Sampler(Actor):
     """Base of the roles that run the workflow on rows of the run's data."""
 
+    def __init__(
+        self, *args: Any, open_source: Callable[[DataConfig, int], PromptSource] = open_source,
+        load_tokenizer: Callable[[str], Any] = load_tokenizer, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(*args, **kwargs)
+        self._open_source = open_source
+        self._load_tokenizer = load_tokenizer
+
     async def setup(self) -> None:
         self._router = Router(self)
-        self._source = await asyncio.to_thread(open_source, self.config.data, self.config.seed)
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model)
+        self._source = await asyncio.to_thread(self._open_source, self.config.data, self.config.seed)
+        self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model)
         self._workflow = resolve_workflow(self.config.rollout_manager.workflow)
+
+    async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
+        """One sample. Raises SampleFailed, also for what the user's own code raised: that is the sample's failure, not
+        this actor's."""
+        try:
+            return await self._workflow(session, row)
+        except (SampleFailed, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
+            raise SampleFailed(f"the workflow raised {type(error).__name__}: {error}") from error

@@ -1,93 +1,119 @@
-"""The trainer: DeepSpeed ranks. Rank 0 is the actor: it keeps the trajectory buffer, asks the master which batch to
-train, and publishes the weights. The other ranks hear from it through torch.distributed alone.
+"""The trainer: keeps finished groups on disk, asks the master which batch to train, and publishes the weights.
 
-The engine runs in one thread of its own, so that groups are taken in while a step is computed.
+A group is acknowledged once it is in the spool on disk, and stays there until a checkpoint covers the step that trained
+it. So a trainer that was killed loses nothing: it loads the last checkpoint, redoes the batches that the master has
+logged since, in order, and publishes the version where the run stands, under a new lineage.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol
 
 import structlog
 
+from actors.ranks import Ranks
 from actors.runtime import Actor, handles
+from areal.config import Config
+from areal.spool import Spool
 from areal.trajectory import Group, Trajectory
-from protocols.errors import RefusedError
+from protocols.errors import BusyError, RefusedError
 from protocols.messages import (
     AskBatch,
+    AskRecovery,
     BatchAnswer,
+    CheckpointSaved,
     CommitStep,
     Done,
     GroupAccepted,
     GroupReady,
     Policy,
+    PolicyRestored,
+    Recovery,
     StoreGroup,
     TrainingFinished,
 )
 from protocols.transport import Request
 
-if TYPE_CHECKING:
-    from areal.config import Config
-    from areal.engines.training import TrainingEngine
-
 ASK_BATCH_SECONDS = 20.0
 # A generator may still be reading the version before the newest, or be about to.
 VERSIONS_KEPT = 4
 
-T = TypeVar("T")
 log = structlog.get_logger()
+
+
+class Learner(Protocol):
+    """The model under training (actors.ranks.Ranks)."""
+
+    @property
+    def work_done(self) -> int: ...
+    async def step(
+        self, groups: list[Group], *, version: int, temperature: float, mask_older_than: int | None
+    ) -> dict[str, float | None]: ...
+    async def publish(self, folder: Path) -> None: ...
+    async def save(self, folder: Path) -> None: ...
+    async def load(self, folder: Path) -> None: ...
+    async def forget(self, folder: Path) -> None: ...
+    def close(self) -> None: ...
 
 
 class Trainer(Actor):
     role = "trainer"
-    _engine: TrainingEngine | None = None
+    _learner: Learner | None = None
+    _spool: Spool | None = None
+
+    def __init__(
+        self, *args: Any, start_learner: Callable[[Config], Awaitable[Learner]] = Ranks.start,
+        open_spool: Callable[[Path], Spool] = Spool.open, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(*args, **kwargs)
+        self._start_learner = start_learner
+        self._open_spool = open_spool
+        self._lineage = 0
+        self._trained: dict[int, tuple[str, ...]] = {}  # groups by step, as far as no checkpoint covers it
 
     async def setup(self) -> None:
         self.activity = "starting DeepSpeed"
-        self._buffer: dict[str, Group] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._engine = await self._compute(lambda: start_engine(self.config))
+        self._spool = await asyncio.to_thread(self._open_spool, self.config.folder / "spool.db")
+        self._learner = await self._start_learner(self.config)
+        await self._recover()
 
     async def main(self) -> None:
-        self.state = "healthy"
+        await self.become_healthy()
         loop = asyncio.get_running_loop()
-        version = self.policy.version
         while True:
+            await self._save_if_due()
             asked = loop.time()
-            batch = await self._next_batch(version)
+            batch = await self._next_batch()
             if batch is None:
                 break
             waited = loop.time() - asked
-            policy, metrics = await self._step(batch, version)
+            policy, metrics = await self._step(batch)
             await self.ask_master(CommitStep(policy=policy, metrics=metrics | {"trainer_wait_seconds": waited}), Done)
-            version = policy.version
-            await self._save_if_due(version)
-            self._forget_old_weights(version)
-        checkpoint = await self._save(version)
+            await self._learner.forget(self._weights(self._version - VERSIONS_KEPT))
+        if self._saved < self._version:
+            await self._save()
         self.activity = "finished"
-        await self.ask_master(TrainingFinished(checkpoint=str(checkpoint)), Done)
+        await self.ask_master(TrainingFinished(), Done)
 
     async def teardown(self) -> None:
-        # A step that is being computed cannot be cancelled: the process does not wait for it.
-        if self._engine is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._learner is not None:
+            self._learner.close()
+        if self._spool is not None:
+            self._spool.close()
 
     def stats(self) -> dict[str, float]:
-        return {"buffered": len(self._buffer)} if self._engine else {}
+        return {"work_done": self._learner.work_done} if self._learner else {}
 
-    # --- the trajectory buffer
+    # --- the spool
 
     @handles(StoreGroup)
     async def store_group(self, request: Request) -> Done:
         stored: StoreGroup = request.message
-        if self._engine is None:
-            raise RefusedError("this trainer is not ready yet")
+        if self._spool is None:
+            raise BusyError("this trainer is not ready yet")
         try:
             trajectories = tuple(
                 Trajectory(part.tokens, part.logprobs, part.versions, part.reward, part.finish)
@@ -97,102 +123,107 @@ class Trainer(Actor):
             start_version = group.start_version
         except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
-        self._buffer.setdefault(group.id, group)
+        await asyncio.to_thread(self._spool.put, group)
         ready = GroupReady(
             group=group.id,
             start_version=start_version,
             reward_mean=sum(t.reward for t in trajectories) / len(trajectories),
-            tokens=sum(len(t) for t in trajectories),
         )
         if not (await self.ask_master(ready, GroupAccepted)).accepted:
-            self._buffer.pop(group.id, None)
+            await asyncio.to_thread(self._spool.forget, [group.id])
         return Done()
+
+    # --- recovery
+
+    async def _recover(self) -> None:
+        """Become what the run's last trainer was."""
+        spooled = await asyncio.to_thread(self._spool.ids)
+        recovery = await self.ask_master(AskRecovery(spooled=tuple(spooled)), Recovery)
+        await asyncio.to_thread(self._spool.forget, recovery.drop)
+        self._lineage = recovery.lineage
+        self._version = self._saved = recovery.checkpoint_version
+        if recovery.checkpoint is not None:
+            self.activity = f"loading {recovery.checkpoint}"
+            await self._learner.load(Path(recovery.checkpoint))
+        for version in range(recovery.checkpoint_version, recovery.version):
+            self.activity = f"redoing step {version + 1} of {recovery.version}"
+            batch = await self.ask_master(AskBatch(version=version), BatchAnswer)
+            await self._train(batch)
+        if recovery.lineage:
+            await self._publish_restored(self.policy)
+
+    async def _publish_restored(self, before: Policy) -> None:
+        policy = Policy(lineage=self._lineage, version=self._version, folder=self.config.model)
+        if self._version:
+            policy = await self._publish()
+        await self.ask_master(PolicyRestored(policy=policy), Done)
+        log.info("restored", lineage=policy.lineage, version=policy.version)
+        for lineage in range(before.lineage, self._lineage):
+            for version in range(self._version - VERSIONS_KEPT, self._version + 2):
+                await self._learner.forget(self._weights(version, lineage))
 
     # --- one step
 
-    async def _next_batch(self, version: int) -> BatchAnswer | None:
+    async def _next_batch(self) -> BatchAnswer | None:
         """None: the run has reached its end."""
-        self.activity = f"waiting for batch {version}"
+        self.activity = f"waiting for batch {self._version}"
         while True:
-            batch = await self.ask_master(AskBatch(version=version), BatchAnswer, ASK_BATCH_SECONDS)
+            batch = await self.ask_master(AskBatch(version=self._version), BatchAnswer, ASK_BATCH_SECONDS)
             if batch.status == "ended":
                 return None
             if batch.status == "ready":
                 return batch
 
-    async def _step(self, batch: BatchAnswer, version: int) -> tuple[Policy, dict[str, Any]]:
-        self.activity = f"training step {version + 1}"
-        groups = [self._buffer.pop(group) for group in batch.groups]
-        result = await self._on_all_ranks(
-            {
-                "do": "step",
-                "version": version,
-                "temperature": self.config.sampling.temperature,
-                "mask_older_than": batch.mask_older_than,
-            },
+    async def _step(self, batch: BatchAnswer) -> tuple[Policy, dict[str, Any]]:
+        self.activity = f"training step {self._version + 1}"
+        metrics = await self._train(batch)
+        return await self._publish(), metrics
+
+    async def _train(self, batch: BatchAnswer) -> dict[str, Any]:
+        groups = await asyncio.to_thread(self._spool.get, batch.groups)
+        metrics = await self._learner.step(
             groups,
+            version=self._version,
+            temperature=self.config.sampling.temperature,
+            mask_older_than=batch.mask_older_than,
         )
-        folder = self.config.folder / "weights" / f"v{version + 1:06}"
-        await self._on_all_ranks({"do": "publish", "folder": str(folder)})
-        policy = Policy(lineage=self.policy.lineage, version=version + 1, folder=str(folder))
-        return policy, _metrics(result, groups)
+        self._trained[self._version] = batch.groups
+        self._version += 1
+        return metrics | _metrics(groups)
 
-    async def _save_if_due(self, version: int) -> None:
-        every = self.config.trainer.checkpoint_every
-        if every and version % every == 0 and version < self.config.steps:
-            await self._save(version)
+    async def _publish(self) -> Policy:
+        folder = self._weights(self._version)
+        await self._learner.publish(folder)
+        return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
 
-    async def _save(self, version: int) -> Path:
-        self.activity = f"saving version {version}"
-        folder = self.config.folder / "checkpoints" / f"step_{version:06}"
-        await self._on_all_ranks({"do": "save", "folder": str(folder)})
-        return folder
+    def _weights(self, version: int, lineage: int | None = None) -> Path:
+        lineage = self._lineage if lineage is None else lineage
+        return self.config.folder / "weights" / f"l{lineage}-v{version:06}"
 
-    def _forget_old_weights(self, version: int) -> None:
-        old = self.config.folder / "weights" / f"v{version - VERSIONS_KEPT:06}"
-        shutil.rmtree(old, ignore_errors=True)
+    async def _save_if_due(self) -> None:
+        if self._version > self._saved and self._version % self.config.trainer.checkpoint_every == 0:
+            await self._save()
 
-    async def _on_all_ranks(self, command: dict[str, Any], groups: list[Group] | None = None) -> Any:
-        def run() -> Any:
-            self._engine.broadcast(command)
-            return obey(self._engine, command, groups)
+    async def _save(self) -> None:
+        """A checkpoint of the current version; what only the steps before it needed goes."""
+        self.activity = f"saving version {self._version}"
+        folder = self._checkpoint(self._version)
+        await self._learner.save(folder)
+        await self.ask_master(CheckpointSaved(version=self._version, folder=str(folder)), Done)
+        self._saved = self._version
+        done = [group for version in list(self._trained) for group in self._trained.pop(version)]
+        await asyncio.to_thread(self._spool.forget, done)
+        every, kept = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
+        await self._learner.forget(self._checkpoint((self._version - 1) // every * every - (kept - 1) * every))
 
-        return await self._compute(run)
-
-    async def _compute(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def start_engine(config: Config) -> TrainingEngine:
-    """The engine of this rank (all ranks)."""
-    from areal.engines.training import TrainingEngine
-
-    return TrainingEngine(config.model, config.trainer, seed=config.seed)
+    def _checkpoint(self, version: int) -> Path:
+        return self.config.folder / "checkpoints" / f"step_{version:06}"
 
 
-def obey(engine: TrainingEngine, command: dict[str, Any], groups: list[Group] | None) -> Any:
-    """Carry out one command of rank 0 (all ranks)."""
-    arguments = {key: value for key, value in command.items() if key != "do"}
-    match command["do"]:
-        case "step":
-            return engine.step(groups, **arguments)
-        case "publish":
-            return engine.publish(Path(arguments["folder"]))
-        case "save":
-            return engine.save(Path(arguments["folder"]))
-
-
-def follow(config: Config) -> None:
-    """The life of a rank beside rank 0: obey until the process is ended."""
-    engine = start_engine(config)
-    while True:
-        obey(engine, engine.broadcast(None), None)
-
-
-def _metrics(result: Any, groups: list[Group]) -> dict[str, Any]:
+def _metrics(groups: list[Group]) -> dict[str, Any]:
     trajectories = [t for group in groups for t in group.trajectories]
     sampled = [int(t.sampled.sum()) for t in trajectories]
-    return asdict(result) | {
+    return {
         "completion_tokens_mean": sum(sampled) / len(sampled),
         "completion_tokens_max": max(sampled),
         "cut_share": sum(t.finish == "length" for t in trajectories) / len(trajectories),

@@ -97,7 +97,10 @@ class TrainerConfig(Section):
     advantage_norm: Literal["batch", "group"] = Field(
         "batch", description="batch: over the global batch (the paper); group: over the samples of a prompt"
     )
-    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only the last")
+    checkpoint_every: int = Field(
+        20, ge=1, description="steps between checkpoints: the most that a restarted trainer has to redo"
+    )
+    checkpoints_kept: int = Field(3, ge=1, description="the newest ones; older ones are removed")
 
 
 class EvaluatorConfig(Section):
@@ -110,7 +113,13 @@ class EvaluatorConfig(Section):
 class MasterConfig(Section):
     address: str = Field("tcp://127.0.0.1:5555", pattern=r"^tcp://.+:\d+$")
     lease_seconds: float = Field(30.0, gt=0, description="silence after which an actor's leases return")
-    stall_seconds: float = Field(300.0, gt=0, description="time without any progress after which the run gives up")
+    lost_seconds: float = Field(
+        60.0, gt=0, description="time without an answer of the master after which an actor gives up"
+    )
+    stall_seconds: float = Field(
+        300.0, gt=0, description="time without any progress after which the run gives up; remedies come before that"
+    )
+    drain_seconds: float = Field(60.0, gt=0, description="time an actor that is told to leave has to hand over")
 
 
 class Config(Section):
@@ -123,7 +132,10 @@ class Config(Section):
     steps: int = Field(ge=1, description="training steps")
     batch_size: int = Field(ge=1, description="B, groups a training step")
     group_size: int = Field(ge=1, description="G, samples a prompt")
-    max_staleness: int = Field(8, ge=0, description="eta: versions between a group's first token and its training")
+    max_staleness: int = Field(8, ge=0, description="eta: versions from a group's first token to its training")
+    run_ahead: Literal["auto", "max"] = Field(
+        "auto", description="auto: as few groups in flight as keep the trainer fed; max: as many as max_staleness allows"
+    )
     on_straggler: Literal["wait", "requeue", "mask", "admission_only"] = "wait"
     on_failed_sample: Literal["requeue", "discard"] = Field(
         "requeue", description="what becomes of a group whose completion could not be scored"

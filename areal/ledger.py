@@ -22,11 +22,13 @@ is the only place that changes state, so that replaying the journal rebuilds the
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 # Events kept for `story`: the last few transitions of every group of a large run (512 groups a batch, eta 8).
 STORY_EVENTS = 10_000
@@ -135,6 +137,29 @@ class Checkpointed:
 
 Event = Admitted | Renewed | Started | Ready | Requeued | Discarded | BatchLogged | Committed | Checkpointed
 
+_KINDS: dict[type, str] = {
+    event: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event.__name__).lower() for event in get_args(Event)
+}
+_EVENTS: dict[str, type] = {kind: event for event, kind in _KINDS.items()}
+
+
+def event_record(event: Event) -> tuple[str, dict[str, Any]]:
+    """The event as a kind (its class in snake case) and a body for JSON."""
+    return _KINDS[type(event)], _fields(event)
+
+
+def event_of(kind: str, body: dict[str, Any]) -> Event:
+    """The event of a record, also of one that has been through JSON. Raises KeyError for an unknown kind."""
+    return _EVENTS[kind](**_with_tuples(body))
+
+
+def _fields(row: Any) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__slots__}
+
+
+def _with_tuples(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in body.items()}
+
 
 # ----------------------------------------------------------------------------------------------------------- answers
 
@@ -196,10 +221,11 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A committed step; `staleness` is i - s of each group of the batch, in its order."""
+    """A committed step; `staleness` is i - s of each group of the batch and `prompts` their prompts, in its order."""
 
     batch: Batch
     staleness: tuple[int, ...]
+    prompts: tuple[int, ...]
 
     @property
     def mean_staleness(self) -> float:
@@ -229,6 +255,10 @@ class Prompt:
     failures: int = 0
 
 
+Place = tuple[int, int, str]
+"""Deadline, prompt index, id of a group. Among groups of one deadline the older prompt comes first."""
+
+
 class LedgerError(Exception):
     """A command or event that no correct actor sends; the message ends with the group's story."""
 
@@ -253,11 +283,13 @@ class Ledger:
         self.journal = journal
         self.version = 0
         self.counters = Counters()
-        self._groups: dict[str, Group] = {}  # in order of admission, which breaks ties between deadlines
+        self._groups: dict[str, Group] = {}  # in order of admission
+        self._lines: dict[GroupState, list[Place]] = {GroupState.ADMITTED: [], GroupState.READY: []}  # sorted
         self._requeued: deque[Prompt] = deque()
         self._next_prompt = 0
         self._batch: Batch | None = None  # logged for `version`, not committed
         self._steps: dict[int, StepRecord] = {}  # committed, not covered by a checkpoint
+        self._redoable: set[str] = set()  # the groups of `_steps`
         self._story: deque[Event] = deque(maxlen=STORY_EVENTS)
 
     @classmethod
@@ -270,6 +302,40 @@ class Ledger:
             ledger.apply(event)
         ledger.journal = journal
         return ledger
+
+    @classmethod
+    def load(
+        cls, dump: dict[str, Any], settings: LedgerSettings, journal: Callable[[Event], None] | None = None
+    ) -> Ledger:
+        """The ledger that `dump` was made of, also after a round trip through JSON; its story starts anew."""
+        ledger = cls(settings, journal)
+        ledger.version = dump["version"]
+        ledger._next_prompt = dump["next_prompt"]
+        ledger.counters = Counters(
+            **dump["counters"] | {name: Counter(dump["counters"][name]) for name in ("discarded", "requeued")}
+        )
+        for row in dump["groups"]:
+            ledger._place(Group(**row | {"state": GroupState(row["state"])}))
+        ledger._requeued.extend(Prompt(**prompt) for prompt in dump["requeued"])
+        ledger._batch = None if dump["batch"] is None else Batch(**_with_tuples(dump["batch"]))
+        for step in dump["steps"]:
+            ledger._keep_step(
+                StepRecord(Batch(**_with_tuples(step["batch"])), tuple(step["staleness"]), tuple(step["prompts"]))
+            )
+        return ledger
+
+    def dump(self) -> dict[str, Any]:
+        """All state but the story, for JSON: what `load` goes on from without the events so far."""
+        return {
+            "version": self.version,
+            "next_prompt": self._next_prompt,
+            "counters": _fields(self.counters)
+            | {"discarded": dict(self.counters.discarded), "requeued": dict(self.counters.requeued)},
+            "groups": [_fields(group) for group in self._groups.values()],
+            "requeued": [_fields(prompt) for prompt in self._requeued],
+            "batch": None if self._batch is None else _fields(self._batch),
+            "steps": [_fields(step) | {"batch": _fields(step.batch)} for step in self._steps.values()],
+        }
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Ledger):
@@ -286,7 +352,7 @@ class Ledger:
     @property
     def ready_count(self) -> int:
         """Groups that are ready and in no batch yet."""
-        return sum(group.state is GroupState.READY for group in self._groups.values())
+        return len(self._lines[GroupState.READY])
 
     @property
     def capacity(self) -> int:
@@ -315,6 +381,18 @@ class Ledger:
         """The row of an alive group."""
         return self._groups.get(group_id)
 
+    def alive_of(self, owner: str) -> list[str]:
+        """The groups that an owner holds leases of, in order of admission."""
+        return [group.group_id for group in self._leased() if group.owner == owner]
+
+    def open_prompts(self) -> list[int]:
+        """Prompts that were admitted and are neither trained nor discarded: alive, or waiting for another group."""
+        return sorted(row.prompt_index for row in (*self._groups.values(), *self._requeued))
+
+    def knows(self, group_id: str) -> bool:
+        """Whether a payload of the group is still of use: it is alive, or its step is covered by no checkpoint."""
+        return group_id in self._groups or group_id in self._redoable
+
     def deadline(self, group: Group) -> int:
         """The last version that may train this group: its start version (until known: of its admission) + eta."""
         known = group.admission_version if group.start_version is None else group.start_version
@@ -322,7 +400,8 @@ class Ledger:
 
     def oldest(self, n: int) -> list[Group]:
         """The n groups of earliest deadline that are in no batch."""
-        return sorted(self._unbatched(), key=self.deadline)[:n]
+        places = sorted(self._lines[GroupState.ADMITTED] + self._lines[GroupState.READY])
+        return [self._groups[group_id] for _, _, group_id in places[:n]]
 
     def story(self, group_id: str) -> list[Event]:
         """The recent transitions of a group, oldest first; renewals are left out."""
@@ -370,8 +449,7 @@ class Ledger:
         """
         group = self._groups.get(group_id)
         if group is None:
-            redone = any(group_id in step.batch.group_ids for step in self._steps.values())
-            return Answer.UNCHANGED if redone else Answer.GONE
+            return Answer.UNCHANGED if group_id in self._redoable else Answer.GONE
         if group.state is not GroupState.ADMITTED:
             return Answer.UNCHANGED
         self._check_start(group, start_version)
@@ -462,14 +540,15 @@ class Ledger:
 
     def _choose(self) -> list[Group]:
         """Up to B ready groups, earliest deadline first."""
-        ready = [group for group in self._unbatched() if group.state is GroupState.READY]
-        return sorted(ready, key=self.deadline)[: self.settings.batch_size]
+        return self._head(GroupState.READY, self.settings.batch_size)
+
+    def _head(self, state: GroupState, n: int) -> list[Group]:
+        return [self._groups[group_id] for _, _, group_id in self._lines[state][:n]]
 
     def _waiting(self, chosen: list[Group]) -> Waiting | None:
         needed = self._needed()
         if len(chosen) < needed:
-            unfinished = sorted(self._leased(), key=self.deadline)
-            stragglers = unfinished[: needed - len(chosen)]
+            stragglers = self._head(GroupState.ADMITTED, needed - len(chosen))
         else:
             stragglers = self._stragglers(chosen)
             if not stragglers:
@@ -479,24 +558,31 @@ class Ledger:
     def _stragglers(self, chosen: list[Group]) -> list[Group]:
         """The unfinished groups because of which rule 3 forbids to train `chosen` now, earliest deadline first.
 
-        Without them the rule holds: at each deadline where one group too many is left behind, the earliest unfinished
-        one is named. There is one, since ready groups alone always satisfy the rule.
+        Without them the rule holds: at each deadline where n groups too many are left behind, the n earliest
+        unfinished ones are named. There are as many, since ready groups alone always satisfy the rule.
         """
         if not self.settings.bounds_groups:
             return []
-        in_batch = {group.group_id for group in chosen}
-        outside = [group for group in self._unbatched() if group.group_id not in in_batch]
-        unfinished: deque[Group] = deque()
-        stragglers: list[Group] = []
-        for count, group in enumerate(sorted(outside, key=self.deadline), 1):
-            if group.state is GroupState.ADMITTED:
-                unfinished.append(group)
-            slots = self.settings.batch_size * (self.deadline(group) - self.version)
-            if count - len(stragglers) > slots:
-                if not unfinished:
-                    raise self._error("no step before its deadline is left for a ready group", group.group_id)
-                stragglers.append(unfinished.popleft())
-        return stragglers
+        unfinished, ready = self._lines[GroupState.ADMITTED], self._lines[GroupState.READY]
+        named = 0
+        for deadline in self._deadlines():
+            before = bisect_left(unfinished, (deadline + 1,))
+            left_behind = before + max(0, bisect_left(ready, (deadline + 1,)) - len(chosen))
+            slots = max(0, self.settings.batch_size * (deadline - self.version))
+            named = max(named, left_behind - slots)
+            if named > before:
+                raise self._error(f"ready groups of deadline {deadline} are too many for the steps before it")
+        return self._head(GroupState.ADMITTED, named)
+
+    def _deadlines(self) -> list[int]:
+        """The deadlines that groups outside a batch have, in order: few, however many the groups."""
+        found: list[int] = []
+        for line in self._lines.values():
+            at = 0
+            while at < len(line):
+                found.append(line[at][0])
+                at = bisect_left(line, (found[-1] + 1,), lo=at)
+        return sorted(set(found))
 
     def _may_abort(self, waiting: Waiting) -> bool:
         return self.settings.on_straggler == "requeue" and waiting.ready >= waiting.needed
@@ -589,18 +675,19 @@ class Ledger:
                 start = version if known is None else min(known, version)
                 self._update(group_id, state=GroupState.READY, start_version=start, lease_expires=None)
             case Requeued(group_id, reason, failed):
-                group = self._groups.pop(group_id)
+                group = self._drop(group_id)
                 self._requeued.append(Prompt(group.prompt_index, group.attempt + 1, group.failures + failed))
                 self.counters.requeued[reason] += 1
             case Discarded(group_id, reason):
-                del self._groups[group_id]
+                self._drop(group_id)
                 self.counters.discarded[reason] += 1
             case BatchLogged():
                 self._apply_batch_logged(event)
             case Committed():
                 self._apply_committed()
             case Checkpointed(version):
-                self._steps = {step: record for step, record in self._steps.items() if step >= version}
+                for step in [step for step in self._steps if step < version]:
+                    self._redoable.difference_update(self._steps.pop(step).batch.group_ids)
         if not isinstance(event, Renewed):
             self._story.append(event)
 
@@ -610,7 +697,7 @@ class Ledger:
         else:
             prompt = Prompt(event.prompt_index)
             self._next_prompt += 1
-        self._groups[event.group_id] = Group(
+        group = Group(
             group_id=event.group_id,
             prompt_index=event.prompt_index,
             attempt=event.attempt,
@@ -619,6 +706,7 @@ class Ledger:
             lease_expires=event.lease_expires,
             admission_version=event.version,
         )
+        self._place(group)
         self.counters.admitted += 1
 
     def _apply_batch_logged(self, event: BatchLogged) -> None:
@@ -630,15 +718,40 @@ class Ledger:
 
     def _apply_committed(self) -> None:
         assert self._batch is not None  # checked
-        rows = [self._groups.pop(group_id) for group_id in self._batch.group_ids]
+        rows = [self._drop(group_id) for group_id in self._batch.group_ids]
         starts = [row.start_version for row in rows if row.start_version is not None]
-        self._steps[self.version] = StepRecord(self._batch, tuple(self.version - start for start in starts))
+        staleness = tuple(self.version - start for start in starts)
+        self._keep_step(StepRecord(self._batch, staleness, tuple(row.prompt_index for row in rows)))
         self.counters.trained += len(rows)
         self.version += 1
         self._batch = None
 
     def _update(self, group_id: str, **changes: Any) -> None:
-        self._groups[group_id] = replace(self._groups[group_id], **changes)
+        group = self._groups[group_id]
+        self._leave_line(group)
+        self._place(replace(group, **changes))
+
+    def _place(self, group: Group) -> None:
+        self._groups[group.group_id] = group
+        if group.state in self._lines:
+            insort(self._lines[group.state], self._place_of(group))
+
+    def _drop(self, group_id: str) -> Group:
+        group = self._groups.pop(group_id)
+        self._leave_line(group)
+        return group
+
+    def _leave_line(self, group: Group) -> None:
+        if group.state in self._lines:
+            line = self._lines[group.state]
+            del line[bisect_left(line, self._place_of(group))]
+
+    def _place_of(self, group: Group) -> Place:
+        return self.deadline(group), group.prompt_index, group.group_id
+
+    def _keep_step(self, record: StepRecord) -> None:
+        self._steps[record.batch.version] = record
+        self._redoable.update(record.batch.group_ids)
 
     def _check(self, event: Event) -> None:
         match event:
@@ -683,11 +796,15 @@ class Ledger:
             "no prompt is invented": self.settings.prompts is None or self._next_prompt <= self.settings.prompts,
             "the logged batch is what is batched": set(batched) == set(self._batch.group_ids if self._batch else ()),
             "rows are sound": all(map(self._is_sound, rows)),
+            "the lines are those of the rows": all(map(self._is_in_line, self._lines)),
             "every group fits before its deadline": not self.settings.bounds_groups or self._fits(self._unbatched()),
         }
         broken = [name for name, holds in invariants.items() if not holds]
         if broken:
             raise self._error(f"broken at version {self.version}: {'; '.join(broken)}", *self._groups)
+
+    def _is_in_line(self, state: GroupState) -> bool:
+        return self._lines[state] == sorted(self._place_of(row) for row in self._groups.values() if row.state is state)
 
     def _is_sound(self, row: Group) -> bool:
         """Work in progress has a lease, finished work has a start version, and versions are in range."""

@@ -8,12 +8,13 @@ the only types are msgpack's, numpy arrays of a few plain dtypes, and the regist
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from protocols.errors import MalformedError, ProtocolVersionError
 from protocols.messages import KINDS, PROTOCOL_VERSION, Message
@@ -26,53 +27,80 @@ MAX_DIMENSIONS = 4
 MAX_MAP_ENTRIES = 16_384
 # One frame: the arrays of one trajectory are far smaller; weights travel in chunks of at most this.
 MAX_FRAME_BYTES = 64 << 20
-DTYPES = {"int32", "int64", "float32", "bool", "uint8"}
+DTYPES = {name: np.dtype(name) for name in ("int32", "int64", "float32", "bool", "uint8")}
+# Keyed by the dtype itself, which, unlike its name, tells the byte order.
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ARRAY = 1
 
 Frame = bytes | memoryview
 
 
-class Header(BaseModel):
+class Header(NamedTuple):
     """The envelope. `sender` is role/index#incarnation; `id` names a request, `reply_to` the request answered;
-    `part` counts the parts of a stream, or the events of a publisher; `remaining_ms` is the asker's deadline."""
+    `part` counts the parts of a stream, or the events of a publisher; `remaining_ms` is the asker's deadline.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    Not a model: every message has one, and it costs a third this way.
+    """
 
-    v: int = PROTOCOL_VERSION
-    kind: str = Field(max_length=64)
-    run: str = Field("", max_length=256)
-    sender: str = Field(max_length=256)
-    id: str = Field("", max_length=128)
-    reply_to: str = Field("", max_length=128)
+    kind: str
+    sender: str
+    run: str = ""
+    id: str = ""
+    reply_to: str = ""
     part: int = 0
-    remaining_ms: int = Field(0, ge=0)
-    attempt: int = Field(0, ge=0)
+    remaining_ms: int = 0
+    attempt: int = 0
+    v: int = PROTOCOL_VERSION
 
 
 def encode(header: Header, message: Message) -> list[Frame]:
     """Frames of a message. Raises MalformedError for what cannot travel or what the receiver would refuse."""
+    return [encode_header(header), *encode_body(message)]
+
+
+def encode_header(header: Header) -> bytes:
+    """The first frame. Raises MalformedError."""
+    _check(header)
+    # What is left out is empty for the receiver too.
+    fields = {name: value for name, value in zip(Header._fields, header, strict=True) if value}
+    try:
+        frame = _pack(fields)
+    except (ValueError, OverflowError) as error:  # text that is not Unicode, or a number beyond 64 bits
+        raise MalformedError(f"the header of a {header.kind!r} cannot travel: {error!s:.200}") from None
+    _limit(header.kind, "bytes of header", len(frame), MAX_HEADER_BYTES)
+    return frame
+
+
+def encode_body(message: Message) -> list[Frame]:
+    """The frames after the header. Raises MalformedError."""
     arrays: list[Frame] = []
 
     def pack(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             arrays.append(_array_frame(value))
-            return msgpack.ExtType(_ARRAY, msgpack.packb([len(arrays) - 1, value.dtype.name, list(value.shape)]))
+            described = _pack((len(arrays) - 1, _NAMES[value.dtype], value.shape))
+            return msgpack.ExtType(_ARRAY, described)
         if isinstance(value, BaseModel):
             return value.__dict__
         raise MalformedError(f"a message of kind {message.kind!r} holds a {type(value).__name__}, which cannot travel")
 
     try:
-        head, body = msgpack.packb(header.__dict__), msgpack.packb(message.__dict__, default=pack)
+        body = _pack(message.__dict__, pack)
     except (ValueError, RecursionError) as error:  # too deep, or text that is not Unicode
         raise MalformedError(f"a message of kind {message.kind!r} cannot travel: {error!s:.200}") from None
-    for what, size, limit in (
-        ("bytes of header", len(head), MAX_HEADER_BYTES),
-        ("bytes of body", len(body), MAX_BODY_BYTES),
-        ("arrays", len(arrays), MAX_ARRAYS),
-    ):
-        if size > limit:
-            raise MalformedError(f"a message of kind {message.kind!r} has {size} {what}; at most {limit} may travel")
-    return [head, body, *arrays]
+    _limit(message.kind, "bytes of body", len(body), MAX_BODY_BYTES)
+    _limit(message.kind, "arrays", len(arrays), MAX_ARRAYS)
+    return [body, *arrays]
+
+
+def _pack(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
+    # msgpack.packb allocates 256 KiB, which the system takes back each time: most of what a small message costs.
+    return msgpack.Packer(default=default, buf_size=1024).pack(value)
+
+
+def _limit(kind: str, what: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise MalformedError(f"a message of kind {kind!r} has {size} {what}; at most {limit} may travel")
 
 
 def decode_header(frames: Sequence[Frame]) -> Header:
@@ -91,9 +119,23 @@ def decode_header(frames: Sequence[Frame]) -> Header:
             f"install the same version of the project on every node"
         )
     try:
-        return Header.model_validate(values)
-    except ValidationError as error:
-        raise MalformedError(f"header: {error.errors()[0]['msg']}") from None
+        header = Header(**values)
+    except TypeError:
+        raise MalformedError("the header has a field too many or too few") from None
+    _check(header)
+    return header
+
+
+def _check(header: Header) -> None:
+    kind, sender, run, id, reply_to, part, remaining_ms, attempt, _ = header
+    texts = type(kind) is type(sender) is type(run) is type(id) is type(reply_to) is str
+    numbers = type(part) is type(remaining_ms) is type(attempt) is int
+    if not (texts and numbers):
+        raise MalformedError("a field of the header is of the wrong type")
+    if len(kind) > 64 or len(sender) > 256 or len(run) > 256 or len(id) > 128 or len(reply_to) > 128:
+        raise MalformedError("a field of the header is too long")
+    if remaining_ms < 0 or attempt < 0:
+        raise MalformedError("a field of the header is negative")
 
 
 def decode_body(kind: str, frames: Sequence[Frame]) -> Message:
@@ -114,20 +156,20 @@ def _unpack(frame: Frame, limit: int, arrays: Sequence[Frame] = ()) -> Any:
     if size > limit:
         raise MalformedError(f"a frame of {size} bytes where at most {limit} are allowed")
 
-    def array(code: int, data: bytes) -> np.ndarray:
-        if code != _ARRAY:
-            raise MalformedError(f"unknown extension type {code}")
-        return _array(data, arrays)
-
-    # An element takes at least a byte, so these caps refuse a length that the frame cannot hold before it is allocated.
-    caps = {f"max_{what}_len": size for what in ("str", "bin", "array", "ext")}
     try:
+        # msgpack itself refuses a length that the frame cannot hold before it allocates anything.
         return msgpack.unpackb(
-            frame, use_list=False, ext_hook=array, strict_map_key=True, object_pairs_hook=_map,
-            max_map_len=MAX_MAP_ENTRIES, **caps,
+            frame, use_list=False, ext_hook=partial(_extension, arrays) if arrays else _no_array, strict_map_key=True,
+            object_pairs_hook=_map, max_map_len=MAX_MAP_ENTRIES,
         )  # fmt: skip
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise MalformedError(f"not msgpack: {error!s:.200}") from None
+
+
+def _extension(arrays: Sequence[Frame], code: int, data: bytes) -> np.ndarray:
+    if code != _ARRAY:
+        raise MalformedError(f"unknown extension type {code}")
+    return _array(data, arrays)
 
 
 def _map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -138,8 +180,7 @@ def _map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _array_frame(value: np.ndarray) -> Frame:
-    # The name of a dtype does not tell its byte order.
-    if value.dtype.name not in DTYPES or not value.dtype.isnative:
+    if value.dtype not in _NAMES:
         raise MalformedError(f"an array of dtype {value.dtype.str} cannot travel")
     if value.ndim > MAX_DIMENSIONS or value.nbytes > MAX_FRAME_BYTES:
         raise MalformedError(f"an array of shape {value.shape} and {value.nbytes} bytes cannot travel")
@@ -148,13 +189,19 @@ def _array_frame(value: np.ndarray) -> Frame:
 
 def _array(data: bytes, arrays: Sequence[Frame]) -> np.ndarray:
     described = msgpack.unpackb(data, use_list=False)
-    match described:
-        case (int(index), str(dtype), (*shape,)) if 0 <= index < len(arrays) and dtype in DTYPES:
-            frame = arrays[index]
-        case _:
-            raise MalformedError("an array that is described wrongly")
+    if type(described) is not tuple or len(described) != 3:
+        raise MalformedError("an array that is described wrongly")
+    index, name, shape = described
+    if not (type(index) is int and type(name) is str and type(shape) is tuple and 0 <= index < len(arrays)):
+        raise MalformedError("an array that is described wrongly")
+    dtype, frame = DTYPES.get(name), arrays[index]
+    if dtype is None:
+        raise MalformedError(f"an array of dtype {name:.80}")
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n <= MAX_FRAME_BYTES for n in shape):
         raise MalformedError("an array with an impossible shape")
-    if math.prod(shape) * np.dtype(dtype).itemsize != len(frame):
+    if math.prod(shape) * dtype.itemsize != len(frame):
         raise MalformedError(f"an array of shape {shape} does not fit its frame of {len(frame)} bytes")
-    return np.frombuffer(frame, dtype=dtype).reshape(shape)
+    return np.frombuffer(frame, dtype).reshape(shape)
+
+
+_no_array = partial(_extension, ())

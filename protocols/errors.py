@@ -27,6 +27,12 @@ class RefusedError(BusError):
     code = "refused"
 
 
+class FencedError(RefusedError):
+    """The sender is not (any more) a member: another has its place, or it was given up for dead."""
+
+    code = "fenced"
+
+
 class BusyError(BusError):
     """The peer holds as many requests as it may; try later."""
 
@@ -48,7 +54,8 @@ class StreamBrokenError(BusError):
 _BY_CODE = {
     cls.code: cls
     for cls in (
-        BusError, MalformedError, ProtocolVersionError, RefusedError, BusyError, DeadlineError, StreamBrokenError
+        BusError, MalformedError, ProtocolVersionError, RefusedError, FencedError, BusyError, DeadlineError,
+        StreamBrokenError,
     )
 }  # fmt: skip
 

@@ -13,9 +13,12 @@
 | rollout_manager | generator | Generate | stream of TokenChunk |
 | rollout_manager | reward | Score | Scored |
 | rollout_manager | trainer | StoreGroup | Done |
+| trainer | master | AskRecovery | Recovery |
+| trainer | master | PolicyRestored | Done |
 | trainer | master | GroupReady | GroupAccepted |
 | trainer | master | AskBatch | BatchAnswer |
 | trainer | master | CommitStep | Done |
+| trainer | master | CheckpointSaved | Done |
 | trainer | master | TrainingFinished | Done |
 | evaluator | master | AskEvaluation | EvaluationAnswer |
 | evaluator | master | EvaluationDone | Done |
@@ -34,7 +37,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Array = InstanceOf[np.ndarray]
 Name = Annotated[str, Field(max_length=256)]
@@ -93,6 +96,9 @@ class Done(Message):
 
 # --- membership
 
+State = Literal["stale", "healthy", "draining"]
+"""`stale`: not ready yet. `draining`: takes nothing new and is about to leave."""
+
 
 class Policy(Part):
     """A policy's identity is (lineage, version); `folder` holds its model.safetensors."""
@@ -109,7 +115,7 @@ class Member(Part):
     role: Name
     index: int
     address: Name
-    state: Literal["stale", "healthy"]
+    state: State
     serves: tuple[Name, ...] = ()
 
 
@@ -120,19 +126,20 @@ class Join(Message):
 
 
 class Snapshot(Message):
-    """The truth for late joiners; events after `sequence` change it."""
+    """The truth for late joiners; events after `sequence` change it and are published at `events`. Sequence numbers
+    go on past those of an earlier master of the run."""
 
     policy: Policy
     members: tuple[Member, ...]
     sequence: int
+    events: Name
 
 
 class Welcome(Message):
-    """The answer to Join: who the actor is, the run's configuration and where events are published."""
+    """The answer to Join: who the actor is and the run's configuration."""
 
     identity: Name
     config: dict[str, Any]
-    events: Name
     snapshot: Snapshot
 
 
@@ -140,7 +147,7 @@ class Heartbeat(Message):
     """Sent every second. `serves` names what the actor offers; `stats` are gauges and counters by name. A generator is
     healthy once it has loaded the policy that was current when it joined."""
 
-    state: Literal["stale", "healthy"]
+    state: State
     serves: tuple[Name, ...]
     activity: Annotated[str, Field(max_length=512)]
     stats: dict[str, float]
@@ -250,7 +257,7 @@ class TrajectoryPart(Part):
 
 
 class StoreGroup(Message):
-    """A finished group for the trajectory buffer of trainer rank 0."""
+    """A finished group for the spool of trainer rank 0; the answer says that it is on disk."""
 
     group: Name
     prompt_index: int
@@ -260,13 +267,36 @@ class StoreGroup(Message):
 # --- training
 
 
+class AskRecovery(Message):
+    """From a trainer that starts; `spooled`: the groups it has on disk."""
+
+    spooled: tuple[Name, ...]
+
+
+class Recovery(Message):
+    """What a starting trainer has to do: load `checkpoint` (None: the run's model), which is version
+    `checkpoint_version`, redo the logged batches up to `version`, and publish it under `lineage`. The payloads of
+    `drop` are of no more use."""
+
+    lineage: int
+    version: int
+    checkpoint_version: int
+    checkpoint: str | None
+    drop: tuple[Name, ...]
+
+
+class PolicyRestored(Message):
+    """The current version stands again, under a new lineage."""
+
+    policy: Policy
+
+
 class GroupReady(Message):
-    """The group's payload is in the trajectory buffer."""
+    """The group's payload is on the trainer's disk."""
 
     group: Name
     start_version: int
     reward_mean: float
-    tokens: int
 
 
 class GroupAccepted(Message):
@@ -297,10 +327,15 @@ class CommitStep(Message):
     metrics: dict[str, float | None]
 
 
+class CheckpointSaved(Message):
+    """`folder` holds all that is needed to go on from `version`."""
+
+    version: int
+    folder: str
+
+
 class TrainingFinished(Message):
     """The last checkpoint is saved."""
-
-    checkpoint: str
 
 
 # --- evaluation and monitoring
@@ -336,7 +371,7 @@ class AskStatus(Message):
 
 
 class Status(Message):
-    """What a monitor shows: see `areal.metrics.Status` for the keys."""
+    """What a monitor shows: see `Master.ask_status` for the keys."""
 
     values: dict[str, Any]
 
@@ -349,7 +384,10 @@ class PolicyPublished(Message):
 
 
 class MembersChanged(Message):
-    members: tuple[Member, ...]
+    """`changed` are new, or not as they were; `gone` are identities."""
+
+    changed: tuple[Member, ...] = ()
+    gone: tuple[Name, ...] = ()
 
 
 class Shutdown(Message):

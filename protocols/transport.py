@@ -1,12 +1,8 @@
-"""ZeroMQ transport: requests, streams with credit, events.
+"""The bus on top of any `Network`: requests, streams with credit, events.
 
-A `Server` binds a ROUTER, a `Peer` connects a DEALER to one server, so that bulk on one link cannot delay control on
-another. A send confirms nothing: only an answer counts, so a request is sent again under the same id until it is
-answered or its deadline passes, and a server answers a repeated request with its first answer.
-
-One task reads each socket (receiving is not cancel-safe) and hands frames on; waiters can be cancelled at any time.
-The asyncio sockets of pyzmq are not used: a message that arrives while another call is inside libzmq is not announced
-again, so whoever sends must wake the reader, and only `Link` sends.
+A `Server` is an actor's front door, a `Peer` a link of its own to one server, so that bulk on one link cannot delay
+control on another. A send confirms nothing: only an answer counts, so a request is sent again under the same id until
+it is answered or its deadline passes, and a server answers a repeated request with its first answer.
 """
 
 from __future__ import annotations
@@ -14,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
-import zmq
-
-from protocols.codec import MAX_FRAME_BYTES, Frame, Header, decode_body, decode_header, encode
+from protocols.codec import Frame, Header, decode_body, decode_header, encode, encode_body, encode_header
 from protocols.errors import (
     BusError,
     BusyError,
@@ -33,9 +28,8 @@ from protocols.errors import (
     from_code,
 )
 from protocols.messages import Cancel, Credit, Failure, KeepAlive, Message, StreamEnd
+from protocols.network import Full, Network, OnCrash, Unreachable
 
-# A flood must not starve the loop: after this many messages the reader lets other tasks run.
-DRAIN = 256
 RESEND_SECONDS = 3.0
 KEEP_ALIVE_SECONDS = 2.0
 # Three missed keep-alives: the stream's server is gone or its loop is stuck.
@@ -43,7 +37,6 @@ STREAM_SILENCE_SECONDS = 6.5
 STREAM_CREDIT = 64
 MAX_ANSWERS_KEPT = 4096
 MAX_PENDING_PER_PEER = 4096
-HIGH_WATER_MARK = 10_000
 
 
 @dataclass(slots=True)
@@ -53,8 +46,7 @@ class Identity:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A request as a handler sees it. `deadline` is in the loop's time."""
 
     message: Message
@@ -67,89 +59,8 @@ class Request:
         return self.deadline - asyncio.get_running_loop().time()
 
 
+_Key = tuple[str, str]  # of a request: its sender and its id
 Handler = Callable[[Request], Awaitable[Message] | AsyncIterator[Message]]
-OnCrash = Callable[[BaseException], None]
-
-
-def open_socket(context: zmq.Context, kind: int) -> zmq.Socket:
-    """A socket that never holds up the process's end and notices a silent peer."""
-    socket = context.socket(kind)
-    socket.linger = 0
-    socket.set_hwm(HIGH_WATER_MARK)
-    socket.maxmsgsize = MAX_FRAME_BYTES
-    socket.heartbeat_ivl = 2000
-    socket.heartbeat_timeout = 6000
-    socket.reconnect_ivl = 100
-    socket.reconnect_ivl_max = 2000
-    socket.ipv6 = True
-    return socket
-
-
-class Link:
-    """A socket and the one task that reads it, which hands every message to `handle`; what that raises is a crash."""
-
-    def __init__(self, socket: zmq.Socket, handle: Callable[[list[bytes]], None], on_crash: OnCrash) -> None:
-        self.socket = socket
-        self._handle = handle
-        self._on_crash = on_crash
-        self._woken = asyncio.Event()
-        self._writable = asyncio.Event()
-        self._woken.set()
-        self._descriptor = socket.fileno()
-        asyncio.get_running_loop().add_reader(self._descriptor, self._woken.set)
-        self._reader = asyncio.create_task(self._read(), name="link")
-        self._reader.add_done_callback(self._ended)
-
-    @property
-    def closed(self) -> bool:
-        return self.socket.closed
-
-    def send(self, frames: list[Frame]) -> None:
-        """Raises zmq.Again where nobody is connected or the queue is full, zmq.ZMQError where it is closed."""
-        try:
-            self.socket.send_multipart(frames, zmq.DONTWAIT)
-        finally:
-            self._woken.set()
-
-    async def send_when_possible(self, frames: list[Frame]) -> None:
-        """Waits for a connection and for room; returns without having sent where the link is closed meanwhile."""
-        while not self.closed:
-            try:
-                return self.send(frames)
-            except zmq.Again:
-                self._writable.clear()
-                await self._writable.wait()
-
-    async def close(self) -> None:
-        if self.closed:
-            return
-        asyncio.get_running_loop().remove_reader(self._descriptor)
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        self.socket.close()
-        self._writable.set()
-
-    async def _read(self) -> None:
-        while True:
-            await self._woken.wait()
-            self._woken.clear()
-            for _ in range(DRAIN):
-                try:
-                    frames = self.socket.recv_multipart(zmq.DONTWAIT)
-                except zmq.Again:
-                    break
-                self._handle(frames)
-            # Asking for the events also takes in what libzmq has not announced.
-            events = self.socket.events
-            if events & zmq.POLLOUT:
-                self._writable.set()
-            if events & zmq.POLLIN:
-                self._woken.set()
-            await asyncio.sleep(0)
-
-    def _ended(self, reader: asyncio.Task) -> None:
-        if not reader.cancelled() and (error := reader.exception()):
-            self._on_crash(error)
 
 
 class Server:
@@ -159,23 +70,18 @@ class Server:
     back as its typed error; any other exception is the actor's own bug and goes to `on_crash`.
     """
 
-    def __init__(self, context: zmq.Context, identity: Identity, run: str, handle: Handler, on_crash: OnCrash) -> None:
+    def __init__(
+        self, network: Network, address: str, identity: Identity, run: str, handle: Handler, on_crash: OnCrash
+    ) -> None:
         self.identity = identity
         self.run = run
         self.counts: Counter[str] = Counter()
         self._handle = handle
         self._on_crash = on_crash
-        socket = open_socket(context, zmq.ROUTER)
-        socket.router_mandatory = True
-        self._link = Link(socket, self._receive, on_crash)
-        self._calls: dict[tuple[str, str], _Call] = {}
-        self._pending: Counter[str] = Counter()
-        self._answers: OrderedDict[tuple[str, str], list[Frame]] = OrderedDict()
-
-    def bind(self, address: str) -> str:
-        """Returns the address with its real port. Raises zmq.ZMQError (address in use)."""
-        self._link.socket.bind(address)
-        return self._link.socket.last_endpoint.decode()
+        self._link, self.address = network.bind(address, self._receive, on_crash)
+        self._calls: dict[_Key, _Call] = {}
+        self._pending: dict[str, int] = {}
+        self._answers: OrderedDict[_Key, list[Frame]] = OrderedDict()
 
     async def close(self) -> None:
         """Cancel what is being answered and close the socket."""
@@ -192,7 +98,7 @@ class Server:
         except ProtocolVersionError as error:
             self.counts[error.code] += 1
             # Its header cannot be read as ours, so the answer names no request.
-            self._send(route, Header(kind=Failure.kind, run=self.run, sender=self.identity.name), _failure(error))
+            self._send(route, _failure(error))
             return
         except MalformedError as error:
             self.counts[error.code] += 1
@@ -212,7 +118,7 @@ class Server:
         else:
             self._start(key, route, header, frames)
 
-    def _control(self, key: tuple[str, str], header: Header, frames: list[bytes]) -> None:
+    def _control(self, key: _Key, header: Header, frames: list[bytes]) -> None:
         call = self._calls.get(key)
         if call is None:
             return
@@ -224,43 +130,49 @@ class Server:
             except MalformedError as error:
                 self.counts[error.code] += 1
 
-    def _start(self, key: tuple[str, str], route: bytes, header: Header, frames: list[bytes]) -> None:
-        reply = Header(kind="", run=self.run, sender=self.identity.name, reply_to=header.id)
+    def _start(self, key: _Key, route: bytes, header: Header, frames: list[bytes]) -> None:
+        sender = header.sender
+        open_already = self._pending.get(sender, 0)
         try:
             if header.run and self.run and header.run != self.run:
                 raise RefusedError(f"this is run {self.run!r}, not {header.run!r}")
             message = decode_body(header.kind, frames)
-            if self._pending[header.sender] >= MAX_PENDING_PER_PEER:
-                raise BusyError(f"{MAX_PENDING_PER_PEER} requests of {header.sender} are open already")
+            if open_already >= MAX_PENDING_PER_PEER:
+                raise BusyError(f"{MAX_PENDING_PER_PEER} requests of {sender} are open already")
         except BusError as error:
             self.counts[error.code] += 1
-            self._send(route, reply, _failure(error))
+            self._send(route, _failure(error), header.id)
             return
         loop = asyncio.get_running_loop()
-        request = Request(message, header.sender, loop.time() + header.remaining_ms / 1000)
-        call = _Call(route)
-        self._calls[key] = call
-        self._pending[header.sender] += 1
-        call.task = asyncio.create_task(self._answer(key, call, reply, request), name=header.kind)
+        request = Request(message, sender, loop.time() + header.remaining_ms / 1000)
+        self._calls[key] = call = _Call(route, header.id)
+        self._pending[sender] = open_already + 1
+        call.task = loop.create_task(self._answer(key, call, request), name=header.kind)
         # Not in the task itself: one that is cancelled before its first step never runs at all.
-        call.task.add_done_callback(lambda _: self._forget(key))
+        call.task.add_done_callback(partial(self._forget, key))
 
-    def _forget(self, key: tuple[str, str]) -> None:
+    def _forget(self, key: _Key, _: asyncio.Task) -> None:
         del self._calls[key]
         self._pending[key[0]] -= 1
         if not self._pending[key[0]]:
             del self._pending[key[0]]
 
-    async def _answer(self, key: tuple[str, str], call: _Call, reply: Header, request: Request) -> None:
+    async def _answer(self, key: _Key, call: _Call, request: Request) -> None:
         crash = None
         try:
-            frames = self._encode(*await self._result(call, reply, request))
+            result = self._handle(request)
+            if isinstance(result, AsyncIterator):
+                await self._stream(call, result)
+                answer = StreamEnd()
+            else:
+                answer = await result
+            frames = self._encode(answer, call.id, call.sent)
         except BusError as error:
-            frames = self._encode(reply, _failure(error))
+            frames = self._encode(_failure(error), call.id)
         except Exception as error:  # the handler's own bug: the asker hears of it, the actor decides
             crash = error
             text = f"{self.identity.name} failed: {type(error).__name__}: {error}"
-            frames = self._encode(reply, _failure(BusError(text)))
+            frames = self._encode(_failure(BusError(text)), call.id)
         self._answers[key] = frames
         if len(self._answers) > MAX_ANSWERS_KEPT:
             self._answers.popitem(last=False)
@@ -268,67 +180,67 @@ class Server:
         if crash:
             self._on_crash(crash)
 
-    async def _result(self, call: _Call, reply: Header, request: Request) -> tuple[Header, Message]:
-        result = self._handle(request)
-        if isinstance(result, AsyncIterator):
-            await self._stream(call, reply, result)
-            return reply.model_copy(update={"part": call.sent}), StreamEnd()
-        return reply, await result
-
-    async def _stream(self, call: _Call, reply: Header, parts: AsyncIterator[Message]) -> None:
-        keep_alive = asyncio.create_task(self._keep_alive(call, reply), name="keep_alive")
+    async def _stream(self, call: _Call, parts: AsyncIterator[Message]) -> None:
+        self._keep_alive_later(call)
         try:
             async with contextlib.aclosing(parts):
                 async for part in parts:
-                    await call.spend()
-                    header = reply.model_copy(update={"part": call.sent})
-                    if error := self._send(call.route, header, part):
-                        raise StreamBrokenError(f"part {call.sent} was not taken: {zmq.strerror(error)}")
+                    if not call.room:
+                        await call.wait_for_room()
+                    call.room -= 1
+                    if error := self._send(call.route, part, call.id, call.sent):
+                        raise StreamBrokenError(f"part {call.sent} was not taken: {error}")
                     call.sent += 1
         finally:
-            keep_alive.cancel()
+            call.keep_alive.cancel()
 
-    async def _keep_alive(self, call: _Call, reply: Header) -> None:
-        while True:
-            await asyncio.sleep(KEEP_ALIVE_SECONDS)
-            if self._send(call.route, reply, KeepAlive()) == zmq.EHOSTUNREACH:
-                call.task.cancel()  # the asker is gone: it would never grant credit again
+    def _keep_alive_later(self, call: _Call) -> None:
+        call.keep_alive = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._keep_alive, call)
 
-    def _encode(self, header: Header, message: Message) -> list[Frame]:
-        return encode(header.model_copy(update={"kind": message.kind}), message)
+    def _keep_alive(self, call: _Call) -> None:
+        if isinstance(self._send(call.route, KeepAlive(), call.id), Unreachable):
+            call.task.cancel()  # the asker is gone: it would never grant credit again
+        else:
+            self._keep_alive_later(call)
 
-    def _send(self, route: bytes, header: Header, message: Message) -> int:
-        return self._send_frames(route, self._encode(header, message))
+    def _encode(self, message: Message, reply_to: str = "", part: int = 0) -> list[Frame]:
+        return encode(Header(message.kind, self.identity.name, self.run, reply_to=reply_to, part=part), message)
 
-    def _send_frames(self, route: bytes, frames: list[Frame]) -> int:
-        """0, or why not: the asker is gone (EHOSTUNREACH) or full (EAGAIN); it asks again if it still wants to know."""
+    def _send(self, route: bytes, message: Message, reply_to: str = "", part: int = 0) -> Full | Unreachable | None:
+        return self._send_frames(route, self._encode(message, reply_to, part))
+
+    def _send_frames(self, route: bytes, frames: list[Frame]) -> Full | Unreachable | None:
+        """Why not: the asker is gone or full; it asks again if it still wants to know."""
         try:
             self._link.send([route, *frames])
-        except zmq.ZMQError as error:
-            self.counts["unreachable" if error.errno == zmq.EHOSTUNREACH else "full"] += 1
-            return error.errno
-        return 0
+        except (Full, Unreachable) as error:
+            self.counts["unreachable" if isinstance(error, Unreachable) else "full"] += 1
+            return error
+        return None
 
 
 class _Call:
-    """One request being answered; `room` is the credit left of a stream."""
+    """One request being answered. Of a stream: parts `sent`, and the `room` that is left of its credit."""
 
-    def __init__(self, route: bytes) -> None:
+    __slots__ = ("_granted", "id", "keep_alive", "room", "route", "sent", "task")
+
+    def __init__(self, route: bytes, id: str) -> None:
         self.route = route
-        self.task: asyncio.Task = None  # type: ignore[assignment]  # set right after creation
+        self.id = id
+        self.task: asyncio.Task
+        self.keep_alive: asyncio.TimerHandle
         self.sent = 0
         self.room = STREAM_CREDIT
-        self._granted = asyncio.Event()
+        self._granted: asyncio.Event | None = None
 
     def grant(self, parts: int) -> None:
         self.room += parts
-        self._granted.set()
+        if self._granted:
+            self._granted.set()
 
-    async def spend(self) -> None:
-        while not self.room:
-            self._granted.clear()
-            await self._granted.wait()
-        self.room -= 1
+    async def wait_for_room(self) -> None:
+        self._granted = asyncio.Event()
+        await self._granted.wait()
 
 
 class Peer:
@@ -337,39 +249,41 @@ class Peer:
     Whoever waits on a link that is closed gets a DeadlineError or, in a stream, a StreamBrokenError at once.
     """
 
-    _ids = itertools.count()
-
-    def __init__(self, context: zmq.Context, identity: Identity, run: str, address: str, on_crash: OnCrash) -> None:
+    def __init__(
+        self, network: Network, identity: Identity, run: str, ids: Iterator[int], address: str, on_crash: OnCrash
+    ) -> None:
         self.identity = identity
         self.run = run
         self.address = address
         self.counts: Counter[str] = Counter()
-        socket = open_socket(context, zmq.DEALER)
-        socket.immediate = True
-        socket.connect(address)
-        self._link = Link(socket, self._receive, on_crash)
-        self._waiting: dict[str, asyncio.Future | asyncio.Queue] = {}
+        self._ids = ids
+        self._link = network.connect(address, self._receive, on_crash)
+        self._waiting: dict[str, _Inbox] = {}
 
     async def close(self) -> None:
         await self._link.close()
-        for waiter in self._waiting.values():
-            self._tell_closed(waiter)
+        for inbox in self._waiting.values():
+            self._tell_closed(inbox)
 
     async def ask(self, message: Message, timeout: float) -> Message:
         """The answer. Raises DeadlineError after `timeout` seconds, or the typed error the peer answered with."""
         loop = asyncio.get_running_loop()
         sender, id, deadline = self.identity.name, f"{next(self._ids)}", loop.time() + timeout
-        with self._wait_for(id, loop.create_future()) as answer:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    for attempt in itertools.count():
-                        await self._send(message, deadline, sender=sender, id=id, attempt=attempt)
-                        await asyncio.wait({answer}, timeout=RESEND_SECONDS)
-                        if answer.done():
-                            return _raise_failure(answer.result()[1])
-            except TimeoutError:
-                raise DeadlineError(f"no answer to {message.kind!r} from {self.address} within {timeout:g} s") from None
-        raise AssertionError("unreachable")
+        body = encode_body(message)
+        inbox = self._open(id, DeadlineError)
+        try:
+            for attempt in itertools.count():
+                head = self._head(message, sender, id, deadline, attempt)
+                if not await self._send([head, *body], deadline):
+                    break
+                until = min(deadline, loop.time() + RESEND_SECONDS)
+                if arrived := inbox.take() or await inbox.wait(until):
+                    return _raise_failure(arrived[1])
+                if until == deadline:
+                    break
+        finally:
+            self._shut(id, inbox)
+        raise DeadlineError(f"no answer to {message.kind!r} from {self.address} within {timeout:g} s")
 
     async def stream(self, message: Message, timeout: float) -> AsyncIterator[Message]:
         """The parts of a stream that must end within `timeout` seconds.
@@ -378,71 +292,81 @@ class Peer:
         """
         loop = asyncio.get_running_loop()
         sender, id, deadline = self.identity.name, f"{next(self._ids)}", loop.time() + timeout
+        body = encode_body(message)
+        inbox = self._open(id, StreamBrokenError)
         complete = False
-        with self._wait_for(id, asyncio.Queue()) as parts:
-            try:
-                await self._send_within(message, deadline, sender=sender, id=id)
-                expected, taken = 0, 0
-                while True:
-                    header, part = await self._next_part(parts, message, deadline)
-                    if isinstance(part, KeepAlive):
-                        continue
-                    if isinstance(part, Failure):
-                        complete = True
-                        _raise_failure(part)
-                    if header.part != expected:
-                        raise StreamBrokenError(f"part {expected} of {message.kind!r} from {self.address} was lost")
-                    if isinstance(part, StreamEnd):
-                        complete = True
-                        return
-                    yield part
-                    expected, taken = expected + 1, taken + 1
-                    if taken >= STREAM_CREDIT // 2:
-                        self._send_now(Credit(parts=taken), sender=sender, reply_to=id)
-                        taken = 0
-            finally:
-                if not complete:
-                    self._send_now(Cancel(), sender=sender, reply_to=id)
-
-    async def _send_within(self, message: Message, deadline: float, **fields: Any) -> None:
         try:
-            async with asyncio.timeout_at(min(deadline, asyncio.get_running_loop().time() + STREAM_SILENCE_SECONDS)):
-                await self._send(message, deadline, **fields)
-        except TimeoutError:
-            raise StreamBrokenError(f"{self.address} cannot be reached") from None
-
-    async def _next_part(self, parts: asyncio.Queue, message: Message, deadline: float) -> tuple[Header, Message]:
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout_at(min(deadline, loop.time() + STREAM_SILENCE_SECONDS)):
-                return await parts.get()
-        except TimeoutError:
-            if loop.time() >= deadline:
-                raise DeadlineError(f"{message.kind!r} from {self.address} did not end in time") from None
-            raise StreamBrokenError(f"{self.address} fell silent in the middle of {message.kind!r}") from None
-
-    @contextlib.contextmanager
-    def _wait_for(self, id: str, waiter: Any) -> Iterator[Any]:
-        self._waiting[id] = waiter
-        if self._link.closed:
-            self._tell_closed(waiter)
-        try:
-            yield waiter
+            until = min(deadline, loop.time() + STREAM_SILENCE_SECONDS)
+            if not await self._send([self._head(message, sender, id, deadline), *body], until):
+                raise StreamBrokenError(f"{self.address} cannot be reached")
+            expected, taken = 0, 0
+            while True:
+                header, part = inbox.take() or await self._next_part(inbox, message, deadline)
+                if isinstance(part, KeepAlive):
+                    continue
+                if isinstance(part, Failure):
+                    complete = True
+                    _raise_failure(part)
+                if header.part != expected:
+                    raise StreamBrokenError(f"part {expected} of {message.kind!r} from {self.address} was lost")
+                if isinstance(part, StreamEnd):
+                    complete = True
+                    return
+                yield part
+                expected, taken = expected + 1, taken + 1
+                if taken >= STREAM_CREDIT // 2:
+                    self._send_now(Credit(parts=taken), sender, id)
+                    taken = 0
         finally:
-            del self._waiting[id]
+            self._shut(id, inbox)
+            if not complete:
+                self._send_now(Cancel(), sender, id)
 
-    def _frames(self, message: Message, **fields: Any) -> list[Frame]:
-        return encode(Header(kind=message.kind, run=self.run, **fields), message)
+    async def _next_part(self, inbox: _Inbox, message: Message, deadline: float) -> _Arrived:
+        until = min(deadline, asyncio.get_running_loop().time() + STREAM_SILENCE_SECONDS)
+        if arrived := await inbox.wait(until):
+            return arrived
+        if until == deadline:
+            raise DeadlineError(f"{message.kind!r} from {self.address} did not end in time")
+        raise StreamBrokenError(f"{self.address} fell silent in the middle of {message.kind!r}")
 
-    async def _send(self, message: Message, deadline: float, **fields: Any) -> None:
+    def _open(self, id: str, closed: type[BusError]) -> _Inbox:
+        self._waiting[id] = inbox = _Inbox(closed)
+        if self._link.closed:
+            self._tell_closed(inbox)
+        return inbox
+
+    def _shut(self, id: str, inbox: _Inbox) -> None:
+        del self._waiting[id]
+        inbox.close()
+
+    def _head(self, message: Message, sender: str, id: str, deadline: float, attempt: int = 0) -> bytes:
         remaining = max(0, int((deadline - asyncio.get_running_loop().time()) * 1000))
-        await self._link.send_when_possible(self._frames(message, remaining_ms=remaining, **fields))
+        return encode_header(Header(message.kind, sender, self.run, id, remaining_ms=remaining, attempt=attempt))
 
-    def _send_now(self, message: Message, **fields: Any) -> None:
+    async def _send(self, frames: list[Frame], until: float) -> bool:
+        """Whether it was possible before `until`, or never will be: the link is closed, as the inbox is told."""
+        try:
+            self._link.send(frames)
+        except Unreachable:
+            pass
+        except Full:
+            return await self._send_when_possible(frames, until)
+        return True
+
+    async def _send_when_possible(self, frames: list[Frame], until: float) -> bool:
+        try:
+            async with asyncio.timeout_at(until):
+                await self._link.send_when_possible(frames)
+        except TimeoutError:
+            return False
+        return True
+
+    def _send_now(self, message: Message, sender: str, reply_to: str) -> None:
         # Never waits: it is called while a stream is closed. What is lost here was lost with the connection, and a
         # server drops the streams of an asker it can no longer reach.
-        with contextlib.suppress(zmq.ZMQError):
-            self._link.send(self._frames(message, **fields))
+        with contextlib.suppress(Full, Unreachable):
+            self._link.send(encode(Header(message.kind, sender, self.run, reply_to=reply_to), message))
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
@@ -457,58 +381,106 @@ class Peer:
         if not header.reply_to and isinstance(message, Failure):
             self._fail_all(from_code(message.code, message.text))
             return
-        waiter = self._waiting.get(header.reply_to)
-        if waiter is None:
-            self.counts["unmatched"] += 1
+        if inbox := self._waiting.get(header.reply_to):
+            inbox.put((header, message))
         else:
-            _deliver(waiter, header, message)
+            self.counts["unmatched"] += 1
 
     def _fail_all(self, error: BusError) -> None:
         # The peer does not speak our protocol: nobody who waits for it will get an answer.
         self.counts[error.code] += 1
-        for waiter in self._waiting.values():
-            _deliver(waiter, _NOT_SENT, _failure(error))
+        for inbox in self._waiting.values():
+            inbox.put((_NOT_SENT, _failure(error)))
 
-    def _tell_closed(self, waiter: asyncio.Future | asyncio.Queue) -> None:
-        error = StreamBrokenError if isinstance(waiter, asyncio.Queue) else DeadlineError
-        _deliver(waiter, _NOT_SENT, _failure(error(f"the link to {self.address} was closed")))
+    def _tell_closed(self, inbox: _Inbox) -> None:
+        inbox.put((_NOT_SENT, _failure(inbox.closed(f"the link to {self.address} was closed"))))
+
+
+_Arrived = tuple[Header, Message]
+
+
+class _Inbox:
+    """What has arrived for one request, for the one who asked; `closed` is what a closed link means to him.
+
+    One timer for all his waits, none of which may end before the last: it is moved only when it has rung too early.
+    """
+
+    __slots__ = ("_arrived", "_timer", "_until", "_woken", "closed")
+
+    def __init__(self, closed: type[BusError]) -> None:
+        self.closed = closed
+        self._arrived: deque[_Arrived] = deque()
+        self._woken: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._until = 0.0
+
+    def put(self, arrived: _Arrived) -> None:
+        self._arrived.append(arrived)
+        self._wake()
+
+    def take(self) -> _Arrived | None:
+        return self._arrived.popleft() if self._arrived else None
+
+    async def wait(self, until: float) -> _Arrived | None:
+        """What arrives next; None where nothing has at `until`, in the loop's time, never before the last `until`."""
+        self._until = until
+        if self._timer is None:
+            self._set_timer()
+        self._woken = asyncio.get_running_loop().create_future()
+        try:
+            await self._woken
+        finally:
+            self._woken = None
+        return self.take()
+
+    def close(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def _set_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_at(self._until, self._ring)
+
+    def _ring(self) -> None:
+        early = self._timer.when() < self._until
+        self._timer = None
+        if early:
+            self._set_timer()
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._woken and not self._woken.done():
+            self._woken.set_result(None)
 
 
 class Publisher:
-    """Events with sequence numbers. Subscribers may miss any of them: the truth is in the snapshot."""
+    """Events with sequence numbers after `first`. Subscribers may miss any of them: the truth is in the snapshot."""
 
-    def __init__(self, context: zmq.Context, identity: Identity, run: str) -> None:
-        self.sequence = 0
+    def __init__(self, network: Network, address: str, identity: Identity, run: str, first: int) -> None:
+        self.sequence = first
         self._header = Header(kind="", run=run, sender=identity.name)
-        self._socket = open_socket(context, zmq.PUB)
-
-    def bind(self, address: str) -> str:
-        """Returns the address with its real port."""
-        self._socket.bind(address)
-        return self._socket.last_endpoint.decode()
+        self._link, self.address = network.publish(address)
 
     def publish(self, event: Message) -> None:
         self.sequence += 1
-        header = self._header.model_copy(update={"kind": event.kind, "part": self.sequence})
-        self._socket.send_multipart(encode(header, event), zmq.DONTWAIT)
+        header = self._header._replace(kind=event.kind, part=self.sequence)
+        self._link.send(encode(header, event))
 
     async def close(self) -> None:
-        self._socket.close()
+        await self._link.close()
 
 
 class Subscriber:
     """Events of one publisher. `on_event(sequence, event)` is called for each, in order, possibly with gaps."""
 
     def __init__(
-        self, context: zmq.Context, run: str, address: str, on_event: Callable[[int, Message], None], on_crash: OnCrash
+        self, network: Network, run: str, address: str, on_event: Callable[[int, Message], None], on_crash: OnCrash
     ) -> None:
         self.run = run
+        self.address = address
         self.counts: Counter[str] = Counter()
         self._on_event = on_event
-        socket = open_socket(context, zmq.SUB)
-        socket.connect(address)
-        socket.subscribe(b"")
-        self._link = Link(socket, self._receive, on_crash)
+        self._link = network.subscribe(address, self._receive, on_crash)
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
@@ -526,59 +498,69 @@ class Subscriber:
         await self._link.close()
 
 
-class ZmqBus:
-    """One actor's connection to the others: its front door, its links, its events."""
+class Bus:
+    """One actor's connection to the others: its front door, its links, its events. Closes `network` with itself."""
 
-    def __init__(self, identity: str, run: str = "") -> None:
+    def __init__(self, identity: str, network: Network, run: str = "") -> None:
         self.identity = Identity(identity)
         self.run = run
         self.server: Server | None = None
-        self._context = zmq.Context()
+        self._network = network
+        self._ids = itertools.count()
         self._peers: dict[str, Peer] = {}
         self._others: list[Publisher | Subscriber] = []
+        self._closing: dict[asyncio.Task, None] = {}
         self._on_crash: OnCrash = _tell_loop
 
     def serve(self, address: str, handle: Handler, on_crash: OnCrash) -> str:
-        """Open the front door; returns the bound address. `on_crash` also hears of an event handler that fails."""
+        """Open the front door; returns the bound address. `on_crash` also hears of an event handler that fails.
+
+        Raises OSError (address in use).
+        """
         self._on_crash = on_crash
-        self.server = Server(self._context, self.identity, self.run, handle, on_crash)
-        return self.server.bind(address)
+        self.server = Server(self._network, address, self.identity, self.run, handle, on_crash)
+        return self.server.address
 
     def peer(self, address: str) -> Peer:
         """The link to the server at `address`, made on first use."""
         if address not in self._peers:
-            self._peers[address] = Peer(self._context, self.identity, self.run, address, self._on_crash)
+            self._peers[address] = Peer(
+                self._network, self.identity, self.run, self._ids, address, self._on_crash
+            )  # fmt: skip
         return self._peers[address]
 
-    async def forget(self, address: str) -> None:
-        """Close the link to a server that has left."""
+    def forget(self, address: str) -> None:
+        """Close the link to a server that has left; whoever waits there is told."""
         if peer := self._peers.pop(address, None):
-            await peer.close()
+            closing = asyncio.create_task(peer.close(), name=f"forget {address}")
+            self._closing[closing] = None
+            closing.add_done_callback(self._closing.pop)
 
-    def publisher(self, address: str) -> tuple[Publisher, str]:
-        publisher = Publisher(self._context, self.identity, self.run)
+    def publisher(self, address: str, first: int = 0) -> tuple[Publisher, str]:
+        """A publisher whose first event is number `first + 1`, and its real address.
+
+        Raises OSError (address in use).
+        """
+        publisher = Publisher(self._network, address, self.identity, self.run, first)
         self._others.append(publisher)
-        return publisher, publisher.bind(address)
+        return publisher, publisher.address
 
-    def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> None:
-        self._others.append(Subscriber(self._context, self.run, address, on_event, self._on_crash))
+    def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> Subscriber:
+        """Call `on_event(sequence, event)` for what is published at `address`, until the subscriber is closed."""
+        subscriber = Subscriber(self._network, self.run, address, on_event, self._on_crash)
+        self._others.append(subscriber)
+        return subscriber
 
     async def close(self) -> None:
-        """Close every socket; a socket left open would hold up the interpreter's exit."""
+        """Cancel what is being answered, tell those who wait, and close the network."""
         for part in (*self._others, *self._peers.values(), *([self.server] if self.server else [])):
             await part.close()
-        self._context.destroy(linger=0)
+        await asyncio.gather(*self._closing)
+        self._network.close()
 
 
 # Stands for a message that came from nobody.
 _NOT_SENT = Header(kind=Failure.kind, sender="")
-
-
-def _deliver(waiter: asyncio.Future | asyncio.Queue, header: Header, message: Message) -> None:
-    if isinstance(waiter, asyncio.Queue):
-        waiter.put_nowait((header, message))
-    elif not waiter.done():
-        waiter.set_result((header, message))
 
 
 def _tell_loop(error: BaseException) -> None:

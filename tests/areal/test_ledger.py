@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -23,6 +25,7 @@ from areal.ledger import (
     Answer,
     Batch,
     BatchLogged,
+    Checkpointed,
     Committed,
     Discarded,
     Event,
@@ -32,9 +35,13 @@ from areal.ledger import (
     LedgerError,
     LedgerSettings,
     Ready,
+    Renewed,
     Requeued,
     RunEnded,
+    Started,
     Waiting,
+    event_of,
+    event_record,
     schedulable,
 )
 
@@ -74,6 +81,15 @@ def train(ledger: Ledger) -> tuple[str, ...]:
     assert isinstance(batch, Batch), batch
     ledger.commit(batch.version)
     return batch.group_ids
+
+
+def through_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def all_but_the_story(ledger: Ledger) -> dict[str, Any]:
+    state = vars(ledger) | {"order": list(ledger._groups)}
+    return {name: value for name, value in state.items() if name not in ("_story", "journal")}
 
 
 # --------------------------------------------------------------------------------------------------------- admission
@@ -179,6 +195,13 @@ def test_an_owner_that_leaves_returns_its_leases_at_once():
     assert ledger.group(theirs[0]) is not None
 
 
+def test_the_alive_groups_of_an_owner_are_those_it_holds_leases_of():
+    ledger = make()
+    (ready,), (theirs,), mine = admit(ledger, 1, "a"), admit(ledger, 1, "b"), admit(ledger, 2, "a")
+    finish(ledger, ready)
+    assert (ledger.alive_of("a"), ledger.alive_of("b"), ledger.alive_of("c")) == (mine, [theirs], [])
+
+
 def test_leases_do_not_run_out_because_the_master_was_away():
     ledger = make()
     admit(ledger, 3)
@@ -235,9 +258,22 @@ def test_a_trained_group_keeps_its_payload_until_a_checkpoint_covers_it():
     finish(ledger, *groups)
     train(ledger)
     assert ledger.ready(groups[0], 0) is Answer.UNCHANGED
+    assert ledger.knows(groups[0])
     assert ledger.checkpointed(1) is Answer.ACCEPTED
     assert ledger.checkpointed(1) is Answer.UNCHANGED
     assert ledger.ready(groups[0], 0) is Answer.GONE
+    assert not ledger.knows(groups[0])
+
+
+def test_a_group_is_known_while_it_is_alive():
+    ledger = make()
+    a, b, c, d = admit(ledger, 4)
+    finish(ledger, a, b, c)
+    ledger.next_batch(0)
+    assert all(map(ledger.knows, (a, b, c, d)))
+    ledger.discard(c, "filtered")
+    ledger.failed(d, "manager/0#1", "timeout")
+    assert [ledger.knows(group_id) for group_id in (a, b, c, d, "g77.0")] == [True, True, False, False, False]
 
 
 def test_only_the_owner_of_a_group_reports_on_it():
@@ -339,6 +375,44 @@ def test_an_event_that_does_not_fit_is_refused_with_nothing_changed():
     assert ledger == make()
 
 
+def test_every_kind_of_event_comes_back_from_its_record():
+    events = [
+        (Admitted("g3.1", 3, 1, "manager/0#1", 7, 30.5), "admitted"),
+        (Renewed(("g3.1", "g4.0"), 60.0), "renewed"),
+        (Started("g3.1", 7), "started"),
+        (Ready("g3.1", 7), "ready"),
+        (Requeued("g3.1", "timeout", failed=True), "requeued"),
+        (Discarded("g3.1", "filtered"), "discarded"),
+        (BatchLogged(7, ("g3.1", "g4.0")), "batch_logged"),
+        (Committed(7), "committed"),
+        (Checkpointed(8), "checkpointed"),
+    ]
+    for event, kind in events:
+        record = event_record(event)
+        assert record[0] == kind
+        assert event_of(*through_json(record)) == event
+
+
+def test_among_groups_of_one_deadline_the_older_prompt_is_trained_first():
+    ledger = make(batch_size=2)
+    first, *_ = admit(ledger, 3)
+    ledger.failed(first, "manager/0#1", "timeout")
+    finish(ledger, "g1.0", "g2.0", *admit(ledger, 1))
+    assert train(ledger) == ("g0.1", "g1.0")
+
+
+def test_a_replay_rebuilds_the_story_too_and_a_dump_starts_it_anew():
+    events: list[Event] = []
+    ledger = Ledger(make_settings(), journal=events.append)
+    finish(ledger, *admit(ledger, 2))
+    ledger.next_batch(0)
+    assert Ledger.replay(events, ledger.settings) == ledger
+    loaded = Ledger.load(ledger.dump(), ledger.settings)
+    assert ledger.story("g0.0") and not loaded.story("g0.0")
+    loaded.commit(0)
+    assert not loaded.alive and ledger.alive == 2, "a dump shares nothing with its ledger"
+
+
 def test_memory_does_not_grow_with_the_run():
     ledger = make(steps=1000)
     for version in range(500):
@@ -346,6 +420,7 @@ def test_memory_does_not_grow_with_the_run():
         train(ledger)
         ledger.checkpointed(version)
     assert ledger.alive == 0 and len(ledger._steps) <= 2 and not ledger._requeued
+    assert len(ledger._redoable) <= 4 and not any(ledger._lines.values())
 
 
 # -------------------------------------------------------------------------------------------------------- stragglers
@@ -597,9 +672,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def master_restarts(self) -> None:
-        again = self.ledger_class.replay(self.events, self.settings, self.ledger.journal)
-        assert again == self.ledger
-        self.ledger = again
+        """Whoever goes on from a dump is where the events, from the first one on, lead to."""
+        again = self.ledger_class.replay(self.events, self.settings)
+        assert all_but_the_story(again) == all_but_the_story(self.ledger)
+        self.ledger = self.from_a_dump()
+
+    def from_a_dump(self) -> Ledger:
+        return self.ledger_class.load(through_json(self.ledger.dump()), self.settings, self.ledger.journal)
 
     # -- what always holds
 
@@ -609,6 +688,10 @@ class LedgerMachine(RuleBasedStateMachine):
         left = sum(isinstance(event, Requeued | Discarded) for event in self.events)
         alive = admitted - left - len(self.trained)
         assert alive == self.ledger.alive <= (self.settings.max_staleness + 1) * self.settings.batch_size
+
+    @invariant()
+    def a_dump_holds_everything(self) -> None:
+        assert all_but_the_story(self.from_a_dump()) == all_but_the_story(self.ledger)
 
     @invariant()
     def the_ledger_is_valid(self) -> None:

@@ -79,7 +79,7 @@ def body_with_array(index=0, dtype="int32", shape=(2,)):
 
 
 def generate_frames(body, *arrays):
-    return [msgpack.packb(header().__dict__), body, *arrays]
+    return [msgpack.packb(header()._asdict()), body, *arrays]
 
 
 # --- round trips
@@ -134,8 +134,9 @@ def test_nested_models_and_maps_come_back_equal():
     welcome = Welcome(
         identity="generator/1#c",
         config={"a": {"b": None, "c": 1.5, "d": "é"}},
-        events="tcp://a:2",
-        snapshot=Snapshot(policy=Policy(lineage=0, version=2, folder="f"), members=(member,), sequence=9),
+        snapshot=Snapshot(
+            policy=Policy(lineage=0, version=2, folder="f"), members=(member,), sequence=9, events="tcp://a:2"
+        ),
     )
     assert there_and_back(welcome) == welcome
 
@@ -187,7 +188,7 @@ def test_a_message_too_large_does_not_leave(monkeypatch):
 
 def test_another_protocol_version_is_its_own_error():
     frames = frames_of(Scored(score=1.0))
-    frames[0] = msgpack.packb(header("scored").__dict__ | {"v": PROTOCOL_VERSION + 1, "new_field": 1})
+    frames[0] = msgpack.packb(header("scored")._asdict() | {"v": PROTOCOL_VERSION + 1, "new_field": 1})
     with pytest.raises(ProtocolVersionError, match="install the same version"):
         decode(frames)
 
@@ -195,7 +196,7 @@ def test_another_protocol_version_is_its_own_error():
 @pytest.mark.parametrize("version", [None, "1", 1.0, True, [[1]]], ids=repr)
 def test_a_version_that_is_no_number_is_no_version(version):
     frames = frames_of(Scored(score=1.0))
-    frames[0] = msgpack.packb(header("scored").__dict__ | {"v": version})
+    frames[0] = msgpack.packb(header("scored")._asdict() | {"v": version})
     with pytest.raises(MalformedError):
         decode(frames)
 
@@ -214,7 +215,7 @@ def test_a_version_nested_beyond_the_recursion_limit_is_malformed():
 @pytest.mark.parametrize("change", [{"unknown": 1}, {"sender": None}, {"id": "x" * 200}, {"remaining_ms": -1}], ids=str)
 def test_a_wrong_header_field_is_refused(change):
     with pytest.raises(MalformedError):
-        decode_header([msgpack.packb(header().__dict__ | change), b"\x80"])
+        decode_header([msgpack.packb(header()._asdict() | change), b"\x80"])
 
 
 def test_a_header_over_its_limit_is_refused_unread():
@@ -369,7 +370,7 @@ EXAMPLES = [
         chunk(5),
         StoreGroup(group="g", prompt_index=3, trajectories=(trajectory(3), trajectory(2))),
         Join(role="reward", index=None, address="tcp://a:1"),
-        Snapshot(policy=Policy(lineage=0, version=2, folder="f"), members=(), sequence=9),
+        Snapshot(policy=Policy(lineage=0, version=2, folder="f"), members=(), sequence=9, events="tcp://a:2"),
         Score(function="f", prompt="p", completion="c", row={"a": [1, {"b": None}]}),
         GroupFailed(group="g", reason="é"),
     )

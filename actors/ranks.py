@@ -1,0 +1,103 @@
+"""The training engine of all ranks, as one thing to ask. Rank 0 holds a `Ranks`; the others `follow`.
+
+The engine runs in one thread of its own, so that the actor goes on hearing others while a step is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from areal.trajectory import Group
+
+if TYPE_CHECKING:
+    from areal.config import Config
+    from areal.engines.training import TrainingEngine
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """What a trainer learns with. `start` makes it; its ranks have to be running."""
+
+    def __init__(self, engine: TrainingEngine, thread: ThreadPoolExecutor) -> None:
+        self._engine = engine
+        self._thread = thread
+
+    @classmethod
+    async def start(cls, config: Config) -> Ranks:
+        """All ranks start together. Raises UserError where the model cannot be loaded."""
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        engine = await asyncio.get_running_loop().run_in_executor(thread, start_engine, config)
+        return cls(engine, thread)
+
+    @property
+    def work_done(self) -> int:
+        """Micro-batches computed since the start."""
+        return self._engine.microbatches
+
+    async def step(
+        self, groups: Sequence[Group], *, version: int, temperature: float, mask_older_than: int | None
+    ) -> dict[str, float | None]:
+        """Train on a batch, on weights of `version`. Returns the fields of `StepResult`."""
+        command = {"version": version, "temperature": temperature, "mask_older_than": mask_older_than}
+        return asdict(await self._on_all_ranks({"do": "step", **command}, groups))
+
+    async def publish(self, folder: Path) -> None:
+        """Write the weights for generators."""
+        await self._on_all_ranks({"do": "publish", "folder": str(folder)})
+
+    async def save(self, folder: Path) -> None:
+        """Write a checkpoint: a model folder, and all that `load` needs."""
+        await self._on_all_ranks({"do": "save", "folder": str(folder)})
+
+    async def load(self, folder: Path) -> None:
+        """Go on from a checkpoint."""
+        await self._on_all_ranks({"do": "load", "folder": str(folder)})
+
+    async def forget(self, folder: Path) -> None:
+        """Remove weights or a checkpoint that nobody needs any more."""
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def close(self) -> None:
+        # A step that is being computed cannot be cancelled: the process does not wait for it.
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_all_ranks(self, command: dict[str, Any], groups: Sequence[Group] | None = None) -> Any:
+        def run() -> Any:
+            self._engine.broadcast(command)
+            return obey(self._engine, command, groups)
+
+        return await self._compute(run)
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def start_engine(config: Config) -> TrainingEngine:
+    """The engine of this rank (all ranks)."""
+    from areal.engines.training import TrainingEngine
+
+    return TrainingEngine(config.model, config.trainer, seed=config.seed)
+
+
+def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group] | None) -> Any:
+    """Carry out one command of rank 0 (all ranks)."""
+    arguments = {key: value for key, value in command.items() if key != "do"}
+    if command["do"] == "step":
+        return engine.step(groups, **arguments)
+    return {"publish": engine.publish, "save": engine.save, "load": engine.load}[command["do"]](
+        Path(arguments["folder"])
+    )
+
+
+def follow(config: Config) -> None:
+    """The life of a rank beside rank 0: obey until the process is ended."""
+    engine = start_engine(config)
+    while True:
+        obey(engine, engine.broadcast(None), None)

@@ -1,0 +1,175 @@
+"""What the master must not forget: the ledger, the members, the policy, and what the run has reached.
+
+Each change is an event, a kind and a JSON-able body. `RunState.emit` hands it to the journal and applies it;
+`RunState.restore` applies what the journal kept. Lease renewals alone are not kept: a master that starts again renews
+all leases, since nobody else shall pay for its silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal.config import Config
+from areal.journal import Journal
+from areal.ledger import (
+    Discarded,
+    Event,
+    Ledger,
+    LedgerSettings,
+    Renewed,
+    Requeued,
+    event_of,
+    event_record,
+)
+from areal.run_ahead import RunAhead
+from protocols.messages import EvaluationDone, Member, Policy
+
+# Events since the last snapshot after which the next one is written: bounds the journal and a restart's replay.
+COMPACT_EVENTS = 10_000
+
+
+class RunState:
+    """The master's memory. `journal` may hold an earlier master's: it is replayed."""
+
+    def __init__(self, config: Config, journal: Journal) -> None:
+        self.journal = journal
+        self.settings = LedgerSettings(
+            batch_size=config.batch_size,
+            max_staleness=config.max_staleness,
+            on_straggler=config.on_straggler,
+            steps=config.steps,
+            prompts=None,
+            max_attempts=config.max_attempts,
+            on_failed_sample=config.on_failed_sample,
+        )
+        self.ledger = Ledger(self.settings)
+        self.run_ahead = RunAhead(config.batch_size, config.max_staleness)
+        self.masters = 0
+        self.lineage = -1
+        self.trainer = ""
+        self.policy = Policy(lineage=0, version=0, folder=config.model)
+        self.checkpoint_version = 0
+        self.checkpoint: str | None = None
+        self.finished: int | None = None
+        self.members: dict[str, Member] = {}
+        self.evaluations: dict[int, EvaluationDone] = {}
+        self.rewards: dict[str, float] = {}
+        self.discarded: list[tuple[int, str]] = []
+        self.seconds = 0.0
+        self.last_step: dict[str, Any] = {}
+        self._restore()
+        self.ledger.journal = self._ledger_event
+
+    def emit(self, kind: str, **body: Any) -> None:
+        """Journal an event and make it so."""
+        self.journal.append(kind, body)
+        self._apply(kind, body)
+
+    def compact_if_due(self) -> None:
+        """Replace a long journal by what it has led to."""
+        if self.journal.size >= COMPACT_EVENTS:
+            self.journal.compact(self._dump())
+
+    # --- the ledger's own events
+
+    def _ledger_event(self, event: Event) -> None:
+        if not isinstance(event, Renewed):
+            self.journal.append(*event_record(event))
+        self._follow(event)
+
+    def _follow(self, event: Event) -> None:
+        """What else a transition of the ledger means; called before the ledger applies it."""
+        match event:
+            case Discarded(group_id, reason):
+                self.discarded.append((self.ledger.group(group_id).prompt_index, reason))
+                self.rewards.pop(group_id, None)
+            case Requeued(group_id):
+                self.rewards.pop(group_id, None)
+
+    # --- the master's events
+
+    def _apply(self, kind: str, body: dict[str, Any]) -> None:
+        match kind:
+            case "master_started":
+                self.masters += 1
+            case "joined" | "member_changed":
+                member = Member.model_validate(body["member"], strict=False)
+                self.members[member.identity] = member
+            case "left":
+                del self.members[body["identity"]]
+            case "lineage_opened":
+                self.lineage, self.trainer = body["lineage"], body["trainer"]
+            case "policy_restored":
+                self.policy = Policy.model_validate(body["policy"])
+            case "rewarded":
+                self.rewards[body["group"]] = body["mean"]
+            case "stepped":
+                self._apply_stepped(body)
+            case "checkpoint_saved":
+                self.checkpoint_version, self.checkpoint = body["version"], body["folder"]
+            case "evaluated":
+                done = EvaluationDone.model_validate(body["evaluation"], strict=False)
+                self.evaluations[done.version] = done
+            case "finished":
+                self.finished = body["version"]
+            case _:
+                raise ValueError(f"the journal holds an event of unknown kind {kind!r}")
+
+    def _apply_stepped(self, body: dict[str, Any]) -> None:
+        self.policy = Policy.model_validate(body["policy"])
+        self.last_step = body["metrics"]
+        self.seconds += self.last_step["step_seconds"]
+        for group in body["groups"]:
+            self.rewards.pop(group, None)
+        self.discarded.clear()
+        step = self.last_step
+        self.run_ahead.stepped(step["starved_seconds"], step["step_seconds"], step["groups_left_over"])
+
+    # --- persistence
+
+    def _restore(self) -> None:
+        snapshot, events = self.journal.read()
+        if snapshot:
+            self._load(snapshot)
+        for kind, body in events:
+            try:
+                event = event_of(kind, body)
+            except KeyError:  # one of the master's own
+                self._apply(kind, body)
+                continue
+            self._follow(event)
+            self.ledger.apply(event)
+
+    def _dump(self) -> dict[str, Any]:
+        return {
+            "ledger": self.ledger.dump(),
+            "run_ahead": self.run_ahead.dump(),
+            "masters": self.masters,
+            "lineage": self.lineage,
+            "trainer": self.trainer,
+            "policy": self.policy.model_dump(),
+            "checkpoint_version": self.checkpoint_version,
+            "checkpoint": self.checkpoint,
+            "finished": self.finished,
+            "members": [member.model_dump() for member in self.members.values()],
+            "evaluations": [done.model_dump() for done in self.evaluations.values()],
+            "rewards": self.rewards,
+            "discarded": self.discarded,
+            "seconds": self.seconds,
+            "last_step": self.last_step,
+        }
+
+    def _load(self, dump: dict[str, Any]) -> None:
+        self.ledger = Ledger.load(dump["ledger"], self.settings)
+        self.run_ahead.load(dump["run_ahead"])
+        self.policy = Policy.model_validate(dump["policy"])
+        members = [Member.model_validate(member, strict=False) for member in dump["members"]]
+        self.members = {member.identity: member for member in members}
+        evaluations = [EvaluationDone.model_validate(done, strict=False) for done in dump["evaluations"]]
+        self.evaluations = {done.version: done for done in evaluations}
+        self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
+        for name in (
+            "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "seconds",
+            "last_step",
+        ):  # fmt: skip
+            setattr(self, name, dump[name])

@@ -1,0 +1,112 @@
+"""The spool: finished groups on the trainer's disk, from their arrival until a checkpoint covers their step."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import safetensors.numpy
+
+from areal.journal import open_store, prepare
+from areal.trajectory import Group, Trajectory
+
+FORMAT_VERSION = 1
+_MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files
+_SCHEMA = """
+    CREATE TABLE groups (
+        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, description TEXT NOT NULL, arrays BLOB NOT NULL
+    );
+"""
+_ARRAYS = ("tokens", "logprobs", "versions")
+
+
+class SpoolError(Exception):
+    """A group that is not (any more) in the spool, or a disk that refuses."""
+
+
+class Spool:
+    """See the module. Every method may be called from any thread; what it changed is on disk when it returns.
+
+    connection: usable from several threads; gets the spool's tables unless it has them. All methods raise SpoolError
+    where the disk refuses.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        prepare(connection, _MARK, FORMAT_VERSION, _SCHEMA)
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The spool in the file, which is made where it is missing. Raises UserError where it is no spool."""
+        return open_store(path, "spool", cls)
+
+    def put(self, group: Group) -> None:
+        """Keep a group; one whose id is known already changes nothing."""
+        row = (group.id, *_packed(group))
+        with self._transaction() as connection:
+            connection.execute("INSERT OR IGNORE INTO groups (id, description, arrays) VALUES (?, ?, ?)", row)
+
+    def get(self, ids: Sequence[str]) -> list[Group]:
+        """The groups of these ids, in their order. Raises SpoolError naming those that are missing."""
+        rows = {group_id: self._row(group_id) for group_id in ids}
+        if missing := [group_id for group_id, row in rows.items() if row is None]:
+            raise SpoolError(f"not in the spool: {', '.join(missing)}")
+        return [_unpacked(group_id, *rows[group_id]) for group_id in ids]
+
+    def ids(self) -> list[str]:
+        """The ids of all groups, in order of arrival."""
+        with self._transaction() as connection:
+            return [group_id for (group_id,) in connection.execute("SELECT id FROM groups ORDER BY seq")]
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Remove groups; ids that are not there are no matter."""
+        rows = [(group_id,) for group_id in ids]
+        with self._transaction() as connection:
+            connection.executemany("DELETE FROM groups WHERE id = ?", rows)
+
+    def close(self) -> None:
+        """Wait for the call that is going on in another thread, if any."""
+        with self._lock:
+            self._connection.close()
+
+    def _row(self, group_id: str) -> tuple[str, bytes] | None:
+        with self._transaction() as connection:
+            return connection.execute("SELECT description, arrays FROM groups WHERE id = ?", (group_id,)).fetchone()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                with self._connection:
+                    yield self._connection
+            except sqlite3.Error as error:
+                raise SpoolError(f"the spool cannot be used: {error}") from error
+
+
+def _packed(group: Group) -> tuple[str, bytes]:
+    """What JSON holds exactly, and the arrays of all samples one after the other."""
+    samples = group.trajectories
+    description = {
+        "prompt_index": group.prompt_index,
+        "lengths": [len(sample) for sample in samples],
+        "rewards": [float(sample.reward) for sample in samples],
+        "finishes": [sample.finish for sample in samples],
+    }
+    arrays = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in _ARRAYS}
+    return json.dumps(description), safetensors.numpy.save(arrays)
+
+
+def _unpacked(group_id: str, description: str, arrays: bytes) -> Group:
+    about = json.loads(description)
+    ends = np.cumsum(about["lengths"])[:-1]
+    whole = safetensors.numpy.load(arrays)
+    columns = [np.split(whole[name], ends) for name in _ARRAYS]
+    samples = zip(*columns, about["rewards"], about["finishes"], strict=True)
+    return Group(group_id, about["prompt_index"], tuple(Trajectory(*sample) for sample in samples))

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import signal
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal.config import UserError
+from areal.spool import Spool, SpoolError
+from areal.trajectory import Group, Trajectory
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "spool.db"
+
+
+def make_group(number: int, lengths: tuple[int, ...] = (5, 3, 8)) -> Group:
+    rng = np.random.default_rng(number)
+    return Group(
+        id=f"g{number}.0",
+        prompt_index=number,
+        trajectories=tuple(
+            Trajectory(
+                tokens=rng.integers(0, 50_000, length, dtype=np.int32),
+                logprobs=rng.normal(size=length).astype(np.float32),
+                versions=rng.integers(-1, 9, length, dtype=np.int32),
+                reward=float(rng.normal()),
+                finish=("stop", "length")[index % 2],
+            )
+            for index, length in enumerate(lengths)
+        ),
+    )
+
+
+def bits(group: Group) -> tuple:
+    arrays = [
+        [(array.dtype, array.tobytes()) for array in (sample.tokens, sample.logprobs, sample.versions)]
+        for sample in group.trajectories
+    ]
+    return group.id, group.prompt_index, arrays, [(repr(s.reward), s.finish) for s in group.trajectories]
+
+
+def in_memory() -> Spool:
+    return Spool(sqlite3.connect(":memory:", check_same_thread=False))
+
+
+# ------------------------------------------------------------------------------------------------------ what comes back
+
+
+def test_a_group_comes_back_bit_by_bit_after_a_restart(path: Path):
+    odd = Trajectory(
+        tokens=np.array([1, 2], np.int32),
+        logprobs=np.array([np.nan, -0.0], np.float32),
+        versions=np.array([-1, 0], np.int32),
+        reward=float("nan"),
+        finish="stop",
+    )
+    groups = [make_group(0), make_group(1, (0, 1, 0)), make_group(2, (7,)), Group("g3.1", 3, (odd, odd))]
+    spool = Spool.open(path)
+    for group in groups:
+        spool.put(group)
+    spool.close()
+
+    again = Spool.open(path)
+    assert [bits(group) for group in again.get(["g3.1", "g0.0", "g1.0", "g2.0"])] == [
+        bits(groups[number]) for number in (3, 0, 1, 2)
+    ]
+    again.close()
+
+
+def test_ids_come_in_order_of_arrival():
+    spool = in_memory()
+    for number in (7, 2, 11):
+        spool.put(make_group(number))
+    spool.forget(["g11.0"])
+    spool.put(make_group(1))
+    assert spool.ids() == ["g7.0", "g2.0", "g1.0"]
+
+
+def test_a_repeated_group_changes_nothing():
+    spool = in_memory()
+    first, other = make_group(0), make_group(1)
+    spool.put(first)
+    spool.put(other)
+    spool.put(Group(first.id, 99, other.trajectories))
+    assert spool.ids() == [first.id, other.id]
+    assert bits(spool.get([first.id])[0]) == bits(first)
+
+
+def test_missing_groups_are_named():
+    spool = in_memory()
+    spool.put(make_group(0))
+    with pytest.raises(SpoolError, match=r"not in the spool: g5\.0, g6\.0$"):
+        spool.get(["g5.0", "g0.0", "g6.0"])
+
+
+def test_forgotten_groups_are_gone_and_unknown_ones_are_no_matter():
+    spool = in_memory()
+    for number in range(3):
+        spool.put(make_group(number))
+    spool.forget(["g0.0", "g77.0", "g2.0"])
+    spool.forget([])
+    assert spool.ids() == ["g1.0"]
+    spool.put(make_group(0))
+    assert spool.ids() == ["g1.0", "g0.0"]
+
+
+def test_the_file_stays_as_large_as_what_is_in_it_at_once(path: Path):
+    spool = Spool.open(path)
+
+    def turns(first: int, last: int) -> int:
+        for number in range(first, last):
+            spool.put(make_group(number, (2000,)))
+            spool.forget([f"g{number - 10}.0"])
+        return sum(file.stat().st_size for file in path.parent.iterdir())
+
+    turns(0, 200)
+    early = path.stat().st_size
+    assert turns(200, 600) < 8 * 1024 * 1024
+    assert path.stat().st_size <= 1.2 * early
+    assert len(spool.ids()) == 10
+    spool.close()
+
+
+def test_any_thread_may_call(path: Path):
+    spool = Spool.open(path)
+    groups = [make_group(number) for number in range(40)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(spool.put, groups + groups))
+        back = list(threads.map(lambda group: spool.get([group.id])[0], groups))
+        list(threads.map(lambda group: spool.forget([group.id]), groups[:20]))
+    assert [bits(group) for group in back] == [bits(group) for group in groups]
+    assert sorted(spool.ids()) == sorted(group.id for group in groups[20:])
+    spool.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- sudden ends
+
+PUTTING = """
+import sys
+from pathlib import Path
+import numpy as np
+from areal.spool import Spool
+from areal.trajectory import Group, Trajectory
+
+spool = Spool.open(Path(sys.argv[1]))
+for number in range(10**9):
+    column = np.full(3000, number, np.int32)
+    sample = Trajectory(column, column.astype(np.float32), column, 1.0, "stop")
+    spool.put(Group(f"g{number}.0", number, (sample, sample)))
+    print(number, flush=True)
+"""
+
+
+def test_what_was_put_outlives_a_process_that_is_killed(path: Path):
+    with subprocess.Popen([sys.executable, "-c", PUTTING, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        for _ in range(100):
+            last = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+
+    spool = Spool.open(path)
+    ids = spool.ids()
+    assert ids == [f"g{number}.0" for number in range(len(ids))] and len(ids) > last
+    for number, group in enumerate(spool.get(ids)):
+        assert [sample.tokens.tolist() for sample in group.trajectories] == [[number] * 3000] * 2
+    spool.close()
+
+
+def test_a_disk_that_refuses_keeps_no_part_of_a_group():
+    connection = sqlite3.connect(":memory:", check_same_thread=False)
+    spool = Spool(connection)
+    spool.put(make_group(0))
+    connection.execute("PRAGMA max_page_count = 1")
+    with pytest.raises(SpoolError, match="full"):
+        spool.put(make_group(1, (20_000,)))
+    connection.execute("PRAGMA max_page_count = 100000")
+    assert spool.ids() == ["g0.0"]
+    spool.put(make_group(1, (20_000,)))
+    assert spool.ids() == ["g0.0", "g1.0"]
+
+
+def write_text(path: Path) -> None:
+    path.write_text("not a database at all, but long enough for a header. " * 100)
+
+
+def write_another_program(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE groups (id TEXT)")
+    connection.close()
+
+
+def write_truncated(path: Path) -> None:
+    spool = Spool.open(path)
+    for number in range(20):
+        spool.put(make_group(number, (2000,)))
+    spool.close()
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("write", [write_text, write_another_program, write_truncated, Path.mkdir])
+def test_a_file_that_is_no_spool_is_told_in_one_sentence(path: Path, write):
+    write(path)
+    with pytest.raises(UserError) as told:
+        Spool.open(path)
+    assert str(told.value).startswith(f"{path} cannot be used as a spool (") and "\n" not in str(told.value)
