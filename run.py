@@ -14,6 +14,7 @@ import structlog
 
 from areal.config import Config, UserError, dump_config, load_config
 from areal.processes import SUPERVISED, die_with_parent
+from areal.run_folder import configuration_to_resume
 
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
@@ -25,6 +26,7 @@ Everything on this machine:
   python run.py                                     the quickstart (configs/quickstart.yaml)
   python run.py --config FILE batch_size=32 generator.count=2
   python run.py --config FILE --dry-run             print the resolved configuration
+  python run.py --resume RUN_FOLDER                 go on with a run that was stopped, or whose machine was lost
 
 One role per terminal or node; only the master reads the configuration, the others get it from there:
   python run.py --role master --config FILE master.address=tcp://NODE0:5555
@@ -33,9 +35,12 @@ One role per terminal or node; only the master reads the configuration, the othe
   python run.py --role rollout_manager --master tcp://NODE0:5555
   python run.py --role reward --reward mypkg.rewards:my_reward --master tcp://NODE0:5555
   python run.py --role evaluator --master tcp://NODE0:5555
-Several --role start several processes. Generators, rollout managers and rewards may join and leave at any time.
+Several --role start several processes. Generators, rollout managers and rewards may join and leave at any time:
+SIGTERM lets one hand over what it has in hand. What dies is started again, and a master that was started by hand goes
+on with --role master --resume RUN_FOLDER.
 
-The exit code is 0 only when the run reached its end; 2 means that something you gave has to be changed.
+The exit code is 0 when the run reached its end, or an actor left as it was told to; 1: the run failed; 2: something you
+gave has to be changed; 3: the master gave this actor up, start it again; 4: an error in the program.
 """
 
 
@@ -44,6 +49,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--role", action="append", choices=ROLES, help="start this role only (may be repeated)")
     parser.add_argument("--master", metavar="tcp://HOST:PORT", help="where the master listens")
     parser.add_argument("--config", type=Path, help="YAML file of the run (default: configs/quickstart.yaml)")
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN_FOLDER", help="go on with this run (default for --config: its own)"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="check and print the resolved configuration, start nothing"
     )
@@ -76,21 +84,29 @@ def main() -> int:
 
 def start(arguments: argparse.Namespace) -> int:
     if SUPERVISED in os.environ:
-        die_with_parent(signal.SIGTERM)
+        die_with_parent(signal.SIGTERM, int(os.environ[SUPERVISED]))
     roles = arguments.role or []
     if arguments.dry_run or roles in ([], ["master"]):
-        config = load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
+        config = configuration(arguments)
         if arguments.dry_run:
             print(dump_config(config), end="")
             return 0
-        return run_master(config) if roles else run_everything(config, arguments)
+        return run_master(config, bool(arguments.resume)) if roles else run_everything(config, arguments)
     if "master" in roles:
         raise UserError("Start the master by itself (--role master --config FILE); the other roles need its address.")
-    if arguments.config or arguments.overrides:
-        raise UserError("Only the master reads a configuration: give --config and key=value to it, not to other roles.")
+    if arguments.config or arguments.resume or arguments.overrides:
+        raise UserError(
+            "Only the master reads a configuration: give --config, --resume and key=value to it, not to other roles."
+        )
     if not arguments.master:
         raise UserError(f"Say where the master is: --role {roles[0]} --master tcp://HOST:PORT.")
     return run_role(roles[0], arguments) if len(roles) == 1 else run_roles(roles, arguments)
+
+
+def configuration(arguments: argparse.Namespace) -> Config:
+    if arguments.resume:
+        return configuration_to_resume(arguments.resume, arguments.config, arguments.overrides)
+    return load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
 
 
 def run_everything(config: Config, arguments: argparse.Namespace) -> int:
@@ -100,17 +116,22 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from actors.monitor import print_summary
     from actors.preflight import check
     from actors.supervisor import Supervisor
+    from areal.report import write_report
 
     check(config)
     console = Console()
 
     async def run() -> int:
         supervisor = stoppable(Supervisor(console))
-        master = ["--config", str(arguments.config or DEFAULT_CONFIG), *arguments.overrides]
+        resume = ["--resume", str(arguments.resume.resolve())] if arguments.resume else []
+        file = arguments.config or (None if resume else DEFAULT_CONFIG)
+        master = [*resume, *(["--config", str(file)] if file else []), *arguments.overrides]
         ending = await supervisor.run_everything(config, master)
         if not ending.ok:
             print(ending.reason, file=sys.stderr)
             return 2 if supervisor.user_error else 1
+        if not (config.folder / "report.html").exists():  # the master died between summary and report
+            write_report(config.folder)
         print_summary(config.folder, console)
         return 0
 
@@ -143,27 +164,41 @@ def stoppable(supervisor):
     return supervisor
 
 
-def run_master(config: Config) -> int:
-    from actors.logs import configure_logging
+def run_master(config: Config, resume: bool) -> int:
+    from actors.logs import configure_logging, write_log_file
     from actors.master import Master
     from actors.preflight import check_port
     from actors.runtime import incarnation
     from areal.data import open_source
+    from areal.journal import Journal
     from areal.models import resolve_model
     from areal.report import write_report
-    from protocols.transport import ZmqBus
+    from areal.run_folder import RunFolder
+    from protocols.network import ZmqNetwork
+    from protocols.transport import Bus
 
     configure_logging("master/0")
     check_port(config.master.address)
     open_source(config.data, config.seed)
     model = resolve_model(config)
     config = config.model_copy(update={"model": str(model), "run_dir": config.run_dir.resolve()})
+    new = None if resume else RunFolder.create(config)
+    journal = Journal.open(config.folder / "journal.db")  # whoever has it has the folder
+    folder = new or RunFolder.resume(config)
+    write_log_file(folder.path / "logs" / "master-0.jsonl")
 
     async def run():
-        return await Master(ZmqBus(f"master/0#{incarnation()}"), config).run()
+        bus = Bus(f"master/0#{incarnation()}", ZmqNetwork())
+        return await Master(bus, config, journal=journal, folder=folder).run()
 
-    ending = asyncio.run(run())
-    write_report(config.folder)
+    try:
+        ending = asyncio.run(run())
+        write_report(config.folder)
+    except UserError:
+        raise
+    except Exception:
+        structlog.get_logger().exception("failed")
+        return 4
     if not ending.ok:
         print(ending.reason, file=sys.stderr)
     return 0 if ending.ok else 1
@@ -187,9 +222,9 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         leave(2)
     except Exception:
         structlog.get_logger().exception("failed")
-        leave(1)
+        leave(4)
     print(ending.reason, file=sys.stderr)
-    leave(0 if ending.ok else 1)
+    leave(3 if ending.fenced else 0 if ending.ok else 1)
 
 
 def build(role: str, arguments: argparse.Namespace):
@@ -197,11 +232,12 @@ def build(role: str, arguments: argparse.Namespace):
     from importlib import import_module
 
     from actors.runtime import incarnation
-    from protocols.transport import ZmqBus
+    from protocols.network import ZmqNetwork
+    from protocols.transport import Bus
 
     kind = getattr(import_module(f"actors.{role}"), "".join(word.capitalize() for word in role.split("_")))
     more = {"functions": tuple(arguments.reward or ())} if role == "reward" else {}
-    bus = ZmqBus(f"{role}/{'?' if arguments.index is None else arguments.index}#{incarnation()}")
+    bus = Bus(f"{role}/{'?' if arguments.index is None else arguments.index}#{incarnation()}", ZmqNetwork())
     return kind(bus, arguments.master, arguments.index, arguments.host, **more)
 
 
@@ -210,12 +246,13 @@ def join_ranks(arguments: argparse.Namespace) -> None:
     turns into torchrun where there are several ranks."""
     from actors.runtime import first_answer, host_towards, incarnation
     from protocols.messages import AskConfig
-    from protocols.transport import ZmqBus
+    from protocols.network import ZmqNetwork
+    from protocols.transport import Bus
 
     host_towards(arguments.master)
 
     async def ask() -> Config:
-        bus = ZmqBus(f"trainer/?#{incarnation()}")
+        bus = Bus(f"trainer/?#{incarnation()}", ZmqNetwork())
         try:
             return Config.model_validate((await first_answer(bus, arguments.master, AskConfig())).values)
         finally:
@@ -224,10 +261,12 @@ def join_ranks(arguments: argparse.Namespace) -> None:
     config = asyncio.run(ask())
     if "RANK" in os.environ:
         if os.environ["RANK"] != "0":
-            from actors.trainer import follow
+            from actors.ranks import follow
 
             follow(config)
     elif config.trainer.ranks > 1:
+        if SUPERVISED in os.environ:
+            os.environ[SUPERVISED] = str(os.getpid())  # the other ranks are started by what this process becomes
         # After the dashes torchrun leaves --master to us, which it would take for one of its own.
         ranks = ["--standalone", "--nproc-per-node", str(config.trainer.ranks), "--"]
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *ranks, *sys.argv])

@@ -83,7 +83,7 @@ def start_engine(config: Config) -> TrainingEngine:
     """The engine of this rank (all ranks)."""
     from areal.engines.training import TrainingEngine
 
-    return TrainingEngine(config.model, config.trainer, seed=config.seed)
+    return TrainingEngine(Path(config.model), config.trainer, seed=config.seed)
 
 
 def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group] | None) -> Any:

@@ -18,6 +18,7 @@ goes on with it; the others wait for it meanwhile. Once summary.json is there th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 
@@ -258,15 +259,19 @@ class Supervisor:
     async def _start(self, child: Child) -> None:
         child.starts += 1
         child.tail.clear()
-        child.process = await asyncio.create_subprocess_exec(
-            *self._command(child.role, child.arguments()),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            # Some reasoning_gym tasks make the same rows in two processes only under the same hash seed.
-            env=os.environ | {SUPERVISED: str(os.getpid()), "PYTHONHASHSEED": "0"},
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops the others in order
-            limit=LONGEST_LINE_BYTES,
-        )  # fmt: skip
-        child.pump = asyncio.create_task(self._pump(child), name=f"output of {child.name}")
+        # A pipe of asyncio's own would keep `wait` waiting for whatever a dead child has left behind.
+        ours, theirs = os.pipe()
+        child.pump = asyncio.create_task(self._pump(child, os.fdopen(ours, "rb")), name=f"output of {child.name}")
+        try:
+            child.process = await asyncio.create_subprocess_exec(
+                *self._command(child.role, child.arguments()),
+                stdin=asyncio.subprocess.DEVNULL, stdout=theirs, stderr=asyncio.subprocess.STDOUT,
+                # Some reasoning_gym tasks make the same rows in two processes only under the same hash seed.
+                env=os.environ | {SUPERVISED: str(os.getpid()), "PYTHONHASHSEED": "0"},
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops the others in order
+            )  # fmt: skip
+        finally:
+            os.close(theirs)
 
     async def _end_of(self, child: Child) -> int:
         """The exit code of a child that has ended, with all that it started."""
@@ -279,21 +284,24 @@ class Supervisor:
         child.pump.cancel()
         return code
 
-    async def _pump(self, child: Child) -> None:
+    async def _pump(self, child: Child, pipe: IO[bytes]) -> None:
         """Keep what a child prints: its last lines here, all of them in the run folder."""
-        out = None
-        while line := await child.process.stdout.readline():
-            text = line.decode(errors="replace").rstrip()
-            child.tail.append(text)
-            if out is None and self._folder is not None:
-                logs = self._folder / "logs"
-                logs.mkdir(parents=True, exist_ok=True)
-                out = (logs / f"{child.role}-{child.index}.out").open("a", buffering=1)
-                print(*child.tail, sep="\n", file=out)
-            elif out is not None:
-                print(text, file=out)
-        if out is not None:
-            out.close()
+        lines = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(lines), pipe
+        )
+        with contextlib.closing(transport), contextlib.ExitStack() as files:
+            out = None
+            while line := await lines.readline():
+                child.tail.append(line.decode(errors="replace").rstrip())
+                new = 1
+                if out is None and self._folder is not None:
+                    logs = self._folder / "logs"
+                    logs.mkdir(parents=True, exist_ok=True)
+                    out = files.enter_context((logs / f"{child.role}-{child.index}.out").open("a", buffering=1))
+                    new = len(child.tail)
+                if out is not None:
+                    print(*list(child.tail)[-new:], sep="\n", file=out)
 
     def _end_of_run(self, child: Child, code: int) -> Ending | None:
         """How the run ended, if it did with this child's end."""

@@ -134,7 +134,7 @@ class Config(Section):
     group_size: int = Field(ge=1, description="G, samples a prompt")
     max_staleness: int = Field(8, ge=0, description="eta: versions from a group's first token to its training")
     run_ahead: Literal["auto", "max"] = Field(
-        "auto", description="auto: as few groups in flight as keep the trainer fed; max: as many as max_staleness allows"
+        "auto", description="auto: as few groups alive as keep the trainer fed; max: as many as max_staleness allows"
     )
     on_straggler: Literal["wait", "requeue", "mask", "admission_only"] = "wait"
     on_failed_sample: Literal["requeue", "discard"] = Field(

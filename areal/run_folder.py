@@ -1,46 +1,146 @@
-"""The run folder: config.yaml, metrics.jsonl, summary.json, report.html, logs/, checkpoints/, weights/."""
+"""The run folder: config.yaml, journal.db, spool.db, metrics.jsonl, summary.json, report.html, logs/, checkpoints/,
+weights/."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from areal.config import Config, dump_config
+from areal.config import Config, UserError, dump_config, load_config
+from areal.models import resolve_model
+
+# What a run that goes on may be given anew: keys, and sections with all that is in them. The rest shaped what the run
+# has done so far, or what its journal and checkpoints mean.
+MAY_CHANGE = (
+    "steps", "run_ahead", "generator", "rollout_manager", "evaluator", "master",
+    "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
+    "trainer.lr", "trainer.threads", "trainer.max_tokens_per_microbatch",
+    "trainer.checkpoint_every", "trainer.checkpoints_kept",
+)  # fmt: skip
 
 
 class RunFolder:
-    """Where a run leaves what it made. Opening it starts a new run there; one that has steps already is not
-    overwritten: it moves aside as NAME.1, NAME.2, ..."""
+    """Where a run leaves what it made, for its master to write."""
 
     def __init__(self, config: Config) -> None:
         self.path = config.folder
+        self._step = 0
         self._staleness_max = 0
         self._logprob_gap_max: float | None = None
-        self._move_old_run_aside()
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.yaml").write_text(dump_config(config))
-        self._metrics = (self.path / "metrics.jsonl").open("w", buffering=1)
+        replace(self.path / "config.yaml", dump_config(config))
+        self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
 
-    def _move_old_run_aside(self) -> None:
-        if not (self.path / "config.yaml").exists():
-            return
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
-            number += 1
-        self.path.rename(aside)
+    @classmethod
+    def create(cls, config: Config) -> RunFolder:
+        """The folder of a new run. A run that is there already is not overwritten: it moves aside as NAME.1, NAME.2,
+        ..."""
+        if (config.folder / "config.yaml").exists():
+            number = 1
+            while (aside := config.folder.with_name(f"{config.folder.name}.{number}")).exists():
+                number += 1
+            config.folder.rename(aside)
+        config.folder.mkdir(parents=True, exist_ok=True)
+        return cls(config)
+
+    @classmethod
+    def resume(cls, config: Config) -> RunFolder:
+        """The folder of a run that goes on. How it ended last time is forgotten, and a record that was not written to
+        its end is cut off."""
+        for name in ("summary.json", "report.html"):
+            (config.folder / name).unlink(missing_ok=True)
+        metrics = config.folder / "metrics.jsonl"
+        records = list(read_metrics(metrics))
+        if metrics.exists():
+            os.truncate(metrics, sum(size for _, size in records))
+        folder = cls(config)
+        for record, _ in records:
+            folder._note(record)
+        return folder
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """One step's record, as a line of JSON."""
+        """One step's record, as a line of JSON, on disk on return. One whose step is there already is left out."""
+        if metrics["step"] <= self._step:
+            return
         self._metrics.write(json.dumps(metrics) + "\n")
+        # A master that starts again repeats the last record only: those before it have to outlast the machine.
+        os.fsync(self._metrics.fileno())
+        self._note(metrics)
+
+    def _note(self, metrics: dict[str, Any]) -> None:
+        self._step = metrics["step"]
         self._staleness_max = max(self._staleness_max, metrics["staleness_max"])
         gap = metrics.get("logprob_gap")
         if gap is not None:
             self._logprob_gap_max = max(gap, self._logprob_gap_max or 0.0)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """summary.json, atomically, with the extremes over all steps."""
-        summary |= {"staleness_max": self._staleness_max, "logprob_gap_max": self._logprob_gap_max}
-        temporary = self.path / "summary.json.tmp"
-        temporary.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(temporary, self.path / "summary.json")
+        """summary.json, atomically, with the extremes over all steps. It says that the run is over."""
+        extremes = {"staleness_max": self._staleness_max, "logprob_gap_max": self._logprob_gap_max}
+        replace(self.path / "summary.json", json.dumps(summary | extremes, indent=2) + "\n")
+
+
+def read_metrics(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """The records of a metrics.jsonl and their sizes in bytes, up to the first that is not whole."""
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if not line.endswith(b"\n"):
+            return
+        yield record, len(line)
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """summary.json of the run in `folder`; None: the run is not over."""
+    summary = folder / "summary.json"
+    return json.loads(summary.read_text()) if summary.exists() else None
+
+
+def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence[str]) -> Config:
+    """With what configuration the run in `folder` goes on: its own, or the one in `file`, changed by `overrides`.
+
+    Raises UserError where there is no run, where it has reached its end, and where the configuration differs in
+    something that may not change any more.
+    """
+    stored_file = folder / "config.yaml"
+    if not stored_file.is_file() or not (folder / "journal.db").is_file():
+        raise UserError(f"There is no run in {folder} that could be continued: give its folder, runs/NAME.")
+    stored = load_config(stored_file)
+    if stored.folder.resolve() != folder.resolve():
+        raise UserError(f"The run in {folder} was made in {stored.folder}: move it back there to continue it.")
+    summary = read_summary(folder)
+    if summary and summary["ok"]:
+        raise UserError(f"The run in {folder} is complete: it has reached the end of its {summary['steps']} steps.")
+    config = load_config(file or stored_file, overrides)
+    config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
+    if config.model != stored.model:
+        config = config.model_copy(update={"model": str(resolve_model(config))})
+    for key, before, now in _differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
+        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
+            raise UserError(f"{key} was {before!r} when the run in {folder} began and cannot become {now!r}: leave it.")
+    return config
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name in before | now:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}", old, new
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file so that after a crash it holds either the old text or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

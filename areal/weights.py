@@ -33,32 +33,52 @@ def _sync(path: Path) -> None:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to write files into; it becomes `folder`, complete and on disk, when the block ends.
 
-    A block that raises leaves nothing behind. Raises FileExistsError where `folder` exists: a published version never
-    changes under its readers.
+    A folder of that name is replaced then, and removed. A process killed in between leaves the old folder, the new one,
+    or none of that name; what it leaves beside them is removed by the next writer of the name. A block that raises
+    changes nothing. Only one writer of a name may be at work at a time.
     """
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists already and is not overwritten")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    _remove_leftovers(folder)
+    partial = _hidden(folder)
     try:
-        partial.chmod(0o755)  # mkdtemp makes it private, but generators may run as another user
+        partial.chmod(0o755)  # it is made private, but generators may run as another user
         yield partial
         for path in partial.rglob("*"):
             _sync(path)
         _sync(partial)
+        if folder.exists():
+            os.replace(folder, _hidden(folder))  # a folder can be renamed onto an empty one only
         os.replace(partial, folder)
+        _sync(folder.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    _sync(folder.parent)
+        _remove_leftovers(folder)
+
+
+def _hidden(folder: Path) -> Path:
+    """A new, empty folder beside `folder`, on the same file system."""
+    return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+
+
+def _remove_leftovers(folder: Path) -> None:
+    prefix = f".{folder.name}."
+    for path in folder.parent.iterdir():
+        # What follows the prefix has no dot in it: ".7.5.x" belongs to "7.5" and not to "7".
+        if path.name.startswith(prefix) and "." not in path.name.removeprefix(prefix):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write `tensors` as a safetensors file."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # written privately, but generators may run as another user
 
 
 def write_weights(tensors: Mapping[str, Tensor], folder: Path) -> Path:
     """Write `tensors`, by their Hugging Face names, as `folder`/model.safetensors. Returns the file."""
-    from safetensors.torch import save_file
-
     file = folder / WEIGHTS_FILE
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
-    file.chmod(0o644)  # written privately, but generators may run as another user
+    write_tensors(tensors, file)
     return file
 
 

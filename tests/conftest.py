@@ -14,6 +14,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=0, help="kill this many processes of the whole quickstart")
+    parser.addoption("--chaos-seed", type=int, help="what is killed when (default: something else each time)")
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: the quickstart's architecture after a few steps of its warm start."""
@@ -34,38 +39,46 @@ def free_port() -> int:
 class Run:
     """A `run.py` process of its own, with everything below it."""
 
-    def __init__(self, arguments: list[str], folder: Path) -> None:
+    def __init__(self, arguments: list[str], folder: Path, output: Path) -> None:
         self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "run.py"), *arguments],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(folder)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        self._output = output
+        with output.open("w") as out:  # a pipe that nobody reads would fill up in a long run
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "run.py"), *arguments],
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": str(folder)},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def wait(self, timeout: float) -> str:
         """What it printed. Fails the test if it does not end in time."""
         try:
-            return self.process.communicate(timeout=timeout)[0]
+            self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
-            pytest.fail(f"run.py did not end within {timeout} s:\n{self.process.communicate()[0][-4000:]}")
+            pytest.fail(f"run.py did not end within {timeout} s:\n{self.output[-4000:]}")
+        return self.output
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text()
 
     @property
     def code(self) -> int | None:
-        return self.process.returncode
+        return self.process.poll()
 
 
 @pytest.fixture
-def run(tmp_path: Path):
+def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
     """Start `run.py` with arguments, in an empty folder. What is left of it at the end is killed."""
     runs: list[Run] = []
+    outputs = tmp_path_factory.mktemp("output")
 
     def start(*arguments: str) -> Run:
-        runs.append(Run(list(arguments), tmp_path))
+        runs.append(Run(list(arguments), tmp_path, outputs / f"{len(runs)}.txt"))
         return runs[-1]
 
     yield start

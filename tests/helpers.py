@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    pid: int
+    parent: int
+    command: str
+
+
+def processes() -> list[Process]:
+    """All that run now."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            status = (folder / "stat").read_text()
+        except OSError:
+            continue  # it ended meanwhile
+        # The name in brackets may hold anything; state and parent follow it.
+        found.append(Process(int(folder.name), int(status.rpartition(")")[2].split()[1]), command))
+    return found
 
 
 def processes_mentioning(word: str) -> list[str]:
     """Command lines of all processes that contain `word`."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue  # it ended meanwhile
-        if word in line:
-            found.append(line)
-    return found
+    return [process.command for process in processes() if word in process.command]
+
+
+def descendants(pid: int) -> list[Process]:
+    """What a process has started, and what that has started."""
+    below, everything = [], processes()
+    parents = {pid}
+    while found := [p for p in everything if p.parent in parents]:
+        below += found
+        parents = {p.pid for p in found}
+    return below
 
 
 def read_jsonl(path: Path) -> list[dict]:

@@ -45,7 +45,7 @@ HEAD = "lm_head.weight"
 
 
 class EngineError(Exception):
-    """The engine cannot go on: it did not start, died, was closed, or holds weights that are torn."""
+    """The engine cannot go on: it did not start, died, was closed, handed its sequences over, or has torn weights."""
 
 
 class WeightLoadError(Exception):
@@ -101,6 +101,7 @@ class GenerationEngine:
         self._serial = itertools.count()
         self._loading = asyncio.Lock()
         self._error: EngineError | None = None
+        self._handed_over = False
         self._tokens_generated = 0
         self._running = 0
         self._kv_use = 0.0
@@ -140,10 +141,12 @@ class GenerationEngine:
 
         `max_new_tokens` replaces the one of `sampling` (a sequence continued from elsewhere has fewer left). Closing
         the generator or cancelling its task aborts the sequence in the engine. Raises ValueError for tokens the model
-        cannot take, EngineError where the engine dies.
+        cannot take, EngineError where the engine dies or hands its sequences over.
         """
         self._check_tokens(tokens)
         self._raise_if_failed()
+        if self._handed_over:
+            raise _handed_over()
         # The serial number keeps late tokens of an aborted request out of a new one with the same id.
         key = f"{request_id}#{next(self._serial)}"
         stream = self._streams[key] = _Stream(self._config.stream_interval)
@@ -153,7 +156,7 @@ class GenerationEngine:
                 yield await stream.next_chunk()
         finally:
             self._streams.pop(key, None)
-            if not stream.ended and self._error is None:
+            if not stream.finished and self._error is None:
                 await self._core.abort_requests_async([key])
 
     async def load(self, folder: Path, version: int) -> LoadTimes:
@@ -171,6 +174,16 @@ class GenerationEngine:
         except asyncio.CancelledError:
             await asyncio.wait({swap})  # a swap cut short would leave the engine paused for ever
             raise
+
+    def hand_over(self) -> None:
+        """End every sequence where it is, for another engine to go on with; no new one is begun.
+
+        Each running `generate` yields the tokens it has, raises EngineError and is aborted in the engine; one whose
+        last token is there already ends as ever. Later calls of `generate` raise EngineError.
+        """
+        self._handed_over = True
+        for stream in self._streams.values():
+            stream.fail(_handed_over())
 
     def stats(self) -> EngineStats:
         """The load at the engine's latest step."""
@@ -323,12 +336,17 @@ class _Stream:
     @property
     def ended(self) -> bool:
         """The engine has nothing left to say about this sequence."""
-        return self._finish is not None or self._error is not None
+        return self.finished or self._error is not None
+
+    @property
+    def finished(self) -> bool:
+        """The sequence has its last token."""
+        return self._finish is not None
 
     @property
     def exhausted(self) -> bool:
         """The sequence is finished and the reader has had all of it."""
-        return self._finish is not None and not self._tokens
+        return self.finished and not self._tokens
 
     def add(self, output: EngineCoreOutput, version: str | None) -> None:
         if output.new_token_ids:
@@ -342,7 +360,7 @@ class _Stream:
             self._ready.set()
 
     def fail(self, error: EngineError) -> None:
-        if self._finish is None:
+        if not self.ended:
             self._error = error
             self._ready.set()
 
@@ -469,6 +487,10 @@ def _read_shapes(path: Path) -> Shapes:
     if 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0) != size:
         raise ValueError(f"{path.name} is cut short, or longer than its header says")
     return {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+
+
+def _handed_over() -> EngineError:
+    return EngineError("This engine's sequences were handed over; another engine goes on with them.")
 
 
 def _death(error: Exception) -> EngineError:

@@ -1,4 +1,4 @@
-"""Training with DeepSpeed. This is the only module that knows it.
+"""Training with DeepSpeed. This is the only module (with `checkpoint`, for what it keeps) that knows it.
 
 One `TrainingEngine` a rank. Every method that says *all ranks* is a collective: each rank calls it, in the same order.
 Where one raises on any rank, training is over for all: the others wait inside it and have to be ended.
@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from areal.config import TrainerConfig, UserError
 from areal.engines.amx import avoid_broken_amx
+from areal.engines.checkpoint import TrainingState
 from areal.engines.packed import PACKED_SDPA, FlatBatch, Row, attention_kwargs, pack, packed_sdpa, token_logprobs
 from areal.objectives import OBJECTIVES
 from areal.packing import split_over_ranks
@@ -35,10 +36,6 @@ from areal.weights import atomic_folder, copy_model_files, write_weights
 
 SILENCE = timedelta(days=7)
 """How long a rank waits for rank 0's next message. A run that waits for data is not broken; lost peers show at once."""
-
-
-STATE = "state"
-"""Name of DeepSpeed's part of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,27 +156,16 @@ def _join_ranks() -> None:
     atexit.register(dist.destroy_process_group)
 
 
-def _model_folder(model: Path | str) -> Path:
-    """The folder of `model`: itself, or where the hub's cache keeps it. Raises UserError where there is none."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(model)))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(f"model {model} is neither a folder nor a model that the hub gives out: {error}") from error
-
-
 class TrainingEngine:
     """A causal language model under training, and its share of the ranks.
 
-    model: folder of a Hugging Face model, or a hub id. Ranks come from torchrun's environment; without it there is one.
+    model: folder of a Hugging Face model. Ranks come from torchrun's environment; without it there is one.
     Raises UserError where the model cannot be loaded.
     """
 
-    def __init__(self, model: Path | str, config: TrainerConfig, *, seed: int) -> None:
+    def __init__(self, model: Path, config: TrainerConfig, *, seed: int) -> None:
+        if not (model / "config.json").is_file():
+            raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         if not torch.cuda.is_available():
             os.environ["DS_ACCELERATOR"] = "cpu"
             if config.dtype == "bfloat16":
@@ -191,13 +177,13 @@ class TrainingEngine:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # DeepSpeed's calls
         torch.manual_seed(seed)
         self.config = config
-        self.source = _model_folder(model)
+        self.source = model
         _join_ranks()
         self._control = dist.new_group(backend="gloo", timeout=SILENCE)
         self._zero = deepspeed.zero
         settings = deepspeed_config(config)
         self._stage: int = settings["zero_optimization"]["stage"]
-        self._module = self._load()
+        self._module = self._read_model(model, config.dtype).train()
         with redirect_stdout(io.StringIO()):  # it prints memory tables
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
             self._deepspeed, *_ = deepspeed.initialize(
@@ -208,9 +194,12 @@ class TrainingEngine:
                     optimizer, lambda step: min(1.0, (step + 1) / max(1, config.warmup_steps))
                 ),
             )
+        self._state = TrainingState(self._deepspeed, self._stage, self._control)
         self.device: torch.device = self._deepspeed.device
+        self.microbatches = 0
+        """Computed since the start: tells a long step from one that hangs."""
 
-    def _load(self) -> torch.nn.Module:
+    def _read_model(self, folder: Path, dtype: str) -> torch.nn.Module:
         from transformers import AttentionInterface, AutoModelForCausalLM
         from transformers.utils import is_flash_attn_2_available
         from transformers.utils import logging as transformers_logging
@@ -221,14 +210,14 @@ class TrainingEngine:
         self._attention = "flash_attention_2" if flash else PACKED_SDPA
         try:
             module = AutoModelForCausalLM.from_pretrained(
-                self.source, dtype=getattr(torch, self.config.dtype), attn_implementation=self._attention
+                folder, dtype=getattr(torch, dtype), attn_implementation=self._attention
             )
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.source} does not hold a model that transformers can load: {error}") from error
+            raise UserError(f"{folder} does not hold a model that transformers can load: {error}") from error
         for part in module.modules():
             if isinstance(part, torch.nn.Dropout):
                 part.p = 0.0  # pi_theta of a token must be the same number in every pass
-        return module.train()
+        return module
 
     @property
     def rank(self) -> int:
@@ -337,6 +326,7 @@ class TrainingEngine:
                 tally.add(row, out.loss, entropy, out.clipped, out.weight, version)
             with tally.clock("backward"):
                 self._deepspeed.backward(out.loss.sum() * scale)
+            self.microbatches += 1
         with tally.clock("optimizer"):
             norm = self._clip() if self._stage == 0 else None
             self._deepspeed.step()
@@ -368,7 +358,7 @@ class TrainingEngine:
         """Write the weights as `folder`/model.safetensors in the model's dtype; returns `folder` (all ranks).
 
         Rank 0 writes, and returns when all is on disk; the others return at once. The folder appears complete or not
-        at all. Raises FileExistsError on rank 0 where it exists.
+        at all, and takes the place of one of that name.
         """
         tensors = self._gather()
         if self.rank == 0:
@@ -377,35 +367,27 @@ class TrainingEngine:
         return folder
 
     def save(self, folder: Path) -> Path:
-        """Like `publish`, with configuration and tokenizer: a model folder to load by itself (all ranks)."""
-        tensors = self._gather()
-        if self.rank == 0:
-            with atomic_folder(folder) as partial:
+        """Write a checkpoint: a model folder to load by itself, and in it what `load` needs to go on (all ranks).
+
+        Appears as with `publish`. On the same ranks, threads and ZeRO stage, fp32 training on the CPU goes on from it
+        to the same bits as if it had never stopped.
+        """
+        with atomic_folder(folder) if self.rank == 0 else nullcontext() as partial:
+            tensors = self._gather()
+            if partial:
                 copy_model_files(self.source, partial, dtype=self.config.dtype)
                 write_weights(tensors, partial)
+            del tensors  # before the next ones are gathered
+            self._state.save(partial)
         return folder
 
-    def save_state(self, folder: Path) -> Path:
-        """Write weights, optimizer and learning-rate schedule into `folder`, for `load_state` (all ranks).
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint of `save`, written with any number of ranks and at any ZeRO stage (all ranks).
 
-        The folder appears complete or not at all, before any rank returns. Raises FileExistsError where it exists.
+        Raises UserError on every rank, before anything is changed, where the folder holds no checkpoint or one of
+        another model.
         """
-        with ExitStack() as stack:
-            partial = stack.enter_context(atomic_folder(folder)) if self.rank == 0 else None
-            shared = self.broadcast({"folder": str(partial)} if partial else None)
-            self._deepspeed.save_checkpoint(shared["folder"], tag=STATE, save_latest=False)
-            dist.barrier(group=self._control)
-        dist.barrier(group=self._control)
-        return folder
-
-    def load_state(self, folder: Path) -> None:
-        """Go on from a folder of `save_state`, written with the same number of ranks and ZeRO stage (all ranks).
-
-        Raises UserError where there is none.
-        """
-        if not (folder / STATE).is_dir():
-            raise UserError(f"{folder} holds no training state: point to the folder of a checkpoint")
-        self._deepspeed.load_checkpoint(str(folder), tag=STATE)
+        self._state.load(folder, lambda: dict(self._read_model(folder, "float32").named_parameters()))
 
     def close(self) -> None:
         """Take DeepSpeed's hooks and buffers down, so that memory can be freed (all ranks)."""

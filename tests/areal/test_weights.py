@@ -1,10 +1,16 @@
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from areal.weights import atomic_folder, copy_model_files, write_weights
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_folder_appears_only_when_it_is_complete(tmp_path):
@@ -22,11 +28,67 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_exists_is_not_overwritten(tmp_path):
+def test_a_folder_that_exists_is_replaced_when_the_new_one_is_complete(tmp_path):
     (tmp_path / "7").mkdir()
-    with pytest.raises(FileExistsError, match="7"), atomic_folder(tmp_path / "7"):
-        pass
+    (tmp_path / "7" / "old").write_text("a")
+    with atomic_folder(tmp_path / "7") as partial:
+        (partial / "new").write_text("b")
+        assert (tmp_path / "7" / "old").exists()
+    assert [path.name for path in (tmp_path / "7").iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["7"]
+
+
+def test_a_failure_leaves_the_old_folder_as_it_was(tmp_path):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "old").write_text("a")
+    with pytest.raises(RuntimeError, match="full"), atomic_folder(tmp_path / "7") as partial:
+        (partial / "old").write_text("b")
+        raise RuntimeError("disk full")
+    assert (tmp_path / "7" / "old").read_text() == "a"
+    assert [path.name for path in tmp_path.iterdir()] == ["7"]
+
+
+WRITER = """
+import os, signal, sys
+from pathlib import Path
+from areal import weights
+
+replace, renames = os.replace, []
+
+def replace_and_die(source, target):
+    if len(renames) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    renames.append(target)
+    replace(source, target)
+
+os.replace = replace_and_die
+with weights.atomic_folder(Path(sys.argv[1])) as partial:
+    for name in "ab":
+        (partial / name).write_text("new")
+"""
+
+
+def contents(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_writer_killed_between_any_two_renames_leaves_no_torn_folder_and_its_leftovers_go(tmp_path, renames):
+    folder, other = tmp_path / "7", tmp_path / ".7.5.leftover"
+    for made in (folder, other):
+        made.mkdir()
+        for name in "ab":
+            (made / name).write_text("old")
+    process = subprocess.run([sys.executable, "-c", WRITER, str(folder), str(renames)], cwd=ROOT, check=False)
+    assert process.returncode == (-signal.SIGKILL if renames < 2 else 0)
+    if renames == 1:
+        assert not folder.exists()
+    else:
+        assert contents(folder) == dict.fromkeys("ab", "new" if renames else "old")
+    with atomic_folder(folder) as partial:
+        (partial / "c").write_text("newer")
+    assert contents(folder) == {"c": "newer"}
+    assert {path.name for path in tmp_path.iterdir()} == {"7", ".7.5.leftover"}
 
 
 def test_model_files_are_copied_without_weights_and_say_the_dtype(tmp_path):

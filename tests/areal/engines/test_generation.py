@@ -298,6 +298,41 @@ async def test_importing_the_module_imports_neither_torch_nor_vllm() -> None:
     assert await process.wait() == 0
 
 
+async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing_more(models: Models) -> None:
+    engine = await GenerationEngine.start(models[0], CONFIG, version=0)
+    progress: list[list[Chunk]] = [[] for _ in range(4)]
+    readers = [asyncio.create_task(collect(engine.generate("r", PROMPT, ENDLESS), parts)) for parts in progress]
+    await until(lambda: all(len(parts) >= 3 for parts in progress))
+    await engine.load(models[1], 1)
+    seen = [len(parts) for parts in progress]
+    await until(lambda: all(len(parts) >= n + 2 for n, parts in zip(seen, progress, strict=True)))
+    before = [b"".join(chunk.tokens.tobytes() for chunk in parts) for parts in progress]
+    undelivered = sum(len(stream._tokens) for stream in engine._streams.values())
+    engine.hand_over()
+    for reader in readers:
+        with pytest.raises(EngineError, match="handed over"):
+            await reader
+
+    delivered = sum(len(tokens) // 4 for tokens in before)
+    assert sum(len(chunk.tokens) for parts in progress for chunk in parts) >= delivered + undelivered
+    for parts, start in zip(progress, before, strict=True):
+        tokens, logprobs, versions = (
+            np.concatenate([getattr(chunk, name) for chunk in parts]) for name in ("tokens", "logprobs", "versions")
+        )
+        assert tokens.tobytes().startswith(start)
+        assert len(tokens) == len(logprobs) == len(versions)
+        assert [chunk.finish for chunk in parts] == [None] * len(parts)
+        for version in (0, 1):
+            part = versions == version
+            expected = reference(models[version], PROMPT, tokens)
+            assert part.any()
+            assert np.abs(expected - logprobs)[part].max() < 1e-4
+    with pytest.raises(EngineError, match="handed over"):
+        await collect(engine.generate("r", PROMPT, SAMPLING))
+    await until(lambda: engine._running == 0)  # the engine itself says so, with the output of its last step
+    await engine.close()
+
+
 async def test_the_engine_process_dies_with_a_generator_that_was_killed(models: Models, tmp_path: Path) -> None:
     script = tmp_path / "generator.py"
     script.write_text(

@@ -25,11 +25,11 @@ TEMPERATURE = 0.8
 NEVER_CLIP = 1e9
 
 
-def make_model(folder):
+def make_model(folder, hidden_size=32):
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -237,18 +237,110 @@ def test_the_learning_rate_warms_up_linearly_and_then_stays(engine_of):
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_restored_engine_goes_on_as_if_nothing_had_happened(engine_of, tmp_path, stage):
-    batches = [make_batch(seed=seed) for seed in range(3)]
-    engine = engine_of(zero_stage=stage, warmup_steps=4)
-    engine.step(batches[0], version=3, temperature=TEMPERATURE)
-    engine.save_state(tmp_path / "state")
-    expected = [engine.step(batch, version=3, temperature=TEMPERATURE) for batch in batches[1:]]
-    restored = engine_of(zero_stage=stage, warmup_steps=4)
-    restored.load_state(tmp_path / "state")
-    for batch, result in zip(batches[1:], expected, strict=True):
-        again = restored.step(batch, version=3, temperature=TEMPERATURE)
-        assert (again.loss, again.grad_norm, again.entropy) == (result.loss, result.grad_norm, result.entropy)
+DTYPES = ["float32", "bfloat16"]
+BATCHES = [make_batch(seed=seed) for seed in range(4)]
+
+
+def train(engine, batches):
+    for version, batch in enumerate(batches):
+        engine.step(batch if engine.rank == 0 else None, version=version, temperature=TEMPERATURE)
+
+
+def assert_same_bits(found, expected):
+    """Of the weights in two folders."""
+    found, expected = load_file(found / "model.safetensors"), load_file(expected / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def run_worker(*arguments, ranks=1):
+    """This file as a program in new processes, one a rank."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+    done = subprocess.run(
+        [*torchrun, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_new_process_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_path, dtype):
+    run_worker("stop", folder, tmp_path, dtype)
+    run_worker("go-on", folder, tmp_path, dtype)
+    for name in cases(dtype):
+        assert_same_bits(tmp_path / f"{name}-resumed", tmp_path / f"{name}-straight")
+
+
+def test_two_ranks_go_on_from_a_checkpoint_to_the_same_bits(folder, tmp_path):
+    run_worker("stop", folder, tmp_path, "float32", ranks=2)
+    run_worker("go-on", folder, tmp_path, "float32", ranks=2)
+    for name in cases("float32"):
+        assert_same_bits(tmp_path / f"{name}-resumed", tmp_path / f"{name}-straight")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checkpoint_goes_from_any_zero_stage_and_number_of_ranks_to_any_other(folder, tmp_path, dtype):
+    run_worker("stop", folder, tmp_path, dtype, ranks=2)
+    for name, changes in cases(dtype).items():
+        written = tmp_path / f"{name}-checkpoint"
+        for other in cases(dtype).values():
+            engine = TrainingEngine(folder, worker_settings(**(changes | other)), seed=1)
+            engine.load(written)
+            again = engine.save(tmp_path / "again")
+            for file in ("model.safetensors", "training/exp_avg.safetensors", "training/exp_avg_sq.safetensors"):
+                assert tensors_equal(written / file, again / file), (name, other, file)
+            if dtype == "bfloat16":
+                assert tensors_equal(written / "training/master.safetensors", again / "training/master.safetensors")
+            assert (again / "training/state.json").read_text() == (written / "training/state.json").read_text()
+            engine.close()
+
+
+def tensors_equal(one, other):
+    one, other = load_file(one), load_file(other)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_of_the_first_moment_takes_a_trained_engine_back_to_the_start(engine_of, folder, tmp_path):
+    engine = engine_of(warmup_steps=4)
+    engine.save(tmp_path / "start")
+    train(engine, BATCHES[:2])
+    engine.publish(tmp_path / "straight")
+    engine.load(tmp_path / "start")
+    engine.publish(tmp_path / "weights")
+    assert_same_bits(tmp_path / "weights", folder)
+    train(engine, BATCHES[:2])
+    engine.publish(tmp_path / "again")
+    assert_same_bits(tmp_path / "again", tmp_path / "straight")
+
+
+def test_a_folder_that_is_no_checkpoint_or_one_of_another_model_is_the_users_mistake(engine_of, folder, tmp_path):
+    engine = engine_of()
+    with pytest.raises(UserError, match=r"is not a checkpoint to go on from"):
+        engine.load(folder)
+    other = TrainingEngine(make_model(tmp_path / "other", hidden_size=40), settings(), seed=0)
+    other.save(tmp_path / "checkpoint")
+    other.close()
+    with pytest.raises(UserError, match=r"one of another model"):
+        engine.load(tmp_path / "checkpoint")
+    assert_same_bits(engine.publish(tmp_path / "weights"), folder)
+
+
+def test_a_checkpoint_holds_no_pickle(engine_of, tmp_path):
+    saved = engine_of().save(tmp_path / "saved")
+    assert {path.suffix for path in saved.rglob("*") if path.is_file()} == {".json", ".safetensors"}
+
+
+def test_a_checkpoint_takes_the_place_of_one_of_its_name(engine_of, tmp_path):
+    engine = engine_of()
+    engine.save(tmp_path / "saved")
+    train(engine, BATCHES[:1])
+    engine.save(tmp_path / "saved")
+    engine.publish(tmp_path / "weights")
+    assert_same_bits(tmp_path / "saved", tmp_path / "weights")
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -265,15 +357,16 @@ def test_saved_weights_load_in_transformers_and_give_the_same_log_probs(engine_o
     assert (saved / "tokenizer.json").exists()
 
 
-def test_published_weights_are_complete_and_never_overwritten(engine_of, folder, tmp_path):
+def test_published_weights_are_complete_and_replace_those_of_the_name(engine_of, folder, tmp_path):
     engine = engine_of()
     version = engine.publish(tmp_path / "weights" / "0")
     assert [path.name for path in version.iterdir()] == ["model.safetensors"]
     published, original = load_file(version / "model.safetensors"), load_file(folder / "model.safetensors")
     assert published.keys() == original.keys()  # so a tied lm_head is not there twice
     assert all(torch.equal(published[name], original[name]) for name in original)
-    with pytest.raises(FileExistsError):
-        engine.publish(version)
+    train(engine, BATCHES[:1])
+    engine.publish(version)
+    assert not tensors_equal(version / "model.safetensors", folder / "model.safetensors")
     assert [path.name for path in version.parent.iterdir()] == ["0"]
 
 
@@ -283,18 +376,7 @@ def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):
 
 
 def test_two_ranks_have_the_gradients_of_one(folder, tmp_path):
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(folder), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_worker("gradients", folder, tmp_path, ranks=2)
     many, one = make_batch(), make_batch(1)
     model = eager(folder)
     for stage in (0, 2, 3):
@@ -305,8 +387,8 @@ def test_two_ranks_have_the_gradients_of_one(folder, tmp_path):
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
 
 
-def _rank(folder, out):
-    """Train at each ZeRO stage on two ranks; `one` has a single sequence, so that a rank has nothing to do."""
+def write_gradients(folder, out):
+    """Train at each ZeRO stage; `one` has a single sequence, so that one of two ranks has nothing to do."""
     for stage in (0, 2, 3):
         engine = TrainingEngine(folder, settings(zero_stage=stage, lr=1e-9, max_tokens_per_microbatch=40), seed=0)
         first = engine.rank == 0
@@ -316,10 +398,42 @@ def _rank(folder, out):
             if first:
                 save_file(gradients, out / f"{stage}-{name}")
         engine.publish(out / f"weights-{stage}")
-        engine.save_state(out / f"state-{stage}")
-        engine.load_state(out / f"state-{stage}")
+        engine.close()
+
+
+def cases(dtype):
+    """Changes of the settings by name: every place where DeepSpeed keeps masters and moments, 1 and 2 minibatches."""
+    if dtype == "bfloat16":
+        return {f"bf16-zero{stage}": {"dtype": dtype, "zero_stage": stage} for stage in (1, 2, 3)}
+    return {f"zero{stage}": {"zero_stage": stage, "minibatches": 1 + stage % 2} for stage in (0, 1, 2, 3)}
+
+
+def worker_settings(**changes):
+    return settings(warmup_steps=3, grad_clip=1.0, max_tokens_per_microbatch=40, **changes)
+
+
+def train_straight_and_stop(folder, out, dtype):
+    """4 steps without a stop, leaving a checkpoint at the second."""
+    for name, changes in cases(dtype).items():
+        engine = TrainingEngine(folder, worker_settings(**changes), seed=0)
+        train(engine, BATCHES[:2])
+        engine.save(out / f"{name}-checkpoint")
+        train(engine, BATCHES[2:])
+        engine.publish(out / f"{name}-straight")
+        engine.close()
+
+
+def go_on(folder, out, dtype):
+    for name, changes in cases(dtype).items():
+        engine = TrainingEngine(folder, worker_settings(**changes), seed=1)
+        engine.load(out / f"{name}-checkpoint")
+        train(engine, BATCHES[2:])
+        engine.publish(out / f"{name}-resumed")
         engine.close()
 
 
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]), Path(sys.argv[2]))
+    what, folder, out, *dtype = sys.argv[1:]
+    {"gradients": write_gradients, "stop": train_straight_and_stop, "go-on": go_on}[what](
+        Path(folder), Path(out), *dtype
+    )

@@ -1,0 +1,386 @@
+"""Engines without a model: weights are a chain of hashes, sampling and training take virtual time.
+
+Every token's log-prob names the very file of weights that sampled it, as an exact float32. So when a group is trained,
+the learner knows for each token whether its version label is true, whatever happened in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from areal.config import GeneratorConfig, SamplingConfig
+from areal.data import Row
+from areal.engines.generation import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
+from areal.reward_pool import RewardFailed
+from areal.trajectory import Group
+
+# Log-probs are -(serial + 1) / SCALE: exact in float32 for as many files as a simulation ever writes.
+SCALE = 4096.0
+# Times a straggler's tokens are slower. Without a limit "it takes for ever" and "it hangs" would look the same.
+SLOWEST = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A file of weights. `serial` names this very file, `content` what is in it, `writer` the process that wrote it."""
+
+    serial: int
+    content: bytes
+    writer: str
+    folder: str
+
+    @property
+    def logprob(self) -> float:
+        return -(self.serial + 1) / SCALE
+
+
+def serials_of(logprobs: np.ndarray) -> np.ndarray:
+    """Which files of weights sampled the tokens with these log-probs."""
+    return (-logprobs * SCALE).astype(np.int64) - 1
+
+
+class Files:
+    """What all processes see of weights and checkpoints: a shared file system."""
+
+    def __init__(self, model: str) -> None:
+        self.written: list[Weights] = []
+        self.folders: dict[str, Weights] = {}
+        self.model = self.write(model, b"", "nobody")
+
+    def write(self, folder: str, content: bytes, writer: str) -> Weights:
+        weights = Weights(len(self.written), content, writer, folder)
+        self.written.append(weights)
+        self.folders[folder] = weights
+        return weights
+
+    def forget(self, folder: str) -> None:
+        self.folders.pop(folder, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long things take, in virtual seconds."""
+
+    tokens_per_second: float = 40.0
+    first_token: float = 0.02
+    load: float = 0.05
+    step: float = 0.3
+    publish: float = 0.05
+    save: float = 0.1
+    score: float = 0.02
+    start: float = 0.2
+
+
+@dataclass(slots=True)
+class Mishaps:
+    """Probabilities, per call."""
+
+    load_fails: float = 0.0
+    load_tears: float = 0.0
+    score_fails: float = 0.0
+    straggler: float = 0.0
+    straggler_times: float = 6.0
+
+
+class Judge(Protocol):
+    """Who is told what learners do (actors.simulation.oracle)."""
+
+    def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Group], after: bytes) -> None: ...
+
+    def trained(self, writer: str, version: int, groups: Sequence[Group], mask_older_than: int | None) -> None: ...
+
+    def published(self, writer: str, weights: Weights) -> None: ...
+
+
+class SimEngine:
+    """Samples tokens at `pace.tokens_per_second` each; the interface of areal.engines.generation.GenerationEngine."""
+
+    def __init__(
+        self, files: Files, weights: Weights, version: int, config: GeneratorConfig, pace: Pace, mishaps: Mishaps,
+        random: Random, tell: Callable[[str], None] | None,
+    ) -> None:  # fmt: skip
+        self.version = version
+        self._files = files
+        self._weights = weights
+        self._interval = config.stream_interval
+        self._room = config.max_concurrent_rollouts
+        self._pace = pace
+        self._mishaps = mishaps
+        self._random = random
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[int, _Stream] = {}
+        self._serial = itertools.count()
+        self._tokens_generated = 0
+        self._paused = False
+        self._error: EngineError | None = None
+
+    async def generate(
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None
+    ) -> AsyncIterator[Chunk]:
+        if self._error is not None:
+            raise self._error
+        most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        wanted = 1 + int(self._random.expovariate(2.0 / sampling.max_new_tokens))
+        if self._mishaps.straggler and self._random.random() < self._mishaps.straggler:
+            slow = min(SLOWEST, 1.0 + self._random.paretovariate(1.2) * self._mishaps.straggler_times)
+        else:
+            slow = 1.0
+        key = next(self._serial)
+        stream = self._streams[key] = _Stream(
+            self, min(wanted, most), wanted <= most, slow / self._pace.tokens_per_second
+        )
+        try:
+            stream.go_on(self._pace.first_token)
+            while True:
+                chunk = await stream.next_chunk()
+                yield chunk
+                if chunk.finish is not None:
+                    return
+        finally:
+            stream.stop()
+            self._streams.pop(key, None)
+
+    async def load(self, folder: Path, version: int) -> LoadTimes:
+        if self._error is not None:
+            raise self._error
+        weights = self._files.folders.get(str(folder))
+        if weights is None:
+            raise WeightLoadError(f"{folder} cannot be read: it is not there")
+        if self._mishaps.load_fails and self._random.random() < self._mishaps.load_fails:
+            raise WeightLoadError(f"{folder} is cut short")
+        started = sum(stream.begun for stream in self._streams.values())
+        self._paused = True
+        for stream in self._streams.values():
+            stream.stop()
+        try:
+            await asyncio.sleep(self._pace.load * (0.5 + self._random.random()))
+            if self._mishaps.load_tears and self._random.random() < self._mishaps.load_tears:
+                self._fail(EngineError(f"Loading {folder} failed half-way, so the weights may be torn"))
+                raise self._error
+        finally:
+            self._paused = False
+            if self._error is None:
+                self._weights, self.version = weights, version
+                for stream in self._streams.values():
+                    stream.go_on(self._pace.first_token)
+        if self._tell is not None:
+            self._tell(f"engine: loaded {folder} as version {version}, interrupted {started}")
+        return LoadTimes(0.0, self._pace.load, 0.0, started)
+
+    def stats(self) -> EngineStats:
+        running = min(len(self._streams), self._room)
+        return EngineStats(running, len(self._streams) - running, running / self._room, self._tokens_generated)
+
+    def hand_over(self) -> None:
+        """Every running stream yields the tokens it has, then fails."""
+        for stream in self._streams.values():
+            stream.stop()
+        self._fail(EngineError("The engine hands over."))
+
+    async def close(self) -> None:
+        self._fail(EngineError("The engine was closed."))
+        await asyncio.sleep(0.01)
+
+    def _fail(self, error: EngineError) -> None:
+        self._error = self._error or error
+        for stream in self._streams.values():
+            stream.fail(self._error)
+
+
+class _Stream:
+    """One sequence. `rate` is the seconds of a token; tokens are counted when somebody looks."""
+
+    def __init__(self, engine: SimEngine, length: int, stops: bool, rate: float) -> None:
+        self._engine = engine
+        self._left = length
+        self._stops = stops
+        self._rate = rate
+        self._parts: list[tuple[int, Weights, int]] = []
+        self._since: float | None = None
+        self._timer: Any = None
+        self._waiter: asyncio.Future | None = None
+        self._error: EngineError | None = None
+        self.begun = False
+
+    @property
+    def _buffered(self) -> int:
+        return sum(n for n, _, _ in self._parts)
+
+    def go_on(self, prefill: float) -> None:
+        """Sample from now on, after a prefill."""
+        engine = self._engine
+        if engine._paused or self._since is not None or self._left == 0 or self._error is not None:
+            return
+        loop = engine._loop
+        self._since = loop.time() + prefill
+        due = max(1, min(engine._interval - self._buffered, self._left))
+        self._timer = loop.call_at(self._since + (due + 0.01) * self._rate, self._wake)
+
+    def stop(self) -> None:
+        """Sample no more; what is sampled so far counts."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._since is not None:
+            engine = self._engine
+            n = min(self._left, max(0, int((engine._loop.time() - self._since) / self._rate)))
+            self._since = None
+            if n:
+                self.begun = True
+                self._left -= n
+                engine._tokens_generated += n
+                self._parts.append((n, engine._weights, engine.version))
+
+    def fail(self, error: EngineError) -> None:
+        self.stop()
+        if self._left:
+            self._error = error
+        self._notify()
+
+    async def next_chunk(self) -> Chunk:
+        """The tokens since the last one. Raises EngineError where there are none and will be none."""
+        while self._left and self._error is None and self._buffered < self._engine._interval:
+            self._waiter = self._engine._loop.create_future()
+            await self._waiter
+        if not self._parts:
+            assert self._error is not None
+            raise self._error
+        parts, self._parts = self._parts, []
+        self.go_on(0.0)
+        n = sum(part[0] for part in parts)
+        first = self._engine._tokens_generated
+        finish = None if self._left else ("stop" if self._stops else "length")
+        if len(parts) == 1:
+            _, weights, version = parts[0]
+            logprobs, versions = np.full(n, weights.logprob, np.float32), np.full(n, version, np.int32)
+        else:
+            counts = [part[0] for part in parts]
+            logprobs = np.repeat(np.array([part[1].logprob for part in parts], np.float32), counts)
+            versions = np.repeat(np.array([part[2] for part in parts], np.int32), counts)
+        return Chunk(np.arange(first, first + n, dtype=np.int32), logprobs, versions, finish)
+
+    def _wake(self) -> None:
+        self.stop()
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class SimLearner:
+    """What actors.trainer needs of a learner, on a chain of hashes."""
+
+    def __init__(self, files: Files, judge: Judge, writer: str, pace: Pace, random: Random) -> None:
+        self._files = files
+        self._judge = judge
+        self._writer = writer
+        self._pace = pace
+        self._random = random
+        self._content = files.model.content
+        self.work_done = 0
+
+    async def step(
+        self, groups: Sequence[Group], *, version: int, temperature: float, mask_older_than: int | None
+    ) -> dict[str, float | None]:
+        self._judge.trained(self._writer, version, groups, mask_older_than)
+        await self._take(self._pace.step)
+        self.work_done += 1
+        before, self._content = self._content, next_content(self._content, groups)
+        self._judge.computed(self._writer, before, version, groups, self._content)
+        return {"loss": 0.0}
+
+    async def publish(self, folder: Path) -> None:
+        await self._take(self._pace.publish)
+        self._judge.published(self._writer, self._files.write(str(folder), self._content, self._writer))
+
+    async def save(self, folder: Path) -> None:
+        await self._take(self._pace.save)
+        self._files.write(str(folder), self._content, self._writer)
+
+    async def load(self, folder: Path) -> None:
+        await self._take(self._pace.save)
+        self._content = self._files.folders[str(folder)].content
+
+    async def forget(self, folder: Path) -> None:
+        self._files.forget(str(folder))
+
+    def close(self) -> None:
+        pass
+
+    async def _take(self, seconds: float) -> None:
+        await asyncio.sleep(seconds * (0.5 + self._random.random()))
+
+
+def next_content(content: bytes, groups: Sequence[Group]) -> bytes:
+    """The weights after a step on `groups`."""
+    digest = blake2b(content, digest_size=12)
+    for group in groups:
+        digest.update(group.id.encode())
+        for part in group.trajectories:
+            digest.update(np.ascontiguousarray(part.tokens))
+            digest.update(np.ascontiguousarray(part.logprobs))
+            digest.update(np.ascontiguousarray(part.versions))
+            digest.update(repr(part.reward).encode())
+    return digest.digest()
+
+
+class SimRewards:
+    """A reward pool whose scores depend on the completion alone."""
+
+    def __init__(self, pace: Pace, mishaps: Mishaps, random: Random) -> None:
+        self._pace = pace
+        self._mishaps = mishaps
+        self._random = random
+
+    async def __aenter__(self) -> Self:
+        await asyncio.sleep(self._pace.start * self._random.random())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def score(self, function: str, prompt: str, completion: str, row: dict[str, Any]) -> float:
+        await asyncio.sleep(self._pace.score * (0.5 + self._random.random()))
+        if self._mishaps.score_fails and self._random.random() < self._mishaps.score_fails:
+            raise RewardFailed("it raised", "raised")
+        return len(completion) % 7 / 7
+
+
+class SimSource:
+    """Prompts whose text is their index."""
+
+    def row(self, index: int) -> Row:
+        return Row(index, f"{index}", "answer", None, {"prompt": f"{index}", "answer": "answer"})
+
+    def heldout(self, i: int) -> Row:
+        return self.row(1_000_000 + i)
+
+
+class SimTokenizer:
+    chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [1, int(text) % 32_000, 2]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return f"{len(tokens)} tokens from {int(tokens[0]) if len(tokens) else 0}"
+
+
+async def start_after(seconds: float, make: Callable[[], Any]) -> Any:
+    """What `make` gives, after a while."""
+    await asyncio.sleep(seconds)
+    return make()
+
+
+Start = Callable[..., Awaitable[Any]]

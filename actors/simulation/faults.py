@@ -1,0 +1,266 @@
+"""What goes wrong in a simulation, and when: a plan drawn from the seed before it begins.
+
+A plan uses only a few kinds of faults, so that over many seeds each of them also meets a cluster that is otherwise
+well. After `Plan.until` nothing goes wrong any more, and the run has to reach its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+from actors.simulation.engines import Mishaps
+from actors.simulation.network import Weather
+
+# What each role answers. Every one of these handlers is interrupted at each of its `POINTS` by some seeds.
+HANDLERS: dict[str, tuple[str, ...]] = {
+    "master": (
+        "join", "heartbeat", "leave", "ask_snapshot", "ask_permits", "renew_leases", "group_started", "group_failed",
+        "ask_recovery", "policy_restored", "group_ready", "ask_batch", "commit_step", "checkpoint_saved",
+        "training_finished", "ask_evaluation", "evaluation_done",
+    ),
+    "trainer": ("store_group",),
+    "generator": ("generate",),
+    "reward": ("score",),
+}  # fmt: skip
+
+Point = Literal["before", "working", "worked", "handled", "answered"]
+POINTS: tuple[Point, ...] = ("before", "working", "worked", "handled", "answered")
+
+
+@dataclass(frozen=True, slots=True)
+class FailPoint:
+    """The process dies when it is asked `kind` for the `nth` time: `before` its handler begins; while its disk is
+    `working` for it, or has just `worked` (so: before and after the commit); when it is `handled` and not answered; or
+    right after it is `answered` (a stream: after its first part)."""
+
+    role: str
+    kind: str
+    point: Point
+    nth: int
+    restart_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """The process dies and is started again. `silent`: its machine dies with it, so that no connection is closed."""
+
+    at: float
+    process: str
+    restart_after: float
+    silent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The process is told to leave (SIGTERM), and started again after it has."""
+
+    at: float
+    process: str
+    restart_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The process stands still for a while, and does not know it. `replaced`: a new one is started meanwhile."""
+
+    at: float
+    process: str
+    seconds: float
+    replaced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Nothing passes between the two sides."""
+
+    at: float
+    side: tuple[str, ...]
+    other: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """The connections between two processes break once."""
+
+    at: float
+    one: str
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
+class Storm:
+    """Other weather for a while."""
+
+    at: float
+    weather: Weather
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlowDisk:
+    """Everything that a process asks of its disk takes this many seconds longer."""
+
+    at: float
+    process: str
+    slower: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClockJump:
+    at: float
+    process: str
+    seconds: float
+
+
+Fault = Kill | Leave | Pause | Partition | Reset | Storm | SlowDisk | ClockJump
+
+
+@dataclass(slots=True)
+class Plan:
+    """`faults` in order of time; `points` wait for their request; `mishaps` hold until `until`."""
+
+    until: float = 0.0
+    faults: list[Fault] = field(default_factory=list)
+    points: list[FailPoint] = field(default_factory=list)
+    mishaps: Mishaps = field(default_factory=Mishaps)
+
+
+def draw(random: Random, processes: list[str], until: float) -> Plan:
+    """A plan for these processes (`role-index`)."""
+    plan = Plan(until)
+    kinds = random.sample(sorted(_DRAWS), random.choice((0, 1, 1, 2, 2, 3, 4)))
+    if random.random() < 0.6 or not kinds:
+        kinds.append("fail-points")
+    for kind in kinds:
+        _DRAWS[kind](random, plan, processes)
+    plan.faults.sort(key=lambda fault: fault.at)
+    return plan
+
+
+def _when(random: Random, plan: Plan) -> float:
+    return random.triangular(0.1, plan.until, plan.until * 0.5)
+
+
+def _restart(random: Random) -> float:
+    """Soon, or so late that others have noticed."""
+    return random.uniform(0.05, 0.8) if random.random() < 0.7 else random.uniform(1.0, 6.0)
+
+
+def _some(random: Random, processes: list[str]) -> str:
+    # There is one master and one trainer, whose loss costs most.
+    weights = [4 if name.startswith("trainer") else 2 if name.startswith("master") else 1 for name in processes]
+    return random.choices(processes, weights)[0]
+
+
+def _draw_kills(random: Random, plan: Plan, processes: list[str]) -> None:
+    for _ in range(random.choice((1, 1, 2, 3))):
+        plan.faults.append(
+            Kill(_when(random, plan), _some(random, processes), _restart(random), silent=random.random() < 0.25)
+        )
+
+
+def _draw_points(random: Random, plan: Plan, processes: list[str]) -> None:
+    for _ in range(random.choice((1, 1, 2))):
+        role = random.choices(("master", "trainer", "generator", "reward"), (8, 2, 1, 1))[0]
+        kind = random.choice(HANDLERS[role])
+        nth = 1 + int(random.expovariate(0.5))
+        plan.points.append(FailPoint(role, kind, random.choice(POINTS), nth, _restart(random)))
+
+
+def _draw_leaves(random: Random, plan: Plan, processes: list[str]) -> None:
+    others = [name for name in processes if not name.startswith("master")]
+    plan.faults.append(Leave(_when(random, plan), random.choice(others), _restart(random)))
+
+
+def _draw_pauses(random: Random, plan: Plan, processes: list[str]) -> None:
+    name = _some(random, processes)
+    seconds = random.choice((0.5, 2.0, 5.0, 8.0)) * random.uniform(0.5, 1.5)
+    replaced = not name.startswith("master") and random.random() < 0.3
+    plan.faults.append(Pause(_when(random, plan), name, seconds, replaced))
+
+
+def _draw_partitions(random: Random, plan: Plan, processes: list[str]) -> None:
+    side = tuple(random.sample(processes, random.randint(1, max(1, len(processes) // 2))))
+    other = tuple(name for name in processes if name not in side)
+    if random.random() < 0.3:
+        other = (random.choice(other),)
+    plan.faults.append(Partition(_when(random, plan), side, other, random.choice((0.5, 3.0, 8.0))))
+
+
+def _draw_resets(random: Random, plan: Plan, processes: list[str]) -> None:
+    for _ in range(random.choice((1, 3, 6))):
+        one, other = random.sample(processes, 2)
+        plan.faults.append(Reset(_when(random, plan), one, other))
+
+
+def _draw_loss(random: Random, plan: Plan, processes: list[str]) -> None:
+    _add_storm(random, plan, Weather(loss=random.choice((0.01, 0.05, 0.2))))
+
+
+def _draw_duplication(random: Random, plan: Plan, processes: list[str]) -> None:
+    _add_storm(
+        random, plan, Weather(duplication=random.choice((0.02, 0.1, 0.4)), delay_seconds=random.choice((0.1, 2.0)))
+    )
+
+
+def _draw_reordering(random: Random, plan: Plan, processes: list[str]) -> None:
+    _add_storm(random, plan, Weather(reordering=random.choice((0.02, 0.1, 0.4)), latency=random.choice((0.002, 0.05))))
+
+
+def _draw_delay(random: Random, plan: Plan, processes: list[str]) -> None:
+    _add_storm(
+        random, plan, Weather(delay=random.choice((0.02, 0.1, 0.4)), delay_seconds=random.choice((0.3, 2.0, 5.0)))
+    )
+
+
+def _add_storm(random: Random, plan: Plan, weather: Weather) -> None:
+    begins = random.uniform(0.0, plan.until * 0.6)
+    plan.faults.append(Storm(begins, weather, random.uniform(0.5, plan.until - begins)))
+
+
+def _draw_slow_disk(random: Random, plan: Plan, processes: list[str]) -> None:
+    name = random.choice([name for name in processes if name.startswith(("master", "trainer"))])
+    plan.faults.append(SlowDisk(_when(random, plan), name, random.choice((0.05, 0.5, 2.0)), random.uniform(0.5, 4.0)))
+
+
+def _draw_clock_jumps(random: Random, plan: Plan, processes: list[str]) -> None:
+    plan.faults.append(
+        ClockJump(_when(random, plan), _some(random, processes), random.choice((0.5, 3.0, 10.0, 3600.0)))
+    )
+
+
+def _draw_stragglers(random: Random, plan: Plan, processes: list[str]) -> None:
+    plan.mishaps.straggler = random.choice((0.05, 0.2, 0.5))
+    plan.mishaps.straggler_times = random.choice((2.0, 8.0))
+
+
+def _draw_loads(random: Random, plan: Plan, processes: list[str]) -> None:
+    plan.mishaps.load_fails = random.choice((0.2, 0.5, 0.9))
+    plan.mishaps.load_tears = random.choice((0.0, 0.0, 0.2))
+
+
+def _draw_scores(random: Random, plan: Plan, processes: list[str]) -> None:
+    plan.mishaps.score_fails = random.choice((0.1, 0.3, 0.8))
+
+
+_DRAWS = {
+    "clock jumps": _draw_clock_jumps,
+    "delay": _draw_delay,
+    "duplication": _draw_duplication,
+    "fail-points": _draw_points,
+    "kills": _draw_kills,
+    "leaves": _draw_leaves,
+    "loads": _draw_loads,
+    "loss": _draw_loss,
+    "partitions": _draw_partitions,
+    "pauses": _draw_pauses,
+    "reordering": _draw_reordering,
+    "resets": _draw_resets,
+    "scores": _draw_scores,
+    "slow disk": _draw_slow_disk,
+    "stragglers": _draw_stragglers,
+}

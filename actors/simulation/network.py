@@ -1,0 +1,380 @@
+"""A simulated network: copies of frames that arrive late, twice, in another order, or never.
+
+One `Wire` joins all processes; each has a `SimNetwork`, which is a `protocols.network.Network`. A connection keeps
+messages in order as long as the weather says so. A connection to a process that dies breaks: at once where its kernel
+can still say so, after `SILENT_DEATH_SECONDS` where the whole machine is gone. Nobody connects across a partition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+from typing import Any
+from zlib import crc32
+
+from actors.simulation.loop import DEAD, ProcessLoop, Scheduler
+from protocols.codec import Frame
+from protocols.network import Full, OnCrash, Receive, Unreachable
+
+# ZMTP's heartbeats give a silent peer up after this long.
+SILENT_DEATH_SECONDS = 6.0
+RECONNECT_SECONDS = 0.2
+
+Watch = Callable[["SimNetwork", "SimNetwork", list[bytes], str], None]
+
+
+@dataclass(slots=True)
+class Weather:
+    """What becomes of messages now. Probabilities per message; latencies in seconds."""
+
+    latency: float = 0.002
+    jitter: float = 0.002
+    loss: float = 0.0
+    duplication: float = 0.0
+    reordering: float = 0.0
+    delay: float = 0.0
+    """Probability of a delay of up to `delay_seconds`; what follows on the same connection waits behind it."""
+    delay_seconds: float = 1.0
+
+
+class Wire:
+    """All connections of the simulated cluster. `watch` sees every message as it is sent, with its fate."""
+
+    def __init__(self, scheduler: Scheduler, random: Random) -> None:
+        self.scheduler = scheduler
+        self.random = random
+        self.weather = Weather()
+        self.digest = 0
+        self.sent = self.lost = self.duplicated = self.reordered = 0
+        self.watch: Watch | None = None
+        self._cut: set[frozenset[str]] = set()
+        self._doors: dict[str, _Door] = {}
+        self._waiting: dict[str, list[_Caller]] = {}
+        self._ports = count(40_000)
+        self._routes = count(1)
+
+    # --- faults
+
+    def cut(self, one: str, other: str) -> None:
+        """Nothing passes between two processes (by name) until `heal`; in the end their connections break."""
+        self._cut.add(frozenset((one, other)))
+        self.scheduler.call_at(self.scheduler.now + SILENT_DEATH_SECONDS, self._give_up, one, other)
+
+    def _give_up(self, one: str, other: str) -> None:
+        if frozenset((one, other)) in self._cut:
+            self.reset(one, other)
+
+    def heal(self) -> None:
+        """End all partitions."""
+        self._cut.clear()
+        for address in list(self._waiting):
+            self._connect_waiting(address)
+
+    def is_cut(self, one: SimNetwork, other: SimNetwork) -> bool:
+        return bool(self._cut) and frozenset((one.name, other.name)) in self._cut
+
+    def reset(self, one: str, other: str) -> None:
+        """Break every connection between two processes; what is on its way is lost."""
+        for door in self._doors.values():
+            for caller in list(door.callers.values()):
+                if {door.network.name, caller.network.name} == {one, other}:
+                    caller.epoch += 1
+                    self._separate(caller)
+
+    # --- connections
+
+    def open(self, door: _Door, address: str) -> str:
+        host, _, port = address.rpartition(":")
+        if port == "*":
+            address = f"{host}:{next(self._ports)}"
+        if address in self._doors:
+            raise OSError(98, "Address already in use")
+        self._doors[address] = door
+        self._connect_waiting(address)
+        return address
+
+    def shut(self, door: _Door, silently: bool = False) -> None:
+        """The door's socket is closed, or its process is dead; `silently`: nobody tells the others."""
+        self._doors.pop(door.address, None)
+        for caller in list(door.callers.values()):
+            self._later(silently, self._separate_from, caller, door)
+
+    def leave(self, caller: _Caller, silently: bool = False) -> None:
+        """The caller's socket is closed, or its process is dead."""
+        waiting = self._waiting.get(caller.address, [])
+        if caller in waiting:
+            waiting.remove(caller)
+        if caller.door is not None:
+            self._later(silently, caller.door.callers.pop, caller.route, None)
+
+    def call(self, caller: _Caller) -> None:
+        """Connect as soon as there is somebody to connect to."""
+        door = self._doors.get(caller.address)
+        if door is None or self.is_cut(door.network, caller.network):
+            waiting = self._waiting.setdefault(caller.address, [])
+            if caller not in waiting:
+                waiting.append(caller)
+            return
+        self.scheduler.call_at(self.scheduler.now + self._latency(), self._connect, caller, door)
+
+    def _connect(self, caller: _Caller, door: _Door) -> None:
+        if caller.closed or caller.door is not None or not caller.network.lives:
+            return
+        if door.closed or not door.network.lives:
+            self.call(caller)
+            return
+        caller.route = b"%d" % next(self._routes)
+        caller.door = door
+        door.callers[caller.route] = caller
+        caller.connected()
+
+    def _connect_waiting(self, address: str) -> None:
+        for caller in self._waiting.pop(address, []):
+            when = self.scheduler.now + self.random.random() * RECONNECT_SECONDS
+            self.scheduler.call_at(when, self.call, caller)
+
+    def _later(self, silently: bool, callback: Callable, *args: Any) -> None:
+        delay = SILENT_DEATH_SECONDS if silently else self.weather.latency
+        self.scheduler.call_at(self.scheduler.now + delay, callback, *args)
+
+    def _separate_from(self, caller: _Caller, door: _Door) -> None:
+        if caller.door is door:
+            self._separate(caller)
+
+    def _separate(self, caller: _Caller) -> None:
+        if caller.door is not None:
+            caller.door.callers.pop(caller.route, None)
+            caller.door = None
+        if not caller.closed and caller.network.lives:
+            self.call(caller)
+
+    # --- messages
+
+    def carry(self, source: SimNetwork, target: _Link, way: _Way, frames: list[bytes]) -> None:
+        """Bring a message to `target`, or not. `way`: this direction of this connection."""
+        self.sent += 1
+        weather, random, now = self.weather, self.random, self.scheduler.now
+        when = now + weather.latency + random.random() * weather.jitter
+        fate = ""
+        if weather.delay and random.random() < weather.delay:
+            when += random.random() * weather.delay_seconds
+            fate = "delayed"
+        if self._cut and self.is_cut(source, target.network):
+            fate = "cut off"
+        elif weather.loss and random.random() < weather.loss:
+            fate = "lost"
+        digest = self.digest ^ hash(when) & 0xFFFFFFFF
+        for frame in frames:
+            digest = crc32(frame, digest)
+        self.digest = digest
+        if fate in ("lost", "cut off"):
+            self.lost += 1
+        else:
+            if weather.reordering and random.random() < weather.reordering:
+                self.reordered += 1
+                when += random.random() * 10 * weather.latency
+                fate = "out of order"
+            else:
+                when = way.last = max(when, way.last + 1e-6)
+            self.scheduler.call_at(when, target.deliver, frames, way.caller.epoch, way.caller, loop=target.network.loop)
+            if weather.duplication and random.random() < weather.duplication:
+                self.duplicated += 1
+                again = when + random.random() * 2 * weather.delay_seconds
+                self.scheduler.call_at(
+                    again, target.deliver, frames, way.caller.epoch, way.caller, loop=target.network.loop
+                )
+                fate = "duplicated"
+        if self.watch is not None:
+            self.watch(source, target.network, frames, fate)
+
+    def _latency(self) -> float:
+        return self.weather.latency + self.random.random() * self.weather.jitter
+
+
+class SimNetwork:
+    """The network as one process sees it. `on_answer` is called after the process has sent an answer or a part."""
+
+    def __init__(self, wire: Wire, name: str, loop: ProcessLoop) -> None:
+        self.wire = wire
+        self.name = name
+        self.loop = loop
+        self.on_answer: Callable[[], None] | None = None
+        self.on_publish: Callable[[list[bytes]], None] | None = None
+        self._links: list[_Link] = []
+
+    @property
+    def lives(self) -> bool:
+        return self.loop.state is not DEAD
+
+    def bind(self, address: str, receive: Receive, on_crash: OnCrash) -> tuple[_Door, str]:
+        door = _Door(self, receive, on_crash)
+        door.address = self.wire.open(door, address)
+        self._links.append(door)
+        return door, door.address
+
+    def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> _Caller:
+        caller = _Caller(self, address, receive, on_crash)
+        self._links.append(caller)
+        self.wire.call(caller)
+        return caller
+
+    def publish(self, address: str) -> tuple[_Publication, str]:
+        publication = _Publication(self, _no_receive, _no_crash)
+        publication.address = self.wire.open(publication, address)
+        self._links.append(publication)
+        return publication, publication.address
+
+    subscribe = connect
+
+    def close(self) -> None:
+        self._forget(silently=False)
+
+    def die(self, silently: bool) -> None:
+        """The process is gone; `silently`: its machine with it."""
+        self._forget(silently)
+
+    def _forget(self, silently: bool) -> None:
+        links, self._links = self._links, []
+        for link in links:
+            link.shut(silently)
+
+
+@dataclass(slots=True)
+class _Way:
+    """One direction of a connection: when its last message arrives."""
+
+    caller: _Caller
+    last: float = 0.0
+
+
+class _Link:
+    """A socket of one process."""
+
+    def __init__(self, network: SimNetwork, receive: Receive, on_crash: OnCrash) -> None:
+        self.network = network
+        self.closed = False
+        self._receive = receive
+        self._on_crash = on_crash
+
+    async def close(self) -> None:
+        self.shut(silently=False)
+
+    def shut(self, silently: bool) -> None:
+        raise NotImplementedError
+
+    def deliver(self, frames: list[bytes], epoch: int, caller: _Caller) -> None:
+        """In the owner's process. A message of a connection that was reset meanwhile is lost."""
+        if self.closed or epoch != caller.epoch:
+            return
+        try:
+            self._receive(frames)
+        except Exception as error:
+            self.closed = True  # its one reader has ended
+            self._on_crash(error)
+
+
+class _Door(_Link):
+    """The bound side: a ROUTER."""
+
+    address: str
+
+    def __init__(self, network: SimNetwork, receive: Receive, on_crash: OnCrash) -> None:
+        super().__init__(network, receive, on_crash)
+        self.callers: dict[bytes, _Caller] = {}
+
+    def send(self, frames: list[Frame]) -> None:
+        route, *rest = frames
+        caller = self.callers.get(bytes(route))
+        if self.closed or caller is None:
+            raise Unreachable(f"no connection {bytes(route)!r}")
+        network = self.network
+        if not network.lives:
+            return
+        network.wire.carry(network, caller, caller.from_door, [bytes(frame) for frame in rest])
+        if network.on_answer is not None:
+            network.on_answer()
+
+    async def send_when_possible(self, frames: list[Frame]) -> None:
+        self.send(frames)
+
+    def shut(self, silently: bool) -> None:
+        if not self.closed:
+            self.closed = True
+            self.network.wire.shut(self, silently)
+
+
+class _Publication(_Door):
+    """A PUB: it sends to whoever is connected."""
+
+    def send(self, frames: list[Frame]) -> None:
+        if self.closed:
+            raise Unreachable("closed")
+        network = self.network
+        if not network.lives:
+            return
+        copies = [bytes(frame) for frame in frames]
+        for caller in list(self.callers.values()):
+            network.wire.carry(network, caller, caller.from_door, copies)
+        if network.on_publish is not None:
+            network.on_publish(copies)
+
+
+class _Caller(_Link):
+    """The connecting side: a DEALER, or a SUB."""
+
+    def __init__(self, network: SimNetwork, address: str, receive: Receive, on_crash: OnCrash) -> None:
+        super().__init__(network, receive, on_crash)
+        self.address = address
+        self.door: _Door | None = None
+        self.route = b""
+        self.epoch = 0
+        self.to_door = _Way(self)
+        self.from_door = _Way(self)
+        self._waiters: list[asyncio.Future] = []
+
+    def send(self, frames: list[Frame]) -> None:
+        if self.closed:
+            raise Unreachable("closed")
+        if self.door is None:
+            raise Full(self.address)
+        network = self.network
+        if network.lives:
+            network.wire.carry(network, self.door, self.to_door, [self.route, *map(bytes, frames)])
+
+    async def send_when_possible(self, frames: list[Frame]) -> None:
+        while not self.closed:
+            if self.door is not None:
+                return self.send(frames)
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+
+    def connected(self) -> None:
+        self._wake()
+
+    def shut(self, silently: bool) -> None:
+        if not self.closed:
+            self.closed = True
+            self.network.wire.leave(self, silently)
+            self._wake()
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+def _no_receive(frames: list[bytes]) -> None:
+    raise AssertionError("a publisher receives nothing")
+
+
+def _no_crash(error: BaseException) -> None:
+    raise error

@@ -1,0 +1,338 @@
+"""What must hold, checked as it happens, from what the disks, the learners and the network have seen.
+
+The oracle keeps a book of its own about the run, from the events in the master's journal: one as the living master has
+it, one as the disk has it. It shares no code with the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from actors.simulation.engines import Files, Weights, serials_of
+from actors.simulation.loop import Scheduler
+from areal.config import Config
+from areal.ledger import Ledger
+from areal.trajectory import Group
+from protocols.messages import Message
+
+
+class Violation(Exception):
+    """An invariant is broken. `about`: the group, actor or version concerned, as it is named in the trace."""
+
+    def __init__(self, what: str, *about: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.about = about
+
+
+@dataclass(slots=True)
+class Row:
+    """A living group."""
+
+    prompt: int
+    owner: str
+    admitted_at: int
+    started_at: int | None = None
+    ready: bool = False
+
+
+@dataclass(slots=True)
+class Book:
+    """The run so far, as a list of journal events tells it. Raises Violation where the events make no sense."""
+
+    batch_size: int
+    max_staleness: int
+    bounds_groups: bool
+    version: int = 0
+    lineage: int = -1
+    trainer: str = ""
+    rows: dict[str, Row] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)
+    trained: dict[int, int] = field(default_factory=dict)
+    discarded: dict[int, str] = field(default_factory=dict)
+    batches: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    policies: dict[tuple[int, int], str] = field(default_factory=dict)
+    checkpoint: int = 0
+    prompts: int = 0
+
+    @property
+    def policy(self) -> tuple[int, int]:
+        return max(self.policies, default=(0, 0))
+
+    def add(self, kind: str, body: dict[str, Any]) -> None:
+        handler = getattr(self, f"_{kind}", None)
+        if handler is not None:
+            handler(**body)
+
+    def _admitted(self, group_id: str, prompt_index: int, owner: str, version: int, **_: Any) -> None:
+        self._hold(group_id not in self.seen, f"{group_id} is admitted a second time", group_id)
+        self._hold(
+            prompt_index not in self.trained, f"prompt {prompt_index} is admitted again after training", group_id
+        )
+        self._hold(prompt_index not in self.discarded, f"prompt {prompt_index} is admitted after its end", group_id)
+        alive = [row.prompt for row in self.rows.values()]
+        self._hold(prompt_index not in alive, f"prompt {prompt_index} is alive twice", group_id)
+        most = (self.max_staleness + 1) * self.batch_size
+        self._hold(len(alive) < most, f"{len(alive) + 1} groups are alive where {most} may be", group_id)
+        self._hold(
+            version == self.version, f"{group_id} is admitted at version {version}, not {self.version}", group_id
+        )
+        self._hold(
+            prompt_index in self.waiting or prompt_index == self.prompts, f"prompt {prompt_index} is next", group_id
+        )
+        self.prompts = max(self.prompts, prompt_index + 1)
+        self.waiting.discard(prompt_index)
+        self.seen.add(group_id)
+        self.rows[group_id] = Row(prompt_index, owner, version)
+
+    def _started(self, group_id: str, version: int) -> None:
+        row = self._row(group_id)
+        row.started_at = version
+
+    def _ready(self, group_id: str, start_version: int) -> None:
+        row = self._row(group_id)
+        self._hold(not row.ready, f"{group_id} is ready twice", group_id)
+        row.ready, row.started_at = (
+            True,
+            start_version if row.started_at is None else min(start_version, row.started_at),
+        )
+
+    def _requeued(self, group_id: str, reason: str, **_: Any) -> None:
+        row = self._row(group_id)
+        self._hold(bool(reason), f"{group_id} is re-queued for no reason", group_id)
+        self._hold(not row.ready, f"{group_id} is ready and is re-queued", group_id)
+        self.waiting.add(self.rows.pop(group_id).prompt)
+
+    def _discarded(self, group_id: str, reason: str) -> None:
+        self._hold(bool(reason), f"{group_id} is discarded for no reason", group_id)
+        self.discarded[self._row(group_id).prompt] = reason
+        del self.rows[group_id]
+
+    def _batch_logged(self, version: int, group_ids: Sequence[str]) -> None:
+        self._hold(version == self.version, f"a batch of version {version} at version {self.version}", *group_ids)
+        self._hold(version not in self.batches, f"the batch of version {version} changes", *group_ids)
+        self._hold(len(set(group_ids)) == self.batch_size, f"{len(group_ids)} groups in a batch", *group_ids)
+        for group_id in group_ids:
+            row = self._row(group_id)
+            self._hold(row.ready and row.started_at is not None, f"{group_id} is batched and not ready", group_id)
+            age = version - (row.started_at or 0)
+            fresh = not self.bounds_groups or age <= self.max_staleness
+            self._hold(fresh, f"{group_id} is {age} versions old at version {version}", group_id)
+        self.batches[version] = tuple(group_ids)
+
+    def _committed(self, version: int) -> None:
+        self._hold(version == self.version, f"version {version} is committed at version {self.version}", f"{version}")
+        for group_id in self.batches[version]:
+            prompt = self.rows.pop(group_id).prompt
+            self._hold(prompt not in self.trained, f"prompt {prompt} is trained twice", group_id)
+            self.trained[prompt] = version
+        self.version += 1
+
+    def _checkpoint_saved(self, version: int, folder: str) -> None:
+        self._hold(self.checkpoint < version <= self.version, f"a checkpoint of version {version}", folder)
+        self.checkpoint = version
+
+    def _lineage_opened(self, lineage: int, trainer: str) -> None:
+        self._hold(lineage == self.lineage + 1, f"lineage {lineage} follows {self.lineage}", trainer)
+        self.lineage, self.trainer = lineage, trainer
+
+    def _stepped(self, policy: dict[str, Any], **_: Any) -> None:
+        self._announce(policy)
+        self._hold(policy["version"] == self.version, f"{policy} is announced at version {self.version}")
+
+    def _policy_restored(self, policy: dict[str, Any]) -> None:
+        self._announce(policy)
+
+    def _announce(self, policy: dict[str, Any]) -> None:
+        identity = policy["lineage"], policy["version"]
+        self._hold(identity not in self.policies, f"{identity} is announced twice", policy["folder"])
+        self._hold(policy["lineage"] == self.lineage, f"{identity} is of a dead lineage", policy["folder"])
+        self._hold(policy["version"] == self.version, f"{identity} is announced at {self.version}", policy["folder"])
+        self.policies[identity] = policy["folder"]
+
+    def _row(self, group_id: str) -> Row:
+        self._hold(group_id in self.rows, f"something happens to {group_id}, which is not alive", group_id)
+        return self.rows[group_id]
+
+    def _hold(self, fact: bool, otherwise: str, *about: str) -> None:
+        if not fact:
+            raise Violation(otherwise, *about)
+
+
+class Oracle:
+    """Watches one simulation. `fail` is told of the first violation.
+
+    A master's answers are checked against the disk: whatever the handler that gave them had journaled is committed.
+    """
+
+    def __init__(self, config: Config, files: Files, scheduler: Scheduler, fail: Callable[[Violation], None]) -> None:
+        self.config = config
+        self.files = files
+        self.scheduler = scheduler
+        self.fail = fail
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.on_disk = 0
+        self.memory = self._book()
+        self.disk = self._book()
+        self.contents: list[bytes] = [files.model.content]
+        self.writers: dict[str, str] = {}
+        self.ledger: Ledger | None = None
+        self.calls: set[tuple[str, tuple[str, str]]] = set()
+
+    # --- the master's journal
+
+    def master_starts(self, position: int, found: list[tuple[str, dict[str, Any]]]) -> None:
+        """A new master finds these events on the disk, after a snapshot of the first `position`."""
+        if position + len(found) < self.on_disk:
+            self.fail(Violation(f"{self.on_disk} events were on the disk, {position + len(found)} are"))
+            return
+        del self.events[position + len(found) :]
+        self.committed(len(self.events))
+        self.memory = self._book()
+        self.ledger = None
+        for kind, body in self.events:
+            self._guard(self.memory.add, kind, body)
+
+    def appended(self, kind: str, body: dict[str, Any]) -> None:
+        self.events.append((kind, body))
+        self._guard(self.memory.add, kind, body)
+        self.scheduler.changed = True
+
+    def committed(self, count: int) -> None:
+        """The first `count` events of the run are on the disk."""
+        for kind, body in self.events[self.on_disk : count]:
+            self._guard(self.disk.add, kind, body)
+        self.on_disk = max(self.on_disk, count)
+
+    def check(self) -> None:
+        """After a callback that has journaled something: the ledger agrees with itself and with the book."""
+        if self.ledger is not None:
+            self._guard(self._check_ledger, self.ledger)
+
+    def _check_ledger(self, ledger: Ledger) -> None:
+        try:
+            ledger.validate()
+        except Exception as error:
+            raise Violation(f"the ledger is broken: {error}") from error
+        book = self.memory
+        if ledger.version != book.version:
+            raise Violation(f"the ledger is at version {ledger.version}, its journal at {book.version}")
+        steps = min(book.max_staleness + 1, self.config.steps - book.version)
+        capacity = max(0, steps * book.batch_size - len(book.rows))
+        if ledger.capacity != capacity:
+            raise Violation(
+                f"capacity is {ledger.capacity}, but {len(book.rows)} groups are alive at version {book.version}: "
+                f"{capacity} may start",
+                *book.rows,
+            )
+
+    # --- what the master says
+
+    def answered(self, sender: str, kind: str, journaled: int, answer: Message) -> None:
+        """The master is about to answer; `journaled`: events in the journal when the handler last added one."""
+        if journaled > self.on_disk:
+            lost = self.events[self.on_disk : journaled]
+            self.fail(Violation(f"{kind} of {sender} is answered before {lost} is on the disk", sender))
+        policy = getattr(answer, "policy", None)
+        if policy is None and hasattr(answer, "snapshot"):
+            policy = answer.snapshot.policy
+        if policy is not None:
+            self._is_on_disk((policy.lineage, policy.version), sender)
+
+    def published(self, kind: str, body: bytes) -> None:
+        if kind == "policy_published":
+            policy = msgpack.unpackb(body)["policy"]
+            self._is_on_disk((policy["lineage"], policy["version"]), kind)
+
+    def _is_on_disk(self, policy: tuple[int, int], told: str) -> None:
+        if policy != (0, 0) and policy not in self.disk.policies:
+            self.fail(Violation(f"{told} is told of policy {policy}, which is not on the disk", told))
+
+    # --- requests
+
+    def called(self, process: str, call: tuple[str, str]) -> None:
+        """A handler is called. One incarnation of a server handles each request (sender, id) once."""
+        if (process, call) in self.calls:
+            self.fail(Violation(f"{process} handles request {call[1]} of {call[0]} twice", call[0]))
+        self.calls.add((process, call))
+
+    # --- learners (actors.simulation.engines.Judge)
+
+    def trained(self, writer: str, version: int, groups: Sequence[Group], mask_older_than: int | None) -> None:
+        self._guard(self._check_training, writer, version, groups, mask_older_than)
+
+    def _check_training(self, writer: str, version: int, groups: Sequence[Group], mask: int | None) -> None:
+        ids = tuple(group.id for group in groups)
+        logged = self.disk.batches.get(version)
+        if ids != logged:
+            raise Violation(f"{writer} trains {ids} at version {version}, but {logged} is logged", *ids)
+        bound = self.config.max_staleness
+        if self.config.on_straggler == "mask" and mask != max(0, version - bound):
+            raise Violation(f"{writer} masks tokens older than {mask} at version {version}", *ids)
+        for group in groups:
+            if len(group.trajectories) != self.config.group_size:
+                raise Violation(f"{group.id} has {len(group.trajectories)} samples", group.id)
+            for part in group.trajectories:
+                self._check_labels(group.id, part.logprobs[part.sampled], part.versions[part.sampled])
+            age = version - group.start_version
+            if self.memory.bounds_groups and age > bound:
+                raise Violation(f"{group.id} is {age} versions old when it is trained", group.id)
+
+    def _check_labels(self, group: str, logprobs: Any, versions: Any) -> None:
+        """Every token was sampled by the weights that the run had at the version on its label."""
+        pairs = dict.fromkeys(zip(serials_of(logprobs).tolist(), versions.tolist(), strict=True))
+        for serial, version in pairs:
+            weights = self.files.written[serial]
+            if version >= len(self.contents) or weights.content != self.contents[version]:
+                raise Violation(f"a token of {group} labelled {version} was sampled by {weights}", group)
+            if version and weights.folder not in self.disk.policies.values():
+                raise Violation(f"a token of {group} was sampled by {weights.folder}, never announced", group)
+
+    def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Group], after: bytes) -> None:
+        """A step is done. However often it is done, its result is the same."""
+        if version >= len(self.contents) or before != self.contents[version]:
+            return self.fail(
+                Violation(f"{writer} takes step {version} on other weights than those of {version}", writer)
+            )
+        if version + 1 == len(self.contents):
+            self.contents.append(after)
+        if self.contents[version + 1] != after:
+            self.fail(Violation(f"{writer} takes step {version} with another result than before", writer))
+
+    def wrote(self, writer: str, weights: Weights) -> None:
+        if weights.content not in self.contents:
+            self.fail(Violation(f"{writer} publishes weights that no step led to, as {weights.folder}", writer))
+
+    # --- the end
+
+    def ended(self) -> None:
+        """The run has reached its end."""
+        book = self.disk
+        steps = self.config.steps
+        if book.version != steps:
+            self.fail(Violation(f"the run ends at version {book.version} of {steps}"))
+        elif book.checkpoint != steps:
+            self.fail(Violation(f"the last checkpoint is of version {book.checkpoint}, not {steps}"))
+        elif len(book.trained) != steps * book.batch_size:
+            self.fail(Violation(f"{len(book.trained)} prompts were trained in {steps} steps"))
+        known = set(book.trained) | set(book.discarded) | book.waiting | {row.prompt for row in book.rows.values()}
+        if known != set(range(book.prompts)):
+            self.fail(Violation(f"prompts {sorted(set(range(book.prompts)) - known)} are lost"))
+
+    # ---
+
+    def _book(self) -> Book:
+        config = self.config
+        bounds = config.on_straggler in ("wait", "requeue")
+        return Book(config.batch_size, config.max_staleness, bounds)
+
+    def _guard(self, check: Callable, *arguments: Any) -> None:
+        try:
+            check(*arguments)
+        except Violation as violation:
+            self.fail(violation)

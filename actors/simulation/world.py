@@ -1,0 +1,799 @@
+"""A simulated cluster: its processes, what befalls them, and a supervisor that starts again what died.
+
+    result = simulate(seed)      # a Result; its `story` says what led to a violation
+
+The same seed gives the same simulation, callback for callback. Tracing one is not for free: `simulate` runs a seed
+without, and only a failing one a second time with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import re
+import signal
+import sqlite3
+import sys
+import warnings
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+from zlib import crc32
+
+import msgpack
+
+from actors import evaluator, generator, master, reward, rollout_manager, runtime, sessions, trainer
+from actors.evaluator import Evaluator
+from actors.generator import Generator
+from actors.master import Master
+from actors.reward import Reward
+from actors.rollout_manager import RolloutManager
+from actors.runtime import Ending
+from actors.simulation import faults
+from actors.simulation.engines import (
+    Files,
+    Mishaps,
+    Pace,
+    SimEngine,
+    SimLearner,
+    SimRewards,
+    SimSource,
+    SimTokenizer,
+    Weights,
+)
+from actors.simulation.faults import FailPoint, Plan
+from actors.simulation.loop import DEAD, ProcessLoop, Scheduler, Stuck
+from actors.simulation.network import SimNetwork, Weather, Wire
+from actors.simulation.oracle import Oracle, Violation
+from actors.trainer import Trainer
+from areal.config import Config, UserError
+from areal.engines.generation import EngineError
+from areal.journal import Journal
+from areal.spool import Spool
+from protocols.codec import decode_body, decode_header
+from protocols.messages import Message
+from protocols.transport import Bus, Request
+
+MASTER = "tcp://master-0:5555"
+MODEL = "model"
+# What the master's end leaves the others to leave in, and what is then told to.
+AFTERMATH_SECONDS = 20.0
+LAST_SECONDS = 12.0
+SUPERVISOR_SECONDS = 0.3
+# What may end an actor: it cannot find the master, or its engine is torn. It is started again.
+FAILURES = (UserError, EngineError)
+# An actor is named role/index#mark in messages, and its process role-index in the trace.
+STORY_LINES = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The size and the pace of a simulated run. Times are virtual seconds."""
+
+    steps: int = 4
+    batch_size: int = 1
+    group_size: int = 2
+    max_staleness: int = 1
+    on_straggler: str = "wait"
+    on_failed_sample: str = "requeue"
+    run_ahead: str = "max"
+    generators: int = 1
+    managers: int = 1
+    rewards: int = 1
+    eval_size: int = 0
+    checkpoint_every: int = 2
+    max_new_tokens: int = 12
+    stream_interval: int = 6
+    concurrent: int = 4
+    lease_seconds: float = 4.0
+    lost_seconds: float = 14.0
+    stall_seconds: float = 240.0
+    drain_seconds: float = 3.0
+    pace: Pace = field(default_factory=Pace)
+    faults_until: float = 3.0
+    patience: float = 60.0
+    """How long after the last fault the run may take to its end."""
+
+    @property
+    def processes(self) -> list[str]:
+        counts = {
+            "master": 1,
+            "trainer": 1,
+            "generator": self.generators,
+            "reward": self.rewards,
+            "rollout_manager": self.managers,
+            "evaluator": 1 if self.eval_size else 0,
+        }
+        return [f"{role}-{index}" for role, number in counts.items() for index in range(number)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _config_of(model: Model) -> Config:
+    return Config.model_validate(
+        {
+            "name": "simulation",
+            "model": MODEL,
+            "steps": model.steps,
+            "batch_size": model.batch_size,
+            "group_size": model.group_size,
+            "max_staleness": model.max_staleness,
+            "on_straggler": model.on_straggler,
+            "on_failed_sample": model.on_failed_sample,
+            "run_ahead": model.run_ahead,
+            "data": {"source": "addition", "eval_size": model.eval_size},
+            "sampling": {"max_new_tokens": model.max_new_tokens},
+            "reward": {"functions": ["addition"], "timeout_seconds": 2.0},
+            "generator": {"max_concurrent_rollouts": model.concurrent, "stream_interval": model.stream_interval},
+            "trainer": {"checkpoint_every": model.checkpoint_every, "minibatches": 1},
+            "master": {
+                "address": MASTER,
+                "lease_seconds": model.lease_seconds,
+                "lost_seconds": model.lost_seconds,
+                "stall_seconds": model.stall_seconds,
+                "drain_seconds": model.drain_seconds,
+            },
+        }
+    )
+
+
+def draw_model(random: Random) -> Model:
+    """A small cluster and a short run."""
+    return Model(
+        steps=random.choice((2, 3, 3, 4)),
+        batch_size=random.choice((1, 1, 2)),
+        group_size=random.choice((1, 1, 2)),
+        max_staleness=random.choice((0, 1, 1, 2)),
+        on_straggler=random.choice(("wait", "wait", "wait", "requeue", "mask", "admission_only")),
+        on_failed_sample=random.choice(("requeue", "discard")),
+        run_ahead=random.choice(("auto", "max")),
+        generators=random.choice((1, 1, 2)),
+        managers=random.choice((1, 1, 1, 2)),
+        eval_size=random.choice((0, 0, 0, 0, 1)),
+        checkpoint_every=random.choice((1, 2, 2, 3)),
+    )
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a seed. `digest` stands for the whole course of it; `seconds` are virtual."""
+
+    seed: int
+    violation: str | None
+    about: tuple[str, ...]
+    digest: int
+    seconds: float
+    counters: Counter[str]
+    trace: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.violation is None
+
+    @property
+    def story(self) -> str:
+        """The lines of the trace that concern the group or actor of the violation, and all faults."""
+        names = "|".join(re.escape(name) for name in self.about if name)
+        wanted = re.compile(rf"(?<![\w.])({names})(?![\w.])" if names else ".")
+        lines = [line for line in self.trace if wanted.search(line) or " !! " in line]
+        return "\n".join([f"seed {self.seed}: {self.violation}", *lines[-STORY_LINES:]])
+
+
+class Process:
+    """One name in the cluster; behind it one process after the other."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.role, _, index = name.rpartition("-")
+        self.index = int(index)
+        self.lives = 0
+        self.slower = 0.0
+        self.running: Incarnation | None = None
+        self.disk: Disk | None = None
+
+
+class Incarnation:
+    """One process from its start to its end."""
+
+    def __init__(self, process: Process, loop: ProcessLoop, network: SimNetwork, mark: str) -> None:
+        self.process = process
+        self.role = process.role
+        self.loop = loop
+        self.network = network
+        self.mark = mark
+        self.actor: Any = None
+        self.bus: WatchedBus | None = None
+        self.task: asyncio.Task | None = None
+        self.restart_after: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.loop.state is not DEAD
+
+
+class Disk(sqlite3.Connection):
+    """A database that outlives the processes that use it: closing it only gives up what is not committed."""
+
+    def close(self) -> None:
+        self.rollback()
+
+    def scrap(self) -> None:
+        super().close()
+
+
+class WatchedBus(Bus):
+    """The real bus, whose handlers the world watches and interrupts. `on_start` hears (sender, id) of each call."""
+
+    watch: Callable[[Callable], Callable]
+    on_start: Callable[[tuple[str, str]], None]
+
+    def serve(self, address: str, handle: Callable, on_crash: Callable) -> str:
+        bound = super().serve(address, self.watch(handle), on_crash)
+        start, on_start = self.server._start, self.on_start
+
+        def watched(key: tuple[str, str], *rest: Any) -> None:
+            on_start(key)
+            start(key, *rest)
+
+        self.server._start = watched
+        return bound
+
+
+class WatchedJournal(Journal):
+    """The real journal, whose events the oracle hears of. `marks`: how many there were after a task's last one."""
+
+    oracle: Oracle
+    marks: dict[asyncio.Task | None, int]
+
+    def read(self) -> tuple[dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]:
+        snapshot, events = super().read()
+        self.oracle.master_starts(snapshot["position"] if snapshot else 0, events)
+        return snapshot, events
+
+    def append(self, kind: str, body: dict[str, Any]) -> None:
+        super().append(kind, body)
+        self.oracle.appended(kind, body)
+        self.marks[asyncio.current_task()] = len(self.oracle.events)
+
+    def compact(self, snapshot: dict[str, Any]) -> None:
+        super().compact({**snapshot, "position": len(self.oracle.events)})
+
+    async def durable(self) -> None:
+        appended = len(self.oracle.events)
+        await super().durable()
+        self.oracle.committed(appended)
+
+
+class Folder:
+    """A run folder in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.summary: dict[str, Any] | None = None
+
+    def append_metrics(self, metrics: dict[str, Any]) -> None:
+        pass
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        self.summary = summary
+
+
+class World:
+    """One simulation. `traced`: keep a readable line for everything that happens."""
+
+    def __init__(self, seed: int, model: Model | None = None, plan: Plan | None = None, traced: bool = False) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.model = model or draw_model(self.random)
+        self.plan = plan or faults.draw(self.random, self.model.processes, self.model.faults_until)
+        self.config = _config_of(self.model)
+        self.scheduler = Scheduler()
+        self.wire = Wire(self.scheduler, self.random)
+        self.files = Files(MODEL)
+        self.oracle = Oracle(self.config, self.files, self.scheduler, self.fail)
+        self.violation: Violation | None = None
+        self.trace: list[str] | None = [] if traced else None
+        self.processes = {name: Process(name) for name in self.model.processes}
+        self.incarnations: list[Incarnation] = []
+        self.counters: Counter[str] = Counter()
+        self.folder = Folder(self.config.folder)
+        self.over = False
+        self._points: dict[tuple[str, str], list[FailPoint]] = {}
+        self._asked: Counter[tuple[str, str]] = Counter()
+        self._marks = count(1)
+        if traced:
+            self.wire.watch = self._trace_message
+
+    # --- the course of a simulation
+
+    def run(self) -> Result:
+        """Until the run has ended and everybody has left, or an invariant is broken."""
+        self.scheduler.on_change = self.oracle.check
+        self._schedule_faults()
+        for process in self.processes.values():
+            delay = 0.0 if process.role == "master" else self.random.random() * 0.2
+            self.scheduler.call_at(delay, self.start, process)
+        deadline = self.plan.until + self.model.patience
+        with _quiet(self):
+            try:
+                self.scheduler.run(deadline)
+                if not self.over and self.violation is None:
+                    self.fail(Violation(f"no progress: {self._who_waits()}"))
+            except Stuck as stuck:
+                self.fail(Violation(str(stuck)))
+            finally:
+                self._bury()
+        violation = self.violation
+        return Result(
+            self.seed,
+            violation and violation.what,
+            violation.about if violation else (),
+            crc32(repr((self.scheduler.callbacks, round(self.scheduler.now, 9))).encode(), self.wire.digest),
+            self.scheduler.now,
+            self.counters,
+            self.trace or [],
+        )
+
+    def fail(self, violation: Violation) -> None:
+        """The first violation ends the simulation."""
+        if self.violation is None:
+            self.violation = violation
+            self.say("world", f"VIOLATION: {violation.what}")
+        self.scheduler.stopped = True
+
+    def say(self, who: str, what: str) -> None:
+        if self.trace is not None:
+            self.trace.append(f"{self.scheduler.now:9.4f} {who:<18} {what}")
+
+    def _fault(self, what: str) -> None:
+        self.say("world", f" !! {what}")
+
+    def _who_waits(self) -> str:
+        """In the master's words and everybody's own."""
+        running = [one for process in self.processes.values() if (one := process.running) and one.alive and one.actor]
+        words = []
+        for one in running:
+            asyncio._set_running_loop(one.loop)
+            name, actor = one.process.name, one.actor
+            words.append(actor._waiting_for() if one.role == "master" else f"{name} ({actor.state}): {actor.activity}")
+        asyncio._set_running_loop(None)
+        return "; ".join(words)
+
+    # --- processes
+
+    def start(self, process: Process) -> None:
+        """Start a process under this name."""
+        if self.over:
+            return
+        process.lives += 1
+        offset = self.random.uniform(0.0, 1000.0)  # clocks of two boots have nothing in common
+        loop = ProcessLoop(self.scheduler, f"{process.name}~{process.lives}", offset, lambda: self._latency(process))
+        loop.on_exception = self._unhandled
+        network = SimNetwork(self.wire, process.name, loop)
+        one = Incarnation(process, loop, network, f"m{next(self._marks)}")
+        process.running = one
+        self.incarnations.append(one)
+        self._fault(f"{process.name} starts as #{one.mark}")
+        loop.call_soon(self._begin, one)
+
+    def _begin(self, one: Incarnation) -> None:
+        one.task = asyncio.get_running_loop().create_task(self._live(one))
+        one.task.add_done_callback(lambda task: self._ended(one, task))
+
+    async def _live(self, one: Incarnation) -> Ending:
+        one.bus = WatchedBus(f"{one.role}/{'0' if one.role == 'master' else '?'}#{one.mark}", one.network)
+        one.bus.watch = functools.partial(self._watched, one)
+        one.bus.on_start = functools.partial(self.oracle.called, one.loop.name)
+        one.actor = self._make(one)
+        return await one.actor.run()
+
+    def _make(self, one: Incarnation) -> Any:
+        if one.role == "master":
+            return self._make_master(one)
+        pace, mishaps, random = self.model.pace, self.plan.mishaps, self.random
+        common = {"index": one.process.index, "host": one.process.name, "keep_log": _keep_no_log}
+        match one.role:
+            case "trainer":
+                seams: dict[str, Any] = {
+                    "start_learner": lambda config: self._start_learner(one),
+                    "open_spool": lambda path: Spool(self._disk(one, _empty_spool())),
+                }
+                return Trainer(one.bus, MASTER, **common, **seams)
+            case "generator":
+                return Generator(
+                    one.bus, MASTER, **common, start_engine=lambda *args, **kw: self._start_engine(one, *args, **kw)
+                )
+            case "reward":
+                return Reward(one.bus, MASTER, **common, make_pool=lambda *args: SimRewards(pace, mishaps, random))
+        role = {"rollout_manager": RolloutManager, "evaluator": Evaluator}[one.role]
+        return role(
+            one.bus,
+            MASTER,
+            **common,
+            open_source=lambda config, seed: SimSource(),
+            load_tokenizer=lambda name: SimTokenizer(),
+        )
+
+    def _make_master(self, one: Incarnation) -> Master:
+        journal = WatchedJournal(self._disk(one, _empty_journal()))
+        journal.oracle, journal.marks = self.oracle, {}
+        boss = Master(one.bus, self.config, journal=journal, folder=self.folder)
+        self.oracle.ledger = boss.ledger
+        one.network.on_publish = self._published
+        return boss
+
+    async def _start_engine(self, one: Incarnation, model: Path, config: Any, *, version: int, seed: int) -> SimEngine:
+        await asyncio.sleep(self.model.pace.start * (0.5 + self.random.random()))
+        tell = None if self.trace is None else lambda what: self.say(one.process.name, what)
+        return SimEngine(
+            self.files, self.files.model, version, config, self.model.pace, self.plan.mishaps, self.random, tell
+        )
+
+    async def _start_learner(self, one: Incarnation) -> SimLearner:
+        await asyncio.sleep(self.model.pace.start * (0.5 + self.random.random()))
+        return SimLearner(self.files, self._judge(one), one.loop.name, self.model.pace, self.random)
+
+    def _judge(self, one: Incarnation) -> Any:
+        return _Judge(self, one)
+
+    def _ended(self, one: Incarnation, task: asyncio.Task) -> None:
+        """A process has reached its end by itself."""
+        if task.cancelled():
+            how, ok = "was cancelled", False
+            self.fail(Violation(f"{one.process.name} was cancelled", one.process.name))
+        elif error := task.exception():
+            how, ok = f"raised {type(error).__name__}: {error}", False
+            if not isinstance(error, FAILURES):
+                self.counters["crashed"] += 1
+                self.fail(Violation(f"{one.process.name} {how}", one.process.name, one.mark))
+        else:
+            how, ok = f"ended: {task.result().reason}", task.result().ok
+        self._fault(f"{one.process.name}#{one.mark} {how}")
+        leftover = [task for task in one.loop.pending_tasks() if task is not one.task]
+        if leftover:
+            names = ", ".join(f"{task.get_name()}" for task in leftover)
+            self.fail(Violation(f"{one.process.name} leaves tasks behind: {names}", one.process.name))
+        if one.role == "master":
+            self._master_ended(how, ok)
+        self._gone(one, silent=False)
+        if one.process.running is one and not (ok and one.restart_after is None):
+            self._restart(one.process, one.restart_after or SUPERVISOR_SECONDS)
+
+    def _master_ended(self, how: str, ok: bool) -> None:
+        if not ok:
+            self.fail(Violation(f"the master {how}", "master-0"))
+            return
+        self.oracle.ended()
+        self.over = True
+        self._calm()
+        now = self.scheduler.now
+        self.scheduler.call_at(now + AFTERMATH_SECONDS, self._tell_the_rest)
+        self.scheduler.call_at(now + AFTERMATH_SECONDS + LAST_SECONDS, self._see_the_rest)
+
+    def _tell_the_rest(self) -> None:
+        for one in self.incarnations:
+            if one.alive and not one.loop.send_signal(signal.SIGTERM):
+                self.kill(one, None)
+
+    def _see_the_rest(self) -> None:
+        left = [one.process.name for one in self.incarnations if one.alive]
+        if left:
+            self.fail(Violation(f"{', '.join(left)} did not leave", *left))
+        self.scheduler.stopped = True
+
+    def kill(self, one: Incarnation, restart_after: float | None, silent: bool = False) -> None:
+        """As `kill -9` does, between two callbacks; the supervisor starts it again after a while."""
+        if not one.alive:
+            return
+        self.counters["killed"] += 1
+        self._fault(f"{one.process.name}#{one.mark} is killed{' with its machine' if silent else ''}")
+        self._gone(one, silent)
+        if restart_after is not None and one.process.running is one:
+            self._restart(one.process, restart_after)
+
+    def _gone(self, one: Incarnation, silent: bool) -> None:
+        one.loop.kill()
+        one.network.die(silent)
+        if one.process.disk is not None:
+            one.process.disk.rollback()
+        if self.over and not any(other.alive for other in self.incarnations):
+            self.scheduler.stopped = True
+
+    def _restart(self, process: Process, after: float) -> None:
+        self.scheduler.call_at(self.scheduler.now + after, self.start, process)
+
+    def _disk(self, one: Incarnation, new: bytes) -> Disk:
+        """The database of the process; where there is none, one with the contents `new`."""
+        if one.process.disk is None:
+            one.process.disk = sqlite3.connect(":memory:", factory=Disk)
+            one.process.disk.deserialize(new)
+        return one.process.disk
+
+    def _latency(self, process: Process) -> float:
+        return 0.0005 + self.random.random() * 0.002 + process.slower * self.random.random()
+
+    def _unhandled(self, loop: ProcessLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.fail(Violation(f"{loop.name}: {context.get('message')}: {type(error).__name__}: {error}", loop.name))
+
+    def _bury(self) -> None:
+        hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+        for one in self.incarnations:
+            one.loop.bury()
+        sys.unraisablehook = hook
+        for process in self.processes.values():
+            if process.disk is not None:
+                process.disk.scrap()
+
+    # --- handlers
+
+    def _watched(self, one: Incarnation, handle: Callable) -> Callable:
+        is_master = one.role == "master"
+
+        def handler(request: Request) -> Any:
+            kind = request.message.kind
+            point = self._point(one, kind)
+            if point is not None and point.point == "before":
+                self.kill(one, point.restart_after)
+                return _never()
+            answer = handle(request)
+            if isinstance(answer, AsyncIterator):
+                return answer if point is None else self._interrupted_stream(one, answer, point)
+            if is_master or point is not None:
+                return self._interrupted(one, request, answer, point)
+            return answer
+
+        return handler
+
+    def _point(self, one: Incarnation, kind: str) -> FailPoint | None:
+        waiting = self._points.get((one.role, kind))
+        if not waiting or self.scheduler.now > self.plan.until:
+            return None
+        self._asked[one.role, kind] += 1
+        for point in waiting:
+            if point.nth == self._asked[one.role, kind]:
+                self.counters[f"{point.point} {kind}"] += 1
+                self._fault(f"{one.process.name}#{one.mark} will die {point.point} {kind}")
+                return point
+        return None
+
+    async def _interrupted(self, one: Incarnation, request: Request, answer: Any, point: FailPoint | None) -> Message:
+        def die() -> None:
+            self.kill(one, point.restart_after)
+
+        if point is not None:
+            if point.point == "working":
+                one.loop.before_work = die
+            elif point.point == "worked":
+                one.loop.after_work = die
+        result = await answer
+        if one.role == "master":
+            journaled = one.actor.journal.marks.pop(asyncio.current_task(), 0)
+            self.oracle.answered(request.sender, request.message.kind, journaled, result)
+        if point is not None:
+            if point.point == "handled":
+                die()
+                await _never()
+            one.network.on_answer = die if point.point == "answered" else None
+        return result
+
+    async def _interrupted_stream(self, one: Incarnation, parts: Any, point: FailPoint) -> AsyncIterator[Message]:
+        async for part in parts:
+            if point.point == "answered":
+                one.network.on_answer = lambda: self.kill(one, point.restart_after)
+            yield part
+        self.kill(one, point.restart_after)
+        await _never()
+
+    def _published(self, frames: list[bytes]) -> None:
+        self.oracle.published(msgpack.unpackb(frames[0])["kind"], frames[1])
+
+    # --- faults
+
+    def _schedule_faults(self) -> None:
+        for point in self.plan.points:
+            self._points.setdefault((point.role, point.kind), []).append(point)
+        for fault in self.plan.faults:
+            self.scheduler.call_at(fault.at, self._befall, fault)
+        self.scheduler.call_at(self.plan.until, self._calm)
+
+    def _befall(self, fault: faults.Fault) -> None:
+        if self.over:
+            return
+        self._fault(f"{fault}")
+        self.counters[type(fault).__name__.lower()] += 1
+        now = self.scheduler.now
+        match fault:
+            case faults.Kill(_, name, restart_after, silent):
+                if one := self._running(name):
+                    self.kill(one, restart_after, silent)
+            case faults.Leave(_, name, restart_after):
+                if one := self._running(name):
+                    one.restart_after = restart_after
+                    if not one.loop.send_signal(signal.SIGTERM):
+                        self.kill(one, restart_after)
+            case faults.Pause(_, name, seconds, replaced):
+                if one := self._running(name):
+                    one.loop.pause()
+                    self.scheduler.call_at(now + seconds, one.loop.resume)
+                    if replaced:
+                        self._restart(one.process, seconds / 2)
+            case faults.Partition(_, side, other, seconds):
+                for a in side:
+                    for b in other:
+                        self.wire.cut(a, b)
+                self.scheduler.call_at(now + seconds, self.wire.heal)
+            case faults.Reset(_, one_name, other_name):
+                self.wire.reset(one_name, other_name)
+            case faults.Storm(_, weather, seconds):
+                self.wire.weather = weather
+                self.scheduler.call_at(now + seconds, self._clear_up, weather)
+            case faults.SlowDisk(_, name, slower, seconds):
+                self.processes[name].slower = slower
+                self.scheduler.call_at(now + seconds, self._speed_up, name)
+            case faults.ClockJump(_, name, seconds):
+                if one := self._running(name):
+                    one.loop.jump(seconds)
+
+    def _running(self, name: str) -> Incarnation | None:
+        one = self.processes[name].running
+        return one if one is not None and one.alive else None
+
+    def _clear_up(self, weather: Weather) -> None:
+        if self.wire.weather is weather:
+            self.wire.weather = Weather()
+
+    def _speed_up(self, name: str) -> None:
+        self.processes[name].slower = 0.0
+
+    def _calm(self) -> None:
+        """Nothing goes wrong from now on."""
+        self._fault("faults end")
+        self.wire.weather = Weather()
+        self.wire.heal()
+        calm = Mishaps()
+        for name in Mishaps.__slots__:
+            setattr(self.plan.mishaps, name, getattr(calm, name))
+        for process in self.processes.values():
+            process.slower = 0.0
+        for one in self.incarnations:
+            one.loop.resume()
+            one.loop.before_work = one.loop.after_work = one.network.on_answer = None
+
+    # --- the trace
+
+    def _trace_message(self, source: SimNetwork, target: SimNetwork, frames: list[bytes], fate: str) -> None:
+        try:
+            header = decode_header(frames)
+        except Exception:
+            frames = frames[1:]
+            header = decode_header(frames)
+        body = decode_body(header.kind, frames)
+        said = ", ".join(f"{name}={_short(value)}" for name, value in body.__dict__.items())
+        number = f"{header.sender}:{header.id}" if header.id else f"re {header.reply_to or header.part}"
+        again = f" attempt {header.attempt}" if header.attempt else ""
+        self.say(source.name, f"-> {target.name}: {header.kind}({said}) [{number}{again}] {fate}")
+
+
+class _Judge:
+    """What the learner of one process tells the oracle."""
+
+    def __init__(self, world: World, one: Incarnation) -> None:
+        self._world = world
+        self._one = one
+
+    def trained(self, writer: str, version: int, groups: Sequence[Any], mask_older_than: int | None) -> None:
+        if self._one.alive:
+            self._world.say(self._one.process.name, f"learner: step {version} on {[group.id for group in groups]}")
+            self._world.oracle.trained(writer, version, groups, mask_older_than)
+
+    def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Any], after: bytes) -> None:
+        self._world.oracle.computed(writer, before, version, groups, after)
+
+    def published(self, writer: str, weights: Weights) -> None:
+        self._world.say(self._one.process.name, f"learner: wrote {weights.folder}")
+        self._world.oracle.wrote(writer, weights)
+
+
+class _Log:
+    """Stands in for the loggers of the actors: silent, or a part of the trace."""
+
+    def __init__(self, world: World) -> None:
+        if world.trace is None:
+            self.debug = self.info = self.warning = self.error = _silent
+        else:
+            self.debug = self.info = self.warning = self.error = self._say
+        self._world = world
+
+    def _say(self, event: str, **fields: Any) -> None:
+        try:
+            who = asyncio.get_running_loop().name  # type: ignore[attr-defined]
+        except RuntimeError:
+            who = "?"
+        error = fields.pop("exc_info", None)
+        words = " ".join(f"{name}={value}" for name, value in fields.items())
+        self._world.say(who.partition("~")[0], f"log: {event} {words}{f' {error!r}' if error else ''}")
+
+
+@functools.cache
+def _empty_journal() -> bytes:
+    return _contents_of(Journal)
+
+
+@functools.cache
+def _empty_spool() -> bytes:
+    return _contents_of(Spool)
+
+
+def _contents_of(store: Callable[[sqlite3.Connection], Any]) -> bytes:
+    """What a new store puts into its database: made once, and not for every simulation."""
+    connection = sqlite3.connect(":memory:")
+    store(connection)
+    return connection.serialize()
+
+
+def _silent(event: str, **fields: Any) -> None:
+    pass
+
+
+_LOGGING = [
+    module
+    for module in (evaluator, generator, master, reward, rollout_manager, runtime, sessions, trainer)
+    if hasattr(module, "log")
+]
+
+
+@contextmanager
+def _quiet(world: World) -> Iterator[None]:
+    """No logs but into the trace, no garbage collection at moments that nobody chose, no noise from dead processes."""
+    logs = [module.log for module in _LOGGING]
+    stand_in = _Log(world)
+    for module in _LOGGING:
+        module.log = stand_in  # type: ignore[attr-defined]
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(finalizer=_finalize_stream)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        for module, log in zip(_LOGGING, logs, strict=True):
+            module.log = log  # type: ignore[attr-defined]
+        sys.set_asyncgen_hooks(*hooks)
+        if collects:
+            gc.enable()
+
+
+def _finalize_stream(stream: Any) -> None:
+    """As asyncio does where nobody has closed an async generator."""
+    loop = asyncio._get_running_loop()
+    if isinstance(loop, ProcessLoop) and loop.state is not DEAD:
+        loop.call_soon(loop.create_task, stream.aclose())
+
+
+def _keep_no_log(path: Path) -> None:
+    pass
+
+
+async def _never() -> Any:
+    """Of a process that is dead."""
+    await asyncio.get_running_loop().create_future()
+
+
+def _short(value: Any) -> str:
+    text = repr(value.tolist() if hasattr(value, "tolist") else value)
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def simulate(seed: int, model: Model | None = None, plan: Plan | None = None, *, traced: bool = False) -> Result:
+    """Run one seed. A violation comes with its trace."""
+    with warnings.catch_warnings():
+        result = World(seed, model, replace(plan) if plan else None, traced).run()
+        if not result.ok and not traced:
+            result = World(seed, model, replace(plan) if plan else None, traced=True).run()
+    return result

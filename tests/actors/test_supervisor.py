@@ -1,0 +1,325 @@
+"""The supervisor with stand-ins for the roles: small programs that end as they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import descendants, processes_mentioning
+from rich.console import Console
+
+from actors import supervisor
+from actors.supervisor import Deaths, Supervisor
+from areal.config import Config
+
+# Each start of a role appends its arguments to ROLE.starts; then it does what the script for that start says.
+PRELUDE = """\
+import os, signal, subprocess, sys, time
+from pathlib import Path
+role, arguments, folder = sys.argv[1], sys.argv[2:], Path.cwd()
+starts = folder / (role + ".starts")
+with starts.open("a") as file:
+    print(*arguments, file=file)
+start = len(starts.read_text().splitlines())
+def stay():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    print(role, "stays", flush=True)
+    while True:
+        time.sleep(0.02)
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.02)
+"""
+# A master that answers AskStatus, until a file named `end` says with which code to exit.
+MASTER = """\
+import asyncio
+from protocols.messages import Status
+from protocols.network import ZmqNetwork
+from protocols.transport import Bus
+address = ADDRESS
+run = Path(RUN)
+run.mkdir(exist_ok=True)
+(run / "metrics.jsonl").touch()
+(run / "journal.db").touch()
+async def answer(request):
+    return Status(values={})
+async def serve():
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    bus = Bus("master/0#stand-in", ZmqNetwork())
+    bus.serve(address, answer, print)
+    while not (folder / "end").exists() and not stopped.is_set():
+        await asyncio.sleep(0.02)
+    await bus.close()
+    if stopped.is_set():
+        with (folder / "stopped").open("a") as file:
+            print("master", file=file)
+asyncio.run(serve())
+print("the master's last line", flush=True)
+sys.exit(int((folder / "end").read_text()) if (folder / "end").exists() else 1)
+"""
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """What died is started again without a pause."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.0)
+
+
+class Stage:
+    """A supervisor whose roles are the scripts given."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str]) -> None:
+        self.folder = folder
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("PYTHONPATH", str(Path(supervisor.__file__).parent.parent))
+        for role, script in scripts.items():
+            (folder / f"{role}.py").write_text(PRELUDE + script)
+        self.printed = io.StringIO()
+        self.supervisor = Supervisor(Console(file=self.printed, width=10_000), self._command)
+
+    def _command(self, role: str, arguments: list[str]) -> list[str]:
+        return [sys.executable, str(self.folder / f"{role}.py"), role, *arguments]
+
+    def starts(self, role: str) -> list[str]:
+        """The arguments of each start of a role so far."""
+        file = self.folder / f"{role}.starts"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def pid(self, role: str) -> int:
+        return next(child.process.pid for child in self.supervisor.children if child.role == role)
+
+    @property
+    def output(self) -> str:
+        return self.printed.getvalue()
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    return lambda **scripts: Stage(tmp_path, monkeypatch, scripts)
+
+
+@pytest.fixture
+def config(tmp_path, free_port) -> Config:
+    return Config.model_validate(
+        {
+            "model": str(tmp_path), "run_dir": tmp_path, "name": "run", "steps": 2, "batch_size": 2, "group_size": 1,
+            "data": {"source": "addition", "eval_size": 0}, "sampling": {"max_new_tokens": 8},
+            "reward": {"functions": ["addition"]}, "trainer": {"minibatches": 1},
+            "master": {"address": f"tcp://127.0.0.1:{free_port}"},
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+def whole(stage, config, tmp_path):
+    """A whole run: a master that answers, and roles that stay unless a script is given for them."""
+
+    def make(master: str = "", **scripts: str) -> Stage:
+        master += MASTER.replace("ADDRESS", repr(config.master.address)).replace("RUN", repr(str(tmp_path / "run")))
+        others = dict.fromkeys(("trainer", "generator", "reward", "rollout_manager"), "stay()")
+        return stage(master=master, **(others | scripts))
+
+    return make
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  # what is waited for happens in other processes
+            await asyncio.sleep(0.02)
+
+
+# --- which deaths count
+
+
+def test_a_pause_doubles_with_each_early_death_up_to_half_a_minute():
+    deaths = Deaths()
+    assert [deaths.pause(1, step) for step in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_a_child_that_lived_a_minute_is_started_again_soon():
+    deaths = Deaths()
+    assert [deaths.pause(lived, step) for step, lived in enumerate([1, 1, 61, 1])] == [0.5, 1, 0.5, 1]
+
+
+def test_the_fifth_death_in_a_row_without_a_step_between_is_the_last():
+    deaths = Deaths()
+    assert None not in [deaths.pause(90, 7) for _ in range(4)]
+    assert deaths.pause(90, 7) is None
+
+
+def test_a_step_or_ten_minutes_of_life_show_that_a_child_is_worth_starting():
+    deaths = Deaths()
+    lives = [(1, 7)] * 4 + [(1, 8)] * 4 + [(601, 8)] + [(1, 8)] * 3
+    assert None not in [deaths.pause(*life) for life in lives]
+    assert deaths.pause(1, 8) is None
+
+
+# --- children
+
+
+async def test_what_dies_is_started_again_and_nothing_else_is_touched(stage, at_once):
+    play = stage(reward="if start < 3: sys.exit(4)\nstay()", generator="stay()")
+    running = asyncio.create_task(play.supervisor.run_roles(["reward", "generator"], ["--master", "M"], ["--x"]))
+    await until(lambda: len(play.starts("reward")) == 3)
+    assert play.starts("generator") == ["--master M"]
+    assert play.starts("reward") == ["--master M --x"] * 3
+    play.supervisor.interrupt(signal.SIGTERM)
+    assert not (await running).ok
+    assert play.output.count("reward/0 exited with 4, and is started again") == 2
+
+
+async def test_a_killed_child_is_started_again_with_nothing_of_it_left(stage, at_once, tmp_path):
+    leaves_something = "if start == 1: subprocess.Popen(['sleep', '12345.678'])\nprint('now', flush=True)\nstay()"
+    play = stage(generator=leaves_something)
+    running = asyncio.create_task(play.supervisor.run_roles(["generator"], [], []))
+    await until(lambda: play.starts("generator") and len(descendants(play.pid("generator"))) == 1)
+    os.kill(play.pid("generator"), signal.SIGKILL)
+    await until(lambda: len(play.starts("generator")) == 2)
+    assert not processes_mentioning("12345.678")
+    assert "generator/0 was killed by SIGKILL, and is started again" in play.output
+    play.supervisor.interrupt(signal.SIGINT)
+    assert (await running).reason == "told to stop by SIGINT"
+    assert not processes_mentioning(str(tmp_path))
+
+
+async def test_a_child_that_always_dies_ends_it_with_its_last_lines(stage, at_once):
+    play = stage(reward="print('attempt', start, 'is out of memory')\nsys.exit(1)", generator="stay()")
+    ending = await play.supervisor.run_roles(["generator", "reward"], [], [])
+    assert not ending.ok
+    assert len(play.starts("reward")) == 5
+    assert "reward/0 exited with 1, for the 5th time in a row" in ending.reason
+    assert "attempt 5 is out of memory" in ending.reason
+    assert not play.supervisor.user_error
+
+
+async def test_a_users_mistake_ends_it_at_once_in_one_line(stage):
+    play = stage(reward="print('noise')\nprint('There is no reward mine.')\nsys.exit(2)", generator="stay()")
+    ending = await play.supervisor.run_roles(["generator", "reward"], [], [])
+    assert ending.reason == "There is no reward mine."
+    assert play.supervisor.user_error
+    assert len(play.starts("reward")) == 1
+
+
+async def test_an_exit_that_looks_like_a_users_mistake_is_a_death_once_the_child_has_been_up(stage, at_once):
+    play = stage(reward="sys.exit({1: 4, 2: 2}.get(start, 0))")
+    assert (await play.supervisor.run_roles(["reward"], [], [])).ok
+    assert len(play.starts("reward")) == 3
+
+
+async def test_a_fenced_child_is_started_again_at_once(stage, monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 1000.0)
+    play = stage(reward="sys.exit(3 if start == 1 else 0)")
+    assert (await play.supervisor.run_roles(["reward"], [], [])).ok
+    assert len(play.starts("reward")) == 2
+
+
+async def test_a_child_with_a_very_long_line_is_heard(stage):
+    play = stage(reward="print('x' * 1_000_000)\nprint('and so on')\nsys.exit(2)")
+    assert (await play.supervisor.run_roles(["reward"], [], [])).reason == "and so on"
+
+
+# --- a whole run
+
+
+async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_path):
+    play = whole()
+    running = asyncio.create_task(play.supervisor.run_everything(config, ["--config", "FILE"]))
+    await until(lambda: len(play.starts("rollout_manager")) == 1)
+    assert play.starts("generator") == [f"--index 0 --master {config.master.address}"]
+    (tmp_path / "end").write_text("0")
+    assert (await running).ok
+    assert [len(play.starts(role)) for role in ("master", "trainer", "generator")] == [1, 1, 1]
+    assert not processes_mentioning(str(tmp_path))
+
+
+async def test_a_master_that_says_why_the_run_failed_is_not_started_again(whole, config, tmp_path):
+    play = whole()
+    (tmp_path / "end").write_text("1")
+    ending = await play.supervisor.run_everything(config, [])
+    assert not ending.ok
+    assert ending.reason == "the master's last line"
+    assert len(play.starts("master")) == 1
+
+
+@pytest.mark.parametrize("death", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(4)", "sys.exit(2)"])
+async def test_a_master_that_dies_goes_on_with_its_journal(whole, config, tmp_path, at_once, death):
+    dies = f"import threading\nif start == 2: {death}\n"
+    play = whole(master=dies)
+    running = asyncio.create_task(play.supervisor.run_everything(config, ["--config", "FILE", "steps=2"]))
+    await until(lambda: len(play.starts("rollout_manager")) == 1)
+    os.kill(play.pid("master"), signal.SIGKILL)
+    await until(lambda: len(play.starts("master")) == 3)
+    (tmp_path / "end").write_text("0")
+    assert (await running).ok
+    assert play.starts("master") == ["--config FILE steps=2"] + [f"--resume {tmp_path / 'run'}"] * 2
+    assert len(play.starts("generator")) == 1
+
+
+async def test_a_master_that_died_before_it_had_a_journal_starts_as_before(whole, config, tmp_path, at_once):
+    # The journal that lies there is an earlier run's.
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "journal.db").touch()
+    play = whole(master="if start == 1: sys.exit(4)\n")
+    (tmp_path / "end").write_text("0")
+    assert (await play.supervisor.run_everything(config, ["--config", "FILE"])).ok
+    assert play.starts("master") == ["--config FILE"] * 2
+
+
+async def test_a_master_that_died_after_the_summary_has_ended_the_run(whole, config, tmp_path):
+    play = whole()
+    running = asyncio.create_task(play.supervisor.run_everything(config, []))
+    await until(lambda: len(play.starts("rollout_manager")) == 1)
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"ok": True, "reason": "the run reached its end"}))
+    os.kill(play.pid("generator"), signal.SIGKILL)
+    os.kill(play.pid("master"), signal.SIGKILL)
+    ending = await running
+    assert (ending.ok, ending.reason) == (True, "the run reached its end")
+    assert (len(play.starts("master")), len(play.starts("generator"))) == (1, 1)
+
+
+async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, config, tmp_path):
+    play = whole()
+    running = asyncio.create_task(play.supervisor.run_everything(config, []))
+    await until(lambda: len(play.starts("rollout_manager")) == 1 and len(play.starts("generator")) == 1)
+    await until(lambda: all(child.tail for child in play.supervisor.children[1:]))
+    os.kill(play.pid("generator"), signal.SIGTERM)
+    await until(lambda: "generator/0 has left and is not started again" in play.output)
+    (tmp_path / "end").write_text("0")
+    assert (await running).ok
+    assert len(play.starts("generator")) == 1
+
+
+async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 0.5)
+    notes = "def note(*_):\n    file = open('stopped', 'a')\n    file.write(role + chr(10))\n    file.close()\n    "
+    slow = (
+        notes + "sys.exit(0)\nsignal.signal(signal.SIGTERM, note)\nprint('up', flush=True)\nwhile True: time.sleep(1)"
+    )
+    hears = "print('up', flush=True)\nwait_for(Path('stopped'))\nprint('heard')"
+    play = whole(trainer=slow, reward=hears)
+    running = asyncio.create_task(play.supervisor.run_everything(config, []))
+    await until(lambda: len(play.supervisor.children) == 5 and all(c.tail for c in play.supervisor.children[1:]))
+    play.supervisor.interrupt(signal.SIGTERM)
+    assert not (await running).ok
+    assert (tmp_path / "stopped").read_text().splitlines() == ["master", "trainer"]
+    assert next(c for c in play.supervisor.children if c.role == "reward").process.returncode == 0
+
+
+async def test_what_does_not_stop_is_killed(stage, monkeypatch, tmp_path):
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
+    play = stage(reward="signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(1000)")
+    running = asyncio.create_task(play.supervisor.run_roles(["reward"], [], []))
+    await until(lambda: any(child.tail for child in play.supervisor.children))
+    play.supervisor.interrupt(signal.SIGTERM)
+    assert not (await running).ok
+    assert "reward/0 is killed: it did not stop" in play.output
+    assert not processes_mentioning(str(tmp_path))
