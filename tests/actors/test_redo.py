@@ -1,0 +1,115 @@
+"""A trainer that is killed and started again ends with the very weights of one that was not: a real trainer process with
+a real DeepSpeed, a real master and its journal, and the test in the place of the rollout manager."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.master import Master
+from areal.config import Config
+from areal.journal import Journal
+from areal.run_folder import RunFolder
+from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreGroup, TrajectoryPart
+from protocols.network import ZmqNetwork
+from protocols.transport import Bus
+
+STEPS = 4
+SECONDS = 120.0
+
+
+@pytest.fixture
+def config(tiny_model: Path, tmp_path: Path, free_port: int) -> Config:
+    return Config.model_validate(
+        {
+            "model": str(tiny_model), "run_dir": tmp_path / "runs", "steps": STEPS, "batch_size": 2, "group_size": 2,
+            "max_staleness": 1, "data": {"source": "addition", "eval_size": 0}, "sampling": {"max_new_tokens": 8},
+            "reward": {"functions": ["addition"]},
+            "trainer": {"minibatches": 2, "lr": 1e-3, "checkpoint_every": 2, "warmup_steps": 6},
+            "master": {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 60},
+        }
+    )  # fmt: skip
+
+
+def group_of(permit: Permit) -> StoreGroup:
+    """Samples that depend on the permit alone, with mixed rewards."""
+    rng = np.random.default_rng([permit.prompt_index, permit.min_version])
+    samples = []
+    for sample in range(2):
+        tokens = rng.integers(1, 16, 10, dtype=np.int32)
+        versions = np.where(np.arange(10) < 4, -1, permit.min_version).astype(np.int32)
+        logprobs = np.where(versions < 0, 0, -rng.random(10)).astype(np.float32)
+        samples.append(
+            TrajectoryPart(tokens=tokens, logprobs=logprobs, versions=versions, reward=float(sample), finish="stop")
+        )
+    return StoreGroup(group=permit.group, prompt_index=permit.prompt_index, trajectories=tuple(samples))
+
+
+class Manager:
+    """The test, as a member of the run."""
+
+    def __init__(self, master: str) -> None:
+        self.bus = Bus("rollout_manager/0#test", ZmqNetwork())
+        self.master = master
+
+    async def ask(self, message):
+        return await self.bus.peer(self.master).ask(message, 30.0)
+
+    async def until_trained(self, version: int) -> None:
+        async with asyncio.timeout(SECONDS):
+            while (await self.status())["version"] < version:
+                await asyncio.sleep(0.1)
+
+    async def status(self) -> dict:
+        return (await self.ask(AskStatus())).values
+
+    async def trainer(self, not_this: str = "") -> str:
+        """The address of a healthy trainer."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                welcome = await self.ask(Join(role="rollout_manager", index=0, address="tcp://127.0.0.1:1"))
+                for member in welcome.snapshot.members:
+                    if member.role == "trainer" and member.state == "healthy" and member.address != not_this:
+                        return member.address
+                await asyncio.sleep(0.1)
+
+    async def feed(self, trainer: str) -> None:
+        """One batch of groups."""
+        for permit in (await self.ask(AskPermits(count=2))).permits:
+            assert await self.bus.peer(trainer).ask(group_of(permit), 30.0) == Done()
+
+
+async def train(config: Config, run, name: str, kill_at: int | None) -> bytes:
+    """The weights that a run ends with; its trainer is killed after step `kill_at`."""
+    config = config.model_copy(update={"name": name})
+    folder = RunFolder.create(config)
+    journal = Journal.open(folder.path / "journal.db")
+    master = asyncio.create_task(
+        Master(Bus(f"master/0#{name}", ZmqNetwork()), config, journal=journal, folder=folder).run()
+    )
+    manager = Manager(config.master.address)
+    process = run("--role", "trainer", "--master", config.master.address).process
+    trainer = await manager.trainer()
+    for version in range(STEPS):
+        await manager.feed(trainer)
+        await manager.until_trained(version + 1)
+        if version + 1 == kill_at:
+            process.kill()
+            process = run("--role", "trainer", "--master", config.master.address).process
+            trainer = await manager.trainer(not_this=trainer)
+            assert (await manager.status())["lineage"] == 1
+    await manager.bus.close()
+    ending = await asyncio.wait_for(master, SECONDS)
+    assert ending.ok
+    return (folder.path / "checkpoints" / f"step_{STEPS:06}" / "model.safetensors").read_bytes()
+
+
+async def test_a_killed_trainer_redoes_its_steps_to_the_bit(config, run):
+    undisturbed = await train(config, run, "undisturbed", kill_at=None)
+    # The last checkpoint then is that of step 2: step 3 is redone from the spool.
+    killed = await train(config, run, "killed", kill_at=3)
+    assert killed == undisturbed
+    assert killed != Path(config.model, "model.safetensors").read_bytes()
