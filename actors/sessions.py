@@ -60,6 +60,10 @@ class Router:
 
         await self.actor.until(some)
         now = asyncio.get_running_loop().time()
+        # Each sees only the load it makes itself: with different first choices they do not all fill the same few.
+        peers = max(1, len(self.actor.with_role(self.actor.role)))
+        first = (self.actor.index or 0) * len(found) // peers % len(found)
+        found = found[first:] + found[:first]
         return min(found, key=lambda m: (self._avoid.get(m.identity, 0.0) > now, self.load[m.identity]))
 
     @contextlib.contextmanager

@@ -253,7 +253,8 @@ class Supervisor:
             if pause is None:
                 return self._finish(Ending(False, self._gave_up(child, code)))
             pause = 0.0 if code == FENCED else pause
-            self._say(f"{child.name} {_how(code)}, and is started again in {pause:g} s. {child.last_line}")
+            why = f". {child.last_line}" if code > 0 else ""
+            self._say(f"{child.name} {_how(code)}, and is started again in {pause:g} s{why}")
             await asyncio.sleep(pause)
 
     async def _start(self, child: Child) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,16 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("folder", type=Path, metavar="PARENT_FOLDER")
     model.add_argument("--seed", type=int, default=0)
     model.set_defaults(tool=_quickstart_model)
+    simulate = tools.add_parser(
+        "simulate", help="run the actors on virtual time, with faults; exit code 1 where an invariant is broken"
+    )
+    simulate.add_argument("--seeds", default="0:200", metavar="A:B", help="from A to below B (default: 0:200)")
+    simulate.add_argument("--seed", type=int, metavar="N", help="this seed only, with all that happens in it")
+    simulate.add_argument("--mutant", metavar="NAME", help="put a known bug into the code first")
+    simulate.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes (default: the cores)"
+    )
+    simulate.set_defaults(tool=_simulate)
     return parser
 
 
@@ -41,6 +52,20 @@ def _report(options: argparse.Namespace) -> None:
     from areal.report import write_report
 
     print(write_report(options.folder))
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from actors.simulation.runner import parse_seeds, run_one, run_seeds
+
+    console = Console()
+    if options.seed is not None:
+        sound = run_one(options.seed, options.mutant, console)
+    else:
+        sound = run_seeds(parse_seeds(options.seeds), options.jobs, options.mutant, console)
+    if not sound:
+        sys.exit(1)
 
 
 def _quickstart_model(options: argparse.Namespace) -> None:

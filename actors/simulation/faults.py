@@ -27,6 +27,8 @@ HANDLERS: dict[str, tuple[str, ...]] = {
 
 Point = Literal["before", "working", "worked", "handled", "answered"]
 POINTS: tuple[Point, ...] = ("before", "working", "worked", "handled", "answered")
+# The others have no disk.
+WITH_A_DISK = ("master", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,22 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class Replace:
+    """A second process is started in the place of one that lives on, and does not know it."""
+
+    at: float
+    process: str
+
+
+@dataclass(frozen=True, slots=True)
 class Partition:
-    """Nothing passes between the two sides."""
+    """Nothing passes from one side to the other, nor back unless it is `one_way`."""
 
     at: float
     side: tuple[str, ...]
     other: tuple[str, ...]
     seconds: float
+    one_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +127,7 @@ class ClockJump:
     seconds: float
 
 
-Fault = Kill | Leave | Pause | Partition | Reset | Storm | SlowDisk | ClockJump
+Fault = Kill | Leave | Pause | Replace | Partition | Reset | Storm | SlowDisk | ClockJump
 
 
 @dataclass(slots=True)
@@ -167,8 +178,9 @@ def _draw_points(random: Random, plan: Plan, processes: list[str]) -> None:
     for _ in range(random.choice((1, 1, 2))):
         role = random.choices(("master", "trainer", "generator", "reward"), (8, 2, 1, 1))[0]
         kind = random.choice(HANDLERS[role])
+        point = random.choice(POINTS if role in WITH_A_DISK else ("before", "handled", "answered"))
         nth = 1 + int(random.expovariate(0.5))
-        plan.points.append(FailPoint(role, kind, random.choice(POINTS), nth, _restart(random)))
+        plan.points.append(FailPoint(role, kind, point, nth, _restart(random)))
 
 
 def _draw_leaves(random: Random, plan: Plan, processes: list[str]) -> None:
@@ -183,12 +195,21 @@ def _draw_pauses(random: Random, plan: Plan, processes: list[str]) -> None:
     plan.faults.append(Pause(_when(random, plan), name, seconds, replaced))
 
 
+def _draw_replacements(random: Random, plan: Plan, processes: list[str]) -> None:
+    others = [name for name in processes if not name.startswith("master")]
+    for _ in range(random.choice((1, 1, 2))):
+        plan.faults.append(Replace(_when(random, plan), _some(random, others)))
+
+
 def _draw_partitions(random: Random, plan: Plan, processes: list[str]) -> None:
     side = tuple(random.sample(processes, random.randint(1, max(1, len(processes) // 2))))
     other = tuple(name for name in processes if name not in side)
     if random.random() < 0.3:
         other = (random.choice(other),)
-    plan.faults.append(Partition(_when(random, plan), side, other, random.choice((0.5, 3.0, 8.0))))
+    if random.random() < 0.5:
+        side, other = other, side
+    seconds = random.choice((0.5, 3.0, 8.0))
+    plan.faults.append(Partition(_when(random, plan), side, other, seconds, one_way=random.random() < 0.4))
 
 
 def _draw_resets(random: Random, plan: Plan, processes: list[str]) -> None:
@@ -259,6 +280,7 @@ _DRAWS = {
     "partitions": _draw_partitions,
     "pauses": _draw_pauses,
     "reordering": _draw_reordering,
+    "replacements": _draw_replacements,
     "resets": _draw_resets,
     "scores": _draw_scores,
     "slow disk": _draw_slow_disk,

@@ -15,6 +15,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, NoReturn
 
+Future = asyncio.Future
 _set_running_loop = asyncio._set_running_loop
 
 # A live-lock would otherwise hang the simulation: no cluster this small has that much to do at one instant.
@@ -63,34 +64,28 @@ class Scheduler:
         self.stopped = False
         self.changed = False
         self.on_change: Callable[[], None] = lambda: None
-        self._ready: deque[Handle] = deque()
-        self._timers: list[tuple[float, int, Handle]] = []
-        self._serial = count()
-
-    def soon(self, handle: Handle) -> None:
-        self._ready.append(handle)
-
-    def at(self, when: float, handle: Handle) -> None:
-        heappush(self._timers, (when, next(self._serial), handle))
+        self.ready: deque[Handle] = deque()
+        self.timers: list[tuple[float, int, Handle]] = []
+        self.serial = count()
 
     def call_at(self, when: float, callback: Callable, *args: Any, loop: ProcessLoop | None = None) -> Handle:
         """Call at virtual time `when`: inside the process of `loop`, if it lives by then, or as the world itself."""
         handle = Handle((callback, args, loop, None, when))
-        heappush(self._timers, (when, next(self._serial), handle))
+        heappush(self.timers, (when, next(self.serial), handle))
         return handle
 
     def reschedule(self, loop: ProcessLoop, earlier: float) -> None:
         """The clock of a process has jumped ahead: its own timers are due earlier. Messages to it are not."""
         moved = [
             (when - earlier if handle[2] is loop and handle[3] is not None else when, serial, handle)
-            for when, serial, handle in self._timers
+            for when, serial, handle in self.timers
         ]
         heapify(moved)
-        self._timers[:] = moved
+        self.timers[:] = moved
 
     def run(self, until: float) -> None:
         """Run until virtual time `until`, `stopped` is set, or nothing is left to do. Raises Stuck."""
-        ready, timers, current = self._ready, self._timers, None
+        ready, timers, current = self.ready, self.timers, None
         _set_running_loop(None)
         try:
             while not self.stopped:
@@ -151,6 +146,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, scheduler: Scheduler, name: str, offset: float, latency: Callable[[], float]) -> None:
         self.scheduler = scheduler
+        self._ready, self._timers, self._order = scheduler.ready, scheduler.timers, scheduler.serial
         self.name = name
         self.offset = offset
         self.latency = latency
@@ -199,7 +195,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         if self.state is PAUSED:
             self.state = RUNNING
             for handle in self.held:
-                self.scheduler.soon(handle)
+                self._ready.append(handle)
             self.held.clear()
 
     def jump(self, seconds: float) -> None:
@@ -223,7 +219,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_soon(self, callback: Callable, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
         handle = Handle((callback, args, self, context or copy_context(), 0.0))
         if self.state is not DEAD:
-            self.scheduler.soon(handle)
+            self._ready.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon
@@ -231,14 +227,14 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_at(self, when: float, callback: Callable, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
         handle = Handle((callback, args, self, context or copy_context(), when))
         if self.state is not DEAD:
-            self.scheduler.at(max(when - self.offset, self.scheduler.now), handle)
+            heappush(self._timers, (when - self.offset, next(self._order), handle))
         return handle
 
     def call_later(self, delay: float, callback: Callable, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
-        return self.call_at(self.time() + max(delay, 0.0), callback, *args, context=context)
+        return self.call_at(self.scheduler.now + self.offset + delay, callback, *args, context=context)
 
     def create_future(self) -> asyncio.Future:
-        return asyncio.Future(loop=self)
+        return Future(loop=self)
 
     def create_task(self, coro: Coroutine, *, name: str | None = None, context: Context | None = None) -> asyncio.Task:  # type: ignore[override]
         task = Task.__new__(Task)
@@ -290,8 +286,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.call_exception_handler(context)
 
-    def get_debug(self) -> bool:
-        return False
+    get_debug = bool  # False: asked for every future, and this is the fastest way to say it
 
     def is_running(self) -> bool:
         return True

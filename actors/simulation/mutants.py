@@ -1,7 +1,7 @@
 """Bugs put into the real code on purpose. A simulation that does not catch them proves nothing.
 
-    with MUTANTS["no batch gate"]():
-        simulate(seed)
+with MUTANTS["no batch gate"]():
+    simulate(seed)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from actors.master import Master
 from actors.sessions import SampleSession
 from actors.trainer import Trainer
 from areal.ledger import Ledger
-from protocols.codec import Header, decode_header
+from protocols.codec import decode_header, encode_header
 from protocols.messages import Recovery
 from protocols.transport import Peer, Server
 
@@ -76,8 +76,6 @@ def replies_not_matched() -> AbstractContextManager[None]:
     def receive_for_anyone(peer: Peer, frames: list[bytes]) -> None:
         header = decode_header(frames)
         if header.reply_to and peer._waiting:
-            from protocols.codec import encode_header
-
             frames = [encode_header(header._replace(reply_to=next(iter(peer._waiting)))), *frames[1:]]
         receive(peer, frames)
 
@@ -143,5 +141,3 @@ MUTANTS: dict[str, Mutant] = {
     "no fencing": no_fencing,
     "min_version ignored": min_version_ignored,
 }
-
-__all__ = ["MUTANTS", "Header", "Mutant"]

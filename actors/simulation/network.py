@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 from typing import Any
@@ -22,11 +22,13 @@ from protocols.network import Full, OnCrash, Receive, Unreachable
 # ZMTP's heartbeats give a silent peer up after this long.
 SILENT_DEATH_SECONDS = 6.0
 RECONNECT_SECONDS = 0.2
+# Between two messages on one connection.
+SPACING = 1e-6
 
 Watch = Callable[["SimNetwork", "SimNetwork", list[bytes], str], None]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Weather:
     """What becomes of messages now. Probabilities per message; latencies in seconds."""
 
@@ -39,6 +41,13 @@ class Weather:
     """Probability of a delay of up to `delay_seconds`; what follows on the same connection waits behind it."""
     delay_seconds: float = 1.0
 
+    calm: bool = field(init=False)
+    """Every message arrives, once and in order."""
+
+    def __post_init__(self) -> None:
+        stormy = self.loss or self.duplication or self.reordering or self.delay
+        object.__setattr__(self, "calm", not stormy)
+
 
 class Wire:
     """All connections of the simulated cluster. `watch` sees every message as it is sent, with its fate."""
@@ -48,9 +57,9 @@ class Wire:
         self.random = random
         self.weather = Weather()
         self.digest = 0
-        self.sent = self.lost = self.duplicated = self.reordered = 0
+        self.sent = 0
         self.watch: Watch | None = None
-        self._cut: set[frozenset[str]] = set()
+        self._cut: set[tuple[str, str]] = set()
         self._doors: dict[str, _Door] = {}
         self._waiting: dict[str, list[_Caller]] = {}
         self._ports = count(40_000)
@@ -58,14 +67,14 @@ class Wire:
 
     # --- faults
 
-    def cut(self, one: str, other: str) -> None:
-        """Nothing passes between two processes (by name) until `heal`; in the end their connections break."""
-        self._cut.add(frozenset((one, other)))
-        self.scheduler.call_at(self.scheduler.now + SILENT_DEATH_SECONDS, self._give_up, one, other)
+    def cut(self, source: str, target: str) -> None:
+        """Nothing gets from one process to another until `heal`; in the end their connections break."""
+        self._cut.add((source, target))
+        self.scheduler.call_at(self.scheduler.now + SILENT_DEATH_SECONDS, self._give_up, source, target)
 
-    def _give_up(self, one: str, other: str) -> None:
-        if frozenset((one, other)) in self._cut:
-            self.reset(one, other)
+    def _give_up(self, source: str, target: str) -> None:
+        if (source, target) in self._cut:
+            self.reset(source, target)
 
     def heal(self) -> None:
         """End all partitions."""
@@ -73,8 +82,8 @@ class Wire:
         for address in list(self._waiting):
             self._connect_waiting(address)
 
-    def is_cut(self, one: SimNetwork, other: SimNetwork) -> bool:
-        return bool(self._cut) and frozenset((one.name, other.name)) in self._cut
+    def is_cut(self, source: SimNetwork, target: SimNetwork) -> bool:
+        return (source.name, target.name) in self._cut
 
     def reset(self, one: str, other: str) -> None:
         """Break every connection between two processes; what is on its way is lost."""
@@ -113,7 +122,7 @@ class Wire:
     def call(self, caller: _Caller) -> None:
         """Connect as soon as there is somebody to connect to."""
         door = self._doors.get(caller.address)
-        if door is None or self.is_cut(door.network, caller.network):
+        if door is None or not self._reach_each_other(door.network, caller.network):
             waiting = self._waiting.setdefault(caller.address, [])
             if caller not in waiting:
                 waiting.append(caller)
@@ -130,6 +139,9 @@ class Wire:
         caller.door = door
         door.callers[caller.route] = caller
         caller.connected()
+
+    def _reach_each_other(self, one: SimNetwork, other: SimNetwork) -> bool:
+        return not (self.is_cut(one, other) or self.is_cut(other, one))
 
     def _connect_waiting(self, address: str) -> None:
         for caller in self._waiting.pop(address, []):
@@ -156,39 +168,45 @@ class Wire:
     def carry(self, source: SimNetwork, target: _Link, way: _Way, frames: list[bytes]) -> None:
         """Bring a message to `target`, or not. `way`: this direction of this connection."""
         self.sent += 1
-        weather, random, now = self.weather, self.random, self.scheduler.now
-        when = now + weather.latency + random.random() * weather.jitter
-        fate = ""
-        if weather.delay and random.random() < weather.delay:
-            when += random.random() * weather.delay_seconds
-            fate = "delayed"
-        if self._cut and self.is_cut(source, target.network):
-            fate = "cut off"
-        elif weather.loss and random.random() < weather.loss:
-            fate = "lost"
+        scheduler, weather = self.scheduler, self.weather
+        when = scheduler.now + weather.latency + self.random.random() * weather.jitter
         digest = self.digest ^ hash(when) & 0xFFFFFFFF
         for frame in frames:
             digest = crc32(frame, digest)
         self.digest = digest
-        if fate in ("lost", "cut off"):
-            self.lost += 1
+        if weather.calm and not self._cut:
+            fate, when = "", max(when, way.last + SPACING)
+            way.last = when
+            scheduler.call_at(when, target.deliver, frames, way.caller.epoch, way.caller, loop=target.network.loop)
         else:
-            if weather.reordering and random.random() < weather.reordering:
-                self.reordered += 1
-                when += random.random() * 10 * weather.latency
-                fate = "out of order"
-            else:
-                when = way.last = max(when, way.last + 1e-6)
-            self.scheduler.call_at(when, target.deliver, frames, way.caller.epoch, way.caller, loop=target.network.loop)
-            if weather.duplication and random.random() < weather.duplication:
-                self.duplicated += 1
-                again = when + random.random() * 2 * weather.delay_seconds
-                self.scheduler.call_at(
-                    again, target.deliver, frames, way.caller.epoch, way.caller, loop=target.network.loop
-                )
-                fate = "duplicated"
+            fate = self._carry_through(weather, source, target, way, frames, when)
         if self.watch is not None:
             self.watch(source, target.network, frames, fate)
+
+    def _carry_through(
+        self, weather: Weather, source: SimNetwork, target: _Link, way: _Way, frames: list[bytes], when: float
+    ) -> str:
+        """Returns the message's fate: empty where it arrives as it should."""
+        chance, fate = self.random.random, ""
+        if self._cut and self.is_cut(source, target.network):
+            return "cut off"
+        if chance() < weather.loss:
+            return "lost"
+        if chance() < weather.delay:
+            when += chance() * weather.delay_seconds
+            fate = "delayed"
+        if chance() < weather.reordering:
+            when += chance() * 10 * weather.latency
+            fate = "out of order"
+        else:
+            when = way.last = max(when, way.last + SPACING)
+        arrival = target.deliver, frames, way.caller.epoch, way.caller
+        self.scheduler.call_at(when, *arrival, loop=target.network.loop)
+        if chance() < weather.duplication:
+            again = when + chance() * 2 * weather.delay_seconds
+            self.scheduler.call_at(again, *arrival, loop=target.network.loop)
+            fate = "duplicated"
+        return fate
 
     def _latency(self) -> float:
         return self.weather.latency + self.random.random() * self.weather.jitter

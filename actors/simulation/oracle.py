@@ -182,6 +182,7 @@ class Oracle:
         self.contents: list[bytes] = [files.model.content]
         self.writers: dict[str, str] = {}
         self.ledger: Ledger | None = None
+        self.is_spooled: Callable[[str], bool] = lambda group: True
         self.calls: set[tuple[str, tuple[str, str]]] = set()
 
     # --- the master's journal
@@ -201,6 +202,8 @@ class Oracle:
     def appended(self, kind: str, body: dict[str, Any]) -> None:
         self.events.append((kind, body))
         self._guard(self.memory.add, kind, body)
+        if kind == "ready" and not self.is_spooled(body["group_id"]):
+            self.fail(Violation(f"{body['group_id']} is ready and not on the trainer's disk", body["group_id"]))
         self.scheduler.changed = True
 
     def committed(self, count: int) -> None:
@@ -222,6 +225,8 @@ class Oracle:
         book = self.memory
         if ledger.version != book.version:
             raise Violation(f"the ledger is at version {ledger.version}, its journal at {book.version}")
+        if list(ledger._groups) != list(book.rows):
+            raise Violation(f"{list(ledger._groups)} are in the ledger, {list(book.rows)} in its journal")
         steps = min(book.max_staleness + 1, self.config.steps - book.version)
         capacity = max(0, steps * book.batch_size - len(book.rows))
         if ledger.capacity != capacity:

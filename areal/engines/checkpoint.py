@@ -166,8 +166,8 @@ class TrainingState:
 
     def _set_weight(self, parameter: torch.nn.Parameter, value: Tensor) -> None:
         """The parameter and its fp32 master become `value` (all ranks)."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
         from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         with GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3):
             parameter.data.copy_(value)

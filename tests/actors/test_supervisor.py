@@ -119,8 +119,9 @@ def config(tmp_path, free_port) -> Config:
 
 
 @pytest.fixture
-def whole(stage, config, tmp_path):
+def whole(stage, config, tmp_path, monkeypatch):
     """A whole run: a master that answers, and roles that stay unless a script is given for them."""
+    monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 0.5)
 
     def make(master: str = "", **scripts: str) -> Stage:
         master += MASTER.replace("ADDRESS", repr(config.master.address)).replace("RUN", repr(str(tmp_path / "run")))
@@ -168,7 +169,7 @@ def test_a_step_or_ten_minutes_of_life_show_that_a_child_is_worth_starting():
 async def test_what_dies_is_started_again_and_nothing_else_is_touched(stage, at_once):
     play = stage(reward="if start < 3: sys.exit(4)\nstay()", generator="stay()")
     running = asyncio.create_task(play.supervisor.run_roles(["reward", "generator"], ["--master", "M"], ["--x"]))
-    await until(lambda: len(play.starts("reward")) == 3)
+    await until(lambda: len(play.starts("reward")) == 3 and play.starts("generator"))
     assert play.starts("generator") == ["--master M"]
     assert play.starts("reward") == ["--master M --x"] * 3
     play.supervisor.interrupt(signal.SIGTERM)
@@ -298,8 +299,7 @@ async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, c
     assert len(play.starts("generator")) == 1
 
 
-async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 0.5)
+async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_path):
     notes = "def note(*_):\n    file = open('stopped', 'a')\n    file.write(role + chr(10))\n    file.close()\n    "
     slow = (
         notes + "sys.exit(0)\nsignal.signal(signal.SIGTERM, note)\nprint('up', flush=True)\nwhile True: time.sleep(1)"

@@ -275,18 +275,25 @@ def test_a_new_process_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_pa
         assert_same_bits(tmp_path / f"{name}-resumed", tmp_path / f"{name}-straight")
 
 
-def test_two_ranks_go_on_from_a_checkpoint_to_the_same_bits(folder, tmp_path):
-    run_worker("stop", folder, tmp_path, "float32", ranks=2)
-    run_worker("go-on", folder, tmp_path, "float32", ranks=2)
-    for name in cases("float32"):
-        assert_same_bits(tmp_path / f"{name}-resumed", tmp_path / f"{name}-straight")
+@pytest.fixture(scope="module", params=DTYPES)
+def stopped_on_two_ranks(request, folder, tmp_path_factory):
+    """The dtype, and the folder that `train_straight_and_stop` wrote into on two ranks."""
+    out = tmp_path_factory.mktemp(request.param)
+    run_worker("stop", folder, out, request.param, ranks=2)
+    return request.param, out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_checkpoint_goes_from_any_zero_stage_and_number_of_ranks_to_any_other(folder, tmp_path, dtype):
-    run_worker("stop", folder, tmp_path, dtype, ranks=2)
+def test_two_ranks_go_on_from_a_checkpoint_to_the_same_bits(folder, stopped_on_two_ranks):
+    dtype, out = stopped_on_two_ranks
+    run_worker("go-on", folder, out, dtype, ranks=2)
+    for name in cases(dtype):
+        assert_same_bits(out / f"{name}-resumed", out / f"{name}-straight")
+
+
+def test_a_checkpoint_goes_from_any_zero_stage_and_number_of_ranks_to_any_other(folder, stopped_on_two_ranks, tmp_path):
+    dtype, out = stopped_on_two_ranks
     for name, changes in cases(dtype).items():
-        written = tmp_path / f"{name}-checkpoint"
+        written = out / f"{name}-checkpoint"
         for other in cases(dtype).values():
             engine = TrainingEngine(folder, worker_settings(**(changes | other)), seed=1)
             engine.load(written)

@@ -1,0 +1,58 @@
+"""Bounded memory: how much each actor may hold, and that what it knows of the policy never goes back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from actors.simulation.oracle import Violation
+
+if TYPE_CHECKING:
+    from actors.simulation.world import Incarnation, Model
+
+# Links to actors that have just left, or are just being started again.
+SPARE_LINKS = 6
+
+
+def check_actor(one: Incarnation, model: Model) -> None:
+    """Raises Violation."""
+    actor, bus = one.actor, one.bus
+    links = len(model.processes) + SPARE_LINKS
+    bounds = {"links": (len(bus._peers), links), "publishers and subscribers": (len(bus._others), 2)}
+    if one.role == "master":
+        bounds |= _bounds_of_master(actor, model)
+    else:
+        _check_policy(one)
+        bounds["members"] = len(actor.directory), links
+    match one.role:
+        case "trainer":
+            bounds["steps to redo"] = len(actor._trained), model.checkpoint_every + 1
+        case "rollout_manager" if actor.state != "stale":
+            most = (model.max_staleness + 1) * model.batch_size
+            bounds["groups in hand"] = len(actor._groups), 2 * most
+            bounds["routes"] = len(actor._router.load) + len(actor._router._avoid), links
+    for what, (number, most) in bounds.items():
+        if number > most:
+            raise Violation(f"{one.process.name} holds {number} {what}, at most {most} are expected", one.process.name)
+
+
+def _bounds_of_master(master: Any, model: Model) -> dict[str, tuple[int, int]]:
+    ledger, state = master.ledger, master.state
+    most = (model.max_staleness + 1) * model.batch_size
+    members = len(model.processes) + SPARE_LINKS
+    return {
+        "groups": (len(ledger._groups) + len(ledger._requeued), most),
+        "steps no checkpoint covers": (len(ledger._steps), model.checkpoint_every),
+        "rewards": (len(state.rewards), len(ledger._groups)),
+        "members": (len(state.members), members),
+        "pulses": (len(master._pulses), len(state.members)),
+        "events in the journal": (master.journal.size, model.compact_events + 40 * most + 10 * members),
+    }
+
+
+def _check_policy(one: Incarnation) -> None:
+    policy = one.actor.policy
+    if policy is not None:
+        now = (policy.lineage, policy.version)
+        if now < one.policy:
+            raise Violation(f"{one.process.name} goes back from policy {one.policy} to {now}", one.process.name)
+        one.policy = now

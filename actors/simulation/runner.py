@@ -1,0 +1,146 @@
+"""`python -m areal simulate`: many seeds on all cores, or one of them in full."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from actors.simulation.faults import HANDLERS, POINTS
+from actors.simulation.mutants import MUTANTS
+from actors.simulation.world import Result, World, simulate
+from areal.config import UserError
+
+SEEDS_A_TASK = 25
+# Garbage in cycles is collected between seeds, so that no `__del__` runs at a moment that nobody chose.
+SEEDS_A_COLLECTION = 25
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of many seeds; `failed` are the seeds with a violation, `first` the one with the least number."""
+
+    seeds: int = 0
+    seconds: float = 0.0
+    failed: list[int] = field(default_factory=list)
+    first: Result | None = None
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def add(self, result: Result) -> None:
+        self.seeds += 1
+        self.seconds += result.seconds
+        self.counters.update(result.counters)
+        if not result.ok:
+            self.failed.append(result.seed)
+            if self.first is None or result.seed < self.first.seed:
+                self.first = result
+
+
+def run_seeds(seeds: range, jobs: int, mutant: str | None, console: Console) -> bool:
+    """Simulate all seeds, and print what came of it. Whether none of them broke an invariant."""
+    tally, begun = Tally(), time.monotonic()
+    with Progress(
+        TextColumn("simulating"), MofNCompleteColumn(), TextColumn("seeds, {task.fields[failed]} failed"),
+        TimeElapsedColumn(), console=console, transient=True,
+    ) as progress:  # fmt: skip
+        bar = progress.add_task("", total=len(seeds), failed=0)
+        for results in _on_cores(seeds, jobs, mutant):
+            for result in results:
+                tally.add(result)
+            progress.update(bar, completed=tally.seeds, failed=len(tally.failed))
+    _report(tally, time.monotonic() - begun, jobs, mutant, console)
+    return not tally.failed
+
+
+def run_one(seed: int, mutant: str | None, console: Console) -> bool:
+    """Simulate one seed and print everything that happens. Whether it broke no invariant."""
+    with _mutated(mutant), _without_noise():
+        result = World(seed, traced=True).run()
+    for line in result.trace:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    outcome = "no violation" if result.ok else result.story.splitlines()[0]
+    console.print(f"seed {seed}: {outcome}, {result.seconds:.1f} s, digest {result.digest:08x}", highlight=False)
+    return result.ok
+
+
+def parse_seeds(text: str) -> range:
+    """The seeds of `A:B` (B not included) or `N`. Raises UserError."""
+    first, colon, last = text.partition(":")
+    try:
+        seeds = range(int(first), int(last)) if colon else range(int(first), int(first) + 1)
+    except ValueError:
+        raise UserError(f"--seeds {text!r} is not of the form A:B, such as 0:10000.") from None
+    if not seeds:
+        raise UserError(f"--seeds {text!r} names no seed: write A:B with A below B.")
+    return seeds
+
+
+def _on_cores(seeds: range, jobs: int, mutant: str | None) -> Iterator[list[Result]]:
+    tasks = [(seeds[i : i + SEEDS_A_TASK], mutant) for i in range(0, len(seeds), SEEDS_A_TASK)]
+    if jobs == 1:
+        yield from map(_simulate_some, tasks)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_simulate_some, tasks)
+
+
+def _simulate_some(task: tuple[range, str | None]) -> list[Result]:
+    seeds, mutant = task
+    gc.freeze()
+    results = []
+    with _mutated(mutant), _without_noise():
+        for number, seed in enumerate(seeds, 1):
+            results.append(simulate(seed))
+            if number % SEEDS_A_COLLECTION == 0:
+                gc.collect()
+    return results
+
+
+def _mutated(mutant: str | None) -> contextlib.AbstractContextManager[None]:
+    if mutant is None:
+        return contextlib.nullcontext()
+    if mutant not in MUTANTS:
+        raise UserError(f"There is no mutant {mutant!r}: choose from {', '.join(MUTANTS)}.")
+    return MUTANTS[mutant]()
+
+
+@contextlib.contextmanager
+def _without_noise() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Coroutines of processes that were killed before these began.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def _handlers_interrupted(counters: Counter[str]) -> Table:
+    """How often the process died at each point of each handler."""
+    table = Table("a handler's process died", *POINTS, box=None)
+    for kinds in HANDLERS.values():
+        for kind in kinds:
+            table.add_row(kind, *(str(counters[f"{point} {kind}"] or "-") for point in POINTS))
+    return table
+
+
+def _report(tally: Tally, seconds: float, jobs: int, mutant: str | None, console: Console) -> None:
+    console.print(_handlers_interrupted(tally.counters))
+    console.print(", ".join(f"{name} {n}" for name, n in sorted(tally.counters.items()) if " " not in name))
+    if tally.first is not None:
+        console.print(tally.first.story, highlight=False, markup=False, soft_wrap=True)
+        more = f"--mutant '{mutant}' " if mutant else ""
+        console.print(f"Replay it with: python -m areal simulate {more}--seed {tally.first.seed}", highlight=False)
+        console.print(f"failed seeds: {', '.join(map(str, sorted(tally.failed)[:20]))}", highlight=False)
+    console.print(
+        f"{tally.seeds} seeds, {len(tally.failed)} with a violation, {tally.seconds:.0f} simulated seconds, "
+        f"{tally.seeds / seconds:.0f} seeds/s on {jobs} of {os.cpu_count()} cores",
+        highlight=False,
+    )

@@ -1,0 +1,369 @@
+"""The simulated cluster: it is deterministic, it finds bugs that are there, and none in the real actors."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import subprocess
+import sys
+import warnings
+from random import Random
+
+import pytest
+from rich.console import Console
+
+from actors.evaluator import Evaluator
+from actors.generator import Generator
+from actors.master import Master
+from actors.reward import Reward
+from actors.rollout_manager import RolloutManager
+from actors.simulation import faults
+from actors.simulation.faults import HANDLERS, Kill, Plan
+from actors.simulation.loop import ProcessLoop, Scheduler, Stuck
+from actors.simulation.mutants import MUTANTS
+from actors.simulation.network import SimNetwork, Weather, Wire
+from actors.simulation.runner import parse_seeds, run_one, run_seeds
+from actors.simulation.world import Model, World, simulate
+from actors.trainer import Trainer
+from areal.config import UserError
+from protocols.network import Full
+
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+
+
+def loop_of(scheduler: Scheduler, name: str = "process", offset: float = 0.0) -> ProcessLoop:
+    return ProcessLoop(scheduler, name, offset, lambda: 0.01)
+
+
+def begin(loop: ProcessLoop, work) -> list[asyncio.Task]:
+    tasks: list[asyncio.Task] = []
+    loop.call_soon(lambda: tasks.append(loop.create_task(work)))
+    return tasks
+
+
+# --- virtual time
+
+
+def test_an_hour_of_sleep_takes_no_time() -> None:
+    scheduler = Scheduler()
+    tasks = begin(loop_of(scheduler), asyncio.sleep(3600.0, "rested"))
+    scheduler.run(4000.0)
+    assert tasks[0].result() == "rested"
+    assert scheduler.now == 3600.0
+
+
+def test_asyncio_works_on_a_loop_of_the_simulation() -> None:
+    async def work() -> list[object]:
+        found: list[object] = []
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.Event().wait()
+        async with asyncio.TaskGroup() as tasks:
+            parts = [tasks.create_task(asyncio.sleep(i, i)) for i in (3, 1, 2)]
+        found.append([part.result() for part in parts])
+        found.append(await asyncio.to_thread(lambda: "from a thread"))
+        queue: asyncio.Queue[str] = asyncio.Queue()
+        asyncio.get_running_loop().call_later(1.0, queue.put_nowait, "queued")
+        found.append(await asyncio.wait_for(queue.get(), 2.0))
+        return found
+
+    scheduler = Scheduler()
+    tasks = begin(loop_of(scheduler, offset=77.0), work())
+    scheduler.run(100.0)
+    assert tasks[0].result() == [[3, 1, 2], "from a thread", "queued"]
+
+
+def test_nothing_of_a_killed_process_runs_again_not_even_finally() -> None:
+    said = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(10.0)
+        finally:
+            said.append("cleaned up")
+
+    scheduler = Scheduler()
+    loop = loop_of(scheduler)
+    begin(loop, work())
+    scheduler.call_at(5.0, loop.kill)
+    scheduler.run(100.0)
+    assert said == []
+
+
+def test_a_paused_process_does_later_what_was_due_meanwhile() -> None:
+    scheduler, said = Scheduler(), []
+    loop = loop_of(scheduler)
+    loop.call_at(1.0, lambda: said.append(("first", scheduler.now)))
+    loop.call_at(2.0, lambda: said.append(("second", scheduler.now)))
+    scheduler.call_at(0.5, loop.pause)
+    scheduler.call_at(5.0, loop.resume)
+    scheduler.run(100.0)
+    assert said == [("first", 5.0), ("second", 5.0)]
+
+
+def test_a_clock_that_jumps_makes_its_own_timers_due_and_no_others() -> None:
+    scheduler, said = Scheduler(), []
+    jumping, other = loop_of(scheduler, "jumping"), loop_of(scheduler, "other")
+    for loop in (jumping, other):
+        loop.call_at(10.0, lambda loop=loop: said.append((loop.name, scheduler.now, loop.time())))
+    scheduler.call_at(1.0, jumping.jump, 5.0)
+    scheduler.run(100.0)
+    assert said == [("jumping", 5.0, 10.0), ("other", 10.0, 10.0)]
+
+
+def test_a_process_killed_while_its_disk_works_does_not_hear_of_it() -> None:
+    scheduler, said = Scheduler(), []
+    loop = loop_of(scheduler)
+
+    async def work() -> None:
+        await asyncio.to_thread(said.append, "written")
+        said.append("told")
+
+    loop.after_work = loop.kill
+    begin(loop, work())
+    scheduler.run(100.0)
+    assert said == ["written"]
+
+
+def test_work_of_one_executor_does_not_overlap() -> None:
+    scheduler, said = Scheduler(), []
+    loop = loop_of(scheduler)
+
+    async def work() -> None:
+        executor = object()
+        jobs = [loop.run_in_executor(executor, lambda i=i: said.append((i, scheduler.now))) for i in range(3)]
+        await asyncio.gather(*jobs)
+
+    begin(loop, work())
+    scheduler.run(100.0)
+    assert [i for i, _ in said] == [0, 1, 2]
+    assert said[2][1] - said[0][1] == pytest.approx(0.02)
+
+
+def test_callbacks_that_never_let_time_pass_are_found() -> None:
+    scheduler = Scheduler()
+    loop = loop_of(scheduler)
+
+    def again() -> None:
+        loop.call_soon(again)
+
+    loop.call_soon(again)
+    with pytest.raises(Stuck):
+        scheduler.run(1.0)
+
+
+# --- the network
+
+
+class Ends:
+    """A door and a caller of two processes."""
+
+    def __init__(self, weather: Weather | None = None) -> None:
+        self.scheduler = Scheduler()
+        self.wire = Wire(self.scheduler, Random(1))
+        self.wire.weather = weather or Weather()
+        self.heard: list[bytes] = []
+        self.loops = {name: loop_of(self.scheduler, name) for name in ("server", "client")}
+        self.networks = {name: SimNetwork(self.wire, name, loop) for name, loop in self.loops.items()}
+        self.caller = self.networks["client"].connect("tcp://server:1", self.heard.append, fail)
+
+    def serve(self) -> None:
+        self.door, _ = self.networks["server"].bind("tcp://server:1", self.heard.append, fail)
+
+    def run(self, seconds: float) -> None:
+        self.scheduler.run(self.scheduler.now + seconds)
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def test_a_message_to_nobody_is_not_sent_and_connects_once_there_is_somebody() -> None:
+    ends = Ends()
+    ends.run(1.0)
+    with pytest.raises(Full):
+        ends.caller.send([b"hello"])
+    ends.serve()
+    ends.run(1.0)
+    ends.caller.send([b"hello"])
+    ends.run(1.0)
+    assert [frames[1:] for frames in ends.heard] == [[b"hello"]]
+
+
+def test_messages_of_one_connection_stay_in_order_unless_the_weather_is_bad() -> None:
+    def order(weather: Weather) -> list[int]:
+        ends = Ends(weather)
+        ends.serve()
+        ends.run(1.0)
+        for i in range(50):
+            ends.caller.send([b"%d" % i])
+        ends.run(60.0)
+        return [int(frames[1]) for frames in ends.heard]
+
+    assert order(Weather()) == list(range(50))
+    assert sorted(order(Weather(reordering=0.5))) == list(range(50)) != order(Weather(reordering=0.5))
+    assert len(order(Weather(loss=0.5))) < 40
+    assert len(order(Weather(duplication=0.5))) > 60
+
+
+def test_nothing_passes_a_partition_until_it_heals() -> None:
+    ends = Ends()
+    ends.serve()
+    ends.run(1.0)
+    ends.wire.cut("server", "client")
+    ends.caller.send([b"lost"])
+    ends.run(10.0)
+    with pytest.raises(Full):  # the silence has been noticed
+        ends.caller.send([b"refused"])
+    ends.wire.heal()
+    ends.run(1.0)
+    ends.caller.send([b"heard"])
+    ends.run(1.0)
+    assert [frames[1] for frames in ends.heard] == [b"heard"]
+
+
+def test_a_server_started_again_at_its_address_is_found_again() -> None:
+    ends = Ends()
+    ends.serve()
+    ends.run(1.0)
+    ends.loops["server"].kill()
+    ends.networks["server"].die(silently=False)
+    ends.run(1.0)
+    ends.loops["server"] = loop_of(ends.scheduler, "server")
+    ends.networks["server"] = SimNetwork(ends.wire, "server", ends.loops["server"])
+    ends.serve()
+    ends.run(1.0)
+    ends.caller.send([b"again"])
+    ends.run(1.0)
+    assert [frames[1] for frames in ends.heard] == [b"again"]
+
+
+# --- determinism
+
+
+def test_a_seed_is_the_same_simulation_every_time() -> None:
+    first, second = simulate(7), simulate(7)
+    assert first.digest == second.digest
+    assert first.digest != simulate(8).digest
+
+
+def test_a_seed_is_the_same_simulation_in_any_process() -> None:
+    program = "from actors.simulation.world import simulate; print([simulate(s).digest for s in range(20, 24)])"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(digests) == 1
+    assert eval(digests.pop()) == [simulate(seed).digest for seed in range(20, 24)]
+
+
+def test_tracing_changes_nothing() -> None:
+    assert simulate(7).digest == simulate(7, traced=True).digest
+
+
+# --- the real actors
+
+
+@pytest.mark.parametrize("first", range(0, 240, 40))
+def test_no_fault_breaks_an_invariant(first: int) -> None:
+    for seed in range(first, first + 40):
+        result = simulate(seed)
+        assert result.ok, result.story
+
+
+def test_a_calm_run_reaches_its_end_with_every_actor_started_once() -> None:
+    world = World(1, Model(), Plan())
+    assert world.run().ok
+    assert all(process.lives == 1 for process in world.processes.values())
+    assert world.folder.summary["ok"]
+    assert world.folder.summary["steps"] == world.model.steps
+
+
+def test_every_handler_of_every_actor_has_fail_points() -> None:
+    actors = {"master": Master, "trainer": Trainer, "generator": Generator, "reward": Reward}
+    actors |= {"rollout_manager": RolloutManager, "evaluator": Evaluator}
+    # What no actor asks of another in a run: the monitor's and the other ranks' questions.
+    outsiders = {"ask_status", "ask_config"}
+    for role, actor in actors.items():
+        methods = [method for _, method in inspect.getmembers(actor) if hasattr(method, "handled_kind")]
+        kinds = {method.handled_kind.kind for method in methods} - outsiders
+        assert kinds == set(HANDLERS.get(role, ())), role
+
+
+def test_every_kind_of_fault_is_drawn() -> None:
+    plans = [faults.draw(Random(seed), Model().processes, 3.0) for seed in range(2000)]
+    drawn = {type(fault).__name__ for plan in plans for fault in plan.faults}
+    assert drawn == {fault.__name__ for fault in faults.Fault.__args__}
+    points = {(point.role, point.kind, point.point) for plan in plans for point in plan.points}
+    assert {kind for _, kind, _ in points} == {kind for kinds in HANDLERS.values() for kind in kinds}
+    assert {point for _, _, point in points} == set(faults.POINTS)
+
+
+def test_a_trainer_killed_in_the_middle_redoes_what_no_checkpoint_covers() -> None:
+    model = Model(steps=4, checkpoint_every=3, max_staleness=0)
+    world = World(3, model, Plan(until=5.0, faults=[Kill(2.6, "trainer-0", 0.5)]))
+    assert world.run().ok
+    book = world.oracle.disk
+    assert book.lineage == 1
+    assert book.version == 4
+
+
+# --- bugs put in on purpose
+
+CAUGHT_WITHIN = {
+    "capacity from a counter": 40,
+    "no de-duplication": 10,
+    "no batch gate": 40,
+    "no lease expiry": 200,
+    "replies not matched": 10,
+    "version kept on roll-back": 40,
+    "answers before the commit": 10,
+    "no fencing": 400,
+    "min_version ignored": 120,
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_caught(mutant: str) -> None:
+    with MUTANTS[mutant](), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in range(CAUGHT_WITHIN[mutant]):
+            if not World(seed).run().ok:
+                return
+    pytest.fail(f"{mutant!r} is not caught within {CAUGHT_WITHIN[mutant]} seeds")
+
+
+# --- the command
+
+
+def test_a_failing_seed_prints_the_story_of_who_is_concerned() -> None:
+    console = Console(record=True, width=200)
+    assert run_seeds(range(2), 1, None, console)
+    assert not run_seeds(range(5), 1, "answers before the commit", console)
+    text = console.export_text()
+    assert "is answered before" in text
+    assert "python -m areal simulate --mutant 'answers before the commit' --seed" in text
+
+
+def test_one_seed_is_shown_in_full() -> None:
+    console = Console(record=True, width=200)
+    assert run_one(7, None, console)
+    text = console.export_text()
+    assert "master-0 starts" in text
+    assert "-> master-0: join(" in text
+    assert "no violation" in text
+
+
+def test_seeds_are_a_range() -> None:
+    assert parse_seeds("3:7") == range(3, 7)
+    assert parse_seeds("5") == range(5, 6)
+    for wrong in ("a:b", "7:3", "", "1:2:3"):
+        with pytest.raises(UserError):
+            parse_seeds(wrong)

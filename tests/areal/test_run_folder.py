@@ -1,0 +1,168 @@
+"""What a run leaves behind, and with what it may go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import read_jsonl
+
+from areal.config import Config, UserError, load_config
+from areal.run_folder import RunFolder, configuration_to_resume, read_metrics, read_summary
+
+VALUES = """\
+name: mine
+run_dir: {runs}
+model: {model}
+steps: 4
+batch_size: 2
+group_size: 2
+data: {{source: addition, options: {{}}}}
+sampling: {{max_new_tokens: 8}}
+reward: {{functions: [addition]}}
+trainer: {{minibatches: 1}}
+"""
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).touch()
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path, model) -> Path:
+    """The configuration file of a run."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(VALUES.format(runs=tmp_path / "runs", model=model))
+    return path
+
+
+@pytest.fixture
+def config(file) -> Config:
+    return load_config(file)
+
+
+@pytest.fixture
+def begun(config) -> Path:
+    """The folder of a run that has begun."""
+    folder = RunFolder.create(config).path
+    (folder / "journal.db").touch()
+    return folder
+
+
+def record(step: int, staleness: int = 0, gap: float | None = 0.0) -> dict:
+    return {"step": step, "staleness_max": staleness, "logprob_gap": gap}
+
+
+def test_a_new_run_moves_an_old_one_of_its_name_aside(config):
+    for _ in range(3):
+        RunFolder.create(config).append_metrics(record(1))
+    names = sorted(path.name for path in config.run_dir.iterdir())
+    assert names == ["mine", "mine.1", "mine.2"]
+    assert load_config(config.folder / "config.yaml") == config
+
+
+def test_a_step_has_one_record_however_often_it_is_handed_in(config):
+    folder = RunFolder.create(config)
+    for step in (1, 1, 2):
+        folder.append_metrics(record(step))
+    again = RunFolder.resume(config)
+    for step in (2, 3):
+        again.append_metrics(record(step))
+    assert [m["step"] for m in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "stal', '{"step": 2}', "\0\0\0\0", "\n", '{"st\n'])
+def test_a_record_that_was_not_written_to_its_end_is_written_anew(config, torn):
+    RunFolder.create(config).append_metrics(record(1))
+    with (config.folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write(torn)
+    assert [m["step"] for m, _ in read_metrics(config.folder / "metrics.jsonl")] == [1]
+    RunFolder.resume(config).append_metrics(record(2))
+    assert [m["step"] for m in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2]
+
+
+def test_the_extremes_of_a_summary_are_those_of_all_steps_also_of_earlier_starts(config):
+    first = RunFolder.create(config)
+    first.append_metrics(record(1, staleness=3, gap=0.5))
+    second = RunFolder.resume(config)
+    second.append_metrics(record(2, staleness=1, gap=None))
+    second.write_summary({"ok": True})
+    assert read_summary(config.folder) == {"ok": True, "staleness_max": 3, "logprob_gap_max": 0.5}
+
+
+def test_a_run_that_goes_on_is_not_over(config):
+    folder = RunFolder.create(config)
+    folder.write_summary({"ok": False})
+    (config.folder / "report.html").touch()
+    RunFolder.resume(config)
+    assert read_summary(config.folder) is None
+    assert not (config.folder / "report.html").exists()
+
+
+def test_a_run_goes_on_with_its_own_configuration(begun, config):
+    assert configuration_to_resume(begun, None, []) == config
+
+
+def test_a_run_may_go_on_with_more_steps_and_other_machines(begun, config, file):
+    overrides = ["steps=9", "generator.count=3", "reward.workers=2", "master.lease_seconds=5", "trainer.lr=1e-6"]
+    changed = configuration_to_resume(begun, None, overrides)
+    assert (changed.steps, changed.generator.count, changed.reward.workers, changed.trainer.lr) == (9, 3, 2, 1e-6)
+    assert configuration_to_resume(begun, file, overrides) == changed
+    RunFolder.resume(changed)
+    assert configuration_to_resume(begun, None, []) == changed
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("batch_size=3", "batch_size"),
+        ("max_staleness=3", "max_staleness"),
+        ("seed=1", "seed"),
+        ("sampling.temperature=0.5", "sampling.temperature"),
+        ("data.options={a: 1}", "data.options.a"),
+        ("reward.functions=[mine:short]", "reward.functions"),
+        ("trainer.minibatches=2", "trainer.minibatches"),
+        ("name=other", "name"),
+    ],
+)
+def test_what_shaped_the_run_so_far_cannot_change(begun, override, key):
+    with pytest.raises(UserError, match=key):
+        configuration_to_resume(begun, None, [override])
+
+
+def test_another_model_is_refused_and_the_same_one_by_another_name_is_not(begun, config, model, file, monkeypatch):
+    monkeypatch.chdir(model.parent)
+    assert configuration_to_resume(begun, file, ["model=./model", "run_dir=runs"]) == config
+    other = model.parent / "other"
+    model.rename(other)
+    with pytest.raises(UserError, match=r"^model was .*/model' .* cannot become .*/other'"):
+        configuration_to_resume(begun, file, [f"model={other}"])
+
+
+def test_a_complete_run_says_so(begun, config):
+    RunFolder.resume(config).write_summary({"ok": True, "steps": 4})
+    with pytest.raises(UserError, match="is complete: it has reached the end of its 4 steps"):
+        configuration_to_resume(begun, None, [])
+
+
+def test_a_run_that_failed_may_go_on(begun, config):
+    RunFolder.resume(config).write_summary({"ok": False, "steps": 4})
+    assert configuration_to_resume(begun, None, []) == config
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "journal.db"])
+def test_a_folder_without_a_run_says_so(begun, missing):
+    (begun / missing).unlink()
+    with pytest.raises(UserError, match="There is no run in .* that could be continued"):
+        configuration_to_resume(begun, None, [])
+
+
+def test_a_run_that_was_moved_does_not_go_on_in_the_folder_of_another(begun):
+    moved = begun.rename(begun.with_name("elsewhere"))
+    with pytest.raises(UserError, match="was made in .*: move it back"):
+        configuration_to_resume(moved, None, [])

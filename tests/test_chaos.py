@@ -1,0 +1,180 @@
+"""A kill at any moment costs time only: whole runs, with kill -9 in the middle of them.
+
+pytest tests/test_chaos.py                     small runs
+pytest tests/test_chaos.py --kills 20          the quickstart as well, with 20 kills
+pytest tests/test_chaos.py --chaos-seed 7      the same kills again, as far as a machine does the same twice
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, Run
+from helpers import Process, descendants, processes, read_jsonl
+
+from areal.run_folder import read_metrics
+
+CONFIG = str(ROOT / "configs" / "quickstart.yaml")
+ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
+STEPS = 14
+# What one start of everything takes, at most: between two steps there may be several.
+RESTART_SECONDS = 180
+SECONDS_OF_A_SMALL_RUN = 600
+GAIN = 0.15
+
+
+@pytest.fixture
+def chaos(request) -> random.Random:
+    """What happens when; its seed stands in the output of a test that failed."""
+    seed = request.config.getoption("--chaos-seed")
+    seed = random.randrange(1 << 32) if seed is None else seed
+    print(f"--chaos-seed {seed}")
+    return random.Random(seed)
+
+
+@pytest.fixture
+def small(tiny_model: Path, free_port: int) -> list[str]:
+    """Overrides that make the quickstart small, and impatient with who is silent."""
+    return [
+        f"model={tiny_model}", f"master.address=tcp://127.0.0.1:{free_port}", "master.lease_seconds=10", "name=test",
+        f"steps={STEPS}", "batch_size=4", "group_size=4", "max_staleness=2", "sampling.max_new_tokens=32",
+        "data.eval_size=16", "generator.count=2", "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
+        "trainer.checkpoint_every=3",
+    ]  # fmt: skip
+
+
+def steps_done(folder: Path) -> int:
+    return sum(1 for _ in read_metrics(folder / "metrics.jsonl"))
+
+
+def wait_for(run: Run, condition: Callable[[], object]) -> object:
+    """The first true value of `condition`, while the run goes on. Fails the test where none comes in time."""
+    deadline = time.monotonic() + RESTART_SECONDS
+    while not (value := condition()):
+        assert run.code is None, f"the run has ended with {run.code}:\n{run.output[-4000:]}"
+        assert time.monotonic() < deadline, f"nothing for {RESTART_SECONDS} s:\n{run.output[-4000:]}"
+        time.sleep(0.05)
+    return value
+
+
+def wait_for_step(run: Run, folder: Path, step: int) -> None:
+    for done in range(step):
+        wait_for(run, lambda done=done: steps_done(folder) > done)
+
+
+def of_role(run: Run, role: str) -> list[Process]:
+    """The processes that the run's supervisor has started for a role."""
+    return [p for p in processes() if p.parent == run.process.pid and f"--role {role} " in f"{p.command} "]
+
+
+def kill(run: Run, role: str, chaos: random.Random) -> None:
+    """Kill one process of a role, as soon as there is one."""
+    victim = chaos.choice(wait_for(run, lambda: of_role(run, role)))
+    print(f"step {steps_done(run.folder / 'runs' / 'test')}: kill {victim.pid}, {victim.command[-150:]}")
+    os.kill(victim.pid, signal.SIGKILL)
+
+
+def kill_everything(run: Run, mark: str) -> None:
+    """What the loss of a machine does to a run: nobody has time to tell anybody."""
+    victims = descendants(run.process.pid)
+    run.process.kill()
+    run.process.wait()
+    while victims:
+        for victim in victims:
+            try:
+                os.kill(victim.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it heard of its parent's end
+        time.sleep(0.1)
+        known = {victim.pid for victim in victims}
+        victims = [p for p in processes() if p.command and (p.pid in known or mark in p.command)]
+
+
+def check_accounts(folder: Path, config: dict) -> None:
+    """Every step once, every prompt trained once or accounted for, nothing too old."""
+    records = read_jsonl(folder / "metrics.jsonl")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [r["step"] for r in records] == list(range(1, config["steps"] + 1))
+    assert all(r["staleness_max"] <= config["max_staleness"] for r in records)
+    assert all(len(r["prompts"]) == config["batch_size"] for r in records)
+
+    trained = [prompt for r in records for prompt in r["prompts"]]
+    losses = [loss for source in (*records, summary) for loss in source["discarded"]]
+    assert all(reason for _, reason in losses)
+    discarded, still_open = [prompt for prompt, _ in losses], summary["prompts_open"]
+    accounted = trained + discarded + still_open
+    assert len(accounted) == len(set(accounted)), "a prompt has two fates"
+    assert set(range(max(trained) + 1)) <= set(accounted), "a prompt was lost"
+    assert summary["ok"]
+    assert summary["samples_trained"] == len(trained) * config["group_size"]
+    assert not [p for p in processes() if str(folder) in p.command]
+
+
+def check_finished(run: Run, folder: Path, timeout: float) -> None:
+    output = run.wait(timeout)
+    print(output[-8000:])
+    assert run.code == 0
+    check_accounts(folder, yaml.safe_load((folder / "config.yaml").read_text()))
+
+
+@pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)
+def test_every_role_may_be_killed_once(run, small, chaos, tmp_path):
+    folder = tmp_path / "runs" / "test"
+    started = run("--config", CONFIG, *small)
+    roles = chaos.sample(ROLES, len(ROLES))
+    for step, role in zip(sorted(chaos.choices(range(1, STEPS), k=len(roles))), roles, strict=True):
+        wait_for_step(started, folder, step)
+        time.sleep(chaos.uniform(0, 2))
+        kill(started, role, chaos)
+    check_finished(started, folder, SECONDS_OF_A_SMALL_RUN)
+    assert "master/0 was killed by SIGKILL, and is started again" in started.output
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["masters"] >= 2
+    assert summary["lineages"] >= 2
+
+
+@pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)
+def test_a_run_goes_on_after_its_machine_was_lost_three_times_and_after_it_was_stopped(run, small, chaos, tmp_path):
+    folder = tmp_path / "runs" / "test"
+    started = run("--config", CONFIG, *small)
+    ends = [signal.SIGTERM, signal.SIGKILL, signal.SIGKILL, signal.SIGKILL]
+    for end, step in zip(chaos.sample(ends, 4), sorted(chaos.sample(range(1, STEPS), 4)), strict=True):
+        wait_for_step(started, folder, step)
+        time.sleep(chaos.uniform(0, 2))
+        print(f"step {steps_done(folder)}: {end.name}")
+        if end is signal.SIGTERM:
+            started.process.terminate()
+            started.wait(15)
+        else:
+            kill_everything(started, str(tmp_path))
+        started = run("--resume", str(folder))
+    check_finished(started, folder, SECONDS_OF_A_SMALL_RUN)
+
+    again = run("--resume", str(folder))
+    assert "is complete" in again.wait(60)
+    assert again.code == 2
+
+
+@pytest.mark.timeout(0)  # each wait in it has an end
+def test_the_quickstart_learns_whatever_is_killed(run, free_port, chaos, tmp_path, request):
+    kills = request.config.getoption("--kills")
+    if not kills:
+        pytest.skip("takes long: give --kills N")
+    folder = tmp_path / "runs" / "test"
+    started = run("--config", CONFIG, f"master.address=tcp://127.0.0.1:{free_port}", "name=test")
+    steps = yaml.safe_load(Path(CONFIG).read_text())["steps"]
+    for step in sorted(chaos.choices(range(steps), k=kills)):
+        wait_for_step(started, folder, step)
+        time.sleep(chaos.uniform(0, 2))
+        kill(started, chaos.choice(ROLES), chaos)
+    check_finished(started, folder, timeout=3600)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["accuracy_after"] >= summary["accuracy_before"] + GAIN
