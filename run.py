@@ -84,7 +84,9 @@ def main() -> int:
 
 def start(arguments: argparse.Namespace) -> int:
     if SUPERVISED in os.environ:
-        die_with_parent(signal.SIGTERM, int(os.environ[SUPERVISED]))
+        # A rank alone has nothing to hand over, and would be in the way of the next trainer's.
+        sign = signal.SIGKILL if "RANK" in os.environ else signal.SIGTERM
+        die_with_parent(sign, int(os.environ[SUPERVISED]))
     roles = arguments.role or []
     if arguments.dry_run or roles in ([], ["master"]):
         config = configuration(arguments)
@@ -265,8 +267,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
 
             follow(config)
     elif config.trainer.ranks > 1:
-        if SUPERVISED in os.environ:
-            os.environ[SUPERVISED] = str(os.getpid())  # the other ranks are started by what this process becomes
+        os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with what this process becomes
         # After the dashes torchrun leaves --master to us, which it would take for one of its own.
         ranks = ["--standalone", "--nproc-per-node", str(config.trainer.ranks), "--"]
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *ranks, *sys.argv])

@@ -93,7 +93,6 @@ class Master(HandlesRequests):
     saved and the last version evaluated. `journal` may be that of an earlier master of the run, which goes on."""
 
     def __init__(self, bus: Bus, config: Config, *, journal: Journal, folder: RunFolder) -> None:
-        super().__init__()
         self.config = config
         self.bus = bus
         self.folder = folder

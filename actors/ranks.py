@@ -6,7 +6,6 @@ The engine runs in one thread of its own, so that the actor goes on hearing othe
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal.trajectory import Group
+from areal.weights import remove_folder
 
 if TYPE_CHECKING:
     from areal.config import Config
@@ -62,7 +62,7 @@ class Ranks:
 
     async def forget(self, folder: Path) -> None:
         """Remove weights or a checkpoint that nobody needs any more."""
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await asyncio.to_thread(remove_folder, folder)
 
     def close(self) -> None:
         # A step that is being computed cannot be cancelled: the process does not wait for it.

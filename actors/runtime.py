@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import secrets
 import signal
 from collections.abc import Callable, Coroutine, Sequence
@@ -64,16 +63,19 @@ def handles(kind: type[Message]) -> Callable[[Callable], Callable]:
 class HandlesRequests:
     """Finds the handler of a request by the kind of its message."""
 
-    def __init__(self) -> None:
-        methods = (method for _, method in inspect.getmembers(self, callable) if hasattr(method, "handled_kind"))
-        self._handlers: dict[type[Message], Callable] = {method.handled_kind: method for method in methods}
+    _handlers: ClassVar[dict[type[Message], str]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        found = {m.handled_kind: name for name, m in vars(cls).items() if hasattr(m, "handled_kind")}
+        cls._handlers = cls._handlers | found
 
     def dispatch(self, request: Request) -> Any:
-        """The coroutine or async iterator that answers the request. Raises RefusedError for a kind not served."""
+        """The coroutine or async generator that answers the request. Raises RefusedError for a kind not served."""
         handler = self._handlers.get(type(request.message))
         if handler is None:
             raise RefusedError(f"{type(self).__name__} does not answer {request.message.kind!r}")
-        return handler(request)
+        return getattr(self, handler)(request)
 
 
 class Signal:
@@ -128,7 +130,6 @@ class Actor(HandlesRequests):
         self, bus: Bus, master: str, index: int | None = None, host: str | None = None, *,
         keep_log: Callable[[Path], None] = write_log_file,
     ) -> None:  # fmt: skip
-        super().__init__()
         self.bus = bus
         self.master = master
         self.index = index

@@ -54,6 +54,13 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         _remove_leftovers(folder)
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that a reader may look for: it is gone at once, and never torn. A missing one is fine."""
+    if folder.exists():
+        os.replace(folder, _hidden(folder))
+        _remove_leftovers(folder)
+
+
 def _hidden(folder: Path) -> Path:
     """A new, empty folder beside `folder`, on the same file system."""
     return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))

@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import AsyncGeneratorType
 from typing import NamedTuple
 
 from protocols.codec import Frame, Header, decode_body, decode_header, encode, encode_body, encode_header
@@ -151,8 +152,10 @@ class Server:
         # Not in the task itself: one that is cancelled before its first step never runs at all.
         call.task.add_done_callback(partial(self._forget, key))
 
-    def _forget(self, key: _Key, _: asyncio.Task) -> None:
-        del self._calls[key]
+    def _forget(self, key: _Key, task: asyncio.Task) -> None:
+        call = self._calls.pop(key)
+        if task.cancelled():  # a late repeat of the request must not start it again
+            self._keep(key, self._encode(_failure(StreamBrokenError("cancelled")), call.id))
         self._pending[key[0]] -= 1
         if not self._pending[key[0]]:
             del self._pending[key[0]]
@@ -161,7 +164,7 @@ class Server:
         crash = None
         try:
             result = self._handle(request)
-            if isinstance(result, AsyncIterator):
+            if isinstance(result, AsyncGeneratorType):
                 await self._stream(call, result)
                 answer = StreamEnd()
             else:
@@ -173,12 +176,16 @@ class Server:
             crash = error
             text = f"{self.identity.name} failed: {type(error).__name__}: {error}"
             frames = self._encode(_failure(BusError(text)), call.id)
-        self._answers[key] = frames
-        if len(self._answers) > MAX_ANSWERS_KEPT:
-            self._answers.popitem(last=False)
+        self._keep(key, frames)
         self._send_frames(call.route, frames)
         if crash:
             self._on_crash(crash)
+
+    def _keep(self, key: _Key, frames: list[Frame]) -> None:
+        """What a repeated request gets."""
+        self._answers[key] = frames
+        if len(self._answers) > MAX_ANSWERS_KEPT:
+            self._answers.popitem(last=False)
 
     async def _stream(self, call: _Call, parts: AsyncIterator[Message]) -> None:
         self._keep_alive_later(call)
@@ -466,6 +473,10 @@ class Publisher:
         header = self._header._replace(kind=event.kind, part=self.sequence)
         self._link.send(encode(header, event))
 
+    @property
+    def closed(self) -> bool:
+        return self._link.closed
+
     async def close(self) -> None:
         await self._link.close()
 
@@ -493,6 +504,10 @@ class Subscriber:
             self.counts["foreign"] += 1  # another run's master has taken over the address
             return
         self._on_event(header.part, event)
+
+    @property
+    def closed(self) -> bool:
+        return self._link.closed
 
     async def close(self) -> None:
         await self._link.close()
@@ -547,6 +562,7 @@ class Bus:
 
     def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> Subscriber:
         """Call `on_event(sequence, event)` for what is published at `address`, until the subscriber is closed."""
+        self._others = [other for other in self._others if not other.closed]
         subscriber = Subscriber(self._network, self.run, address, on_event, self._on_crash)
         self._others.append(subscriber)
         return subscriber

@@ -24,9 +24,13 @@ from areal.run_folder import read_metrics
 
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
-STEPS = 14
-# What one start of everything takes, at most: between two steps there may be several.
-RESTART_SECONDS = 180
+STEPS = 20
+# Small steps take a third of a second: late enough for everything to happen, early enough for the run to be there.
+KILLED_AT = range(1, STEPS - 6)
+# Long enough for a kill to find any moment of a step.
+PHASE_SECONDS = 0.5
+# Between two steps there may be a warm start of the quickstart's model, or several starts of everything.
+RESTART_SECONDS = 600
 SECONDS_OF_A_SMALL_RUN = 600
 GAIN = 0.15
 
@@ -130,9 +134,9 @@ def test_every_role_may_be_killed_once(run, small, chaos, tmp_path):
     folder = tmp_path / "runs" / "test"
     started = run("--config", CONFIG, *small)
     roles = chaos.sample(ROLES, len(ROLES))
-    for step, role in zip(sorted(chaos.choices(range(1, STEPS), k=len(roles))), roles, strict=True):
+    for step, role in zip(sorted(chaos.choices(KILLED_AT, k=len(roles))), roles, strict=True):
         wait_for_step(started, folder, step)
-        time.sleep(chaos.uniform(0, 2))
+        time.sleep(chaos.uniform(0, PHASE_SECONDS))
         kill(started, role, chaos)
     check_finished(started, folder, SECONDS_OF_A_SMALL_RUN)
     assert "master/0 was killed by SIGKILL, and is started again" in started.output
@@ -146,9 +150,9 @@ def test_a_run_goes_on_after_its_machine_was_lost_three_times_and_after_it_was_s
     folder = tmp_path / "runs" / "test"
     started = run("--config", CONFIG, *small)
     ends = [signal.SIGTERM, signal.SIGKILL, signal.SIGKILL, signal.SIGKILL]
-    for end, step in zip(chaos.sample(ends, 4), sorted(chaos.sample(range(1, STEPS), 4)), strict=True):
+    for end, step in zip(chaos.sample(ends, 4), sorted(chaos.sample(KILLED_AT, 4)), strict=True):
         wait_for_step(started, folder, step)
-        time.sleep(chaos.uniform(0, 2))
+        time.sleep(chaos.uniform(0, PHASE_SECONDS))
         print(f"step {steps_done(folder)}: {end.name}")
         if end is signal.SIGTERM:
             started.process.terminate()
@@ -173,7 +177,7 @@ def test_the_quickstart_learns_whatever_is_killed(run, free_port, chaos, tmp_pat
     steps = yaml.safe_load(Path(CONFIG).read_text())["steps"]
     for step in sorted(chaos.choices(range(steps), k=kills)):
         wait_for_step(started, folder, step)
-        time.sleep(chaos.uniform(0, 2))
+        time.sleep(chaos.uniform(0, PHASE_SECONDS))
         kill(started, chaos.choice(ROLES), chaos)
     check_finished(started, folder, timeout=3600)
     summary = json.loads((folder / "summary.json").read_text())

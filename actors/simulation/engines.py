@@ -173,6 +173,7 @@ class SimEngine:
                 self._weights, self.version = weights, version
                 for stream in self._streams.values():
                     stream.go_on(self._pace.first_token)
+                    stream.notify()
         if self._tell is not None:
             self._tell(f"engine: loaded {folder} as version {version}, interrupted {started}")
         return LoadTimes(0.0, self._pace.load, 0.0, started)
@@ -245,7 +246,7 @@ class _Stream:
         self.stop()
         if self._left:
             self._error = error
-        self._notify()
+        self.notify()
 
     async def next_chunk(self) -> Chunk:
         """The tokens since the last one. Raises EngineError where there are none and will be none."""
@@ -271,9 +272,10 @@ class _Stream:
 
     def _wake(self) -> None:
         self.stop()
-        self._notify()
+        self.notify()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Let the reader look."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -46,12 +46,14 @@ class FailPoint:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The process dies and is started again. `silent`: its machine dies with it, so that no connection is closed."""
+    """The process dies and is started again. `steps`: after that many more callbacks of its own, in the middle of what it
+    does. `silent`: its machine dies with it, so that no connection is closed."""
 
     at: float
     process: str
     restart_after: float
     silent: bool = False
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +171,8 @@ def _some(random: Random, processes: list[str]) -> str:
 
 def _draw_kills(random: Random, plan: Plan, processes: list[str]) -> None:
     for _ in range(random.choice((1, 1, 2, 3))):
-        plan.faults.append(
-            Kill(_when(random, plan), _some(random, processes), _restart(random), silent=random.random() < 0.25)
-        )
+        silent, steps = random.random() < 0.25, random.choice((0, 1 + int(random.expovariate(0.05))))
+        plan.faults.append(Kill(_when(random, plan), _some(random, processes), _restart(random), silent, steps))
 
 
 def _draw_points(random: Random, plan: Plan, processes: list[str]) -> None:

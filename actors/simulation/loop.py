@@ -101,6 +101,11 @@ class Scheduler:
                         callback(*args)
                     elif loop.state is RUNNING:
                         self.callbacks += 1
+                        if loop.fuse:
+                            loop.fuse -= 1
+                            if not loop.fuse:
+                                loop.on_fuse()
+                                continue
                         try:
                             if context is None:
                                 callback(*args)
@@ -141,7 +146,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     """The event loop of one simulated process: what asyncio needs of a loop, and no more.
 
     `latency` gives the seconds that a piece of work takes in an executor; `before_work` and `after_work` are called in
-    the executor around it (a fail-point may kill the process there).
+    the executor around it (a fail-point may kill the process there). After `fuse` more callbacks, unless that is 0,
+    `on_fuse` is called in place of one.
     """
 
     def __init__(self, scheduler: Scheduler, name: str, offset: float, latency: Callable[[], float]) -> None:
@@ -151,6 +157,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.offset = offset
         self.latency = latency
         self.state = RUNNING
+        self.fuse = 0
+        self.on_fuse: Callable[[], None] = self.kill
         self.held: list[Handle] = []
         self.signals: dict[int, tuple[Callable, tuple]] = {}
         self.on_exception: Callable[[ProcessLoop, dict[str, Any]], None] | None = None

@@ -58,8 +58,9 @@ from areal.config import Config, UserError
 from areal.engines.generation import EngineError
 from areal.journal import Journal
 from areal.spool import Spool
+from protocols import transport
 from protocols.codec import decode_body, decode_header
-from protocols.messages import Message
+from protocols.messages import MembersChanged, Message, PolicyPublished, Shutdown
 from protocols.transport import Bus, Request
 
 MASTER = "tcp://master-0:5555"
@@ -68,6 +69,8 @@ MODEL = "model"
 AFTERMATH_SECONDS = 20.0
 LAST_SECONDS = 12.0
 SUPERVISOR_SECONDS = 0.3
+# What a commit takes, more or less.
+DISK_SECONDS = 0.005
 # Between two looks at the memory of all actors.
 LOOK_SECONDS = 1.5
 # What may end an actor: it cannot find the master, or its engine is torn. So may an evaluator end that could score
@@ -96,11 +99,14 @@ class Model:
     max_new_tokens: int = 12
     stream_interval: int = 6
     concurrent: int = 4
-    lease_seconds: float = 4.0
+    heartbeat_seconds: float = 2.0
+    lease_seconds: float = 6.0
     lost_seconds: float = 14.0
     stall_seconds: float = 240.0
     compact_events: int = 10_000
     drain_seconds: float = 3.0
+    farewell: bool = True
+    """Whether the simulation goes on after the run's end, until everybody has left."""
     pace: Pace = field(default_factory=Pace)
     faults_until: float = 3.0
     patience: float = 60.0
@@ -164,6 +170,7 @@ def draw_model(random: Random) -> Model:
         checkpoint_every=random.choice((1, 2, 2, 3)),
         stall_seconds=random.choice((240.0, 240.0, 60.0)),
         compact_events=random.choice((10_000, 20)),
+        farewell=random.random() < 0.3,
     )
 
 
@@ -281,15 +288,12 @@ class WatchedJournal(Journal):
 class Folder:
     """A run folder in memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_summary: Callable[[dict[str, Any]], None]) -> None:
         self.path = path
-        self.summary: dict[str, Any] | None = None
+        self.write_summary = on_summary
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         pass
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        self.summary = summary
 
 
 class World:
@@ -310,7 +314,8 @@ class World:
         self.processes = {name: Process(name) for name in self.model.processes}
         self.incarnations: list[Incarnation] = []
         self.counters: Counter[str] = Counter()
-        self.folder = Folder(self.config.folder)
+        self.folder = Folder(self.config.folder, self._decided)
+        self.summary: dict[str, Any] = {}
         self.over = False
         self._points: dict[tuple[str, str], list[FailPoint]] = {}
         self._asked: Counter[tuple[str, str]] = Counter()
@@ -485,6 +490,13 @@ class World:
         if one.process.running is one and not (ok and one.restart_after is None):
             self._restart(one.process, one.restart_after or SUPERVISOR_SECONDS)
 
+    def _decided(self, summary: dict[str, Any]) -> None:
+        """The master has decided that the run is over, and is about to tell the others."""
+        self.summary = summary
+        if not self.model.farewell:
+            self._master_ended(summary["reason"], summary["ok"])
+            self.scheduler.stopped = True
+
     def _master_ended(self, how: str, ok: bool) -> None:
         if not ok:
             self.fail(Violation(f"the master {how}", "master-0"))
@@ -540,7 +552,7 @@ class World:
         return disk is not None and bool(disk.execute("SELECT 1 FROM groups WHERE id = ?", (group,)).fetchone())
 
     def _latency(self, process: Process) -> float:
-        return 0.0005 + self.random.random() * 0.002 + process.slower * self.random.random()
+        return DISK_SECONDS * (0.2 + self.random.random()) + process.slower * self.random.random()
 
     def _unhandled(self, loop: ProcessLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -634,9 +646,11 @@ class World:
         self.counters[type(fault).__name__.lower()] += 1
         now = self.scheduler.now
         match fault:
-            case faults.Kill(_, name, restart_after, silent):
+            case faults.Kill(_, name, restart_after, silent, steps):
                 if one := self._running(name):
-                    self.kill(one, restart_after, silent)
+                    one.loop.on_fuse = functools.partial(self.kill, one, restart_after, silent)
+                    one.loop.fuse = steps + 1
+                    one.loop.call_soon(_nothing)
             case faults.Leave(_, name, restart_after):
                 if one := self._running(name):
                     one.restart_after = restart_after
@@ -694,6 +708,7 @@ class World:
         for one in self.incarnations:
             one.loop.resume()
             one.loop.before_work = one.loop.after_work = one.network.on_answer = None
+            one.loop.fuse = 0
 
     # --- the trace
 
@@ -782,7 +797,9 @@ _LOGGING = [
 def _quiet(world: World) -> Iterator[None]:
     """No logs but into the trace, no garbage collection at moments that nobody chose, no noise from dead processes."""
     logs = [module.log for module in _LOGGING]
-    compact_events, run_state.COMPACT_EVENTS = run_state.COMPACT_EVENTS, world.model.compact_events
+    settings = run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS, transport.decode_body
+    run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS = world.model.compact_events, world.model.heartbeat_seconds
+    transport.decode_body = _decode_body
     stand_in = _Log(world)
     for module in _LOGGING:
         module.log = stand_in  # type: ignore[attr-defined]
@@ -796,9 +813,22 @@ def _quiet(world: World) -> Iterator[None]:
         for module, log in zip(_LOGGING, logs, strict=True):
             module.log = log  # type: ignore[attr-defined]
         sys.set_asyncgen_hooks(*hooks)
-        run_state.COMPACT_EVENTS = compact_events
+        run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS, transport.decode_body = settings
         if collects:
             gc.enable()
+
+
+def _decode_body(kind: str, frames: Sequence[bytes]) -> Message:
+    """An event that many hear is decoded once: messages never change."""
+    return _decode_event(kind, frames[1]) if kind in _EVENTS else decode_body(kind, frames)
+
+
+@functools.lru_cache(maxsize=64)
+def _decode_event(kind: str, body: bytes) -> Message:
+    return decode_body(kind, (b"", body))
+
+
+_EVENTS = {kind.kind for kind in (MembersChanged, PolicyPublished, Shutdown)}
 
 
 def _finalize_stream(stream: Any) -> None:
@@ -806,6 +836,10 @@ def _finalize_stream(stream: Any) -> None:
     loop = asyncio._get_running_loop()
     if isinstance(loop, ProcessLoop) and loop.state is not DEAD:
         loop.call_soon(loop.create_task, stream.aclose())
+
+
+def _nothing() -> None:
+    pass
 
 
 def _keep_no_log(path: Path) -> None:

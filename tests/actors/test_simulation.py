@@ -282,8 +282,8 @@ def test_a_calm_run_reaches_its_end_with_every_actor_started_once() -> None:
     world = World(1, Model(), Plan())
     assert world.run().ok
     assert all(process.lives == 1 for process in world.processes.values())
-    assert world.folder.summary["ok"]
-    assert world.folder.summary["steps"] == world.model.steps
+    assert world.summary["ok"]
+    assert world.summary["steps"] == world.model.steps
 
 
 def test_every_handler_of_every_actor_has_fail_points() -> None:

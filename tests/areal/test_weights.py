@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal.weights import atomic_folder, copy_model_files, write_weights
+from areal.weights import atomic_folder, copy_model_files, remove_folder, write_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,3 +100,12 @@ def test_model_files_are_copied_without_weights_and_say_the_dtype(tmp_path):
     copy_model_files(source, target, dtype="float32")
     assert sorted(path.name for path in target.iterdir()) == ["config.json", "tokenizer.json"]
     assert json.loads((target / "config.json").read_text()) == {"model_type": "qwen3", "dtype": "float32"}
+
+
+def test_a_removed_folder_leaves_nothing_behind(tmp_path):
+    folder = tmp_path / "v000001"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"x")
+    remove_folder(folder)
+    remove_folder(folder)
+    assert not list(tmp_path.iterdir())
