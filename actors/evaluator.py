@@ -57,7 +57,8 @@ class Evaluator(Sampler):
             home = await self._router.choose("generator")
             session = SampleSession(self._router, self._tokenizer, row, self._sampling, version, home)
             try:
-                done = await self.run_workflow(session, row)
+                with self._router.using(home):
+                    done = await self.run_workflow(session, row)
             except SampleFailed as error:
                 log.warning("not scored", row=row.index, error=str(error))
                 return None

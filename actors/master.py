@@ -306,9 +306,7 @@ class Master(HandlesRequests):
         asked: Join = request.message
         mark = request.sender.rpartition("#")[2]
         member = self._joined_already(asked, mark) or self._admit_member(asked, mark)
-        return Welcome(
-            identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot()
-        )
+        return Welcome(identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot())
 
     def _joined_already(self, asked: Join, mark: str) -> Member | None:
         """A repeated Join, which an earlier master has answered."""

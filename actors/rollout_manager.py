@@ -42,7 +42,7 @@ class RolloutManager(Sampler):
     async def setup(self) -> None:
         await super().setup()
         self._groups: dict[str, asyncio.Task] = {}
-        self._running = 0
+        self._unfinished: dict[str, int] = {}  # samples, by group
         self._samples_finished = 0
         self._room = Signal()
 
@@ -57,8 +57,7 @@ class RolloutManager(Sampler):
             self.activity = "waiting for permits"
             permits = await self.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
             for permit in permits.permits:  # granted meanwhile, they are worked on also by a manager that drains
-                self._groups[permit.group] = self.spawn(self._run_group(permit), permit.group)
-                self._running += self.config.group_size
+                self._begin(permit)
 
     async def hand_over(self) -> None:
         """Finish the groups in hand; what is left at the end is admitted again elsewhere."""
@@ -92,7 +91,23 @@ class RolloutManager(Sampler):
                         log.warning("lease lost", group=group)
                         task.cancel()
 
+    @property
+    def _running(self) -> int:
+        """Samples."""
+        return sum(self._unfinished.values())
+
     # --- one group
+
+    def _begin(self, permit: Permit) -> None:
+        self._unfinished[permit.group] = self.config.group_size
+        self._groups[permit.group] = task = self.spawn(self._run_group(permit), permit.group)
+        # Not in the task itself: one that is cancelled before its first step never runs at all.
+        task.add_done_callback(lambda _: self._end(permit.group))
+
+    def _end(self, group: str) -> None:
+        del self._groups[group]
+        del self._unfinished[group]
+        self._room.notify()
 
     async def _run_group(self, permit: Permit) -> None:
         try:
@@ -101,9 +116,6 @@ class RolloutManager(Sampler):
         except* SampleFailed as failures:
             reason = str(failures.exceptions[0])[:4096]
             await self.ask_master(GroupFailed(group=permit.group, reason=reason), Done)
-        finally:
-            del self._groups[permit.group]
-            self._room.notify()
 
     async def _sample(self, permit: Permit) -> Group:
         row = self._source.row(permit.prompt_index)
@@ -122,15 +134,16 @@ class RolloutManager(Sampler):
             self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
 
         start.report = report
-        async with asyncio.TaskGroup() as tasks:
-            samples = [tasks.create_task(self._run_sample(session, row)) for session in sessions]
+        with self._router.using(home, len(sessions)):
+            async with asyncio.TaskGroup() as tasks:
+                samples = [tasks.create_task(self._run_sample(permit, session, row)) for session in sessions]
         return Group(permit.group, permit.prompt_index, tuple(sample.result() for sample in samples))
 
-    async def _run_sample(self, session: SampleSession, row: Row) -> Trajectory:
+    async def _run_sample(self, permit: Permit, session: SampleSession, row: Row) -> Trajectory:
         try:
             return await self.run_workflow(session, row)
         finally:
-            self._running -= 1
+            self._unfinished[permit.group] -= 1
             self._samples_finished += 1
             self._room.notify()
 

@@ -67,13 +67,13 @@ class Router:
         return min(found, key=lambda m: (self._avoid.get(m.identity, 0.0) > now, self.load[m.identity]))
 
     @contextlib.contextmanager
-    def using(self, member: Member) -> Iterator[None]:
+    def using(self, member: Member, places: int = 1) -> Iterator[None]:
         """Counts towards the member's load."""
-        self.load[member.identity] += 1
+        self.load[member.identity] += places
         try:
             yield
         finally:
-            self.load[member.identity] -= 1
+            self.load[member.identity] -= places
             if not self.load[member.identity]:
                 del self.load[member.identity]
 
@@ -88,7 +88,8 @@ class Router:
 class SampleSession:
     """What a workflow gets for one sample (areal.workflows.Session).
 
-    `home`: the generator that the group's samples share, for its prompt prefix. `on_start` is called with the version
+    `home`: the generator that the group's samples share, for its prompt prefix; its load is the caller's to count, from
+    the choice on. `on_start` is called with the version
     that sampled the first token. `min_version` rises to the group's start version once that is known, so that no
     later token is older.
     """
@@ -113,7 +114,7 @@ class SampleSession:
         while True:
             generator = self._home or await self._router.choose("generator")
             try:
-                with self._router.using(generator):
+                with self._router.using(generator, places=generator is not self._home):
                     return await self._continue_on(generator, prompt, parts)
             except RefusedError as error:
                 raise SampleFailed(f"the generator refused the prompt: {error}") from None
@@ -136,9 +137,7 @@ class SampleSession:
         async with contextlib.aclosing(stream):
             return await self._take(stream, generator, parts)
 
-    async def _take(
-        self, stream: AsyncIterator[Message], generator: Member, parts: list[TokenChunk]
-    ) -> Generation:
+    async def _take(self, stream: AsyncIterator[Message], generator: Member, parts: list[TokenChunk]) -> Generation:
         """Add what arrives to `parts` until the sequence is finished."""
         async for part in stream:
             if not isinstance(part, TokenChunk):

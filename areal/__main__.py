@@ -8,8 +8,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from areal.config import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +48,17 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument(
         "--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes (default: the cores)"
     )
+    scale = simulate.add_argument_group(
+        "scale", "throughput of the paper's runs on modelled engines, instead of faults"
+    )
+    size = scale.add_mutually_exclusive_group()
+    size.add_argument("--devices", metavar="N,...", help="run each of these sizes, such as 8,32,128,512")
+    size.add_argument("--generators", type=int, metavar="N", help="as many devices as this number of engines takes")
+    scale.add_argument("--model", choices=("1.5b", "7b"), default="7b")
+    scale.add_argument("--run-ahead", choices=("auto", "max"), default="auto")
+    scale.add_argument("--eta", type=int, default=8, metavar="N", help="max_staleness (default: 8)")
+    scale.add_argument("--steps", type=int, default=8, metavar="N", help="training steps that count (default: 8)")
+    scale.add_argument("--warm-up", type=int, default=4, metavar="N", help="training steps before those (default: 4)")
     simulate.set_defaults(tool=_simulate)
     return parser
 
@@ -57,6 +72,10 @@ def _report(options: argparse.Namespace) -> None:
 def _simulate(options: argparse.Namespace) -> None:
     from rich.console import Console
 
+    if options.devices or options.generators:
+        _simulate_scale(options, Console())
+        return
+
     from actors.simulation.runner import parse_seeds, run_one, run_seeds
 
     console = Console()
@@ -66,6 +85,26 @@ def _simulate(options: argparse.Namespace) -> None:
         sound = run_seeds(parse_seeds(options.seeds), options.jobs, options.mutant, console)
     if not sound:
         sys.exit(1)
+
+
+def _simulate_scale(options: argparse.Namespace, console: Console) -> None:
+    from actors.simulation.scale import MODELS, Setup, devices_for, parse_devices, run_sizes
+
+    llm = MODELS[options.model]
+    sizes = parse_devices(options.devices) if options.devices else [devices_for(options.generators, llm)]
+    setups = [
+        Setup(
+            devices=devices,
+            llm=llm,
+            max_staleness=options.eta,
+            run_ahead=options.run_ahead,
+            steps=options.steps,
+            warm_up=options.warm_up,
+            seed=options.seed or 0,
+        )
+        for devices in sizes
+    ]
+    run_sizes(setups, console)
 
 
 def _quickstart_model(options: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ from protocols.network import Full, Network, OnCrash, Unreachable
 
 RESEND_SECONDS = 3.0
 KEEP_ALIVE_SECONDS = 2.0
-# Three missed keep-alives: the stream's server is gone or its loop is stuck.
+# Nothing, not even the keep-alives: the stream's server is gone or its loop is stuck.
 STREAM_SILENCE_SECONDS = 6.5
 STREAM_CREDIT = 64
 MAX_ANSWERS_KEPT = 4096
@@ -205,7 +205,10 @@ class Server:
         call.keep_alive = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._keep_alive, call)
 
     def _keep_alive(self, call: _Call) -> None:
-        if isinstance(self._send(call.route, KeepAlive(), call.id), Unreachable):
+        if call.sent != call.known:  # a part says as much
+            call.known = call.sent
+            self._keep_alive_later(call)
+        elif isinstance(self._send(call.route, KeepAlive(), call.id), Unreachable):
             call.task.cancel()  # the asker is gone: it would never grant credit again
         else:
             self._keep_alive_later(call)
@@ -227,16 +230,17 @@ class Server:
 
 
 class _Call:
-    """One request being answered. Of a stream: parts `sent`, and the `room` that is left of its credit."""
+    """One request being answered. Of a stream: parts `sent`, also as `known` when the last keep-alive was due, and the
+    `room` that is left of its credit."""
 
-    __slots__ = ("_granted", "id", "keep_alive", "room", "route", "sent", "task")
+    __slots__ = ("_granted", "id", "keep_alive", "known", "room", "route", "sent", "task")
 
     def __init__(self, route: bytes, id: str) -> None:
         self.route = route
         self.id = id
         self.task: asyncio.Task
         self.keep_alive: asyncio.TimerHandle
-        self.sent = 0
+        self.sent = self.known = 0
         self.room = STREAM_CREDIT
         self._granted: asyncio.Event | None = None
 

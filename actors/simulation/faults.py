@@ -46,8 +46,8 @@ class FailPoint:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The process dies and is started again. `steps`: after that many more callbacks of its own, in the middle of what it
-    does. `silent`: its machine dies with it, so that no connection is closed."""
+    """The process dies and is started again. `steps`: after that many more callbacks of its own, in the middle of what
+    it does. `silent`: its machine dies with it, so that no connection is closed."""
 
     at: float
     process: str
@@ -58,11 +58,11 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The process is told to leave (SIGTERM), and started again after it has."""
+    """The process is told to leave (SIGTERM), and started again after it has, unless that is None."""
 
     at: float
     process: str
-    restart_after: float
+    restart_after: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,14 @@ class Pause:
     process: str
     seconds: float
     replaced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """One more process of a role joins the run."""
+
+    at: float
+    process: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,7 @@ class ClockJump:
     seconds: float
 
 
-Fault = Kill | Leave | Pause | Replace | Partition | Reset | Storm | SlowDisk | ClockJump
+Fault = Kill | Leave | Pause | Arrive | Replace | Partition | Reset | Storm | SlowDisk | ClockJump
 
 
 @dataclass(slots=True)
@@ -186,7 +194,10 @@ def _draw_points(random: Random, plan: Plan, processes: list[str]) -> None:
 
 def _draw_leaves(random: Random, plan: Plan, processes: list[str]) -> None:
     others = [name for name in processes if not name.startswith("master")]
-    plan.faults.append(Leave(_when(random, plan), random.choice(others), _restart(random)))
+    name = random.choice(others)
+    spare = f"{name.rpartition('-')[0]}-1" in processes
+    stays_away = spare and random.random() < 0.5
+    plan.faults.append(Leave(_when(random, plan), name, None if stays_away else _restart(random)))
 
 
 def _draw_pauses(random: Random, plan: Plan, processes: list[str]) -> None:
@@ -194,6 +205,11 @@ def _draw_pauses(random: Random, plan: Plan, processes: list[str]) -> None:
     seconds = random.choice((0.5, 2.0, 5.0, 8.0)) * random.uniform(0.5, 1.5)
     replaced = not name.startswith("master") and random.random() < 0.3
     plan.faults.append(Pause(_when(random, plan), name, seconds, replaced))
+
+
+def _draw_arrivals(random: Random, plan: Plan, processes: list[str]) -> None:
+    role = random.choice(("generator", "reward", "rollout_manager"))
+    plan.faults.append(Arrive(_when(random, plan), f"{role}-9"))
 
 
 def _draw_replacements(random: Random, plan: Plan, processes: list[str]) -> None:
@@ -270,6 +286,7 @@ def _draw_scores(random: Random, plan: Plan, processes: list[str]) -> None:
 
 
 _DRAWS = {
+    "arrivals": _draw_arrivals,
     "clock jumps": _draw_clock_jumps,
     "delay": _draw_delay,
     "duplication": _draw_duplication,

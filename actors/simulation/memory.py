@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 SPARE_LINKS = 6
 
 
-def check_actor(one: Incarnation, model: Model) -> None:
-    """Raises Violation."""
+def check_actor(one: Incarnation, model: Model, processes: int) -> None:
+    """Raises Violation. `processes`: how many there are in the cluster."""
     actor, bus = one.actor, one.bus
-    links = len(model.processes) + SPARE_LINKS
+    links = processes + SPARE_LINKS
     bounds = {"links": (len(bus._peers), links), "publishers and subscribers": (len(bus._others), 2)}
     if one.role == "master":
-        bounds |= _bounds_of_master(actor, model)
+        bounds |= _bounds_of_master(actor, model, links)
     else:
         _check_policy(one)
         bounds["members"] = len(actor.directory), links
@@ -35,10 +35,9 @@ def check_actor(one: Incarnation, model: Model) -> None:
             raise Violation(f"{one.process.name} holds {number} {what}, at most {most} are expected", one.process.name)
 
 
-def _bounds_of_master(master: Any, model: Model) -> dict[str, tuple[int, int]]:
+def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tuple[int, int]]:
     ledger, state = master.ledger, master.state
     most = (model.max_staleness + 1) * model.batch_size
-    members = len(model.processes) + SPARE_LINKS
     return {
         "groups": (len(ledger._groups) + len(ledger._requeued), most),
         "steps no checkpoint covers": (len(ledger._steps), model.checkpoint_every),

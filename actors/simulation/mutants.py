@@ -43,7 +43,7 @@ def capacity_from_a_counter() -> AbstractContextManager[None]:
 @contextmanager
 def no_deduplication() -> Iterator[None]:
     """A server handles a repeated request again."""
-    receive = Server._receive
+    receive, forget = Server._receive, Server._forget
 
     def receive_anew(server: Server, frames: list[bytes]) -> None:
         header = decode_header(frames[1:])
@@ -52,10 +52,11 @@ def no_deduplication() -> Iterator[None]:
             server._calls.pop((header.sender, header.id), None)
         receive(server, frames)
 
-    def forget(server: Server, key: tuple[str, str]) -> None:
-        server._calls.pop(key, None)
+    def forget_if_known(server: Server, key: tuple[str, str], *more: Any) -> None:
+        if key in server._calls:
+            forget(server, key, *more)
 
-    with _replaced(Server, "_receive", receive_anew), _replaced(Server, "_forget", forget):
+    with _replaced(Server, "_receive", receive_anew), _replaced(Server, "_forget", forget_if_known):
         yield
 
 
@@ -64,8 +65,15 @@ def no_batch_gate() -> AbstractContextManager[None]:
     return _replaced(Ledger, "_stragglers", lambda ledger, chosen: [])
 
 
-def no_lease_expiry() -> AbstractContextManager[None]:
-    """A lease that nobody renews lasts for ever."""
+@contextmanager
+def no_lease_expiry() -> Iterator[None]:
+    """A lease lasts for ever, whether its owner falls silent or leaves."""
+    with _replaced(Ledger, "expire", lambda ledger, now: []), _replaced(Ledger, "release", lambda ledger, owner: []):
+        yield
+
+
+def leases_nobody_knows_of() -> AbstractContextManager[None]:
+    """Only the leases of an owner that is gone return, not those it was never told of."""
     return _replaced(Ledger, "expire", lambda ledger, now: [])
 
 
@@ -93,6 +101,18 @@ def version_kept_on_roll_back() -> AbstractContextManager[None]:
         return answer
 
     return _added(Trainer, "ask_master", ask)
+
+
+def payloads_dropped_once_trained() -> AbstractContextManager[None]:
+    """The trainer empties its spool after each step, and not when a checkpoint covers it."""
+    train = Trainer._train
+
+    async def train_and_drop(trainer: Trainer, batch: Any) -> Any:
+        metrics = await train(trainer, batch)
+        trainer._spool.forget(batch.groups)
+        return metrics
+
+    return _replaced(Trainer, "_train", train_and_drop)
 
 
 def answers_before_the_commit() -> AbstractContextManager[None]:
@@ -135,8 +155,10 @@ MUTANTS: dict[str, Mutant] = {
     "no de-duplication": no_deduplication,
     "no batch gate": no_batch_gate,
     "no lease expiry": no_lease_expiry,
+    "leases nobody knows of": leases_nobody_knows_of,
     "replies not matched": replies_not_matched,
     "version kept on roll-back": version_kept_on_roll_back,
+    "payloads dropped once trained": payloads_dropped_once_trained,
     "answers before the commit": answers_before_the_commit,
     "no fencing": no_fencing,
     "min_version ignored": min_version_ignored,

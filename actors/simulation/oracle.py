@@ -6,6 +6,7 @@ it, one as the disk has it. It shares no code with the ledger.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -221,7 +222,8 @@ class Oracle:
         try:
             ledger.validate()
         except Exception as error:
-            raise Violation(f"the ledger is broken: {error}") from error
+            groups = dict.fromkeys(re.findall(r"\bg\d+\.\d+", f"{error}"))
+            raise Violation(f"the ledger is broken: {error}", *groups) from error
         book = self.memory
         if ledger.version != book.version:
             raise Violation(f"the ledger is at version {ledger.version}, its journal at {book.version}")

@@ -22,8 +22,6 @@ from actors.simulation.world import Result, World, simulate
 from areal.config import UserError
 
 SEEDS_A_TASK = 25
-# Garbage in cycles is collected between seeds, so that no `__del__` runs at a moment that nobody chose.
-SEEDS_A_COLLECTION = 25
 
 
 @dataclass(slots=True)
@@ -96,14 +94,21 @@ def _on_cores(seeds: range, jobs: int, mutant: str | None) -> Iterator[list[Resu
 
 def _simulate_some(task: tuple[range, str | None]) -> list[Result]:
     seeds, mutant = task
+    with _mutated(mutant), _without_noise(), _garbage_kept():
+        return [simulate(seed) for seed in seeds]
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Collect garbage at the end only: a simulation leaves some 10 MB, and looking for it meanwhile takes longer."""
+    gc.collect()
     gc.freeze()
-    results = []
-    with _mutated(mutant), _without_noise():
-        for number, seed in enumerate(seeds, 1):
-            results.append(simulate(seed))
-            if number % SEEDS_A_COLLECTION == 0:
-                gc.collect()
-    return results
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def _mutated(mutant: str | None) -> contextlib.AbstractContextManager[None]:

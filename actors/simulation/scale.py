@@ -531,17 +531,25 @@ class ModelLearner:
 
 
 class MeteredScheduler(Scheduler):
-    """Adds up the CPU seconds of each process: of its callbacks and its work in executors, with the simulated network
-    in place of ZeroMQ, and without the threads that a real process has beside its loop."""
+    """Adds up the time of each process: of its callbacks and its work in executors, with the simulated network in place
+    of ZeroMQ, and without the threads that a real process has beside its loop."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cpu: Counter[str] = Counter()
+        self.real_seconds: Counter[str] = Counter()
+        self._begun = 0.0
+
+    def cpu(self) -> Counter[str]:
+        """CPU seconds of each process so far. The clock of the CPU is slow to read, so it is read here only, and what
+        others took of this core meanwhile is shared out evenly."""
+        share = (time.thread_time() - self._begun) / (self.real_seconds.total() or 1.0)
+        return Counter({name: seconds * share for name, seconds in self.real_seconds.items()})
 
     def run(self, until: float) -> None:
         """As `Scheduler.run`, for a cluster in which nobody dies."""
-        ready, timers, clock, current = self.ready, self.timers, time.thread_time, None
-        mark = clock()
+        ready, timers, clock, current = self.ready, self.timers, time.perf_counter, None
+        self._begun = time.thread_time()
+        seconds, mark = self.real_seconds, clock()
         try:
             while not self.stopped:
                 while ready and not self.stopped:
@@ -550,7 +558,7 @@ class MeteredScheduler(Scheduler):
                         continue
                     if loop is not current:
                         now = clock()
-                        self.cpu[current.name if current else ""] += now - mark
+                        seconds[current.name if current else ""] += now - mark
                         current, mark = loop, now
                         asyncio._set_running_loop(loop)
                     self.callbacks += 1
@@ -659,7 +667,7 @@ class Cluster:
         learner = self.learner
         self._marks.append(
             _Mark(
-                self.scheduler.now, self.scheduler.cpu.copy(), self.messages.copy(), engines, learner.shares.copy(),
+                self.scheduler.now, self.scheduler.cpu(), self.messages.copy(), engines, learner.shares.copy(),
                 learner.tokens, self.logged.copy(),
             )
         )  # fmt: skip
@@ -926,6 +934,11 @@ def parse_devices(text: str) -> list[int]:
     if not sizes or min(sizes) < 4:
         raise UserError(f"--devices {text!r} is not a list of numbers of 4 and more, such as 8,32,128,512.")
     return sizes
+
+
+def devices_for(generators: int, llm: Llm) -> int:
+    """Of a run with this number of engines."""
+    return max(4, round(generators * llm.devices_an_engine / GENERATING_SHARE))
 
 
 def _throughput(reports: Sequence[Report]) -> Table:

@@ -1,0 +1,107 @@
+"""The scale model: its formulas, and what the real control plane makes of them on a few devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from actors.simulation.scale import MODELS, Costs, Lengths, Report, Setup, devices_for, parse_devices, run, run_sizes
+from areal.config import UserError
+from areal.packing import split_over_ranks
+
+# Small batches of short answers: what takes minutes with the paper's.
+SMALL = Setup(
+    devices=32, batch_size=32, max_new_tokens=4096, length_median=1600.0, prompt_tokens=256, warm_up=10, steps=4
+)
+
+
+@pytest.fixture(scope="module")
+def auto() -> Report:
+    return run(SMALL)
+
+
+@pytest.fixture(scope="module")
+def most() -> Report:
+    return run(replace(SMALL, run_ahead="max"))
+
+
+def test_no_run_does_more_than_its_pools_could(auto: Report, most: Report) -> None:
+    for report in (auto, most):
+        assert 0 < report.throughput <= report.bound
+
+
+def test_no_group_is_older_than_eta(auto: Report, most: Report) -> None:
+    assert auto.staleness_max <= SMALL.max_staleness
+    assert most.staleness_max <= SMALL.max_staleness
+
+
+def test_run_ahead_auto_halves_the_staleness_at_the_same_throughput(auto: Report, most: Report) -> None:
+    assert most.staleness_mean >= SMALL.max_staleness - 1
+    assert auto.throughput >= 0.98 * most.throughput
+    assert auto.staleness_mean <= 0.5 * most.staleness_mean
+
+
+def test_the_seconds_of_a_step_are_accounted_for(auto: Report) -> None:
+    assert sum(auto.shares.values()) == pytest.approx(1.0)
+    assert min(auto.shares.values()) >= -0.01
+
+
+def test_nothing_went_wrong(auto: Report, most: Report) -> None:
+    for report in (auto, most):
+        assert not [line for line in report.logged if line.startswith(("warning", "error"))]
+
+
+def test_the_same_set_up_gives_the_same_run_and_another_seed_another() -> None:
+    tiny = replace(SMALL, devices=8, batch_size=4, group_size=4, warm_up=1, steps=2)
+    assert run(tiny).digest == run(tiny).digest
+    assert run(tiny).digest != run(replace(tiny, seed=1)).digest
+
+
+def test_lengths_do_not_depend_on_who_asks_first() -> None:
+    one, other = Lengths(SMALL), Lengths(SMALL)
+    asked = [one.next(prompt) for prompt in (1, 1, 2)]
+    assert [other.next(prompt) for prompt in (2, 1, 1)] == [asked[2], asked[0], asked[1]]
+
+
+def test_lengths_are_cut_at_the_limit() -> None:
+    lengths = Lengths(replace(SMALL, max_new_tokens=1024))
+    drawn = [lengths.next(prompt) for prompt in range(200)]
+    assert max(drawn) == (1024, True)
+    assert not any(cut for tokens, cut in drawn if tokens < 1024)
+
+
+def test_a_decoding_step_takes_longer_with_more_to_read_and_shorter_on_more_devices() -> None:
+    costs = Costs(Setup(devices=32))
+    assert costs.decode_step(64, 64 * 4000.0) > costs.decode_step(64, 64 * 2000.0) > costs.decode_step(1, 1000.0)
+    alone = Costs(Setup(devices=32, llm=replace(MODELS["7b"], devices_an_engine=1)))
+    assert alone.decode_step(64, 64 * 4000.0) > costs.decode_step(64, 64 * 4000.0)
+
+
+def test_training_deals_sequences_out_as_the_trainer_does() -> None:
+    setup = Setup(devices=8, minibatches=1)
+    lengths = [9000, 8000, 3000, 2000, 500]
+    shares = split_over_ranks(lengths, setup.trainer_devices, 10**6)
+    work = [sum(setup.llm.training_flops(lengths[i]) for rows in share for i in rows) for share in shares]
+    seconds, even = Costs(setup).training(lengths)
+    assert seconds / even == pytest.approx(max(work) / (sum(work) / len(work)))
+
+
+def test_sizes_are_compared_with_the_smallest() -> None:
+    tiny = replace(SMALL, batch_size=8, group_size=4, warm_up=1, steps=2)
+    console = Console(record=True, width=250)
+    reports = run_sizes([tiny, replace(tiny, devices=8)], console)
+    assert [report.setup.devices for report in reports] == [8, 32]
+    ratio = reports[1].throughput / reports[0].throughput / 4
+    text = console.export_text()
+    assert f"{ratio:.3f}" in text
+    assert reports[1].limit in text
+
+
+def test_devices_are_named_by_numbers_or_by_engines() -> None:
+    assert parse_devices("8,32") == [8, 32]
+    for wrong in ("", "a", "2", "8,"):
+        with pytest.raises(UserError):
+            parse_devices(wrong)
+    assert Setup(devices=devices_for(192, MODELS["7b"])).generators == 192
