@@ -188,8 +188,15 @@ def _draw_points(random: Random, plan: Plan, processes: list[str]) -> None:
         role = random.choices(("master", "trainer", "generator", "reward"), (8, 2, 1, 1))[0]
         kind = random.choice(HANDLERS[role])
         point = random.choice(POINTS if role in WITH_A_DISK else ("before", "handled", "answered"))
-        nth = 1 + int(random.expovariate(0.5))
+        rare = _PROVOKED_BY.get(kind)
+        if rare is not None:
+            rare(random, plan, processes)
+        nth = 1 + int(random.expovariate(2.0 if rare else 0.5))
         plan.points.append(FailPoint(role, kind, point, nth, _restart(random)))
+
+
+def _draw_trainer_kill(random: Random, plan: Plan, processes: list[str]) -> None:
+    plan.faults.append(Kill(_when(random, plan), "trainer-0", random.uniform(0.05, 0.5)))
 
 
 def _draw_leaves(random: Random, plan: Plan, processes: list[str]) -> None:
@@ -282,8 +289,17 @@ def _draw_loads(random: Random, plan: Plan, processes: list[str]) -> None:
 
 
 def _draw_scores(random: Random, plan: Plan, processes: list[str]) -> None:
-    plan.mishaps.score_fails = random.choice((0.1, 0.3, 0.8))
+    plan.mishaps.score_fails = random.choice((0.1, 0.5, 0.8))
 
+
+# What is asked in few runs, unless something leads to it.
+_PROVOKED_BY = {
+    "ask_recovery": _draw_trainer_kill,
+    "group_failed": _draw_scores,
+    "leave": _draw_leaves,
+    "policy_restored": _draw_trainer_kill,
+    "renew_leases": _draw_stragglers,
+}
 
 _DRAWS = {
     "arrivals": _draw_arrivals,
