@@ -31,9 +31,18 @@ class Evaluator(Sampler):
             if due.version is not None:
                 self.activity = f"evaluating version {due.version}"
                 await self.until(lambda: bool(self.with_role("generator") and self.with_role("reward")))
-                async with asyncio.timeout(self.config.evaluator.timeout_seconds):
-                    done = await self._evaluate(due.version)
+                done = await self._evaluate_in_time(due.version)
                 await self.ask_master(done, Done)
+
+    async def _evaluate_in_time(self, version: int) -> EvaluationDone:
+        limit = self.config.evaluator.timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                return await self._evaluate(version)
+        except TimeoutError:
+            raise RuntimeError(
+                f"the evaluation of version {version} took more than evaluator.timeout_seconds, {limit:g}"
+            ) from None
 
     async def _evaluate(self, version: int) -> EvaluationDone:
         generators = len(self.with_role("generator"))

@@ -38,8 +38,8 @@ class Ranks:
 
     @property
     def work_done(self) -> int:
-        """Micro-batches computed since the start."""
-        return self._engine.microbatches
+        """Grows while the engine is at work."""
+        return self._engine.work_done
 
     async def step(
         self, groups: Sequence[Group], *, version: int, temperature: float, mask_older_than: int | None

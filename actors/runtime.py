@@ -141,7 +141,11 @@ class Actor(HandlesRequests):
         self.activity = "starting"
         self._changed = Signal()
         self._keep_log = keep_log
-        self._stop: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._stop: asyncio.Future[Ending] = loop.create_future()
+        # Set from callbacks, which must not start tasks: the task group may be ending.
+        self._told: asyncio.Future[str] = loop.create_future()
+        self._crash: asyncio.Future[None] = loop.create_future()
         self._sequence = 0
         self._events: Subscriber | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -248,6 +252,8 @@ class Actor(HandlesRequests):
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self.spawn(self._heartbeat(), "heartbeat")
+                self.spawn(self._drain_when_told(), "drain")
+                self.spawn(_result(self._crash), "crash")
                 self.spawn(self._work(), self.role)
                 raise _Stopped(await self._stop)  # the task group cancels everything else
         except BaseExceptionGroup as group:
@@ -277,18 +283,19 @@ class Actor(HandlesRequests):
         log.error("handler failed", exc_info=error)
         if self._tasks is None:
             self.stop(False, f"a handler failed: {type(error).__name__}: {error}")
-        elif not self._stop.done():
-            self.spawn(_raise(error), "handler")
+        elif not self._crash.done():
+            self._crash.set_exception(error)
 
     def _told_to_leave(self, sign: str) -> None:
         """The first signal drains the actor, a second one ends it at once."""
-        if self._tasks is None or self.state != "healthy":
+        if self.state != "healthy":
             self.stop(True, f"told to leave by {sign}")
         else:
             self.state = "draining"
-            self.spawn(self._drain(sign), "drain")
+            self._told.set_result(sign)
 
-    async def _drain(self, sign: str) -> None:
+    async def _drain_when_told(self) -> None:
+        sign = await self._told
         self.activity = "draining"
         await self._beat()
         try:
@@ -365,8 +372,8 @@ async def first_answer(bus: Bus, master: str, message: Message) -> Any:
         raise UserError(f"The master at {master} refused: {error}") from None
 
 
-async def _raise(error: BaseException) -> None:
-    raise error
+async def _result(future: asyncio.Future) -> None:
+    await future
 
 
 def first_error(error: BaseException) -> BaseException:

@@ -30,6 +30,8 @@ class RunAhead:
         self._least = batch_size * min(2, max_staleness + 1)
         self._most = batch_size * (max_staleness + 1)
         self._limit = float(self._least)
+        # The first groups take their time whatever the limit is: these waits say nothing.
+        self._filling = self._least // batch_size
 
     @property
     def limit(self) -> int:
@@ -43,15 +45,17 @@ class RunAhead:
         `step_seconds`: from the commit before to this one.
         `left_over`: ready groups outside the batch right after it was formed.
         """
-        share = min(1.0, waited_seconds / step_seconds) if step_seconds > 0 else 0.0
+        share = min(1.0, waited_seconds / step_seconds) if step_seconds > 0 and not self._filling else 0.0
+        self._filling = max(0, self._filling - 1)
         self._set(self._limit + share * self._batch_size - SURRENDER * left_over)
 
     def dump(self) -> dict[str, Any]:
         """What a restarted master goes on from, fit for JSON."""
-        return {"limit": self._limit}
+        return {"limit": self._limit, "filling": self._filling}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a `dump`, within the bounds of this run's settings."""
+        self._filling = state["filling"]
         self._set(state["limit"])
 
     def _set(self, limit: float) -> None:

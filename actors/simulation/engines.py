@@ -173,7 +173,6 @@ class SimEngine:
                 self._weights, self.version = weights, version
                 for stream in self._streams.values():
                     stream.go_on(self._pace.first_token)
-                    stream.notify()
         if self._tell is not None:
             self._tell(f"engine: loaded {folder} as version {version}, interrupted {started}")
         return LoadTimes(0.0, self._pace.load, 0.0, started)
@@ -217,15 +216,20 @@ class _Stream:
     def _buffered(self) -> int:
         return sum(n for n, _, _ in self._parts)
 
+    @property
+    def _has_chunk(self) -> bool:
+        return not self._left or self._error is not None or self._buffered >= self._engine._interval
+
     def go_on(self, prefill: float) -> None:
-        """Sample from now on, after a prefill."""
+        """Sample from now on, after a prefill, up to the next chunk."""
         engine = self._engine
-        if engine._paused or self._since is not None or self._left == 0 or self._error is not None:
-            return
-        loop = engine._loop
-        self._since = loop.time() + prefill
-        due = max(1, min(engine._interval - self._buffered, self._left))
-        self._timer = loop.call_at(self._since + (due + 0.01) * self._rate, self._wake)
+        if self._has_chunk:
+            self.notify()
+        elif not engine._paused and self._since is None:
+            loop = engine._loop
+            self._since = loop.time() + prefill
+            due = min(engine._interval - self._buffered, self._left)
+            self._timer = loop.call_at(self._since + (due + 0.01) * self._rate, self._wake)
 
     def stop(self) -> None:
         """Sample no more; what is sampled so far counts."""
@@ -250,7 +254,7 @@ class _Stream:
 
     async def next_chunk(self) -> Chunk:
         """The tokens since the last one. Raises EngineError where there are none and will be none."""
-        while self._left and self._error is None and self._buffered < self._engine._interval:
+        while not self._has_chunk:
             self._waiter = self._engine._loop.create_future()
             await self._waiter
         if not self._parts:
@@ -272,7 +276,7 @@ class _Stream:
 
     def _wake(self) -> None:
         self.stop()
-        self.notify()
+        self.go_on(0.0)
 
     def notify(self) -> None:
         """Let the reader look."""

@@ -251,10 +251,11 @@ class Oracle:
         if policy is not None:
             self._is_on_disk((policy.lineage, policy.version), sender)
 
-    def published(self, kind: str, body: bytes) -> None:
-        if kind == "policy_published":
-            policy = msgpack.unpackb(body)["policy"]
-            self._is_on_disk((policy["lineage"], policy["version"]), kind)
+    def published(self, frames: list[bytes]) -> None:
+        """The master has published this event."""
+        if msgpack.unpackb(frames[0])["kind"] == "policy_published":
+            policy = msgpack.unpackb(frames[1])["policy"]
+            self._is_on_disk((policy["lineage"], policy["version"]), "a subscriber")
 
     def _is_on_disk(self, policy: tuple[int, int], told: str) -> None:
         if policy != (0, 0) and policy not in self.disk.policies:

@@ -10,26 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import re
 import signal
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from random import Random
-from types import AsyncGeneratorType
 from typing import Any
 from zlib import crc32
 
-import msgpack
-
-from actors import evaluator, generator, master, reward, rollout_manager, run_state, runtime, sessions, trainer
 from actors.evaluator import Evaluator
 from actors.generator import Generator
 from actors.master import Master
@@ -40,7 +34,6 @@ from actors.simulation import faults
 from actors.simulation.engines import (
     Files,
     Mishaps,
-    Pace,
     SimEngine,
     SimLearner,
     SimRewards,
@@ -48,23 +41,21 @@ from actors.simulation.engines import (
     SimTokenizer,
     Weights,
 )
-from actors.simulation.faults import FailPoint, Plan
+from actors.simulation.failpoints import FailPoints
+from actors.simulation.faults import Plan
 from actors.simulation.loop import DEAD, ProcessLoop, Scheduler, Stuck
 from actors.simulation.memory import check_actor
+from actors.simulation.model import MASTER, MODEL, Model, config_of, draw_model
 from actors.simulation.network import SimNetwork, Weather, Wire
 from actors.simulation.oracle import Oracle, Violation
+from actors.simulation.quiet import quiet
+from actors.simulation.watched import Disk, Folder, WatchedBus, WatchedJournal, empty_journal, empty_spool
 from actors.trainer import Trainer
-from areal.config import Config, UserError
+from areal.config import UserError
 from areal.engines.generation import EngineError
-from areal.journal import Journal
-from areal.spool import Spool
-from protocols import transport
+from areal.spool import Spool, SpoolError
 from protocols.codec import decode_body, decode_header
-from protocols.messages import MembersChanged, Message, PolicyPublished, Shutdown
-from protocols.transport import Bus, Request
 
-MASTER = "tcp://master-0:5555"
-MODEL = "model"
 # What the master's end leaves the others to leave in, and what is then told to.
 AFTERMATH_SECONDS = 20.0
 LAST_SECONDS = 12.0
@@ -74,108 +65,10 @@ DISK_SECONDS = 0.005
 # Between two looks at the memory of all actors.
 LOOK_SECONDS = 1.5
 # What may end an actor, which is then started again: it cannot find the master; a generator's engine is torn; an
-# evaluator could score nothing, or not in time.
+# evaluator could score nothing, or not in time. A trainer that was replaced may find that its successor on the same
+# disk needs a group no more.
 FAILURES = {"generator": (UserError, EngineError), "evaluator": (UserError, RuntimeError, TimeoutError)}
 STORY_LINES = 120
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The size and the pace of a simulated run. Times are virtual seconds."""
-
-    steps: int = 4
-    batch_size: int = 1
-    group_size: int = 2
-    max_staleness: int = 1
-    on_straggler: str = "wait"
-    on_failed_sample: str = "requeue"
-    run_ahead: str = "max"
-    generators: int = 1
-    managers: int = 1
-    rewards: int = 1
-    eval_size: int = 0
-    checkpoint_every: int = 2
-    max_new_tokens: int = 12
-    stream_interval: int = 6
-    concurrent: int = 4
-    heartbeat_seconds: float = 2.0
-    lease_seconds: float = 6.0
-    lost_seconds: float = 14.0
-    stall_seconds: float = 240.0
-    compact_events: int = 10_000
-    drain_seconds: float = 3.0
-    farewell: bool = True
-    """Whether the simulation goes on after the run's end, until everybody has left."""
-    pace: Pace = field(default_factory=Pace)
-    faults_until: float = 3.0
-    patience: float = 60.0
-    """How long after the last fault the run may take to its end."""
-
-    @property
-    def processes(self) -> list[str]:
-        counts = {
-            "master": 1,
-            "trainer": 1,
-            "generator": self.generators,
-            "reward": self.rewards,
-            "rollout_manager": self.managers,
-            "evaluator": 1 if self.eval_size else 0,
-        }
-        return [f"{role}-{index}" for role, number in counts.items() for index in range(number)]
-
-
-@functools.lru_cache(maxsize=1024)
-def _config_of(model: Model) -> Config:
-    return Config.model_validate(
-        {
-            "name": "simulation",
-            "model": MODEL,
-            "steps": model.steps,
-            "batch_size": model.batch_size,
-            "group_size": model.group_size,
-            "max_staleness": model.max_staleness,
-            "on_straggler": model.on_straggler,
-            "on_failed_sample": model.on_failed_sample,
-            "run_ahead": model.run_ahead,
-            "data": {"source": "addition", "eval_size": model.eval_size},
-            "sampling": {"max_new_tokens": model.max_new_tokens},
-            "reward": {"functions": ["addition"], "timeout_seconds": 2.0},
-            "generator": {"max_concurrent_rollouts": model.concurrent, "stream_interval": model.stream_interval},
-            "trainer": {"checkpoint_every": model.checkpoint_every, "minibatches": 1},
-            "master": {
-                "address": MASTER,
-                "lease_seconds": model.lease_seconds,
-                "lost_seconds": model.lost_seconds,
-                "stall_seconds": model.stall_seconds,
-                "drain_seconds": model.drain_seconds,
-            },
-        }
-    )
-
-
-# Steps, B and G of drawn models: as small as lets each rule matter.
-SIZES = ((2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1), (4, 1, 1))
-
-
-def draw_model(random: Random) -> Model:
-    """A small cluster and a short run."""
-    steps, batch_size, group_size = random.choice(SIZES)
-    return Model(
-        steps=steps,
-        batch_size=batch_size,
-        group_size=group_size,
-        max_staleness=random.choice((0, 1, 1, 2)),
-        on_straggler=random.choice(("wait", "wait", "wait", "requeue", "mask", "admission_only")),
-        on_failed_sample=random.choice(("requeue", "discard")),
-        run_ahead=random.choice(("auto", "max")),
-        generators=random.choice((1, 1, 1, 2)),
-        managers=random.choice((1, 1, 1, 2)),
-        eval_size=random.choice((0, 0, 0, 0, 0, 1)),
-        checkpoint_every=random.choice((1, 2, 2, 3)),
-        stall_seconds=random.choice((240.0, 240.0, 240.0, 36.0)),
-        compact_events=random.choice((10_000, 20)),
-        farewell=random.random() < 0.3,
-    )
 
 
 @dataclass(slots=True)
@@ -237,70 +130,6 @@ class Incarnation:
         return self.loop.state is not DEAD
 
 
-class Disk(sqlite3.Connection):
-    """A database that outlives the processes that use it: closing it only gives up what is not committed."""
-
-    def close(self) -> None:
-        self.rollback()
-
-    def scrap(self) -> None:
-        super().close()
-
-
-class WatchedBus(Bus):
-    """The real bus, whose handlers the world watches and interrupts. `on_start` hears (sender, id) of each call."""
-
-    watch: Callable[[Callable], Callable]
-    on_start: Callable[[tuple[str, str]], None]
-
-    def serve(self, address: str, handle: Callable, on_crash: Callable) -> str:
-        bound = super().serve(address, self.watch(handle), on_crash)
-        start, on_start = self.server._start, self.on_start
-
-        def watched(key: tuple[str, str], *rest: Any) -> None:
-            on_start(key)
-            start(key, *rest)
-
-        self.server._start = watched
-        return bound
-
-
-class WatchedJournal(Journal):
-    """The real journal, whose events the oracle hears of. `marks`: how many there were after a task's last one."""
-
-    oracle: Oracle
-    marks: dict[asyncio.Task | None, int]
-
-    def read(self) -> tuple[dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]:
-        snapshot, events = super().read()
-        self.oracle.master_starts(snapshot["position"] if snapshot else 0, events)
-        return snapshot, events
-
-    def append(self, kind: str, body: dict[str, Any]) -> None:
-        super().append(kind, body)
-        self.oracle.appended(kind, body)
-        self.marks[asyncio.current_task()] = len(self.oracle.events)
-
-    def compact(self, snapshot: dict[str, Any]) -> None:
-        super().compact({**snapshot, "position": len(self.oracle.events)})
-
-    async def durable(self) -> None:
-        appended = len(self.oracle.events)
-        await super().durable()
-        self.oracle.committed(appended)
-
-
-class Folder:
-    """A run folder in memory."""
-
-    def __init__(self, path: Path, on_summary: Callable[[dict[str, Any]], None]) -> None:
-        self.path = path
-        self.write_summary = on_summary
-
-    def append_metrics(self, metrics: dict[str, Any]) -> None:
-        pass
-
-
 class World:
     """One simulation. `traced`: keep a readable line for everything that happens."""
 
@@ -309,7 +138,7 @@ class World:
         self.random = Random(seed)
         self.model = model or draw_model(self.random)
         self.plan = plan or faults.draw(self.random, self.model.processes, self.model.faults_until)
-        self.config = _config_of(self.model)
+        self.config = config_of(self.model)
         self.scheduler = Scheduler()
         self.wire = Wire(self.scheduler, self.random)
         self.files = Files(MODEL)
@@ -322,8 +151,7 @@ class World:
         self.folder = Folder(self.config.folder, self._decided)
         self.summary: dict[str, Any] = {}
         self.over = self._buried = False
-        self._points: dict[tuple[str, str], list[FailPoint]] = {}
-        self._asked: Counter[tuple[str, str]] = Counter()
+        self._points = FailPoints(self)
         self._marks = count(1)
         if traced:
             self.wire.watch = self._trace_message
@@ -339,7 +167,7 @@ class World:
             delay = 0.0 if process.role == "master" else self.random.random() * 0.2
             self.scheduler.call_at(delay, self.start, process)
         deadline = self.plan.until + self.model.patience
-        with _quiet(self):
+        with quiet(self):
             try:
                 self.scheduler.run(deadline)
                 if not self.over and self.violation is None:
@@ -370,7 +198,7 @@ class World:
         if self.trace is not None and not self._buried:
             self.trace.append(f"{self.scheduler.now:9.4f} {who:<18} {what}")
 
-    def _fault(self, what: str) -> None:
+    def fault(self, what: str) -> None:
         self.say("world", f" !! {what}")
 
     def _look_around(self) -> None:
@@ -408,7 +236,7 @@ class World:
         one = Incarnation(process, loop, network, f"m{next(self._marks)}")
         process.running = one
         self.incarnations.append(one)
-        self._fault(f"{process.name} starts as #{one.mark}")
+        self.fault(f"{process.name} starts as #{one.mark}")
         loop.call_soon(self._begin, one)
 
     def _begin(self, one: Incarnation) -> None:
@@ -417,7 +245,7 @@ class World:
 
     async def _live(self, one: Incarnation) -> Ending:
         one.bus = WatchedBus(f"{one.role}/{'0' if one.role == 'master' else '?'}#{one.mark}", one.network)
-        one.bus.watch = functools.partial(self._watched, one)
+        one.bus.watch = functools.partial(self._points.watched, one)
         one.bus.on_start = functools.partial(self.oracle.called, one.loop.name)
         one.actor = self._make(one)
         return await one.actor.run()
@@ -431,7 +259,7 @@ class World:
             case "trainer":
                 seams: dict[str, Any] = {
                     "start_learner": lambda config: self._start_learner(one),
-                    "open_spool": lambda path: Spool(self._disk(one, _empty_spool())),
+                    "open_spool": lambda path: Spool(self._disk(one, empty_spool())),
                 }
                 return Trainer(one.bus, MASTER, **common, **seams)
             case "generator":
@@ -450,12 +278,12 @@ class World:
         )
 
     def _make_master(self, one: Incarnation) -> Master:
-        journal = WatchedJournal(self._disk(one, _empty_journal()))
+        journal = WatchedJournal(self._disk(one, empty_journal()))
         journal.oracle, journal.marks = self.oracle, {}
         boss = Master(one.bus, self.config, journal=journal, folder=self.folder)
         self.oracle.ledger = boss.ledger
         self.oracle.is_spooled = self._is_spooled
-        one.network.on_publish = self._published
+        one.network.on_publish = self.oracle.published
         return boss
 
     async def _start_engine(self, one: Incarnation, model: Path, config: Any, *, version: int, seed: int) -> SimEngine:
@@ -479,12 +307,13 @@ class World:
             self.fail(Violation(f"{one.process.name} was cancelled", one.process.name))
         elif error := task.exception():
             how, ok = f"raised {type(error).__name__}: {error}", False
-            if not isinstance(error, FAILURES.get(one.role, UserError)):
+            expected = FAILURES.get(one.role, (UserError,))
+            if not isinstance(error, expected if one.process.running is one else (*expected, SpoolError)):
                 self.counters["crashed"] += 1
                 self.fail(Violation(f"{one.process.name} {how}", one.process.name, one.mark))
         else:
             how, ok = f"ended: {task.result().reason}", task.result().ok
-        self._fault(f"{one.process.name}#{one.mark} {how}")
+        self.fault(f"{one.process.name}#{one.mark} {how}")
         leftover = [task for task in one.loop.pending_tasks() if task is not one.task]
         if leftover:
             names = ", ".join(f"{task.get_name()}" for task in leftover)
@@ -530,7 +359,7 @@ class World:
         if not one.alive:
             return
         self.counters["killed"] += 1
-        self._fault(f"{one.process.name}#{one.mark} is killed{' with its machine' if silent else ''}")
+        self.fault(f"{one.process.name}#{one.mark} is killed{' with its machine' if silent else ''}")
         self._gone(one, silent)
         if restart_after is not None and one.process.running is one and not one.stays_away:
             self._restart(one.process, restart_after)
@@ -574,74 +403,9 @@ class World:
             if process.disk is not None:
                 process.disk.scrap()
 
-    # --- handlers
-
-    def _watched(self, one: Incarnation, handle: Callable) -> Callable:
-        is_master = one.role == "master"
-
-        def handler(request: Request) -> Any:
-            kind = request.message.kind
-            point = self._point(one, kind)
-            if point is not None and point.point == "before":
-                self.kill(one, point.restart_after)
-                return _never()
-            answer = handle(request)
-            if isinstance(answer, AsyncGeneratorType):
-                return answer if point is None else self._interrupted_stream(one, answer, point)
-            if is_master or point is not None:
-                return self._interrupted(one, request, answer, point)
-            return answer
-
-        return handler
-
-    def _point(self, one: Incarnation, kind: str) -> FailPoint | None:
-        waiting = self._points.get((one.role, kind))
-        if not waiting or self.scheduler.now > self.plan.until:
-            return None
-        self._asked[one.role, kind] += 1
-        for point in waiting:
-            if point.nth == self._asked[one.role, kind]:
-                self.counters[f"{point.point} {kind}"] += 1
-                self._fault(f"{one.process.name}#{one.mark} will die {point.point} {kind}")
-                return point
-        return None
-
-    async def _interrupted(self, one: Incarnation, request: Request, answer: Any, point: FailPoint | None) -> Message:
-        def die() -> None:
-            self.kill(one, point.restart_after)
-
-        if point is not None:
-            if point.point == "working":
-                one.loop.before_work = die
-            elif point.point == "worked":
-                one.loop.after_work = die
-        result = await answer
-        if one.role == "master":
-            journaled = one.actor.journal.marks.pop(asyncio.current_task(), 0)
-            self.oracle.answered(request.sender, request.message.kind, journaled, result)
-        if point is not None:
-            if point.point == "handled":
-                die()
-                await _never()
-            one.network.on_answer = die if point.point == "answered" else None
-        return result
-
-    async def _interrupted_stream(self, one: Incarnation, parts: Any, point: FailPoint) -> AsyncIterator[Message]:
-        async for part in parts:
-            if point.point == "answered":
-                one.network.on_answer = lambda: self.kill(one, point.restart_after)
-            yield part
-        self.kill(one, point.restart_after)
-        await _never()
-
-    def _published(self, frames: list[bytes]) -> None:
-        self.oracle.published(msgpack.unpackb(frames[0])["kind"], frames[1])
-
     # --- faults
 
     def _schedule_faults(self) -> None:
-        for point in self.plan.points:
-            self._points.setdefault((point.role, point.kind), []).append(point)
         for fault in self.plan.faults:
             self.scheduler.call_at(fault.at, self._befall, fault)
         self.scheduler.call_at(self.plan.until, self._calm)
@@ -649,7 +413,7 @@ class World:
     def _befall(self, fault: faults.Fault) -> None:
         if self.over:
             return
-        self._fault(f"{fault}")
+        self.fault(f"{fault}")
         self.counters[type(fault).__name__.lower()] += 1
         now = self.scheduler.now
         match fault:
@@ -708,7 +472,7 @@ class World:
 
     def _calm(self) -> None:
         """Nothing goes wrong from now on."""
-        self._fault("faults end")
+        self.fault("faults end")
         self.wire.weather = Weather()
         self.wire.heal()
         calm = Mishaps()
@@ -756,110 +520,12 @@ class _Judge:
         self._world.oracle.wrote(writer, weights)
 
 
-class _Log:
-    """Stands in for the loggers of the actors: silent, or a part of the trace."""
-
-    def __init__(self, world: World) -> None:
-        if world.trace is None:
-            self.debug = self.info = self.warning = self.error = _silent
-        else:
-            self.debug = self.info = self.warning = self.error = self._say
-        self._world = world
-
-    def _say(self, event: str, **fields: Any) -> None:
-        try:
-            who = asyncio.get_running_loop().name  # type: ignore[attr-defined]
-        except RuntimeError:
-            who = "?"
-        error = fields.pop("exc_info", None)
-        words = " ".join(f"{name}={value}" for name, value in fields.items())
-        self._world.say(who.partition("~")[0], f"log: {event} {words}{f' {error!r}' if error else ''}")
-
-
-@functools.cache
-def _empty_journal() -> bytes:
-    return _contents_of(Journal)
-
-
-@functools.cache
-def _empty_spool() -> bytes:
-    return _contents_of(Spool)
-
-
-def _contents_of(store: Callable[[sqlite3.Connection], Any]) -> bytes:
-    """What a new store puts into its database: made once, and not for every simulation."""
-    connection = sqlite3.connect(":memory:")
-    store(connection)
-    return connection.serialize()
-
-
-def _silent(event: str, **fields: Any) -> None:
-    pass
-
-
-_LOGGING = [
-    module
-    for module in (evaluator, generator, master, reward, rollout_manager, runtime, sessions, trainer)
-    if hasattr(module, "log")
-]
-
-
-@contextmanager
-def _quiet(world: World) -> Iterator[None]:
-    """No logs but into the trace, no garbage collection at moments that nobody chose, no noise from dead processes."""
-    logs = [module.log for module in _LOGGING]
-    settings = run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS, transport.decode_body
-    run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS = world.model.compact_events, world.model.heartbeat_seconds
-    transport.decode_body = _decode_body
-    stand_in = _Log(world)
-    for module in _LOGGING:
-        module.log = stand_in  # type: ignore[attr-defined]
-    hooks = sys.get_asyncgen_hooks()
-    sys.set_asyncgen_hooks(finalizer=_finalize_stream)
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        for module, log in zip(_LOGGING, logs, strict=True):
-            module.log = log  # type: ignore[attr-defined]
-        sys.set_asyncgen_hooks(*hooks)
-        run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS, transport.decode_body = settings
-        if collects:
-            gc.enable()
-
-
-def _decode_body(kind: str, frames: Sequence[bytes]) -> Message:
-    """An event that many hear is decoded once: messages never change."""
-    return _decode_event(kind, frames[1]) if kind in _EVENTS else decode_body(kind, frames)
-
-
-@functools.lru_cache(maxsize=64)
-def _decode_event(kind: str, body: bytes) -> Message:
-    return decode_body(kind, (b"", body))
-
-
-_EVENTS = {kind.kind for kind in (MembersChanged, PolicyPublished, Shutdown)}
-
-
-def _finalize_stream(stream: Any) -> None:
-    """As asyncio does where nobody has closed an async generator."""
-    loop = asyncio._get_running_loop()
-    if isinstance(loop, ProcessLoop) and loop.state is not DEAD:
-        loop.call_soon(loop.create_task, stream.aclose())
-
-
 def _nothing() -> None:
     pass
 
 
 def _keep_no_log(path: Path) -> None:
     pass
-
-
-async def _never() -> Any:
-    """Of a process that is dead."""
-    await asyncio.get_running_loop().create_future()
 
 
 def _short(value: Any) -> str:

@@ -196,8 +196,8 @@ class TrainingEngine:
             )
         self._state = TrainingState(self._deepspeed, self._stage, self._control)
         self.device: torch.device = self._deepspeed.device
-        self.microbatches = 0
-        """Computed since the start: tells a long step from one that hangs."""
+        self.work_done = 0
+        """Micro-batches computed and parameters gathered since the start: tells long work from work that hangs."""
 
     def _read_model(self, folder: Path, dtype: str) -> torch.nn.Module:
         from transformers import AttentionInterface, AutoModelForCausalLM
@@ -326,7 +326,7 @@ class TrainingEngine:
                 tally.add(row, out.loss, entropy, out.clipped, out.weight, version)
             with tally.clock("backward"):
                 self._deepspeed.backward(out.loss.sum() * scale)
-            self.microbatches += 1
+            self.work_done += 1
         with tally.clock("optimizer"):
             norm = self._clip() if self._stage == 0 else None
             self._deepspeed.step()
@@ -348,6 +348,7 @@ class TrainingEngine:
             with self._zero.GatheredParameters([parameter], enabled=self._stage == 3):
                 if self.rank == 0:
                     tensors[name] = parameter.detach().to("cpu", copy=True)
+            self.work_done += 1
         if self.rank != 0:
             return {}
         saved = self._module.state_dict().keys()

@@ -11,9 +11,16 @@ from actors.simulation.scale import MODELS, Costs, Lengths, Report, Setup, devic
 from areal.config import UserError
 from areal.packing import split_over_ranks
 
-# Small batches of short answers: what takes minutes with the paper's.
+# As many samples a device as the paper has with 512 devices, but short ones: what takes minutes with the paper's.
 SMALL = Setup(
-    devices=32, batch_size=32, max_new_tokens=4096, length_median=1600.0, prompt_tokens=256, warm_up=10, steps=4
+    devices=16,
+    batch_size=64,
+    group_size=4,
+    max_new_tokens=2048,
+    length_median=800.0,
+    prompt_tokens=256,
+    warm_up=14,
+    steps=3,
 )
 
 
@@ -38,7 +45,7 @@ def test_no_group_is_older_than_eta(auto: Report, most: Report) -> None:
 
 
 def test_run_ahead_auto_halves_the_staleness_at_the_same_throughput(auto: Report, most: Report) -> None:
-    assert most.staleness_mean >= SMALL.max_staleness - 1
+    assert most.staleness_mean >= SMALL.max_staleness - 0.5
     assert auto.throughput >= 0.98 * most.throughput
     assert auto.staleness_mean <= 0.5 * most.staleness_mean
 
@@ -54,7 +61,7 @@ def test_nothing_went_wrong(auto: Report, most: Report) -> None:
 
 
 def test_the_same_set_up_gives_the_same_run_and_another_seed_another() -> None:
-    tiny = replace(SMALL, devices=8, batch_size=4, group_size=4, warm_up=1, steps=2)
+    tiny = replace(SMALL, devices=8, batch_size=8, group_size=4, warm_up=1, steps=2)
     assert run(tiny).digest == run(tiny).digest
     assert run(tiny).digest != run(replace(tiny, seed=1)).digest
 
@@ -91,7 +98,7 @@ def test_training_deals_sequences_out_as_the_trainer_does() -> None:
 def test_sizes_are_compared_with_the_smallest() -> None:
     tiny = replace(SMALL, batch_size=8, group_size=4, warm_up=1, steps=2)
     console = Console(record=True, width=250)
-    reports = run_sizes([tiny, replace(tiny, devices=8)], console)
+    reports = run_sizes([replace(tiny, devices=32), replace(tiny, devices=8)], console)
     assert [report.setup.devices for report in reports] == [8, 32]
     ratio = reports[1].throughput / reports[0].throughput / 4
     text = console.export_text()

@@ -192,8 +192,25 @@ def test_it_begins_with_one_batch_beside_the_one_in_training():
     assert RunAhead(batch_size=16, max_staleness=4).limit == 32
 
 
-def test_a_step_spent_waiting_adds_a_batch_and_half_of_it_half_a_batch():
+def filled(batch_size: int, max_staleness: int) -> RunAhead:
+    """One whose first steps are over."""
+    ahead = RunAhead(batch_size, max_staleness)
+    for _ in range(2):
+        ahead.stepped(waited_seconds=0.0, step_seconds=1.0, left_over=0)
+    return ahead
+
+
+def test_the_waits_of_the_first_steps_say_nothing():
     ahead = RunAhead(batch_size=16, max_staleness=4)
+    for _ in range(2):
+        ahead.stepped(waited_seconds=3.0, step_seconds=3.0, left_over=0)
+    assert ahead.limit == 32
+    ahead.stepped(waited_seconds=3.0, step_seconds=3.0, left_over=0)
+    assert ahead.limit == 48
+
+
+def test_a_step_spent_waiting_adds_a_batch_and_half_of_it_half_a_batch():
+    ahead = filled(batch_size=16, max_staleness=4)
     ahead.stepped(waited_seconds=3.0, step_seconds=3.0, left_over=0)
     assert ahead.limit == 48
     ahead.stepped(waited_seconds=1.5, step_seconds=3.0, left_over=0)
@@ -201,14 +218,14 @@ def test_a_step_spent_waiting_adds_a_batch_and_half_of_it_half_a_batch():
 
 
 def test_groups_left_over_lower_it_slowly():
-    ahead = RunAhead(batch_size=100, max_staleness=4)
+    ahead = filled(batch_size=100, max_staleness=4)
     ahead.stepped(waited_seconds=1.0, step_seconds=1.0, left_over=0)
     ahead.stepped(waited_seconds=0.0, step_seconds=1.0, left_over=100)
     assert ahead.limit == 299
 
 
 def test_with_nothing_left_over_and_no_wait_it_stays():
-    ahead = RunAhead(batch_size=16, max_staleness=4)
+    ahead = filled(batch_size=16, max_staleness=4)
     ahead.stepped(waited_seconds=1.0, step_seconds=2.0, left_over=0)
     for _ in range(1000):
         ahead.stepped(waited_seconds=0.0, step_seconds=2.0, left_over=0)

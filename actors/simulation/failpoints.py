@@ -1,0 +1,92 @@
+"""Fail-points: a process dies at a chosen place of a chosen handler. And the oracle hears what the master answers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from types import AsyncGeneratorType
+from typing import TYPE_CHECKING, Any
+
+from actors.simulation.faults import FailPoint
+from protocols.messages import Message
+from protocols.transport import Request
+
+if TYPE_CHECKING:
+    from actors.simulation.world import Incarnation, World
+
+
+class FailPoints:
+    """Those of one plan. They are armed as long as faults happen."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._asked: Counter[tuple[str, str]] = Counter()
+        self._waiting: dict[tuple[str, str], list[FailPoint]] = {}
+        for point in world.plan.points:
+            self._waiting.setdefault((point.role, point.kind), []).append(point)
+
+    def watched(self, one: Incarnation, handle: Callable) -> Callable:
+        """The handler of a process's front door, which the process may not survive."""
+
+        def handler(request: Request) -> Any:
+            point = self._due(one, request.message.kind)
+            if point is not None and point.point == "before":
+                self._die(one, point)
+                return _never()
+            answer = handle(request)
+            if isinstance(answer, AsyncGeneratorType):
+                return answer if point is None else self._stream(one, answer, point)
+            if point is not None:
+                answer = self._answer(one, answer, point)
+            return self._heard(one, request, answer) if one.role == "master" else answer
+
+        return handler
+
+    def _due(self, one: Incarnation, kind: str) -> FailPoint | None:
+        world, key = self._world, (one.role, kind)
+        if key not in self._waiting or world.scheduler.now > world.plan.until:
+            return None
+        self._asked[key] += 1
+        point = next((point for point in self._waiting[key] if point.nth == self._asked[key]), None)
+        if point is not None:
+            world.counters[f"{point.point} {kind}"] += 1
+            world.fault(f"{one.process.name}#{one.mark} will die {point.point} {kind}")
+        return point
+
+    async def _answer(self, one: Incarnation, answer: Any, point: FailPoint) -> Message:
+        die = functools.partial(self._die, one, point)
+        if point.point == "working":
+            one.loop.before_work = die
+        elif point.point == "worked":
+            one.loop.after_work = die
+        result = await answer
+        if point.point == "handled":
+            die()
+            await _never()
+        elif point.point == "answered":
+            one.network.on_answer = die
+        return result
+
+    async def _stream(self, one: Incarnation, parts: Any, point: FailPoint) -> AsyncIterator[Message]:
+        async for part in parts:
+            if point.point == "answered":
+                one.network.on_answer = functools.partial(self._die, one, point)
+            yield part
+        self._die(one, point)
+        await _never()
+
+    async def _heard(self, one: Incarnation, request: Request, answer: Any) -> Message:
+        result = await answer
+        journaled = one.actor.journal.marks.pop(asyncio.current_task(), 0)
+        self._world.oracle.answered(request.sender, request.message.kind, journaled, result)
+        return result
+
+    def _die(self, one: Incarnation, point: FailPoint) -> None:
+        self._world.kill(one, point.restart_after)
+
+
+async def _never() -> Any:
+    """Of a process that is dead."""
+    await asyncio.get_running_loop().create_future()

@@ -1,0 +1,113 @@
+"""The size and the pace of a simulated cluster, and the ones that a seed draws."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from random import Random
+
+from actors.simulation.engines import Pace
+from areal.config import Config
+
+MASTER = "tcp://master-0:5555"
+MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The size and the pace of a simulated run. Times are virtual seconds."""
+
+    steps: int = 4
+    batch_size: int = 1
+    group_size: int = 2
+    max_staleness: int = 1
+    on_straggler: str = "wait"
+    on_failed_sample: str = "requeue"
+    run_ahead: str = "max"
+    generators: int = 1
+    managers: int = 1
+    rewards: int = 1
+    eval_size: int = 0
+    checkpoint_every: int = 2
+    max_new_tokens: int = 12
+    stream_interval: int = 6
+    concurrent: int = 4
+    heartbeat_seconds: float = 2.0
+    lease_seconds: float = 6.0
+    lost_seconds: float = 14.0
+    stall_seconds: float = 240.0
+    compact_events: int = 10_000
+    drain_seconds: float = 3.0
+    farewell: bool = True
+    """Whether the simulation goes on after the run's end, until everybody has left."""
+    pace: Pace = field(default_factory=Pace)
+    faults_until: float = 3.0
+    patience: float = 60.0
+    """How long after the last fault the run may take to its end."""
+
+    @property
+    def processes(self) -> list[str]:
+        counts = {
+            "master": 1,
+            "trainer": 1,
+            "generator": self.generators,
+            "reward": self.rewards,
+            "rollout_manager": self.managers,
+            "evaluator": 1 if self.eval_size else 0,
+        }
+        return [f"{role}-{index}" for role, number in counts.items() for index in range(number)]
+
+
+@functools.lru_cache(maxsize=1024)
+def config_of(model: Model) -> Config:
+    """The configuration of the run; made once for each model."""
+    return Config.model_validate(
+        {
+            "name": "simulation",
+            "model": MODEL,
+            "steps": model.steps,
+            "batch_size": model.batch_size,
+            "group_size": model.group_size,
+            "max_staleness": model.max_staleness,
+            "on_straggler": model.on_straggler,
+            "on_failed_sample": model.on_failed_sample,
+            "run_ahead": model.run_ahead,
+            "data": {"source": "addition", "eval_size": model.eval_size},
+            "sampling": {"max_new_tokens": model.max_new_tokens},
+            "reward": {"functions": ["addition"], "timeout_seconds": 2.0},
+            "generator": {"max_concurrent_rollouts": model.concurrent, "stream_interval": model.stream_interval},
+            "trainer": {"checkpoint_every": model.checkpoint_every, "minibatches": 1},
+            "master": {
+                "address": MASTER,
+                "lease_seconds": model.lease_seconds,
+                "lost_seconds": model.lost_seconds,
+                "stall_seconds": model.stall_seconds,
+                "drain_seconds": model.drain_seconds,
+            },
+        }
+    )
+
+
+# Steps, B and G of drawn models: as small as lets each rule matter.
+SIZES = ((2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1), (4, 1, 1))
+
+
+def draw_model(random: Random) -> Model:
+    """A small cluster and a short run."""
+    steps, batch_size, group_size = random.choice(SIZES)
+    return Model(
+        steps=steps,
+        batch_size=batch_size,
+        group_size=group_size,
+        max_staleness=random.choice((0, 1, 1, 2)),
+        on_straggler=random.choice(("wait", "wait", "wait", "requeue", "mask", "admission_only")),
+        on_failed_sample=random.choice(("requeue", "discard")),
+        run_ahead=random.choice(("auto", "max")),
+        generators=random.choice((1, 1, 1, 2)),
+        managers=random.choice((1, 1, 1, 2)),
+        eval_size=random.choice((0, 0, 0, 0, 0, 1)),
+        checkpoint_every=random.choice((1, 2, 2, 3)),
+        stall_seconds=random.choice((240.0, 240.0, 240.0, 36.0)),
+        compact_events=random.choice((10_000, 20)),
+        farewell=random.random() < 0.3,
+    )

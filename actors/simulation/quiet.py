@@ -1,0 +1,103 @@
+"""What surrounds a simulation in this process: no logs, no noise, and a few settings of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from actors import evaluator, generator, master, reward, rollout_manager, run_state, runtime, sessions, trainer
+from actors.simulation.loop import DEAD, ProcessLoop
+from actors.simulation.model import Model
+from protocols import transport
+from protocols.codec import decode_body
+from protocols.messages import MembersChanged, Message, PolicyPublished, Shutdown
+
+
+class Simulated(Protocol):
+    """The part of a world that is needed here."""
+
+    model: Model
+    trace: list[str] | None
+
+    def say(self, who: str, what: str) -> None: ...
+
+
+class _Log:
+    """Stands in for the loggers of the actors: silent, or a part of the trace."""
+
+    def __init__(self, world: Simulated) -> None:
+        if world.trace is None:
+            self.debug = self.info = self.warning = self.error = _silent
+        else:
+            self.debug = self.info = self.warning = self.error = self._say
+        self._world = world
+
+    def _say(self, event: str, **fields: Any) -> None:
+        try:
+            who = asyncio.get_running_loop().name  # type: ignore[attr-defined]
+        except RuntimeError:
+            who = "?"
+        error = fields.pop("exc_info", None)
+        words = " ".join(f"{name}={value}" for name, value in fields.items())
+        self._world.say(who.partition("~")[0], f"log: {event} {words}{f' {error!r}' if error else ''}")
+
+
+def _silent(event: str, **fields: Any) -> None:
+    pass
+
+
+_LOGGING = [
+    module
+    for module in (evaluator, generator, master, reward, rollout_manager, runtime, sessions, trainer)
+    if hasattr(module, "log")
+]
+
+
+@contextmanager
+def quiet(world: Simulated) -> Iterator[None]:
+    """No logs but into the trace, no garbage collection at moments that nobody chose, no noise from dead processes."""
+    logs = [module.log for module in _LOGGING]
+    settings = run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS, transport.decode_body
+    run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS = world.model.compact_events, world.model.heartbeat_seconds
+    transport.decode_body = _decode_body
+    stand_in = _Log(world)
+    for module in _LOGGING:
+        module.log = stand_in  # type: ignore[attr-defined]
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(finalizer=_finalize_stream)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        for module, log in zip(_LOGGING, logs, strict=True):
+            module.log = log  # type: ignore[attr-defined]
+        sys.set_asyncgen_hooks(*hooks)
+        run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS, transport.decode_body = settings
+        if collects:
+            gc.enable()
+
+
+def _decode_body(kind: str, frames: Sequence[bytes]) -> Message:
+    """An event that many hear is decoded once: messages never change."""
+    return _decode_event(kind, frames[1]) if kind in _EVENTS else decode_body(kind, frames)
+
+
+@functools.lru_cache(maxsize=64)
+def _decode_event(kind: str, body: bytes) -> Message:
+    return decode_body(kind, (b"", body))
+
+
+_EVENTS = {kind.kind for kind in (MembersChanged, PolicyPublished, Shutdown)}
+
+
+def _finalize_stream(stream: Any) -> None:
+    """As asyncio does where nobody has closed an async generator."""
+    loop = asyncio._get_running_loop()
+    if isinstance(loop, ProcessLoop) and loop.state is not DEAD:
+        loop.call_soon(loop.create_task, stream.aclose())

@@ -1,0 +1,98 @@
+"""The real bus and the real journal, with somebody looking on; and the disks below them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from actors.simulation.oracle import Oracle
+from areal.journal import Journal
+from areal.spool import Spool
+from protocols.transport import Bus
+
+
+class Disk(sqlite3.Connection):
+    """A database that outlives the processes that use it: closing it only gives up what is not committed."""
+
+    def close(self) -> None:
+        self.rollback()
+
+    def scrap(self) -> None:
+        super().close()
+
+
+class WatchedBus(Bus):
+    """The real bus, whose handlers the world watches and interrupts. `on_start` hears (sender, id) of each call."""
+
+    watch: Callable[[Callable], Callable]
+    on_start: Callable[[tuple[str, str]], None]
+
+    def serve(self, address: str, handle: Callable, on_crash: Callable) -> str:
+        bound = super().serve(address, self.watch(handle), on_crash)
+        start, on_start = self.server._start, self.on_start
+
+        def watched(key: tuple[str, str], *rest: Any) -> None:
+            on_start(key)
+            start(key, *rest)
+
+        self.server._start = watched
+        return bound
+
+
+class WatchedJournal(Journal):
+    """The real journal, whose events the oracle hears of. `marks`: how many there were after a task's last one."""
+
+    oracle: Oracle
+    marks: dict[asyncio.Task | None, int]
+
+    def read(self) -> tuple[dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]:
+        snapshot, events = super().read()
+        self.oracle.master_starts(snapshot["position"] if snapshot else 0, events)
+        return snapshot, events
+
+    def append(self, kind: str, body: dict[str, Any]) -> None:
+        super().append(kind, body)
+        self.oracle.appended(kind, body)
+        self.marks[asyncio.current_task()] = len(self.oracle.events)
+
+    def compact(self, snapshot: dict[str, Any]) -> None:
+        super().compact({**snapshot, "position": len(self.oracle.events)})
+
+    async def durable(self) -> None:
+        appended = len(self.oracle.events)
+        await super().durable()
+        self.oracle.committed(appended)
+
+
+class Folder:
+    """A run folder in memory."""
+
+    def __init__(self, path: Path, on_summary: Callable[[dict[str, Any]], None]) -> None:
+        self.path = path
+        self.write_summary = on_summary
+
+    def append_metrics(self, metrics: dict[str, Any]) -> None:
+        pass
+
+
+@functools.cache
+def empty_journal() -> bytes:
+    """The contents of a disk with a new journal."""
+    return _contents_of(Journal)
+
+
+@functools.cache
+def empty_spool() -> bytes:
+    """The contents of a disk with a new spool."""
+    return _contents_of(Spool)
+
+
+def _contents_of(store: Callable[[sqlite3.Connection], Any]) -> bytes:
+    """What a new store puts into its database: made once, and not for every simulation."""
+    connection = sqlite3.connect(":memory:")
+    store(connection)
+    return connection.serialize()
