@@ -288,11 +288,11 @@ class Actor(HandlesRequests):
 
     def _told_to_leave(self, sign: str) -> None:
         """The first signal drains the actor, a second one ends it at once."""
-        if self.state != "healthy":
-            self.stop(True, f"told to leave by {sign}")
-        else:
+        if self.state == "healthy" and not self._told.done():
             self.state = "draining"
             self._told.set_result(sign)
+        else:
+            self.stop(True, f"told to leave by {sign}")
 
     async def _drain_when_told(self) -> None:
         sign = await self._told

@@ -15,7 +15,7 @@ from actors.simulation.loop import DEAD, ProcessLoop
 from actors.simulation.model import Model
 from protocols import transport
 from protocols.codec import decode_body
-from protocols.messages import MembersChanged, Message, PolicyPublished, Shutdown
+from protocols.messages import Done, HeartbeatAnswer, MembersChanged, Message, PolicyPublished, Shutdown, StreamEnd
 
 
 class Simulated(Protocol):
@@ -84,16 +84,16 @@ def quiet(world: Simulated) -> Iterator[None]:
 
 
 def _decode_body(kind: str, frames: Sequence[bytes]) -> Message:
-    """An event that many hear is decoded once: messages never change."""
-    return _decode_event(kind, frames[1]) if kind in _EVENTS else decode_body(kind, frames)
+    """What many hear, or is said again and again, is decoded once: messages never change."""
+    return _decode_once(kind, frames[1]) if kind in _REPEATED else decode_body(kind, frames)
 
 
-@functools.lru_cache(maxsize=64)
-def _decode_event(kind: str, body: bytes) -> Message:
+@functools.lru_cache(maxsize=256)
+def _decode_once(kind: str, body: bytes) -> Message:
     return decode_body(kind, (b"", body))
 
 
-_EVENTS = {kind.kind for kind in (MembersChanged, PolicyPublished, Shutdown)}
+_REPEATED = {kind.kind for kind in (Done, HeartbeatAnswer, MembersChanged, PolicyPublished, Shutdown, StreamEnd)}
 
 
 def _finalize_stream(stream: Any) -> None:

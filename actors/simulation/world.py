@@ -90,7 +90,7 @@ class Result:
     @property
     def story(self) -> str:
         """The lines of the trace that concern the group or actor of the violation, and all faults."""
-        names = "|".join(re.escape(name) for name in self.about if name)
+        names = "|".join(re.escape(name.partition("~")[0]) for name in self.about if name)
         wanted = re.compile(rf"(?<![\w.])({names})(?![\w.])" if names else ".")
         lines = [line for line in self.trace if wanted.search(line) or " !! " in line]
         return "\n".join([f"seed {self.seed}: {self.violation}", *lines[-STORY_LINES:]])
