@@ -307,8 +307,8 @@ class Actor(HandlesRequests):
 
     async def _heartbeat(self) -> None:
         while True:
-            await self._beat()
             await asyncio.sleep(HEARTBEAT_SECONDS)
+            await self._beat()
 
     async def _beat(self) -> None:
         beat = Heartbeat(state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats())
