@@ -77,9 +77,7 @@ class Caller:
 async def master_of(config: Config, resume: bool = False) -> AsyncIterator[asyncio.Task]:
     folder = RunFolder.resume(config) if resume else RunFolder.create(config)
     journal = Journal.open(folder.path / "journal.db")
-    running = asyncio.create_task(
-        Master(Bus("master/0#m", ZmqNetwork()), config, journal=journal, folder=folder).run()
-    )
+    running = asyncio.create_task(Master(Bus("master/0#m", ZmqNetwork()), config, journal=journal, folder=folder).run())
     try:
         yield running
     finally:
