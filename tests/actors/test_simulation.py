@@ -322,7 +322,7 @@ CAUGHT_WITHIN = {
     "capacity from a counter": 40,
     "no de-duplication": 20,
     "no batch gate": 200,
-    "no lease expiry": 120,
+    "no lease expiry": 500,
     "replies not matched": 10,
     "version kept on roll-back": 120,
     "payloads dropped once trained": 120,
