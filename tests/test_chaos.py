@@ -150,7 +150,7 @@ def test_every_role_may_be_killed_once(run, small, chaos, tmp_path):
 @pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)
 def test_a_run_goes_on_after_its_machine_was_lost_three_times_and_after_it_was_stopped(run, small, chaos, tmp_path):
     folder = tmp_path / "runs" / "test"
-    started = run("--config", CONFIG, *small)
+    started = run("--config", CONFIG, *small, "generator.count=1")
     ends = [signal.SIGTERM, signal.SIGKILL, signal.SIGKILL, signal.SIGKILL]
     for end, step in zip(chaos.sample(ends, 4), sorted(chaos.sample(KILLED_AT, 4)), strict=True):
         wait_for_step(started, folder, step)
