@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,8 @@ from protocols.transport import Bus, Publisher, Request
 # A parked request is answered this long before its asker gives up.
 PARK_MARGIN_SECONDS = CONTROL_SECONDS / 2
 WATCH_SECONDS = 1.0
+# Changes of the membership within this time are one event.
+GATHER_SECONDS = 0.05
 # How long the others have to leave after the end before the master goes.
 FAREWELL_SECONDS = 5.0
 # The answer to the last one's Leave is still on its way when it is off the list.
@@ -101,7 +104,8 @@ class Master(HandlesRequests):
         self._pulses: dict[str, _Pulse] = {}
         self._changed = Signal()
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._outbox: deque[Message] = deque()
+        self._mail = Signal()
         self._events: Publisher
         self._events_address = ""
         self._generated = 0.0
@@ -178,9 +182,26 @@ class Master(HandlesRequests):
     async def _announce(self) -> None:
         """Publish events in order, each once what it tells is on disk."""
         while True:
-            event = await self._outbox.get()
+            await self._mail.until(lambda: self._outbox)
+            event = self._outbox.popleft()
+            if isinstance(event, MembersChanged):
+                await asyncio.sleep(GATHER_SECONDS)
+                event = self._gathered(event)
             await self.journal.durable()
             self._events.publish(event)
+
+    def _send_out(self, event: Message) -> None:
+        self._outbox.append(event)
+        self._mail.notify()
+
+    def _gathered(self, event: MembersChanged) -> MembersChanged:
+        """With the changes that follow it directly: thousands may join at once, and each event goes to all of them."""
+        changed, gone = {m.identity: m for m in event.changed}, list(event.gone)
+        while self._outbox and isinstance(self._outbox[0], MembersChanged):
+            more = self._outbox.popleft()
+            changed |= {m.identity: m for m in more.changed}
+            gone += more.gone
+        return MembersChanged(changed=tuple(m for i, m in changed.items() if i not in gone), gone=tuple(gone))
 
     def _crashed(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)
@@ -192,7 +213,7 @@ class Master(HandlesRequests):
 
     async def _say_farewell(self, ending: Ending) -> None:
         self.folder.write_summary(self._summary(ending))
-        self._outbox.put_nowait(Shutdown(ok=ending.ok, reason=ending.reason[:4096]))
+        self._send_out(Shutdown(ok=ending.ok, reason=ending.reason[:4096]))
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await self._changed.until(lambda: not self._pulses)
@@ -323,7 +344,7 @@ class Master(HandlesRequests):
         member = Member(identity=identity, role=asked.role, index=index, address=asked.address, state="stale")
         self.state.emit("joined", member=member.model_dump())
         self._pulses[identity] = _Pulse(self._now(), 0.0)
-        self._outbox.put_nowait(MembersChanged(changed=(member,)))
+        self._send_out(MembersChanged(changed=(member,)))
         log.info("joined", actor=identity, address=asked.address)
         return member
 
@@ -338,7 +359,7 @@ class Master(HandlesRequests):
         if (beat.state, beat.serves) != (member.state, member.serves):
             member = member.model_copy(update={"state": beat.state, "serves": beat.serves})
             self.state.emit("member_changed", member=member.model_dump())
-            self._outbox.put_nowait(MembersChanged(changed=(member,)))
+            self._send_out(MembersChanged(changed=(member,)))
             self._progress()
         return HeartbeatAnswer(policy=self.state.policy, sequence=self._events.sequence, ended=self._end.done())
 
@@ -369,7 +390,7 @@ class Master(HandlesRequests):
         self.state.emit("left", identity=identity)
         del self._pulses[identity]
         released = self.ledger.release(identity)
-        self._outbox.put_nowait(MembersChanged(gone=(identity,)))
+        self._send_out(MembersChanged(gone=(identity,)))
         self._changed.notify()
         if not self._end.done():
             log.warning("left", actor=identity, reason=reason, released=released)
@@ -445,7 +466,7 @@ class Master(HandlesRequests):
             if policy.version != self.ledger.version:
                 raise RefusedError(f"version {policy.version} is restored, but the run is at {self.ledger.version}")
             self.state.emit("policy_restored", policy=policy.model_dump())
-            self._outbox.put_nowait(PolicyPublished(policy=policy))
+            self._send_out(PolicyPublished(policy=policy))
             self._progress()
         return Done()
 
@@ -503,7 +524,7 @@ class Master(HandlesRequests):
             "stepped", policy=commit.policy.model_dump(), metrics=metrics, groups=list(record.batch.group_ids)
         )
         self.state.compact_if_due()
-        self._outbox.put_nowait(PolicyPublished(policy=commit.policy))
+        self._send_out(PolicyPublished(policy=commit.policy))
         self._progress()
         self._changed.notify()
         await self.journal.durable()
