@@ -73,7 +73,8 @@ def _simulate(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     if options.devices or options.generators:
-        _simulate_scale(options, Console())
+        wide = None if sys.stdout.isatty() else 200  # else the tables would be cut to 80 columns
+        _simulate_scale(options, Console(width=wide))
         return
 
     from actors.simulation.runner import parse_seeds, run_one, run_seeds
