@@ -14,6 +14,7 @@ from contextvars import Context, copy_context
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 Future = asyncio.Future
 _set_running_loop = asyncio._set_running_loop
@@ -166,6 +167,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.after_work: Callable[[], None] | None = None
         self._busy: dict[int, float] = {}
         self._serial = count(1)
+        # Its own: to find them among those of all loops takes minutes where there are thousands of processes.
+        self._tasks: WeakSet[asyncio.Task] = WeakSet()
         self._tasks_at_death: list[asyncio.Task] = []
 
     def __repr__(self) -> str:
@@ -185,7 +188,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
 
     def pending_tasks(self) -> list[asyncio.Task]:
-        return sorted(asyncio.all_tasks(self), key=hash)
+        return sorted((task for task in self._tasks if not task.done()), key=hash)
 
     def bury(self) -> None:
         """After the simulation: close what is left, without a sound."""
@@ -250,6 +253,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         task.__init__(coro, loop=self, name=name, context=context)  # type: ignore[misc]
         if self.state is DEAD:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
+        self._tasks.add(task)
         return task
 
     def run_in_executor(self, executor: Any, func: Callable, *args: Any) -> asyncio.Future:  # type: ignore[override]

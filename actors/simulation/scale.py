@@ -19,14 +19,13 @@ import sqlite3
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import structlog
@@ -587,22 +586,6 @@ class MeteredScheduler(Scheduler):
             asyncio._set_running_loop(None)
 
 
-class _Loop(ProcessLoop):
-    """Knows its own tasks: to find them among those of all processes takes minutes where there are thousands."""
-
-    def __init__(self, scheduler: Scheduler, name: str) -> None:
-        super().__init__(scheduler, name, 0.0, lambda: DISK_SECONDS)
-        self._own: WeakSet[asyncio.Task] = WeakSet()
-
-    def create_task(self, coro: Coroutine, **kwargs: Any) -> asyncio.Task:  # type: ignore[override]
-        task = super().create_task(coro, **kwargs)
-        self._own.add(task)
-        return task
-
-    def pending_tasks(self) -> list[asyncio.Task]:
-        return sorted((task for task in self._own if not task.done()), key=hash)
-
-
 class _Folder:
     """The run folder: keeps the metrics of each step, and tells the cluster."""
 
@@ -708,7 +691,7 @@ class Cluster:
 
     def _start(self, role: str, index: int, at: float) -> None:
         name = f"{role}-{index}"
-        loop = _Loop(self.scheduler, name)
+        loop = ProcessLoop(self.scheduler, name, 0.0, lambda: DISK_SECONDS)
         loop.on_exception = lambda loop, context: self.fail(f"{loop.name}: {context.get('exception')!r}")
         self._loops.append(loop)
         identity = f"{role}/{'0' if role == 'master' else '?'}#{index:08x}"
