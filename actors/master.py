@@ -107,7 +107,6 @@ class Master(HandlesRequests):
         self._outbox: deque[Message] = deque()
         self._mail = Signal()
         self._events: Publisher
-        self._events_address = ""
         self._generated = 0.0
         self._starved = 0.0
         self._hungry_since: float | None = None
@@ -167,7 +166,7 @@ class Master(HandlesRequests):
                 f"or choose another with master.address=tcp://HOST:PORT."
             ) from None
         first = self.state.masters * EVENTS_OF_ONE_MASTER
-        self._events, self._events_address = self.bus.publisher(f"tcp://{host}:*", first)
+        self._events = self.bus.publisher(f"tcp://{host}:*", first)
         log.info("master ready", address=address, run=str(self.folder.path))
 
     def dispatch(self, request: Request) -> Awaitable[Message]:
@@ -296,7 +295,7 @@ class Master(HandlesRequests):
             policy=self.state.policy,
             members=tuple(self.state.members.values()),
             sequence=self._events.sequence,
-            events=self._events_address,
+            events=self._events.address,
         )
 
     def _now(self) -> float:
@@ -633,7 +632,7 @@ class Master(HandlesRequests):
                     for p in [self._pulses[i]]
                 ],
                 "ended": self._end.done(),
-                "events": self._events_address,
+                "events": self._events.address,
             }
         )
 

@@ -482,7 +482,7 @@ class Ledger:
 
     def release(self, owner: str) -> list[str]:
         """Re-queue the prompts of an owner that has left or is known to be dead."""
-        return self._return_leases([g for g in self._leased() if g.owner == owner], RELEASED)
+        return self._return_leases([self._groups[group_id] for group_id in self.alive_of(owner)], RELEASED)
 
     def next_batch(self, version: int) -> Batch | Waiting | RunEnded:
         """The batch to train at `version`, logged on the first answer and the same ever after.

@@ -543,9 +543,7 @@ class Bus:
     def peer(self, address: str) -> Peer:
         """The link to the server at `address`, made on first use."""
         if address not in self._peers:
-            self._peers[address] = Peer(
-                self._network, self.identity, self.run, self._ids, address, self._on_crash
-            )  # fmt: skip
+            self._peers[address] = Peer(self._network, self.identity, self.run, self._ids, address, self._on_crash)
         return self._peers[address]
 
     def forget(self, address: str) -> None:
@@ -555,14 +553,14 @@ class Bus:
             self._closing[closing] = None
             closing.add_done_callback(self._closing.pop)
 
-    def publisher(self, address: str, first: int = 0) -> tuple[Publisher, str]:
-        """A publisher whose first event is number `first + 1`, and its real address.
+    def publisher(self, address: str, first: int = 0) -> Publisher:
+        """A publisher whose first event is number `first + 1`; it knows its real address.
 
         Raises OSError (address in use).
         """
         publisher = Publisher(self._network, address, self.identity, self.run, first)
         self._others.append(publisher)
-        return publisher, publisher.address
+        return publisher
 
     def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> Subscriber:
         """Call `on_event(sequence, event)` for what is published at `address`, until the subscriber is closed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -381,12 +381,3 @@ class SimTokenizer:
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         return f"{len(tokens)} tokens from {int(tokens[0]) if len(tokens) else 0}"
-
-
-async def start_after(seconds: float, make: Callable[[], Any]) -> Any:
-    """What `make` gives, after a while."""
-    await asyncio.sleep(seconds)
-    return make()
-
-
-Start = Callable[..., Awaitable[Any]]

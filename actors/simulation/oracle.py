@@ -36,7 +36,6 @@ class Row:
 
     prompt: int
     owner: str
-    admitted_at: int
     started_at: int | None = None
     ready: bool = False
 
@@ -89,7 +88,7 @@ class Book:
         self.prompts = max(self.prompts, prompt_index + 1)
         self.waiting.discard(prompt_index)
         self.seen.add(group_id)
-        self.rows[group_id] = Row(prompt_index, owner, version)
+        self.rows[group_id] = Row(prompt_index, owner)
 
     def _started(self, group_id: str, version: int) -> None:
         row = self._row(group_id)
@@ -181,7 +180,6 @@ class Oracle:
         self.memory = self._book()
         self.disk = self._book()
         self.contents: list[bytes] = [files.model.content]
-        self.writers: dict[str, str] = {}
         self.ledger: Ledger | None = None
         self.is_spooled: Callable[[str], bool] = lambda group: True
         self.calls: set[tuple[str, tuple[str, str]]] = set()

@@ -67,7 +67,7 @@ LOOK_SECONDS = 1.5
 # What may end an actor, which is then started again: it cannot find the master; a generator's engine is torn; an
 # evaluator could score nothing, or not in time. A trainer that was replaced may find that its successor on the same
 # disk needs a group no more.
-FAILURES = {"generator": (UserError, EngineError), "evaluator": (UserError, RuntimeError, TimeoutError)}
+FAILURES = {"generator": (UserError, EngineError), "evaluator": (UserError, RuntimeError)}
 STORY_LINES = 120
 
 
@@ -295,10 +295,7 @@ class World:
 
     async def _start_learner(self, one: Incarnation) -> SimLearner:
         await asyncio.sleep(self.model.pace.start * (0.5 + self.random.random()))
-        return SimLearner(self.files, self._judge(one), one.loop.name, self.model.pace, self.random)
-
-    def _judge(self, one: Incarnation) -> Any:
-        return _Judge(self, one)
+        return SimLearner(self.files, _Judge(self, one), one.loop.name, self.model.pace, self.random)
 
     def _ended(self, one: Incarnation, task: asyncio.Task) -> None:
         """A process has reached its end by itself."""

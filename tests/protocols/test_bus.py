@@ -346,7 +346,7 @@ def test_events_go_on_after_the_number_they_are_told():
     async def behaviour(network):
         got = []
         bus_of(network).subscribe(DOOR, lambda sequence, event: got.append((sequence, event.policy.version)))
-        publisher, _ = bus_of(network, "master/0#a").publisher(DOOR, first=1 << 32)
+        publisher = bus_of(network, "master/0#a").publisher(DOOR, first=1 << 32)
         for version in range(2):
             publisher.publish(PolicyPublished(policy=Policy(lineage=0, version=version, folder="f")))
         await asyncio.sleep(0)

@@ -651,7 +651,8 @@ async def test_a_stream_goes_on_under_the_name_it_was_asked_with(net):
 
 async def test_events_come_without_a_gap_once_subscribed(net):
     got = []
-    publisher, address = net.bus("master/0#a").publisher(LOOPBACK)
+    publisher = net.bus("master/0#a").publisher(LOOPBACK)
+    address = publisher.address
     net.bus("reward/0#b").subscribe(address, lambda sequence, event: got.append((sequence, event.reason)))
     while not got:  # a subscription takes effect some time after it was made
         publisher.publish(Shutdown(ok=True, reason=f"{publisher.sequence + 1}"))
@@ -682,7 +683,8 @@ async def test_an_event_handler_that_fails_is_a_crash_of_its_actor(net):
     def fail(sequence, event):
         raise ZeroDivisionError
 
-    publisher, address = net.bus("master/0#a").publisher(LOOPBACK)
+    publisher = net.bus("master/0#a").publisher(LOOPBACK)
+    address = publisher.address
     bus, _ = net.serve(echo, identity="reward/0#b")
     bus.subscribe(address, fail)
     while not net.crashes:
