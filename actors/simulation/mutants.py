@@ -12,6 +12,7 @@ from typing import Any
 
 from actors.master import Master
 from actors.sessions import SampleSession
+from actors.simulation.quiet import replaced
 from actors.trainer import Trainer
 from areal.ledger import Ledger
 from protocols.codec import decode_header, encode_header
@@ -21,23 +22,13 @@ from protocols.transport import Peer, Server
 Mutant = Callable[[], AbstractContextManager[None]]
 
 
-@contextmanager
-def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
-    original = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 def capacity_from_a_counter() -> AbstractContextManager[None]:
     """Capacity counts what was ever admitted and trained, in place of the live rows."""
 
     def capacity(ledger: Ledger) -> int:
         return max(0, ledger._most_alive() - (ledger.counters.admitted - ledger.counters.trained))
 
-    return _replaced(Ledger, "capacity", property(capacity))
+    return replaced(Ledger, capacity=property(capacity))
 
 
 @contextmanager
@@ -56,25 +47,25 @@ def no_deduplication() -> Iterator[None]:
         if key in server._calls:
             forget(server, key, *more)
 
-    with _replaced(Server, "_receive", receive_anew), _replaced(Server, "_forget", forget_if_known):
+    with replaced(Server, _receive=receive_anew), replaced(Server, _forget=forget_if_known):
         yield
 
 
 def no_batch_gate() -> AbstractContextManager[None]:
     """Rule 3 is gone: a batch is trained whoever is left behind."""
-    return _replaced(Ledger, "_stragglers", lambda ledger, chosen: [])
+    return replaced(Ledger, _stragglers=lambda ledger, chosen: [])
 
 
 @contextmanager
 def no_lease_expiry() -> Iterator[None]:
     """A lease lasts for ever, whether its owner falls silent or leaves."""
-    with _replaced(Ledger, "expire", lambda ledger, now: []), _replaced(Ledger, "release", lambda ledger, owner: []):
+    with replaced(Ledger, expire=lambda ledger, now: []), replaced(Ledger, release=lambda ledger, owner: []):
         yield
 
 
 def leases_nobody_knows_of() -> AbstractContextManager[None]:
     """Only the leases of an owner that is gone return, not those it was never told of."""
-    return _replaced(Ledger, "expire", lambda ledger, now: [])
+    return replaced(Ledger, expire=lambda ledger, now: [])
 
 
 def replies_not_matched() -> AbstractContextManager[None]:
@@ -87,7 +78,7 @@ def replies_not_matched() -> AbstractContextManager[None]:
             frames = [encode_header(header._replace(reply_to=next(iter(peer._waiting)))), *frames[1:]]
         receive(peer, frames)
 
-    return _replaced(Peer, "_receive", receive_for_anyone)
+    return replaced(Peer, _receive=receive_for_anyone)
 
 
 def version_kept_on_roll_back() -> AbstractContextManager[None]:
@@ -112,7 +103,7 @@ def payloads_dropped_once_trained() -> AbstractContextManager[None]:
         trainer._spool.forget(batch.groups)
         return metrics
 
-    return _replaced(Trainer, "_train", train_and_drop)
+    return replaced(Trainer, _train=train_and_drop)
 
 
 def answers_before_the_commit() -> AbstractContextManager[None]:
@@ -121,12 +112,12 @@ def answers_before_the_commit() -> AbstractContextManager[None]:
     async def at_once(master: Master, answer: Any) -> Any:
         return await answer
 
-    return _replaced(Master, "_durably", at_once)
+    return replaced(Master, _durably=at_once)
 
 
 def no_fencing() -> AbstractContextManager[None]:
     """The master takes whatever a trainer reports, be it of a dead lineage."""
-    return _replaced(Master, "_trainer", lambda master, request, lineage=None: None)
+    return replaced(Master, _trainer=lambda master, request, lineage=None: None)
 
 
 def min_version_ignored() -> AbstractContextManager[None]:
@@ -137,12 +128,12 @@ def min_version_ignored() -> AbstractContextManager[None]:
         init(session, *arguments, **more)
         session.min_version = 0
 
-    return _replaced(SampleSession, "__init__", begin)
+    return replaced(SampleSession, __init__=begin)
 
 
 @contextmanager
 def _added(owner: type, name: str, value: Any) -> Iterator[None]:
-    """Like `_replaced`, for a method that the class inherits."""
+    """Like `replaced`, for a method that the class inherits."""
     setattr(owner, name, value)
     try:
         yield

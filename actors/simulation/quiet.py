@@ -6,8 +6,8 @@ import asyncio
 import functools
 import gc
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from actors import evaluator, generator, master, reward, rollout_manager, run_state, runtime, sessions, trainer
@@ -59,28 +59,44 @@ _LOGGING = [
 
 
 @contextmanager
-def quiet(world: Simulated) -> Iterator[None]:
-    """No logs but into the trace, no garbage collection at moments that nobody chose, no noise from dead processes."""
-    logs = [module.log for module in _LOGGING]
-    settings = run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS, transport.decode_body
-    run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS = world.model.compact_events, world.model.heartbeat_seconds
-    transport.decode_body = _decode_body
-    stand_in = _Log(world)
-    for module in _LOGGING:
-        module.log = stand_in  # type: ignore[attr-defined]
-    hooks = sys.get_asyncgen_hooks()
-    sys.set_asyncgen_hooks(finalizer=_finalize_stream)
-    collects = gc.isenabled()
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of a class or module are others for a while."""
+    before = {name: vars(owner)[name] for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def garbage_kept(finalizer: Callable[[Any], None]) -> Iterator[None]:
+    """No garbage collection at moments that nobody chose; `finalizer` hears of async generators that nobody closed."""
+    hooks, collects = sys.get_asyncgen_hooks(), gc.isenabled()
+    sys.set_asyncgen_hooks(finalizer=finalizer)
     gc.disable()
     try:
         yield
     finally:
-        for module, log in zip(_LOGGING, logs, strict=True):
-            module.log = log  # type: ignore[attr-defined]
         sys.set_asyncgen_hooks(*hooks)
-        run_state.COMPACT_EVENTS, runtime.HEARTBEAT_SECONDS, transport.decode_body = settings
         if collects:
             gc.enable()
+
+
+@contextmanager
+def quiet(world: Simulated) -> Iterator[None]:
+    """No logs but into the trace, no garbage collection at moments that nobody chose, no noise from dead processes."""
+    stand_in = _Log(world)
+    with ExitStack() as settings:
+        settings.enter_context(replaced(run_state, COMPACT_EVENTS=world.model.compact_events))
+        settings.enter_context(replaced(runtime, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
+        settings.enter_context(replaced(transport, decode_body=_decode_body))
+        for module in _LOGGING:
+            settings.enter_context(replaced(module, log=stand_in))
+        settings.enter_context(garbage_kept(_finalize_stream))
+        yield
 
 
 def _decode_body(kind: str, frames: Sequence[bytes]) -> Message:

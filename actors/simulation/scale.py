@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import sqlite3
 import sys
 import time
@@ -39,6 +38,7 @@ from actors.rollout_manager import RolloutManager
 from actors.simulation.engines import Mishaps, Pace, SimRewards, SimSource, SimTokenizer
 from actors.simulation.loop import ProcessLoop, Scheduler
 from actors.simulation.network import SimNetwork, Weather, Wire
+from actors.simulation.quiet import garbage_kept, replaced
 from actors.trainer import Trainer
 from areal.config import Config, SamplingConfig, UserError
 from areal.engines.generation import Chunk, EngineError, EngineStats, LoadTimes
@@ -53,8 +53,7 @@ GRAIN = 64
 # Tokens of a sequence in one message. The default of `generator.stream_interval` is 16: more messages, to the managers
 # alone. Time between keep-alives of a stream: 2 s in a real run. Both only spare the simulation's own time.
 CHUNK = 1024
-KEEP_ALIVE_SECONDS = 60.0
-SILENCE_SECONDS = 200.0
+SPACED = {"KEEP_ALIVE_SECONDS": 60.0, "STREAM_SILENCE_SECONDS": 200.0}
 
 MASTER = "tcp://master:5555"
 # A commit of the journal or of the spool on a local NVMe disk, and a message within a data centre.
@@ -649,7 +648,7 @@ class Cluster:
             for index in range(number):
                 self._start(role, index, 0.1 + self._random.random() * START_SECONDS)
         begun = time.thread_time()
-        with _quiet(self.logged), _spaced_keep_alives():
+        with _quiet(self.logged), replaced(transport, **SPACED):
             try:
                 self.scheduler.run((setup.warm_up + setup.steps) * LONGEST_STEP_SECONDS)
             finally:
@@ -781,30 +780,15 @@ def _quiet(logged: Counter[str]) -> Iterator[None]:
         logged[f"{method}: {event['event']}"] += 1
         raise structlog.DropEvent
 
-    logging, collects = structlog.get_config(), gc.isenabled()
-    streams, unraisable = sys.get_asyncgen_hooks(), sys.unraisablehook
+    logging, unraisable = structlog.get_config(), sys.unraisablehook
     structlog.configure(processors=[tally], cache_logger_on_first_use=False)
-    sys.set_asyncgen_hooks(finalizer=lambda stream: None)
     sys.unraisablehook = lambda unraisable: None
-    gc.disable()
     try:
-        yield
+        with garbage_kept(lambda stream: None):
+            yield
     finally:
         structlog.configure(**logging)
-        sys.set_asyncgen_hooks(*streams)
         sys.unraisablehook = unraisable
-        if collects:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _spaced_keep_alives() -> Iterator[None]:
-    before = transport.KEEP_ALIVE_SECONDS, transport.STREAM_SILENCE_SECONDS
-    transport.KEEP_ALIVE_SECONDS, transport.STREAM_SILENCE_SECONDS = KEEP_ALIVE_SECONDS, SILENCE_SECONDS
-    try:
-        yield
-    finally:
-        transport.KEEP_ALIVE_SECONDS, transport.STREAM_SILENCE_SECONDS = before
 
 
 # ------------------------------------------------------------------------------------------------------------- report
