@@ -7,6 +7,7 @@ import socket
 from areal.config import Config, UserError
 from areal.data import open_source
 from areal.models import resolve_model
+from areal.plugins import load
 from areal.rewards import resolve
 from areal.workflows import resolve_workflow
 
@@ -17,6 +18,8 @@ def check(config: Config) -> None:
     for name in config.reward.functions:
         resolve(name)
     resolve_workflow(config.rollout_manager.workflow)
+    if ":" in config.trainer.objective:
+        load(config.trainer.objective, "The objective")
     open_source(config.data, config.seed)
     if config.model != "quickstart":
         resolve_model(config)
