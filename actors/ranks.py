@@ -83,7 +83,8 @@ def start_engine(config: Config) -> TrainingEngine:
     """The engine of this rank (all ranks)."""
     from areal.engines.training import TrainingEngine
 
-    return TrainingEngine(Path(config.model), config.trainer, seed=config.seed)
+    steps = config.steps * config.trainer.minibatches
+    return TrainingEngine(Path(config.model), config.trainer, seed=config.seed, optimizer_steps=steps)
 
 
 def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group] | None) -> Any:

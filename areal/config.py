@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -85,6 +85,16 @@ OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685): W + alpha / rank * B A, where A and B alone are trained and published."""
+
+    rank: int = Field(16, ge=1)
+    alpha: int = Field(32, ge=1)
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear", description="names of the linear layers that get an adapter, such as q_proj"
+    )
+
+
 class TrainerConfig(Section):
     """`objective` is a name, or `package.module:function` of the user's own (areal.objectives tells how it is called).
     A named objective sets what belongs to it, from `advantage_mean` to `behaviour_weight`, where nothing is said here.
@@ -96,12 +106,18 @@ class TrainerConfig(Section):
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (CPU only)")
     lr: float = Field(2e-5, gt=0)
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="from lr after the warm-up to lr_final * lr at the run's last optimizer step"
+    )
+    lr_final: float = Field(0.1, ge=0, le=1, description="share of lr")
     betas: tuple[float, float] = (0.9, 0.95)
     adam_eps: float = Field(1e-5, gt=0)
     weight_decay: float = Field(0.05, ge=0)
     grad_clip: float = Field(1.0, gt=0)
     minibatches: int = Field(4, ge=1, description="optimizer steps a training step, each on its share of the batch")
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="cap C of Algorithm 1")
+    gradient_checkpointing: bool = Field(False, description="compute activations again in the backward pass: memory")
+    lora: LoraConfig | None = Field(None, description="train adapters in place of all weights")
     objective: str = "decoupled_ppo"
     eps_clip: float = Field(0.2, gt=0)
     eps_clip_higher: float | None = Field(None, gt=0, description="upper clip, where it differs from eps_clip")
@@ -269,7 +285,7 @@ def _explain(error: ValidationError, file: Path) -> str:
         case "extra_forbidden":
             section: Any = Config
             for part in first["loc"][:-1]:
-                section = section.model_fields[part].annotation
+                section = _section(section.model_fields[part].annotation)
             close = difflib.get_close_matches(str(first["loc"][-1]), section.model_fields, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
             return f"Unknown key {key!r} in {file} or the overrides: {hint}"
@@ -279,6 +295,11 @@ def _explain(error: ValidationError, file: Path) -> str:
             return f"{first['msg'].removeprefix('Value error, ')} ({file})."
         case _:
             return f"{key} is {first['input']!r:.80} in {file} or the overrides, but {_lower(first['msg'])}."
+
+
+def _section(annotation: Any) -> Any:
+    """The section that a key holds: of `Section | None`, the section."""
+    return next((part for part in get_args(annotation) if part is not type(None)), annotation)
 
 
 def _lower(text: str) -> str:

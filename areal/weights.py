@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHTS_FILE = "model.safetensors"
+ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 

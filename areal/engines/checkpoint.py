@@ -34,14 +34,21 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class TrainingState:
     """The state of a DeepSpeed engine whose optimizer is torch's AdamW, wherever its ZeRO stage keeps the parts.
 
-    control: a group of all ranks on the CPU, patient enough to wait while rank 0 writes.
+    parameters: those that are trained. control: a group of all ranks on the CPU, patient enough to wait while rank 0
+    writes.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, stage: int, control: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        parameters: Mapping[str, torch.nn.Parameter],
+        stage: int,
+        control: dist.ProcessGroup,
+    ) -> None:
         self._engine = engine
         self._stage = stage
         self._control = control
-        self._parameters: dict[str, torch.nn.Parameter] = dict(engine.module.named_parameters())
+        self._parameters = parameters
         self._make_moments()
 
     def _make_moments(self) -> None:
@@ -156,7 +163,9 @@ class TrainingState:
             raise UserError(f"{model} is not a checkpoint to go on from: it holds no {FOLDER}/{STATE_FILE}.")
         facts = json.loads(file.read_text())
         if facts["shapes"] != self._shapes():
-            raise UserError(f"The checkpoint {model} is one of another model than the run's.")
+            raise UserError(
+                f"The checkpoint {model} is one of another model than the run's, or has another trainer.lora."
+            )
         return facts
 
     def _each(self, file: Path, put: Callable[[torch.nn.Parameter, Tensor], None]) -> None:

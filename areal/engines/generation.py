@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +27,7 @@ import numpy as np
 
 from areal.config import GeneratorConfig, SamplingConfig, UserError
 from areal.engines.amx import avoid_broken_amx
+from areal.weights import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -119,7 +120,7 @@ class GenerationEngine:
         # In a thread: importing vLLM and waiting for its process take seconds, and the actor's heartbeats go on.
         core, stop_tokens = await asyncio.to_thread(_start_core, model, config, seed)
         limits = core.vllm_config.model_config
-        facts = _Model(weights, stop_tokens, limits.get_vocab_size(), limits.max_model_len)
+        facts = _Model(model, weights, stop_tokens, limits.get_vocab_size(), limits.max_model_len)
         engine = cls(core, config, facts, version)
         await engine._call(core.set_weight_version_async(str(version)))
         return engine
@@ -160,15 +161,15 @@ class GenerationEngine:
                 await self._core.abort_requests_async([key])
 
     async def load(self, folder: Path, version: int) -> LoadTimes:
-        """Swap in the weights of `folder`/model.safetensors, interrupting every sequence mid-way.
+        """Swap in the weights of `folder`, interrupting every sequence mid-way.
 
+        It holds safetensors files of the whole model, or a LoRA adapter of the model that the engine was started on.
         Tokens sampled so far stay; the KV cache is dropped and each prefix is prefilled again under the new weights.
-        Raises WeightLoadError, before anything is interrupted, where the file does not fit the model; EngineError
+        Raises WeightLoadError, before anything is interrupted, where they do not fit the model; EngineError
         where the engine dies, or fails so late that its weights are torn (it is then closed).
         """
-        path = folder / "model.safetensors"
-        await asyncio.to_thread(_check_weights, path, self._model.weights)
-        swap = asyncio.ensure_future(self._swap(path, version))
+        await asyncio.to_thread(_check_offer, folder, self._model.weights)
+        swap = asyncio.ensure_future(self._swap(folder, version))
         try:
             return await asyncio.shield(swap)
         except asyncio.CancelledError:
@@ -227,25 +228,25 @@ class GenerationEngine:
         )
         await self._call(self._core.add_request_async(request))
 
-    async def _swap(self, path: Path, version: int) -> LoadTimes:
+    async def _swap(self, folder: Path, version: int) -> LoadTimes:
         async with self._loading:
             self._raise_if_failed()
             try:
-                return await self._interrupt(path, version)
+                return await self._interrupt(folder, version)
             except EngineError:
                 raise
             except Exception as error:  # vLLM reports whatever its worker raised as a plain Exception
-                torn = EngineError(f"Loading {path} failed half-way, so the weights may be torn: {error}")
+                torn = EngineError(f"Loading {folder} failed half-way, so the weights may be torn: {error}")
                 self._fail(torn)
                 await self.close()
                 raise torn from error
 
-    async def _interrupt(self, path: Path, version: int) -> LoadTimes:
+    async def _interrupt(self, folder: Path, version: int) -> LoadTimes:
         start = time.perf_counter()
         await self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=True))
         interrupted = sum(stream.started for stream in self._streams.values())
         paused = time.perf_counter()
-        await self._call(self._core.collective_rpc_async("load_policy", args=(str(path),)))
+        await self._call(self._core.collective_rpc_async("load_policy", args=(str(folder), str(self._model.folder))))
         await self._call(self._core.set_weight_version_async(str(version)))
         self._version = version
         loaded = time.perf_counter()
@@ -314,6 +315,7 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
+    folder: Path
     weights: _Weights
     stop_tokens: list[int]
     vocab_size: int
@@ -448,31 +450,50 @@ def _read_model_folder(model: Path) -> _Weights:
     """What the files that `load` will be given have to hold, from the headers of those in a Hugging Face folder."""
     if not (model / "config.json").is_file():
         raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
-    files = sorted(model.glob("*.safetensors"))
-    if not files:
+    if not any(model.glob("*.safetensors")):
         raise UserError(f"{model} has no weights in safetensors format (*.safetensors).")
     try:
-        shapes = {name: shape for file in files for name, shape in _read_shapes(file).items()}
+        shapes = _read_all_shapes(model)
         tied = json.loads((model / "config.json").read_bytes()).get("tie_word_embeddings", HEAD not in shapes)
     except (OSError, ValueError) as error:
         raise UserError(f"The model in {model} cannot be read: {error}.") from error
     return _Weights(shapes, tied)
 
 
-def _check_weights(path: Path, expected: _Weights) -> None:
+def _check_offer(folder: Path, model: _Weights) -> None:
+    """Raises WeightLoadError where what lies in `folder` does not fit the model."""
     try:
-        shapes = _read_shapes(path)
-    except (OSError, ValueError) as error:
-        raise WeightLoadError(f"{path} cannot be read: {error}") from error
-    names = expected.shapes.keys() | shapes.keys()
-    if expected.tied:
+        shapes = _read_all_shapes(folder)
+        adapter = (folder / ADAPTER_FILE).is_file()
+        expected = _factors(folder, shapes, model.shapes) if adapter else model.shapes
+    except (OSError, KeyError, ValueError) as error:
+        raise WeightLoadError(f"{folder} cannot be read: {error}") from error
+    names = expected.keys() | shapes.keys()
+    if model.tied:
         names -= {HEAD}  # it may be stored or left out
-    if wrong := sorted(name for name in names if expected.shapes.get(name) != shapes.get(name)):
+    if wrong := sorted(name for name in names if expected.get(name) != shapes.get(name)):
         name = wrong[0]
         raise WeightLoadError(
-            f"{path} does not fit the model: {len(wrong)} tensors differ, the first is {name} "
-            f"(expected {expected.shapes.get(name)}, found {shapes.get(name)})"
+            f"{folder} does not fit the model: {len(wrong)} tensors differ, the first is {name} "
+            f"(expected {expected.get(name)}, found {shapes.get(name)})"
         )
+
+
+def _factors(folder: Path, names: Iterable[str], weights: Shapes) -> Shapes:
+    """What peft's factors A and B of the weights that `names` belong to look like."""
+    rank = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())["r"]
+    adapted = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names}
+    shapes: Shapes = {}
+    for weight in adapted:
+        if len(shape := weights.get(f"{weight}.weight", ())) == 2:
+            shapes[f"base_model.model.{weight}.lora_A.weight"] = (rank, shape[1])
+            shapes[f"base_model.model.{weight}.lora_B.weight"] = (shape[0], rank)
+    return shapes
+
+
+def _read_all_shapes(folder: Path) -> Shapes:
+    files = sorted(folder.glob("*.safetensors")) or [folder / WEIGHTS_FILE]  # the one that is missing
+    return {name: shape for file in files for name, shape in _read_shapes(file).items()}
 
 
 def _read_shapes(path: Path) -> Shapes:

@@ -11,7 +11,7 @@ import io
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,12 +23,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from areal.advantages import advantages
 from areal.config import TrainerConfig, UserError
 from areal.engines.amx import avoid_broken_amx
 from areal.engines.checkpoint import TrainingState
+from areal.engines.lora import FOLDER as ADAPTER
+from areal.engines.lora import add_adapters, merged_tensors, read_adapter, write_adapter
 from areal.engines.packed import PACKED_SDPA, FlatBatch, Row, attention_kwargs, pack, packed_sdpa, token_logprobs
 from areal.objectives import TokenLoss, Tokens, interpolated_proximal, kl, resolve_objective
 from areal.packing import split_over_ranks
@@ -171,6 +174,28 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
     }
 
 
+def learning_rates(optimizer: Optimizer, config: TrainerConfig, optimizer_steps: int) -> LambdaLR:
+    """The schedule of a run of so many optimizer steps; a function of the count alone, so that it can be set anywhere.
+
+    Warm-up ends at the full rate, and the last step of the run has the share `config.lr_final` of it.
+    """
+    from transformers.optimization import get_constant_schedule_with_warmup, get_wsd_schedule
+
+    if config.lr_schedule == "constant":
+        schedule = get_constant_schedule_with_warmup(optimizer, config.warmup_steps)
+    else:
+        schedule = get_wsd_schedule(
+            optimizer,
+            config.warmup_steps,
+            max(1, optimizer_steps - config.warmup_steps),
+            num_stable_steps=0,
+            decay_type=config.lr_schedule,
+            min_lr_ratio=config.lr_final,
+        )
+    # Theirs gives the first step a rate of 0, or in a decay without warm-up the full one: ours is one step ahead.
+    return LambdaLR(optimizer, lambda step, rate=schedule.lr_lambdas[0]: rate(step + 1))
+
+
 def _join_ranks() -> None:
     """Initialise torch.distributed, unless it is. It ends with the process: DeepSpeed keeps groups of it for good."""
     if dist.is_initialized():
@@ -190,10 +215,11 @@ class TrainingEngine:
     """A causal language model under training, and its share of the ranks.
 
     model: folder of a Hugging Face model. Ranks come from torchrun's environment; without it there is one.
-    Raises UserError where the model cannot be loaded.
+    optimizer_steps: of the whole run, where the learning rate is not constant. Raises UserError where the model cannot
+    be loaded.
     """
 
-    def __init__(self, model: Path, config: TrainerConfig, *, seed: int) -> None:
+    def __init__(self, model: Path, config: TrainerConfig, *, seed: int, optimizer_steps: int = 1) -> None:
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         if not torch.cuda.is_available():
@@ -215,19 +241,22 @@ class TrainingEngine:
         self._stage: int = settings["zero_optimization"]["stage"]
         self._objective = resolve_objective(config.objective)
         self._module = self._read_model(model, config.dtype).train()
+        if config.gradient_checkpointing:
+            self._module.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.lora:
+            self._module = add_adapters(self._module, config.lora)
+        self._trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         with redirect_stdout(io.StringIO()):  # it prints memory tables
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
-                model_parameters=list(self._module.parameters()),
+                model_parameters=list(self._trained.values()),
                 config=settings,
-                lr_scheduler=lambda optimizer: LambdaLR(
-                    optimizer, lambda step: min(1.0, (step + 1) / max(1, config.warmup_steps))
-                ),
+                lr_scheduler=lambda optimizer: learning_rates(optimizer, config, optimizer_steps),
             )
-        self._state = TrainingState(self._deepspeed, self._stage, self._control)
+        self._state = TrainingState(self._deepspeed, self._trained, self._stage, self._control)
         self.device: torch.device = self._deepspeed.device
-        self._reference = self._read_reference()
+        self._reference = self._start_reference()
         self.work_done = 0
         """Micro-batches computed and parameters gathered since the start: tells long work from work that hangs."""
 
@@ -251,12 +280,23 @@ class TrainingEngine:
                 part.p = 0.0  # pi_theta of a token must be the same number in every pass
         return module
 
-    def _read_reference(self) -> torch.nn.Module | None:
-        """The model whose distance the penalty measures. Each rank holds it whole."""
-        if not self.config.kl_coef:
+    def _start_reference(self) -> torch.nn.Module | None:
+        """The model that the policy is not to leave, unless there is none or its adapters can be put aside.
+
+        Under ZeRO 3 each rank holds a part of it, as of the policy; else all of it.
+        """
+        folder = Path(self.config.reference or self.source)
+        if not self.config.kl_coef or (self.config.lora and folder.resolve() == self.source.resolve()):
             return None
-        module = self._read_model(Path(self.config.reference or self.source), self.config.dtype)
-        return module.requires_grad_(False).eval().to(self.device)
+        module = self._read_model(folder, self.config.dtype).requires_grad_(False).eval()
+        if self._stage < 3:
+            return module.to(self.device)
+        import deepspeed
+
+        settings = deepspeed_config(self.config)
+        del settings["optimizer"]
+        with redirect_stdout(io.StringIO()):
+            return deepspeed.initialize(model=module, config=settings)[0]
 
     @property
     def rank(self) -> int:
@@ -347,13 +387,14 @@ class TrainingEngine:
             self._control,
             tokens_trained=int(trained.sum()),
             tokens_total=len(flat.tokens),
-            reference=self._reference is not None,
+            reference=self.config.kl_coef > 0,
         )
 
     def _look_at_reference(self, rows: list[Row], temperature: float, tally: _Tally) -> None:
-        if self._reference is None:
+        if not self.config.kl_coef:
             return
-        with torch.no_grad(), tally.clock("forward"):
+        without_adapters = self._module.disable_adapter() if self._reference is None else nullcontext()
+        with torch.no_grad(), tally.clock("forward"), without_adapters:
             for row in rows:
                 row.reference, _ = self._forward(row, temperature, self._reference)
                 self.work_done += 1
@@ -375,7 +416,7 @@ class TrainingEngine:
 
     def _penalties(self, rows: list[Row], tokens: int) -> np.ndarray | None:
         """What each token of the batch is to lose of its reward, float64 [T] on all ranks (all ranks)."""
-        if self._reference is None or self.config.kl_in != "reward":
+        if not self.config.kl_coef or self.config.kl_in != "reward":
             return None
         penalties = torch.zeros(tokens, dtype=torch.float64)
         for row in rows:
@@ -404,7 +445,7 @@ class TrainingEngine:
                     Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence), self.config
                 )
                 loss = out.loss
-                if self._reference is not None and self.config.kl_in == "loss":
+                if self.config.kl_coef and self.config.kl_in == "loss":
                     loss = loss + self.config.kl_coef * kl(logp, row.reference, self.config.kl_estimator)
                 tally.add(row, logp, entropy, out, version, first=first)
             with tally.clock("backward"):
@@ -425,21 +466,22 @@ class TrainingEngine:
         return torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)
 
     def _gather(self) -> dict[str, Tensor]:
-        """The weights by their Hugging Face names, copied to the CPU, on rank 0; nothing elsewhere (all ranks).
+        """The trained weights, copied to the CPU, on rank 0; nothing elsewhere (all ranks).
 
-        Parameters are gathered one after another with all ranks in step. Nothing may be sent or written in between:
-        under ZeRO-3 a rank that is late for a gather hangs the others. Tied parameters appear once.
+        By their Hugging Face names, or adapters by those of their parameters. They are gathered one after another, all
+        ranks in step. Nothing may be sent or written in between: under ZeRO-3 a rank that is late for a gather hangs
+        the others. Tied parameters appear once.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self._trained.items():
             with self._zero.GatheredParameters([parameter], enabled=self._stage == 3):
                 if self.rank == 0:
                     tensors[name] = parameter.detach().to("cpu", copy=True)
             self.work_done += 1
-        if self.rank != 0:
-            return {}
+        if self.rank != 0 or self.config.lora:
+            return tensors
         saved = self._module.state_dict().keys()
         tensors |= {name: b.detach().to("cpu", copy=True) for name, b in self._module.named_buffers() if name in saved}
         return revert_weight_conversion(self._module, tensors)
@@ -447,13 +489,17 @@ class TrainingEngine:
     def publish(self, folder: Path) -> Path:
         """Write the weights as `folder`/model.safetensors in the model's dtype; returns `folder` (all ranks).
 
-        Rank 0 writes, and returns when all is on disk; the others return at once. The folder appears complete or not
-        at all, and takes the place of one of that name.
+        Adapters are written as peft does, without the weights they belong to. Rank 0 writes, and returns when all is on
+        disk; the others return at once. The folder appears complete or not at all, and takes the place of one of that
+        name.
         """
         tensors = self._gather()
         if self.rank == 0:
             with atomic_folder(folder) as partial:
-                write_weights(tensors, partial)
+                if self.config.lora:
+                    write_adapter(self._module, tensors, partial)
+                else:
+                    write_weights(tensors, partial)
         return folder
 
     def save(self, folder: Path) -> Path:
@@ -465,11 +511,20 @@ class TrainingEngine:
         with atomic_folder(folder) if self.rank == 0 else nullcontext() as partial:
             tensors = self._gather()
             if partial:
-                copy_model_files(self.source, partial, dtype=self.config.dtype)
-                write_weights(tensors, partial)
+                self._write_model(tensors, partial)
             del tensors  # before the next ones are gathered
             self._state.save(partial)
         return folder
+
+    def _write_model(self, tensors: dict[str, Tensor], folder: Path) -> None:
+        """A model folder of `_gather`'s tensors. Adapters are merged, and lie in a folder in it as well."""
+        copy_model_files(self.source, folder, dtype=self.config.dtype)
+        if self.config.lora:
+            (folder / ADAPTER).mkdir()
+            write_adapter(self._module, tensors, folder / ADAPTER)
+            dtype = getattr(torch, self.config.dtype)
+            tensors = {name: tensor.to(dtype) for name, tensor in merged_tensors(self.source, folder / ADAPTER)}
+        write_weights(tensors, folder)
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint of `save`, written with any number of ranks and at any ZeRO stage (all ranks).
@@ -477,8 +532,15 @@ class TrainingEngine:
         Raises UserError on every rank, before anything is changed, where the folder holds no checkpoint or one of
         another model.
         """
-        self._state.load(folder, lambda: dict(self._read_model(folder, "float32").named_parameters()))
+        self._state.load(folder, lambda: self._read_trained(folder))
+
+    def _read_trained(self, folder: Path) -> Mapping[str, Tensor]:
+        if self.config.lora:
+            return read_adapter(folder / ADAPTER)
+        return dict(self._read_model(folder, "float32").named_parameters())
 
     def close(self) -> None:
         """Take DeepSpeed's hooks and buffers down, so that memory can be freed (all ranks)."""
         self._deepspeed.destroy()
+        if self._stage == 3 and self._reference is not None:
+            self._reference.destroy()

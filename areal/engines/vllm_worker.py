@@ -11,15 +11,15 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from areal.engines.amx import without_amx
+from areal.engines.lora import merged_tensors, stored_tensors
+from areal.weights import ADAPTER_FILE
 
 if without_amx():
     # vLLM's own kernels ask torch what the processor announces.
@@ -29,23 +29,20 @@ if without_amx():
 class PolicyWorker:
     """Mixed into vLLM's worker: `load_policy` is called through `collective_rpc` while generation is paused."""
 
-    def load_policy(self, path: str) -> None:
-        """Overwrite the weights in place with the safetensors file at `path` (Hugging Face names and shapes)."""
-        # vLLM warns of every layer without weights in the file, as rotary embeddings and tied heads are; the file
-        # has been compared with the model before.
+    def load_policy(self, folder: str, base: str) -> None:
+        """Overwrite the weights in place with those in `folder`, or with those of the model `base` and the adapter that
+        lies there (Hugging Face names and shapes)."""
+        # vLLM warns of every layer without weights in the files, as rotary embeddings and tied heads are; they have
+        # been compared with the model before.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        self.model_runner.reload_weights(weights_iterator=_tensors(Path(path)))
+        adapter = (Path(folder) / ADAPTER_FILE).is_file()
+        tensors = merged_tensors(Path(base), Path(folder)) if adapter else stored_tensors(Path(folder))
+        self.model_runner.reload_weights(weights_iterator=tensors)
         for module in self.model_runner.get_model().modules():
             if isinstance(module, ParallelLMHead):
                 # On the CPU linear weights are packed when loaded. A tied head has no weights of its own in the file,
                 # so vLLM does not pack it again, and it would go on multiplying by the old embedding.
                 module.quant_method.process_weights_after_loading(module)
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        for name in file.offset_keys():
-            yield name, file.get_tensor(name)
 
 
 class _DiesWithGenerator:

@@ -21,11 +21,13 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal.config import GeneratorConfig, SamplingConfig, UserError
+from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
 from areal.engines.generation import Chunk, EngineError, GenerationEngine, WeightLoadError
+from areal.engines.lora import add_adapters, write_adapter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -215,6 +217,42 @@ async def test_a_reader_that_leaves_aborts_its_sequence_in_the_engine(engine: Ge
     assert engine.stats() == after
     assert (after.running, after.waiting, after.kv_use) == (0, 0, 0.0)
     assert 0 < after.tokens_generated - before < 8 * 200
+
+
+def write_random_adapter(model: Path, folder: Path, rank: int = 4) -> None:
+    module = add_adapters(Qwen3ForCausalLM.from_pretrained(model), LoraConfig(rank=rank, alpha=8))
+    torch.manual_seed(7)
+    factors = {name: torch.randn_like(p) * 0.1 for name, p in module.named_parameters() if p.requires_grad}
+    write_adapter(module, factors, folder)
+
+
+async def test_an_adapter_is_merged_into_the_weights_the_engine_was_started_on(
+    engine: GenerationEngine, models: Models, tmp_path: Path
+) -> None:
+    write_random_adapter(models[0], tmp_path)
+    adapted = PeftModel.from_pretrained(Qwen3ForCausalLM.from_pretrained(models[0]), tmp_path).merge_and_unload()
+    adapted.save_pretrained(tmp_path / "merged")
+    await engine.load(models[1], 1)
+    await engine.load(tmp_path, 2)
+    for version in (2, 3):  # loaded twice, it is not added twice
+        sequence = await collect(engine.generate("r", PROMPT, SAMPLING))
+        assert set(sequence.versions) == {version}
+        expected = reference(tmp_path / "merged", PROMPT, sequence.tokens, SAMPLING.temperature)
+        assert np.abs(expected - sequence.logprobs).max() < 1e-4
+        await engine.load(tmp_path, 3)
+
+
+async def test_an_adapter_that_does_not_fit_is_refused(
+    engine: GenerationEngine, models: Models, tmp_path: Path
+) -> None:
+    write_random_adapter(models[0], tmp_path)
+    factors = load_file(tmp_path / "adapter_model.safetensors")
+    name = next(iter(factors))
+    for wrong in ({name: factors[name][:2]}, {name.replace("layers.0", "layers.9"): factors[name]}):
+        save_file(factors | wrong, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(WeightLoadError, match="1 tensors differ"):
+            await engine.load(tmp_path, 1)
+    assert engine.version == 0
 
 
 def missing(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

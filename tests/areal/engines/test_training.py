@@ -3,8 +3,6 @@
 Run under torchrun, this file is also the worker of the test of two ranks.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,53 +10,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings
+from transformers import AutoModelForCausalLM
 
-from areal.config import TrainerConfig, UserError
+from areal.config import UserError
 from areal.engines.packed import FlatBatch, pack
 from areal.engines.training import TrainingEngine
-from areal.trajectory import Group, Trajectory
-
-VOCAB = 37
-TEMPERATURE = 0.8
-NEVER_CLIP = 1e9
-
-
-def make_model(folder, hidden_size=32):
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=hidden_size,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
-
-
-def make_batch(groups=4, version=3, seed=0):
-    """Groups of 1 to 4 samples, sampled by `version` and the two before it, with log-probs that are a little off."""
-    rng = np.random.default_rng(seed)
-    batch = []
-    for g in range(groups):
-        members = []
-        for _ in range(1 + g % 4):
-            prompt, length = int(rng.integers(1, 6)), int(rng.integers(8, 33))
-            versions = np.sort(rng.integers(version - 2, version + 1, length)).astype(np.int32)
-            versions[:prompt] = -1
-            versions[-2] = -1  # a token in the middle that an environment wrote
-            logprobs = np.where(versions >= 0, rng.normal(-3.5, 0.3, length), 0).astype(np.float32)
-            tokens = rng.integers(0, VOCAB, length).astype(np.int32)
-            members.append(Trajectory(tokens, logprobs, versions, float(rng.random()), "stop"))
-        batch.append(Group(str(g), g, tuple(members)))
-    return batch
 
 
 def eager(folder):
@@ -115,11 +72,6 @@ def assert_same_gradients(found, expected):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def settings(**changes):
-    defaults = {"minibatches": 1, "max_tokens_per_microbatch": 64, "grad_clip": NEVER_CLIP, "lr": 1e-3}
-    return TrainerConfig(**(defaults | changes))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
@@ -129,8 +81,8 @@ def folder(tmp_path_factory):
 def engine_of(folder):
     engines = []
 
-    def start(**changes):
-        engines.append(TrainingEngine(folder, settings(**changes), seed=0))
+    def start(*, optimizer_steps=1, **changes):
+        engines.append(TrainingEngine(folder, settings(**changes), seed=0, optimizer_steps=optimizer_steps))
         return engines[-1]
 
     yield start
@@ -232,11 +184,33 @@ def test_gradients_are_clipped_and_the_norm_is_that_before(engine_of, folder):
 
 def test_the_learning_rate_warms_up_linearly_and_then_stays(engine_of):
     engine = engine_of(warmup_steps=2, lr=1e-3)
+    assert rates_of(engine, 4) == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
+
+
+def rates_of(engine, steps):
     rates = []
-    for _ in range(4):
+    for _ in range(steps):
         rates += engine._deepspeed.get_lr()
         engine.step(make_batch(1), version=3, temperature=TEMPERATURE)
-    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("linear", [0.55, 1, 0.775, 0.55, 0.325, 0.1]), ("cosine", [0.55, 1, 0.8682, 0.55, 0.2318, 0.1])],
+)
+def test_the_learning_rate_falls_to_its_final_share_at_the_runs_last_step(engine_of, tmp_path, schedule, expected):
+    changes = {"lr_schedule": schedule, "lr_final": 0.1, "warmup_steps": 2, "lr": 1.0}
+    engine = engine_of(optimizer_steps=6, **changes)
+    first = rates_of(engine, 3)
+    engine.save(tmp_path / "saved")
+    assert first + rates_of(engine, 3) == pytest.approx(expected, abs=1e-4)
+    resumed = engine_of(optimizer_steps=6, **changes)
+    resumed.load(tmp_path / "saved")
+    assert rates_of(resumed, 3) == pytest.approx(expected[3:], abs=1e-4)
+    longer = engine_of(optimizer_steps=60, **changes)  # as if the run had been of so many steps from its start
+    longer.load(tmp_path / "saved")
+    assert rates_of(longer, 1)[0] > 0.9
 
 
 DTYPES = ["float32", "bfloat16"]
@@ -255,24 +229,10 @@ def assert_same_bits(found, expected):
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-def run_worker(*arguments, ranks=1):
-    """This file as a program in new processes, one a rank."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
-    done = subprocess.run(
-        [*torchrun, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_new_process_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_path, dtype):
-    run_worker("stop", folder, tmp_path, dtype)
-    run_worker("go-on", folder, tmp_path, dtype)
+    run_worker(__file__, "stop", folder, tmp_path, dtype)
+    run_worker(__file__, "go-on", folder, tmp_path, dtype)
     for name in cases(dtype):
         assert_same_bits(tmp_path / f"{name}-resumed", tmp_path / f"{name}-straight")
 
@@ -281,13 +241,13 @@ def test_a_new_process_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_pa
 def stopped_on_two_ranks(request, folder, tmp_path_factory):
     """The dtype, and the folder that `train_straight_and_stop` wrote into on two ranks."""
     out = tmp_path_factory.mktemp(request.param)
-    run_worker("stop", folder, out, request.param, ranks=2)
+    run_worker(__file__, "stop", folder, out, request.param, ranks=2)
     return request.param, out
 
 
 def test_two_ranks_go_on_from_a_checkpoint_to_the_same_bits(folder, stopped_on_two_ranks):
     dtype, out = stopped_on_two_ranks
-    run_worker("go-on", folder, out, dtype, ranks=2)
+    run_worker(__file__, "go-on", folder, out, dtype, ranks=2)
     for name in cases(dtype):
         assert_same_bits(out / f"{name}-resumed", out / f"{name}-straight")
 
@@ -385,7 +345,7 @@ def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):
 
 
 def test_two_ranks_have_the_gradients_of_one(folder, tmp_path):
-    run_worker("gradients", folder, tmp_path, ranks=2)
+    run_worker(__file__, "gradients", folder, tmp_path, ranks=2)
     many, one = make_batch(), make_batch(1)
     model = eager(folder)
     for stage in (0, 2, 3):

@@ -1,0 +1,148 @@
+"""Training adapters, with real DeepSpeed on a tiny model.
+
+Run under torchrun, this file is also the worker of two ranks.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings
+from transformers import AutoModelForCausalLM
+
+from areal.config import UserError
+from areal.engines.training import TrainingEngine
+
+BATCHES = [make_batch(seed=seed) for seed in range(4)]
+LORA = {"rank": 4, "alpha": 8}
+STAGES = (0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def start(folder, stage=0, seed=0, lora=LORA, **changes):
+    return TrainingEngine(folder, settings(zero_stage=stage, lora=lora, lr=0.01, **changes), seed=seed)
+
+
+def train(engine, batches):
+    for version, batch in enumerate(batches):
+        engine.step(batch if engine.rank == 0 else None, version=version, temperature=TEMPERATURE)
+
+
+def logits(model):
+    tokens = torch.from_numpy(BATCHES[0][0].trajectories[0].tokens).long()[None]
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def plain(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_published_is_an_adapter_that_peft_loads_and_a_checkpoint_is_the_merged_model(folder, tmp_path, stage):
+    engine = start(folder, stage)
+    train(engine, BATCHES[:1])
+    published, saved = engine.publish(tmp_path / "published"), engine.save(tmp_path / "saved")
+    engine.close()
+    assert {file.name for file in published.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+    with_adapter = logits(PeftModel.from_pretrained(plain(folder), published))
+    assert (with_adapter - logits(plain(folder))).abs().max() > 0.01
+    torch.testing.assert_close(logits(plain(saved)), with_adapter, rtol=1e-4, atol=1e-5)
+    assert (saved / "adapter" / "adapter_model.safetensors").read_bytes() == (
+        published / "adapter_model.safetensors"
+    ).read_bytes()
+
+
+def test_weights_without_an_adapter_stay_as_they_are_to_the_bit(folder, tmp_path):
+    engine = start(folder, lora=LORA | {"target_modules": ["q_proj", "down_proj"]})
+    train(engine, BATCHES[:1])
+    before = load_file(folder / "model.safetensors")
+    after = load_file(engine.save(tmp_path / "saved") / "model.safetensors")
+    engine.close()
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "q_proj" in name or "down_proj" in name}
+
+
+def test_a_new_engine_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_path):
+    for stage in STAGES:
+        engine = start(folder, stage, warmup_steps=3, minibatches=2)
+        train(engine, BATCHES[:2])
+        engine.save(tmp_path / f"checkpoint-{stage}")
+        train(engine, BATCHES[2:])
+        engine.publish(tmp_path / f"straight-{stage}")
+        engine.close()
+        go_on(folder, tmp_path, stage, warmup_steps=3, minibatches=2)
+        assert same_adapters(tmp_path / f"straight-{stage}", tmp_path / f"resumed-{stage}")
+
+
+def go_on(folder, out, stage, **changes):
+    engine = start(folder, stage, seed=1, **changes)
+    engine.load(out / f"checkpoint-{stage}")
+    train(engine, BATCHES[2:])
+    engine.publish(out / f"resumed-{stage}")
+    engine.close()
+
+
+def same_adapters(one, other):
+    return (one / "adapter_model.safetensors").read_bytes() == (other / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_checkpoint_goes_from_any_zero_stage_to_any_other(folder, tmp_path):
+    for stage in STAGES:
+        engine = start(folder, stage)
+        train(engine, BATCHES[:1])
+        written = engine.save(tmp_path / "written")
+        engine.close()
+        other = start(folder, (stage + 1) % 4, seed=1)
+        other.load(written)
+        again = other.save(tmp_path / "again")
+        other.close()
+        for file in ("model", "adapter/adapter_model", "training/exp_avg", "training/exp_avg_sq"):
+            assert (again / f"{file}.safetensors").read_bytes() == (written / f"{file}.safetensors").read_bytes()
+
+
+def test_two_ranks_in_bf16_go_on_from_a_checkpoint_to_the_same_bits(folder, tmp_path):
+    run_worker(__file__, folder, tmp_path, ranks=2)
+    for stage in (1, 3):
+        assert same_adapters(tmp_path / f"straight-{stage}", tmp_path / f"resumed-{stage}")
+        stored = load_file(tmp_path / f"checkpoint-{stage}" / "model.safetensors").values()
+        assert {tensor.dtype for tensor in stored} == {torch.bfloat16}
+
+
+def work(folder, out):
+    for stage in (1, 3):
+        engine = start(folder, stage, dtype="bfloat16")
+        train(engine, BATCHES[:2])
+        engine.save(out / f"checkpoint-{stage}")
+        train(engine, BATCHES[2:])
+        engine.publish(out / f"straight-{stage}")
+        engine.close()
+        go_on(folder, out, stage, dtype="bfloat16")
+
+
+def test_a_checkpoint_of_other_adapters_is_the_users_mistake(folder, tmp_path):
+    engine = start(folder)
+    engine.save(tmp_path / "saved")
+    engine.close()
+    for lora in (None, LORA | {"rank": 8}):
+        other = start(folder, lora=lora)
+        with pytest.raises(UserError, match=r"has another trainer\.lora"):
+            other.load(tmp_path / "saved")
+        other.close()
+
+
+def test_layers_that_the_model_does_not_have_are_the_users_mistake(folder):
+    with pytest.raises(UserError, match=r"trainer\.lora\.target_modules does not fit"):
+        start(folder, lora=LORA | {"target_modules": ["query_key_value"]})
+
+
+if __name__ == "__main__":
+    work(*map(Path, sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""A step comes out the same however it is computed: on one rank or two, at any ZeRO stage, in any micro-batches, with
+activations kept or computed again.
+
+Run under torchrun, this file is also the worker of two ranks.
+"""
+
+import json
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings
+from torch.testing import assert_close
+
+from areal.engines import training
+from areal.engines.training import TrainingEngine
+
+LORA = {"rank": 4, "alpha": 8}
+CASES = {
+    "one minibatch": {},
+    "three minibatches": {"minibatches": 3},
+    "mean over sequences": {"loss_mean": "sequence", "minibatches": 2},
+    "mean over a constant": {"loss_mean": "constant", "loss_tokens": 32, "minibatches": 2},
+    "penalty in the loss": {"kl_coef": 0.3, "reference": "other", "minibatches": 2},
+    "penalty in the reward": {"kl_coef": 0.3, "reference": "other", "kl_in": "reward", "kl_estimator": "k1"},
+    "adapters": {"lora": LORA, "minibatches": 2, "kl_coef": 0.3},
+    "adapters and another reference": {"lora": LORA, "kl_coef": 0.3, "kl_in": "reward", "reference": "other"},
+}
+WAYS = [
+    {"zero_stage": 0, "max_tokens_per_microbatch": 1},
+    {"zero_stage": 1, "max_tokens_per_microbatch": 40, "gradient_checkpointing": True},
+    {"zero_stage": 2, "max_tokens_per_microbatch": 10_000},
+    {"zero_stage": 3, "max_tokens_per_microbatch": 10_000},
+    {"zero_stage": 3, "max_tokens_per_microbatch": 40, "gradient_checkpointing": True},
+]
+IN_EVERY_WAY = ("three minibatches", "adapters")
+"""Other cases: in the two ways in which most is done otherwise."""
+BATCHES = [make_batch(seed=seed) for seed in range(2)]
+MOVED = 1e-2
+"""Most that a weight moves in a step: the learning rate."""
+TOLERANCE = 1e-5
+"""fp32: sums in another order differ by rounding, which Adam magnifies where a gradient is near 0."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """model, and other: one of the same shape."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("model", "other")):
+        (folder / name).mkdir()
+        make_model(folder / name, seed=seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folders, tmp_path_factory):
+    """What `work` wrote on two ranks."""
+    out = tmp_path_factory.mktemp("two")
+    run_worker(__file__, folders, out, ranks=2)
+    return out
+
+
+def ways(case):
+    return {number: WAYS[number] for number in (range(len(WAYS)) if case in IN_EVERY_WAY else (1, 4))}
+
+
+def work(folders, out):
+    """Publish the weights after training each case in each way."""
+    with everything_partitioned():
+        for case in CASES:
+            for number, way in ways(case).items():
+                train(folders, out / f"{case}-{number}", case, **way)
+
+
+@contextmanager
+def everything_partitioned():
+    """ZeRO 3 would leave parameters as small as these whole on each rank."""
+    configuration = training.deepspeed_config
+
+    def without_threshold(config):
+        settings = configuration(config)
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return settings
+
+    training.deepspeed_config = without_threshold
+    yield
+    training.deepspeed_config = configuration
+
+
+def train(folders, out, case, **way):
+    """A step on each batch. The weights are published in `out`, and results of the steps beside them."""
+    changes = CASES[case] | way
+    if "reference" in changes:
+        changes["reference"] = str(folders / changes["reference"])
+    engine = TrainingEngine(folders / "model", settings(lr=MOVED, adam_eps=1e-2, **changes), seed=0)
+    results = [
+        engine.step(batch if engine.rank == 0 else None, version=3, temperature=TEMPERATURE) for batch in BATCHES
+    ]
+    if engine.rank == 1:
+        late_for_every_gather(engine)
+    engine.publish(out)
+    if engine.rank == 0:
+        facts = [[r.loss, r.grad_norm, r.kl_reference or 0.0] for r in results]
+        out.with_suffix(".json").write_text(json.dumps(facts))
+    engine.close()
+
+
+def late_for_every_gather(engine):
+    gather = engine._zero.GatheredParameters
+
+    class Late:
+        @staticmethod
+        def GatheredParameters(*args, **kwargs):
+            time.sleep(0.005)
+            return gather(*args, **kwargs)
+
+    engine._zero = Late
+
+
+def published(folder):
+    return load_file(next(folder.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_after_two_steps_are_the_same_in_every_way_of_computing_them(folders, two_ranks, tmp_path, case):
+    train(folders, tmp_path / "plain", case)
+    with everything_partitioned():
+        for number, way in ways(case).items():
+            train(folders, tmp_path / f"{number}", case, **way)
+    expected = published(tmp_path / "plain")
+    facts = json.loads((tmp_path / "plain.json").read_text())
+    for number in ways(case):
+        for found in (tmp_path / f"{number}", two_ranks / f"{case}-{number}"):
+            weights = published(found)
+            assert weights.keys() == expected.keys()
+            for name in expected:
+                assert_close(weights[name], expected[name], rtol=0, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+            found_facts = json.loads(found.with_suffix(".json").read_text())
+            for step, same in zip(found_facts, facts, strict=True):
+                assert step == pytest.approx(same, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_penalty_begins_at_nothing_where_the_reference_is_the_model_itself(folders, stage, lora):
+    config = settings(zero_stage=stage, lora=lora, kl_coef=0.1, lr=MOVED)
+    engine = TrainingEngine(folders / "model", config, seed=0)
+    first, second = (engine.step(batch, version=3, temperature=TEMPERATURE) for batch in BATCHES)
+    assert first.kl_reference == 0 < second.kl_reference
+    engine.close()
+
+
+def test_each_rank_holds_a_part_of_the_reference_only_under_zero_3(folders):
+    for stage in (2, 3):
+        engine = TrainingEngine(folders / "model", settings(zero_stage=stage, kl_coef=0.1), seed=0)
+        assert all(hasattr(p, "ds_tensor") == (stage == 3) for p in engine._reference.parameters())
+        engine.close()
+
+
+def test_without_a_penalty_no_reference_is_loaded(folders):
+    engine = TrainingEngine(folders / "model", settings(reference=str(folders / "nowhere")), seed=0)
+    assert engine.step(BATCHES[0], version=3, temperature=TEMPERATURE).kl_reference is None
+    engine.close()
+
+
+if __name__ == "__main__":
+    work(*map(Path, sys.argv[1:]))

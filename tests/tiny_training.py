@@ -1,0 +1,77 @@
+"""A tiny model and batches to train it on, for tests of what trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from areal.config import TrainerConfig
+from areal.trajectory import Group, Trajectory
+
+TESTS = Path(__file__).parent
+VOCAB = 37
+TEMPERATURE = 0.8
+NEVER_CLIP = 1e9
+
+
+def settings(**changes):
+    defaults = {"minibatches": 1, "max_tokens_per_microbatch": 64, "grad_clip": NEVER_CLIP, "lr": 1e-3}
+    return TrainerConfig(**(defaults | changes))
+
+
+def make_model(folder, hidden_size=32, seed=0):
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden_size,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def make_batch(groups=4, version=3, seed=0):
+    """Groups of 1 to 4 samples, sampled by `version` and the two before it, with log-probs that are a little off."""
+    rng = np.random.default_rng(seed)
+    batch = []
+    for g in range(groups):
+        members = []
+        for _ in range(1 + g % 4):
+            prompt, length = int(rng.integers(1, 6)), int(rng.integers(8, 33))
+            versions = np.sort(rng.integers(version - 2, version + 1, length)).astype(np.int32)
+            versions[:prompt] = -1
+            versions[-2] = -1  # a token in the middle that an environment wrote
+            logprobs = np.where(versions >= 0, rng.normal(-3.5, 0.3, length), 0).astype(np.float32)
+            tokens = rng.integers(0, VOCAB, length).astype(np.int32)
+            members.append(Trajectory(tokens, logprobs, versions, float(rng.random()), "stop"))
+        batch.append(Group(str(g), g, tuple(members)))
+    return batch
+
+
+def run_worker(file, *arguments, ranks=1, environment=None):
+    """A test file as a program in new processes, one a rank."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", file]
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    done = subprocess.run(
+        [*torchrun, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
