@@ -35,6 +35,9 @@ One role per terminal or node; only the master reads the configuration, the othe
   python run.py --role rollout_manager --master tcp://NODE0:5555
   python run.py --role reward --reward mypkg.rewards:my_reward --master tcp://NODE0:5555
   python run.py --role evaluator --master tcp://NODE0:5555
+A trainer on several nodes, on each of them (the ranks that torchrun starts count, not trainer.ranks):
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint NODE1:29400 -- \\
+    run.py --role trainer --master tcp://NODE0:5555
 Several --role start several processes. Generators, rollout managers and rewards may join and leave at any time:
 SIGTERM lets one hand over what it has in hand. What dies is started again, and a master that was started by hand goes
 on with --role master --resume RUN_FOLDER.
@@ -173,7 +176,7 @@ def run_master(config: Config, resume: bool) -> int:
     from actors.runtime import incarnation
     from areal.data import open_source
     from areal.journal import Journal
-    from areal.models import resolve_model
+    from areal.models import with_folders
     from areal.report import write_report
     from areal.run_folder import RunFolder
     from protocols.network import ZmqNetwork
@@ -182,8 +185,7 @@ def run_master(config: Config, resume: bool) -> int:
     configure_logging("master/0")
     check_port(config.master.address)
     open_source(config.data, config.seed)
-    model = resolve_model(config)
-    config = config.model_copy(update={"model": str(model), "run_dir": config.run_dir.resolve()})
+    config = with_folders(config).model_copy(update={"run_dir": config.run_dir.resolve()})
     new = None if resume else RunFolder.create(config)
     journal = Journal.open(config.folder / "journal.db")  # whoever has it has the folder
     folder = new or RunFolder.resume(config)
@@ -244,8 +246,8 @@ def build(role: str, arguments: argparse.Namespace):
 
 
 def join_ranks(arguments: argparse.Namespace) -> None:
-    """Become one of the run's trainer ranks. Rank 0 returns and is the actor; the process that was started by hand
-    turns into torchrun where there are several ranks."""
+    """Become one of the run's trainer ranks. Rank 0 returns and is the actor; a process that was started without
+    torchrun turns into it where there are several ranks."""
     from actors.runtime import first_answer, host_towards, incarnation
     from protocols.messages import AskConfig
     from protocols.network import ZmqNetwork
@@ -266,6 +268,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
             from actors.ranks import follow
 
             follow(config)
+            leave(0)
     elif config.trainer.ranks > 1:
         os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with what this process becomes
         # After the dashes torchrun leaves --master to us, which it would take for one of its own.

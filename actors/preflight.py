@@ -6,14 +6,14 @@ import socket
 
 from areal.config import Config, UserError
 from areal.data import open_source
-from areal.models import resolve_model
+from areal.models import resolve_model, resolve_reference
 from areal.plugins import load
 from areal.rewards import resolve
 from areal.workflows import resolve_workflow
 
 
 def check(config: Config) -> None:
-    """Everything that can be known now: the port, rewards, workflow, data and the model folder."""
+    """Everything that can be known now: the port, rewards, workflow, data and the model folders."""
     check_port(config.master.address)
     for name in config.reward.functions:
         resolve(name)
@@ -23,6 +23,7 @@ def check(config: Config) -> None:
     open_source(config.data, config.seed)
     if config.model != "quickstart":
         resolve_model(config)
+    resolve_reference(config)
 
 
 def check_port(address: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from areal.engines.training import TrainingEngine
 
 T = TypeVar("T")
+
+FAREWELL_SECONDS = 1.0
 
 
 class Ranks:
@@ -65,7 +67,10 @@ class Ranks:
         await asyncio.to_thread(remove_folder, folder)
 
     def close(self) -> None:
-        # A step that is being computed cannot be cancelled: the process does not wait for it.
+        """Let the other ranks go, unless the engine is at work."""
+        farewell = self._thread.submit(self._engine.broadcast, {"do": "end"})
+        # What is being computed cannot be cancelled: the process does not wait for it.
+        wait([farewell], timeout=FAREWELL_SECONDS)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _on_all_ranks(self, command: dict[str, Any], groups: Sequence[Group] | None = None) -> Any:
@@ -98,7 +103,7 @@ def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group
 
 
 def follow(config: Config) -> None:
-    """The life of a rank beside rank 0: obey until the process is ended."""
+    """The life of a rank beside rank 0: obey until the run is over or the process is ended."""
     engine = start_engine(config)
-    while True:
-        obey(engine, engine.broadcast(None), None)
+    while (command := engine.broadcast(None))["do"] != "end":
+        obey(engine, command, None)

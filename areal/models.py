@@ -1,4 +1,4 @@
-"""Finding the model a run starts from."""
+"""Finding the models of a run: the one it starts from, and the one it is not to leave."""
 
 from __future__ import annotations
 
@@ -16,12 +16,33 @@ def resolve_model(config: Config) -> Path:
     model hub has by that name. Raises UserError."""
     if config.model == "quickstart":
         return _make_quickstart(config)
-    folder = Path(config.model).expanduser()
+    return _find(config.model, "model")
+
+
+def resolve_reference(config: Config) -> Path | None:
+    """The folder of `trainer.reference`, absolute; None where there is no penalty or none but the run's own model.
+
+    Raises UserError."""
+    if not config.trainer.kl_coef or config.trainer.reference is None:
+        return None
+    return _find(config.trainer.reference, "trainer.reference")
+
+
+def with_folders(config: Config) -> Config:
+    """The configuration with folders in place of the names of its models. Raises UserError."""
+    trainer = config.trainer
+    if reference := resolve_reference(config):
+        trainer = trainer.model_copy(update={"reference": str(reference)})
+    return config.model_copy(update={"model": str(resolve_model(config)), "trainer": trainer})
+
+
+def _find(name: str, key: str) -> Path:
+    folder = Path(name).expanduser()
     if folder.is_dir():
         return _checked(folder.resolve())
-    if folder.is_absolute() or config.model.startswith((".", "~")) or config.model.count("/") != 1:
-        raise UserError(f"There is no model folder {config.model}: set model=FOLDER to one that holds a config.json.")
-    return _checked(_from_hub(config.model))
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise UserError(f"There is no model folder {name}: set {key}=FOLDER to one that holds a config.json.")
+    return _checked(_from_hub(name, key))
 
 
 def _make_quickstart(config: Config) -> Path:
@@ -41,7 +62,7 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -49,5 +70,5 @@ def _from_hub(name: str) -> Path:
     except (OSError, ValueError) as error:  # huggingface_hub's errors are both; so is a machine without a network
         first = str(error).strip().splitlines()[0]
         raise UserError(
-            f"The model {name} is no folder here and the model hub did not give it ({first}): set model=FOLDER."
+            f"The model {name} is no folder here and the model hub did not give it ({first}): set {key}=FOLDER."
         ) from None

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from areal.config import Config, UserError, dump_config, load_config
-from areal.models import resolve_model
+from areal.models import with_folders
 
 # What a run that goes on may be given anew: keys, and sections with all that is in them. The rest shaped what the run
 # has done so far, or what its journal and checkpoints mean.
 MAY_CHANGE = (
     "steps", "run_ahead", "generator", "rollout_manager", "evaluator", "master",
     "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
-    "trainer.lr", "trainer.threads", "trainer.max_tokens_per_microbatch",
+    "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads",
+    "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",
     "trainer.checkpoint_every", "trainer.checkpoints_kept",
 )  # fmt: skip
 
@@ -119,8 +120,8 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
         raise UserError(f"The run in {folder} is complete: it has reached the end of its {summary['steps']} steps.")
     config = load_config(file or stored_file, overrides)
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
-    if config.model != stored.model:
-        config = config.model_copy(update={"model": str(resolve_model(config))})
+    if (config.model, config.trainer.reference) != (stored.model, stored.trainer.reference):
+        config = with_folders(config)
     for key, before, now in _differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
             raise UserError(f"{key} was {before!r} when the run in {folder} began and cannot become {now!r}: leave it.")

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def free_port() -> int:
+    return find_free_port()
+
+
+@pytest.fixture
+def another_free_port() -> int:
+    return find_free_port()
+
+
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -39,12 +49,12 @@ def free_port() -> int:
 class Run:
     """A `run.py` process of its own, with everything below it."""
 
-    def __init__(self, arguments: list[str], folder: Path, output: Path) -> None:
+    def __init__(self, arguments: list[str], launcher: list[str], folder: Path, output: Path) -> None:
         self.folder = folder
         self._output = output
         with output.open("w") as out:  # a pipe that nobody reads would fill up in a long run
             self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "run.py"), *arguments],
+                [sys.executable, *launcher, str(ROOT / "run.py"), *arguments],
                 cwd=folder,
                 env=os.environ | {"PYTHONPATH": str(folder)},
                 stdout=out,
@@ -73,12 +83,13 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
-    """Start `run.py` with arguments, in an empty folder. What is left of it at the end is killed."""
+    """Start `run.py` with arguments, in an empty folder; `launcher` are Python's own before them. What is left of it
+    at the end is killed."""
     runs: list[Run] = []
     outputs = tmp_path_factory.mktemp("output")
 
-    def start(*arguments: str) -> Run:
-        runs.append(Run(list(arguments), tmp_path, outputs / f"{len(runs)}.txt"))
+    def start(*arguments: str, launcher: Sequence[str] = ()) -> Run:
+        runs.append(Run(list(arguments), list(launcher), tmp_path, outputs / f"{len(runs)}.txt"))
         return runs[-1]
 
     yield start
