@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -39,6 +40,16 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("folder", type=Path, metavar="PARENT_FOLDER")
     model.add_argument("--seed", type=int, default=0)
     model.set_defaults(tool=_quickstart_model)
+    sft = tools.add_parser(
+        "sft",
+        help="fine-tune a model on prompts and completions, for a run to start from; also under torchrun",
+    )
+    sft.add_argument("--model", required=True, metavar="FOLDER")
+    sft.add_argument("--data", required=True, metavar="FILE.jsonl", help="rows of prompt and completion")
+    sft.add_argument("--output", required=True, metavar="FOLDER")
+    sft.add_argument("--config", type=Path, metavar="FILE.yaml", help="keys of areal.sft.SftConfig")
+    sft.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, e.g. epochs=2 trainer.lr=1e-5")
+    sft.set_defaults(tool=_sft)
     simulate = tools.add_parser(
         "simulate", help="run the actors on virtual time, with faults; exit code 1 where an invariant is broken"
     )
@@ -67,6 +78,17 @@ def _report(options: argparse.Namespace) -> None:
     from areal.report import write_report
 
     print(write_report(options.folder))
+
+
+def _sft(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from areal.config import load_config
+    from areal.sft import SftConfig, fine_tune
+
+    given = {"model": options.model, "data.source": options.data, "output": options.output}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    fine_tune(load_config(options.config, [*overrides, *options.overrides], SftConfig), Console())
 
 
 def _simulate(options: argparse.Namespace) -> None:

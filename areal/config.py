@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,6 +21,9 @@ class UserError(Exception):
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+T = TypeVar("T", bound=Section)
 
 
 class DataConfig(Section):
@@ -237,11 +240,21 @@ class Config(Section):
         return self.run_dir / self.name
 
 
-def load_config(file: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML file, changed by overrides such as `generator.count=2`.
+def load_config(file: Path | None, overrides: Sequence[str] = (), kind: type[T] = Config) -> T:
+    """The configuration in a YAML file, or none, changed by overrides such as `generator.count=2`.
 
     Raises UserError, which names the key, its place and what to do.
     """
+    values = {} if file is None else _read(file)
+    for override in overrides:
+        _override(values, override)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_explain(error, file, kind)) from None
+
+
+def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"There is no configuration file {file}: give one with --config.")
     try:
@@ -250,12 +263,7 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{file} must hold keys and values, as configs/quickstart.yaml does.")
-    for override in overrides:
-        _override(values, override)
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        raise UserError(_explain(error, file)) from None
+    return values
 
 
 def dump_config(config: Config) -> str:
@@ -278,12 +286,13 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise UserError(f"The value in the override {override!r} is not YAML: quote it.") from None
 
 
-def _explain(error: ValidationError, file: Path) -> str:
+def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> str:
+    file = file or "the command line"
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     match first["type"]:
         case "extra_forbidden":
-            section: Any = Config
+            section: Any = kind
             for part in first["loc"][:-1]:
                 section = _section(section.model_fields[part].annotation)
             close = difflib.get_close_matches(str(first["loc"][-1]), section.model_fields, 1)

@@ -16,7 +16,7 @@ def resolve_model(config: Config) -> Path:
     model hub has by that name. Raises UserError."""
     if config.model == "quickstart":
         return _make_quickstart(config)
-    return _find(config.model, "model")
+    return find_model(config.model, "model")
 
 
 def resolve_reference(config: Config) -> Path | None:
@@ -25,7 +25,7 @@ def resolve_reference(config: Config) -> Path | None:
     Raises UserError."""
     if not config.trainer.kl_coef or config.trainer.reference is None:
         return None
-    return _find(config.trainer.reference, "trainer.reference")
+    return find_model(config.trainer.reference, "trainer.reference")
 
 
 def with_folders(config: Config) -> Config:
@@ -36,7 +36,9 @@ def with_folders(config: Config) -> Config:
     return config.model_copy(update={"model": str(resolve_model(config)), "trainer": trainer})
 
 
-def _find(name: str, key: str) -> Path:
+def find_model(name: str, key: str) -> Path:
+    """The absolute folder of a model, given as the value of the configuration's `key`: a folder, or what the model hub
+    has by that name. Raises UserError."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _checked(folder.resolve())

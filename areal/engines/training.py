@@ -390,6 +390,19 @@ class TrainingEngine:
             reference=self.config.kl_coef > 0,
         )
 
+    def loss(self, batch: Sequence[Group] | None, *, temperature: float) -> float:
+        """-log pi of the batch's sampled tokens, in nats, the mean over them; nothing is trained (all ranks)."""
+        flat = self._share(batch)
+        trained = flat.trained(None)
+        total = torch.zeros(1, dtype=torch.float64)
+        with torch.no_grad():
+            for row in (row for minibatch in self._plan(flat, trained) for row in minibatch):
+                logp, _ = self._forward(row, temperature)
+                total -= logp.double().sum().cpu()
+                self.work_done += 1
+        dist.all_reduce(total, group=self._control)
+        return total.item() / int(trained.sum())
+
     def _look_at_reference(self, rows: list[Row], temperature: float, tally: _Tally) -> None:
         if not self.config.kl_coef:
             return
@@ -514,6 +527,14 @@ class TrainingEngine:
                 self._write_model(tensors, partial)
             del tensors  # before the next ones are gathered
             self._state.save(partial)
+        return folder
+
+    def export(self, folder: Path) -> Path:
+        """Write a model folder to load by itself, as a checkpoint is, but not to go on from (all ranks)."""
+        tensors = self._gather()
+        if self.rank == 0:
+            with atomic_folder(folder) as partial:
+                self._write_model(tensors, partial)
         return folder
 
     def _write_model(self, tensors: dict[str, Tensor], folder: Path) -> None:

@@ -1,0 +1,143 @@
+"""Supervised fine-tuning: the warm start of a model that reinforcement learning then goes on from.
+
+Rows of a prompt and a completion are trained by the engine that trains runs, with all that it can do: the loss is
+-log pi of the completion's tokens and of the end-of-sequence token after them, averaged as `trainer.loss_mean` says.
+Under torchrun every rank reads the same rows, and rank 0 speaks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import Field
+from rich.console import Console
+
+from areal.config import DataConfig, Section, TrainerConfig, UserError
+from areal.data import Row, encode_prompt, open_source
+from areal.models import find_model
+from areal.tokens import load_tokenizer
+from areal.trajectory import NOT_SAMPLED, Group, Trajectory
+
+if TYPE_CHECKING:
+    from areal.engines.training import TrainingEngine
+    from areal.objectives import TokenLoss, Tokens
+
+HELD_OUT_SHARE = 20
+LINES_AN_EPOCH = 10
+
+
+class SftData(DataConfig):
+    """As of a run; prompts are encoded as a run with the same `system_prompt` does."""
+
+    answer_key: str = Field("completion", description="what a row is to be completed with")
+    eval_size: int | None = Field(None, ge=1, description="held-out rows; default: a twentieth of all")  # type: ignore[assignment]
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning. Of `trainer`, what belongs to reinforcement learning is not looked at."""
+
+    model: str = Field(description="folder of a Hugging Face model, or hub id")
+    output: Path = Field(description="folder for the trained model")
+    data: SftData
+    epochs: int = Field(1, ge=1)
+    batch_size: int = Field(32, ge=1, description="rows an optimizer step")
+    max_length: int = Field(2048, ge=2, description="tokens of prompt and completion; longer rows are left out")
+    seed: int = 0
+    trainer: TrainerConfig = TrainerConfig()
+
+
+def fine_tune(config: SftConfig, console: Console) -> None:
+    """Train `config.model` on the rows and write the Hugging Face folder `config.output` (all ranks).
+
+    Raises UserError, before anything is loaded, where a row is not usable or the output is there already.
+    """
+    if config.output.exists():
+        raise UserError(f"{config.output} is there already: name another folder for the trained model.")
+    model = find_model(config.model, "model")
+    rows, held_out, too_long = _read_rows(config, model)
+    steps = math.ceil(len(rows) / config.batch_size)
+
+    from areal.engines.training import TrainingEngine
+
+    trainer = config.trainer.model_copy(update=_OBJECTIVE)
+    engine = TrainingEngine(model, trainer, seed=config.seed, optimizer_steps=steps * config.epochs)
+    console.quiet = engine.rank != 0
+    if too_long:
+        console.print(f"{too_long} rows are left out: they have more than max_length={config.max_length} tokens")
+    console.print(f"{len(rows)} rows to train on, {len(held_out)} held out: loss {_loss(engine, held_out):.4f} there")
+    for epoch in range(config.epochs):
+        shuffled = Random(f"{config.seed}/{epoch}").sample(rows, len(rows))
+        for step, batch in enumerate(_batches(shuffled, config.batch_size), 1):
+            result = engine.step(batch if engine.rank == 0 else None, version=0, temperature=1.0)
+            if step == steps or step % math.ceil(steps / LINES_AN_EPOCH) == 0:
+                console.print(f"epoch {epoch + 1}/{config.epochs}, step {step}/{steps}: loss {result.loss:.4f}")
+        console.print(f"epoch {epoch + 1}/{config.epochs}: held-out loss {_loss(engine, held_out):.4f}")
+    engine.export(config.output)
+    engine.close()
+    console.print(f"the model is in {config.output}", soft_wrap=True)
+
+
+def likelihood(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """-log pi of each token: an objective for the engine."""
+    from areal.objectives import TokenLoss
+
+    return TokenLoss(loss=-tokens.logp, clipped=tokens.logp.new_zeros(len(tokens.logp), dtype=bool))
+
+
+_OBJECTIVE = {
+    "objective": "areal.sft:likelihood",
+    "minibatches": 1,
+    "advantage_mean": "none",
+    "advantage_std": "none",
+    "proximal": "recompute",
+    "kl_coef": 0.0,
+}
+
+
+def _loss(engine: TrainingEngine, rows: Sequence[Group]) -> float:
+    return engine.loss(rows if engine.rank == 0 else None, temperature=1.0)
+
+
+def _batches(rows: Sequence[Group], size: int) -> Iterator[Sequence[Group]]:
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
+
+
+def _read_rows(config: SftConfig, model: Path) -> tuple[list[Group], list[Group], int]:
+    """Rows to train on and held-out rows, and the number of those that are too long for either."""
+    tokenizer = load_tokenizer(str(model))
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"The tokenizer of {model} has no end-of-sequence token: set eos_token in tokenizer_config.json."
+        )
+    data = config.data
+    if data.eval_size is None:
+        size = open_source(data.model_copy(update={"eval_size": 0}), config.seed).size or 0
+        data = data.model_copy(update={"eval_size": max(1, size // HELD_OUT_SHARE)})
+    source = open_source(data, config.seed)
+    if source.size is None:
+        raise UserError(f"data.source {data.source!r} makes rows without end: set data.size.")
+    read = [source.row(i) for i in range(source.size)], [source.heldout(i) for i in range(data.eval_size)]
+    encoded = [[_encode(tokenizer, row, data) for row in rows] for rows in read]
+    rows, held_out = ([row for row in part if len(row.trajectories[0]) <= config.max_length] for part in encoded)
+    if not rows or not held_out:
+        raise UserError(f"{data.source!r} has too few rows of at most max_length={config.max_length} tokens: raise it.")
+    return rows, held_out, sum(map(len, encoded)) - len(rows) - len(held_out)
+
+
+def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
+    if not row.answer:
+        raise UserError(
+            f"The row of {data.source!r} with the prompt {row.prompt!r:.60} has no {data.answer_key}: add it."
+        )
+    prompt = encode_prompt(tokenizer, row)
+    completion = [*tokenizer.encode(row.answer, add_special_tokens=False), tokenizer.eos_token_id]
+    versions = np.array([NOT_SAMPLED] * len(prompt) + [0] * len(completion), np.int32)
+    tokens = np.array([*prompt, *completion], np.int32)
+    trajectory = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
+    return Group(str(row.index), row.index, (trajectory,))

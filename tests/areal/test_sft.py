@@ -1,0 +1,108 @@
+"""Supervised fine-tuning, by the command a user types."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal import addition
+from areal.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = ["epochs=2", "batch_size=8", "trainer.lr=2e-3", "trainer.warmup_steps=4", "trainer.lr_schedule=cosine"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    raw = [addition.make_row(0, i, max_digits=4) for i in range(80)]
+    write(file, [{"prompt": r["prompt"], "completion": addition.demonstration(r, Random(0), 0.0)} for r in raw])
+    return file
+
+
+def write(file: Path, rows: list[dict]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def arguments(model: Path, data: Path, output: Path, *overrides: str) -> list[str]:
+    return ["sft", "--model", str(model), "--data", str(data), "--output", str(output), *overrides]
+
+
+def fine_tune(model: Path, data: Path, output: Path, *overrides: str, ranks: int = 1) -> str:
+    """What the command prints."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "areal", *arguments(model, data, output, *SETTINGS, *overrides)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def held_out_losses(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"held.out.*?loss (\d+\.\d+)", printed)]
+
+
+def test_the_held_out_loss_falls_the_same_on_one_rank_and_two_and_the_result_loads(tiny_model, rows, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    printed = fine_tune(tiny_model, rows, tmp_path / "one")
+    losses = held_out_losses(printed)
+    assert len(losses) == 3
+    assert max(losses[1:]) < losses[0] - 0.3
+    assert "76 rows to train on, 4 held out" in printed
+    again = fine_tune(tiny_model, rows, tmp_path / "two", "trainer.zero_stage=2", ranks=2)
+    assert held_out_losses(again) == pytest.approx(losses, abs=2e-4)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-4)  # weights move by up to 2e-3 a step
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "one").num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "one").eos_token_id is not None
+    assert not [path for path in (tmp_path / "one").iterdir() if path.is_dir()]
+
+
+def test_adapters_are_merged_and_long_rows_counted(tiny_model, rows, tmp_path):
+    printed = fine_tune(tiny_model, rows, tmp_path / "tuned", "trainer.lora.rank=4", "max_length=25", "epochs=1")
+    assert int(re.search(r"(\d+) rows are left out", printed)[1]) > 0
+    losses = held_out_losses(printed)
+    assert losses[1] < losses[0]
+    tuned, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "tuned", tiny_model))
+    assert tuned.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(tuned[name], before[name])}
+    assert changed
+    assert all("proj" in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "sentence"),
+    [
+        ({"prompt": "a1b1="}, [], "line 2, has no 'completion', only prompt"),
+        ({"prompt": "a1b1=", "completion": ""}, [], "with the prompt 'a1b1=' has no completion"),
+        ({"prompt": "a1b1=", "completion": "2"}, ["max_length=2"], "too few rows of at most max_length=2 tokens"),
+        ({"prompt": "a1b1=", "completion": "2"}, ["epoch=2"], "Unknown key 'epoch' in the command line"),
+        ({"prompt": "a1b1=", "completion": "2"}, ["trainer.lora.rnk=2"], "did you mean 'rank'?"),
+        ({"prompt": "a1b1=", "completion": "2"}, ["model=./nowhere"], "There is no model folder ./nowhere"),
+        ({"prompt": "a1b1=", "completion": "2"}, ["output=."], "is there already"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_before_anything_is_loaded(
+    tiny_model, tmp_path, monkeypatch, capsys, row, overrides, sentence
+):
+    monkeypatch.setitem(sys.modules, "areal.engines.training", None)  # importing it would be an error
+    write(tmp_path / "rows.jsonl", [{"prompt": "a1b2=", "completion": "3"}, row])
+    assert main(arguments(tiny_model, tmp_path / "rows.jsonl", tmp_path / "out", *overrides)) == 2
+    assert sentence in capsys.readouterr().err
