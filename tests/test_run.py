@@ -21,6 +21,9 @@ SUMMARY = {
 }  # fmt: skip
 
 
+SHORT = "def short(prompt, completion, row):\n    return 1 / (1 + len(completion))\n"
+
+
 @pytest.fixture
 def small(tiny_model: Path, free_port: int) -> list[str]:
     """Overrides that make the quickstart small: a tiny model, few and short samples."""
@@ -74,6 +77,35 @@ def test_max_staleness_zero_is_the_synchronous_system_where_every_token_is_on_po
         assert m["logprob_gap"] is not None
 
 
+def test_a_run_that_trains_adapters_publishes_them_alone_and_leaves_a_whole_model_behind(
+    run, small, tmp_path, tiny_model
+):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    adapters = ["trainer.lora.rank=4", "trainer.lora.target_modules=[q_proj,v_proj]", "trainer.lr=1e-3"]
+    more = [
+        "trainer.kl_coef=0.01",
+        "trainer.zero_stage=2",
+        "trainer.lr_schedule=linear",
+        "reward.functions=[mine:short]",
+    ]
+    (tmp_path / "mine.py").write_text(SHORT)
+    started = run("--config", CONFIG, *small, *adapters, *more)
+    output = started.wait(240)
+    assert started.code == 0, output
+    folder = tmp_path / "runs" / "test"
+    metrics, summary = check_finished(folder, steps=4, max_staleness=2)
+    assert metrics[0]["kl_reference"] == 0 < metrics[-1]["kl_reference"]
+    published = list((folder / "weights").glob("*/*.safetensors"))
+    assert {path.name for path in published} == {"adapter_model.safetensors"}
+    assert all(path.stat().st_size < 40_000 for path in published)  # the model has 3 MB
+    AutoModelForCausalLM.from_pretrained(summary["checkpoint"])
+    before, after = (load_file(Path(of, "model.safetensors")) for of in (tiny_model, summary["checkpoint"]))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed == {name for name in before if "q_proj" in name or "v_proj" in name}
+
+
 def test_several_of_every_role_work_on_one_machine(run, small, tmp_path):
     counts = ["generator.count=2", "trainer.ranks=2", "rollout_manager.count=2", "reward.count=2"]
     # A manager that may run one group at a time has to notice that the trainer took it.
@@ -87,7 +119,7 @@ def test_several_of_every_role_work_on_one_machine(run, small, tmp_path):
 
 
 def test_every_role_can_be_started_by_hand_and_a_reward_plugged_in(run, small, free_port, tmp_path):
-    (tmp_path / "mine.py").write_text("def short(prompt, completion, row):\n    return 1 / (1 + len(completion))\n")
+    (tmp_path / "mine.py").write_text(SHORT)
     master = f"tcp://127.0.0.1:{free_port}"
     runs = [run("--role", "master", "--config", CONFIG, *small, "reward.functions=[mine:short]")]
     roles = ["trainer", "generator", "rollout_manager", "evaluator"]
@@ -128,6 +160,8 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["generater.count=2"], "did you mean 'generator'?"),
         (["batch_size=many"], "batch_size is 'many'"),
         (["model=./nowhere"], "There is no model folder ./nowhere"),
+        (["trainer.kl_coef=0.1", "trainer.reference=./gone"], "There is no model folder ./gone: set trainer.reference"),
+        (["trainer.lora.rnk=4"], "did you mean 'rank'?"),
         (["reward.functions=[nowhere.rewards:mine]"], "nowhere.rewards"),
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
         (["data.source=reasoning_gym:nothing"], "nothing"),

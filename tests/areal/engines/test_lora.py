@@ -119,13 +119,13 @@ def test_two_ranks_in_bf16_go_on_from_a_checkpoint_to_the_same_bits(folder, tmp_
 
 def work(folder, out):
     for stage in (1, 3):
-        engine = start(folder, stage, dtype="bfloat16")
+        engine = start(folder, stage, dtype="bfloat16", kl_coef=0.1)
         train(engine, BATCHES[:2])
         engine.save(out / f"checkpoint-{stage}")
         train(engine, BATCHES[2:])
         engine.publish(out / f"straight-{stage}")
         engine.close()
-        go_on(folder, out, stage, dtype="bfloat16")
+        go_on(folder, out, stage, dtype="bfloat16", kl_coef=0.1)
 
 
 def test_a_checkpoint_of_other_adapters_is_the_users_mistake(folder, tmp_path):
