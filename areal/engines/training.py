@@ -211,6 +211,13 @@ def _join_ranks() -> None:
     atexit.register(dist.destroy_process_group)
 
 
+def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
+    """Those of positions again, in fp32: under ZeRO 3 a bf16 model is read with rounded ones."""
+    if any(buffer.dtype != torch.float32 for buffer in rotary.buffers()):
+        rotary.float()
+        model._init_weights(rotary)
+
+
 class TrainingEngine:
     """A causal language model under training, and its share of the ranks.
 
@@ -240,14 +247,16 @@ class TrainingEngine:
         settings = deepspeed_config(config)
         self._stage: int = settings["zero_optimization"]["stage"]
         self._objective = resolve_objective(config.objective)
-        self._module = self._read_model(model, config.dtype).train()
+        with redirect_stdout(io.StringIO()):
+            deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
+        with self._spread_over_ranks():
+            self._module = self._read_model(model, config.dtype).train()
         if config.gradient_checkpointing:
             self._module.gradient_checkpointing_enable({"use_reentrant": False})
         if config.lora:
             self._module = add_adapters(self._module, config.lora)
         self._trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         with redirect_stdout(io.StringIO()):  # it prints memory tables
-            deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
                 model_parameters=list(self._trained.values()),
@@ -259,6 +268,21 @@ class TrainingEngine:
         self._reference = self._start_reference()
         self.work_done = 0
         """Micro-batches computed and parameters gathered since the start: tells long work from work that hangs."""
+
+    @contextmanager
+    def _spread_over_ranks(self) -> Iterator[None]:
+        """Models that are read inside are never whole on a rank under ZeRO 3."""
+        if self._stage < 3:
+            yield
+            return
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+        known_while_it_lives = HfDeepSpeedConfig(deepspeed_config(self.config))
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()
+            del known_while_it_lives
 
     def _read_model(self, folder: Path, dtype: str) -> torch.nn.Module:
         from transformers import AttentionInterface, AutoModelForCausalLM
@@ -278,6 +302,8 @@ class TrainingEngine:
         for part in module.modules():
             if isinstance(part, torch.nn.Dropout):
                 part.p = 0.0  # pi_theta of a token must be the same number in every pass
+            if "RotaryEmbedding" in type(part).__name__:
+                _make_frequencies(module, part)
         return module
 
     def _start_reference(self) -> torch.nn.Module | None:
@@ -288,7 +314,8 @@ class TrainingEngine:
         folder = Path(self.config.reference or self.source)
         if not self.config.kl_coef or (self.config.lora and folder.resolve() == self.source.resolve()):
             return None
-        module = self._read_model(folder, self.config.dtype).requires_grad_(False).eval()
+        with self._spread_over_ranks():
+            module = self._read_model(folder, self.config.dtype).requires_grad_(False).eval()
         if self._stage < 3:
             return module.to(self.device)
         import deepspeed

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
 from areal.engines import training
 from areal.engines.training import TrainingEngine
@@ -158,6 +160,21 @@ def test_each_rank_holds_a_part_of_the_reference_only_under_zero_3(folders):
         engine = TrainingEngine(folders / "model", settings(zero_stage=stage, kl_coef=0.1), seed=0)
         assert all(hasattr(p, "ds_tensor") == (stage == 3) for p in engine._reference.parameters())
         engine.close()
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_bf16_model_under_zero_3_has_the_weights_and_positions_that_transformers_reads(folders, tmp_path, lora):
+    engine = TrainingEngine(folders / "model", settings(zero_stage=3, dtype="bfloat16", lora=lora), seed=0)
+    expected = AutoModelForCausalLM.from_pretrained(folders / "model", dtype=torch.bfloat16)
+    read = dict(engine._module.named_buffers())
+    for name, buffer in expected.named_buffers():
+        found = read["base_model.model." * bool(lora) + name]
+        assert found.dtype == torch.float32
+        assert torch.equal(found, buffer)
+    weights = load_file(engine.export(tmp_path / "exported") / "model.safetensors")
+    for name, tensor in load_file(folders / "model" / "model.safetensors").items():
+        assert torch.equal(weights[name], tensor.bfloat16())
+    engine.close()
 
 
 def test_without_a_penalty_no_reference_is_loaded(folders):
