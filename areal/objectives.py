@@ -50,7 +50,7 @@ class Tokens:
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
     """loss: [S], -J of each token, to be minimised.
-    clipped: bool [S], where a clip or mask is at work. Such a token has no gradient, but for `cispo`.
+    clipped: bool [S], where a clip of the ratio or a mask is at work. Such a token has no gradient, but for `cispo`.
     """
 
     loss: Tensor
@@ -121,8 +121,8 @@ def ppo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
 def gspo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     """GSPO (arXiv 2507.18071): J = w min(s A, clip(s) A) with s the geometric mean of u over the token's sequence.
 
-    This is its token form, with s u / sg(u) in place of s, where sg stops the gradient, and sg(s): with `loss_mean`
-    sequence and one advantage a sequence, value and gradient are those of the sequence form. w is such a mean as well.
+    This is its token form: sg(s) u / sg(u) for s, where sg stops the gradient. With `loss_mean` sequence and one
+    advantage a sequence, value and gradient are those of the sequence form. w is a geometric mean as well.
     """
     log_s = sequence_mean(tokens.log_u, tokens.sequence).detach() + tokens.logp - tokens.logp.detach()
     w = behaviour_weight(sequence_mean(tokens.log_w, tokens.sequence), config)
