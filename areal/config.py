@@ -57,6 +57,9 @@ class RewardConfig(Section):
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
     timeout_seconds: float = Field(10.0, gt=0, description="deadline of one call")
     retries: int = Field(2, ge=0, description="further attempts after a failure, on another actor where there is one")
+    overlong_tokens: int = Field(
+        0, ge=0, description="last tokens before max_new_tokens over which a completion loses up to 1 of its reward"
+    )
 
 
 class GeneratorConfig(Section):
@@ -79,9 +82,31 @@ class RolloutManagerConfig(Section):
 
 
 # What an objective brings along beside its loss (areal.objectives.LOSSES), where the configuration says nothing else.
+_GROUP = {"advantage_mean": "group", "advantage_std": "group"}
 OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
     "decoupled_ppo": {},
     "ppo": {"behaviour_weight": "none", "proximal": "interpolate"},
+    "grpo": {**_GROUP, "loss_mean": "sequence"},
+    "dr_grpo": {"advantage_mean": "group", "advantage_std": "none", "loss_mean": "constant"},
+    "rloo": {
+        "advantage_mean": "leave_one_out",
+        "advantage_std": "none",
+        "loss_mean": "constant",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    "reinforce_pp": {"kl_in": "reward", "kl_estimator": "k1"},
+    "dapo": {**_GROUP, "eps_clip_higher": 0.28},
+    "gspo": {**_GROUP, "loss_mean": "sequence", "eps_clip": 3e-4, "eps_clip_higher": 4e-4},
+    "cispo": {**_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0},
+    "tis": {"behaviour_weight": "truncated", "behaviour_weight_bounds": (0.0, 2.0)},
+    "icepop": {
+        **_GROUP,
+        "loss_mean": "sequence",
+        "behaviour_weight": "masked",
+        "behaviour_weight_bounds": (0.5, 5.0),
+    },
+    "m2po": {**_GROUP, "proximal": "interpolate"},
 }
 
 
@@ -103,13 +128,14 @@ class TrainerConfig(Section):
     minibatches: int = Field(4, ge=1, description="optimizer steps a training step, each on its share of the batch")
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="cap C of Algorithm 1")
     objective: str = "decoupled_ppo"
-    eps_clip: float = Field(0.2, gt=0)
+    eps_clip: float = Field(0.2, gt=0, description="lower clip of pi_theta / pi_prox, at 1 - eps_clip; upper at 1 +")
     eps_clip_higher: float | None = Field(None, gt=0, description="upper clip, where it differs from eps_clip")
     eps_clip_dual: float | None = Field(None, gt=1, description="dual clip: most that a bad token's ratio counts")
     behaviour_weight: Literal["full", "truncated", "masked", "none"] = Field(
         "full", description="w = pi_prox / pi_behav: as it is, cut at the upper bound, or 0 outside the bounds"
     )
     behaviour_weight_bounds: tuple[float, float] = Field((0.5, 2.0), description="of truncated (upper) and masked")
+    m2_threshold: float = Field(0.04, gt=0, description="of m2po: most of the mean of (log pi_theta / pi_behav)^2")
     proximal: Literal["recompute", "interpolate"] = Field(
         "recompute", description="pi_prox by a forward pass, or between behaviour and current policy (A-3PO)"
     )
@@ -136,7 +162,17 @@ class TrainerConfig(Section):
     def _settings_of_objective(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return OBJECTIVE_SETTINGS.get(values.get("objective", "decoupled_ppo"), {}) | values
+        objective = values.get("objective")
+        return OBJECTIVE_SETTINGS.get(objective, {}) | values if isinstance(objective, str) else values
+
+    @model_validator(mode="after")
+    def _bounds_rise(self) -> TrainerConfig:
+        low, high = self.behaviour_weight_bounds
+        if not 0 <= low < high:
+            raise ValueError(
+                f"trainer.behaviour_weight_bounds is [{low:g}, {high:g}]: write the lower bound, 0 or more, first"
+            )
+        return self
 
     @model_validator(mode="after")
     def _objective_is_known(self) -> TrainerConfig:
@@ -212,6 +248,15 @@ class Config(Section):
             raise ValueError(
                 f"trainer.minibatches is {self.trainer.minibatches} but batch_size is only {self.batch_size}: "
                 f"lower trainer.minibatches"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _overlong_fits(self) -> Config:
+        if self.reward.overlong_tokens > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"reward.overlong_tokens is {self.reward.overlong_tokens} but sampling.max_new_tokens is only "
+                f"{self.sampling.max_new_tokens}: lower reward.overlong_tokens"
             )
         return self
 

@@ -132,6 +132,8 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
         (["data.source=reasoning_gym:nothing"], "nothing"),
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
+        (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
+        (["trainer.objective=json:dumps"], "'json:dumps', called on 3 tokens, raised TypeError"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_anything_is_started(run, small, tmp_path, arguments, sentence):
