@@ -30,7 +30,7 @@ from areal.config import TrainerConfig, UserError
 from areal.engines.amx import avoid_broken_amx
 from areal.engines.checkpoint import TrainingState
 from areal.engines.packed import PACKED_SDPA, FlatBatch, Row, attention_kwargs, pack, packed_sdpa, token_logprobs
-from areal.objectives import TokenLoss, Tokens, interpolated_proximal, kl, resolve_objective
+from areal.objectives import TokenLoss, Tokens, interpolated_proximal, kl, rehearse, resolve_objective
 from areal.packing import split_over_ranks
 from areal.trajectory import Group
 from areal.weights import atomic_folder, copy_model_files, write_weights
@@ -88,7 +88,7 @@ class _Tally:
     @torch.no_grad()
     def add(self, row: Row, logp: Tensor, entropy: Tensor, out: TokenLoss, version: int, *, first: bool) -> None:
         """Count a row's tokens. first: before the first optimizer step, `logp` is still that of `version`."""
-        weight = torch.exp(row.proximal - row.behaviour).double()
+        weight = torch.exp((row.proximal - row.behaviour).double())
         current = (row.versions == version) & first
         sums = {
             "loss": out.loss * row.weights,
@@ -213,6 +213,7 @@ class TrainingEngine:
         self._zero = deepspeed.zero
         settings = deepspeed_config(config)
         self._stage: int = settings["zero_optimization"]["stage"]
+        rehearse(config)
         self._objective = resolve_objective(config.objective)
         self._module = self._read_model(model, config.dtype).train()
         with redirect_stdout(io.StringIO()):  # it prints memory tables
