@@ -103,6 +103,15 @@ class TrainerConfig(Section):
     checkpoints_kept: int = Field(3, ge=1, description="the newest ones; older ones are removed")
 
 
+class GuardConfig(Section):
+    """Stops a run that has gone wrong, before what it makes is saved. What the metrics mean: docs/health.md."""
+
+    effective_sample_size: float = Field(0.1, ge=0, le=1, description="least share of the tokens; 0: off")
+    entropy: float = Field(0.0, ge=0, description="least, nats; 0: off")
+    logprob_gap: float = Field(0.5, gt=0, description="most, nats: generators and trainer disagree on the same weights")
+    patience: int = Field(3, ge=1, description="steps in a row beyond a limit after which the run stops")
+
+
 class EvaluatorConfig(Section):
     """Scores held-out rows at the first and the last version."""
 
@@ -141,6 +150,11 @@ class Config(Section):
         "requeue", description="what becomes of a group whose completion could not be scored"
     )
     max_attempts: int = Field(3, ge=1, description="failures of a prompt after which it is discarded")
+    filter_zero_signal: bool = Field(
+        False,
+        description="discard groups whose samples all have the same reward, and generate others in their place "
+        "(dynamic sampling, arXiv 2503.14476); with trainer.advantage_norm=group their advantage is 0",
+    )
 
     data: DataConfig
     sampling: SamplingConfig
@@ -148,6 +162,7 @@ class Config(Section):
     generator: GeneratorConfig = GeneratorConfig()
     rollout_manager: RolloutManagerConfig = RolloutManagerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    guard: GuardConfig = GuardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
     master: MasterConfig = MasterConfig()
 
@@ -157,6 +172,14 @@ class Config(Section):
             raise ValueError(
                 f"trainer.minibatches is {self.trainer.minibatches} but batch_size is only {self.batch_size}: "
                 f"lower trainer.minibatches"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _some_group_has_signal(self) -> Config:
+        if self.filter_zero_signal and self.group_size == 1:
+            raise ValueError(
+                "filter_zero_signal discards every group where group_size is 1: raise group_size or turn it off"
             )
         return self
 

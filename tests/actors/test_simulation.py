@@ -329,6 +329,8 @@ CAUGHT_WITHIN = {
     "answers before the commit": 10,
     "no fencing": 160,
     "min_version ignored": 160,
+    "no filter": 120,
+    "checkpoints in a streak": 120,
 }
 
 
