@@ -287,7 +287,7 @@ class _Stream:
 class SimLearner:
     """What actors.trainer needs of a learner, on a chain of hashes."""
 
-    def __init__(self, files: Files, judge: Judge, writer: str, pace: Pace, random: Random, doubtful: bool) -> None:
+    def __init__(self, files: Files, judge: Judge, writer: str, pace: Pace, random: Random, doubtful: float) -> None:
         self._files = files
         self._judge = judge
         self._writer = writer
@@ -305,7 +305,7 @@ class SimLearner:
         self.work_done += 1
         before, self._content = self._content, next_content(self._content, groups)
         self._judge.computed(self._writer, before, version, groups, self._content)
-        share = 0.0 if self._doubtful and is_doubtful(self._content) else 1.0
+        share = 0.0 if is_doubtful(self._content, self._doubtful) else 1.0
         return {"loss": 0.0, "effective_sample_size": share, "logprob_gap": None}
 
     async def publish(self, folder: Path) -> None:
@@ -330,9 +330,9 @@ class SimLearner:
         await asyncio.sleep(seconds * (0.5 + self._random.random()))
 
 
-def is_doubtful(content: bytes) -> bool:
-    """Whether the metrics of the step that led to these weights are beyond the guard's limits: about half of all."""
-    return bool(content) and content[0] < 128
+def is_doubtful(content: bytes, share: float) -> bool:
+    """Whether the step that led to these weights is one of the share whose metrics are beyond the guard's limits."""
+    return bool(content) and content[0] < 256 * share
 
 
 def next_content(content: bytes, groups: Sequence[Group]) -> bytes:

@@ -30,8 +30,8 @@ class Model:
     eval_size: int = 0
     checkpoint_every: int = 2
     filter_zero_signal: bool = False
-    doubtful: bool = False
-    """Whether the metrics of some steps are beyond the guard's limits."""
+    doubtful: float = 0.0
+    """Share of the steps whose metrics are beyond the guard's limits."""
     doubtful_steps: int = 2
     """Such steps in a row with which the guard ends the run."""
     max_new_tokens: int = 12
@@ -118,6 +118,6 @@ def draw_model(random: Random) -> Model:
         compact_events=random.choice((10_000, 20)),
         farewell=random.random() < 0.3,
         filter_zero_signal=group_size > 1 and random.random() < 0.5,
-        doubtful=random.random() < 0.3,
+        doubtful=random.choice((0.0, 0.0, 0.5)),
         doubtful_steps=random.choice((1, 2, 100)),
     )

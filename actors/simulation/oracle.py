@@ -168,12 +168,12 @@ class Oracle:
     """Watches one simulation. `fail` is told of the first violation.
 
     A master's answers are checked against the disk: whatever the handler that gave them had journaled is committed.
-    `doubtful`: whether the metrics of some steps are beyond the guard's limits.
+    `doubtful`: the share of steps whose metrics are beyond the guard's limits.
     """
 
     def __init__(
         self, config: Config, files: Files, scheduler: Scheduler, fail: Callable[[Violation], None],
-        doubtful: bool = False,
+        doubtful: float = 0.0,
     ) -> None:  # fmt: skip
         self.config = config
         self.files = files
@@ -234,10 +234,10 @@ class Oracle:
         """Whether the step that leads to this version is the guard's last."""
         patience = self.config.guard.patience
         last = self.contents[max(1, version + 1 - patience) : version + 1]
-        return self.doubtful and len(last) == patience and all(map(is_doubtful, last))
+        return len(last) == patience and all(is_doubtful(content, self.doubtful) for content in last)
 
     def _check_saved(self, version: int) -> None:
-        suspicious = self.doubtful and is_doubtful(self.contents[version])
+        suspicious = is_doubtful(self.contents[version], self.doubtful)
         if suspicious and version != self.config.steps:
             raise Violation(f"version {version} is saved, though the step before it was beyond the guard's limits")
 
