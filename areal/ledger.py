@@ -6,6 +6,8 @@ A group is admitted, becomes ready, enters a batch and is trained; or it leaves 
        ▲                 │                  │
        └──── requeue ────┴─── discard ──────┴──▶ gone (discarded, for a recorded reason)
 
+A group that becomes ready without signal is discarded at once where `filter_zero_signal` is set.
+
 What cannot happen: BATCHED goes nowhere but to trained, a READY group holds no lease and is never re-queued, and
 a group that is gone never comes back (its prompt does, under a new id).
 
