@@ -20,7 +20,7 @@ from actors.run_state import RunState
 from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from areal.config import Config, UserError
 from areal.journal import Journal
-from areal.ledger import Answer, Batch, Ledger, RunEnded, Waiting
+from areal.ledger import ZERO_SIGNAL, Answer, Batch, Ledger, RunEnded, StepRecord, Waiting
 from areal.run_folder import RunFolder
 from protocols.errors import FencedError, RefusedError
 from protocols.messages import (
@@ -60,6 +60,7 @@ from protocols.messages import (
     Shutdown,
     Snapshot,
     Status,
+    TrainingFailed,
     TrainingFinished,
     Welcome,
 )
@@ -76,6 +77,8 @@ FAREWELL_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.2
 # Event sequence numbers of one master, before those of the next.
 EVENTS_OF_ONE_MASTER = 1 << 32
+# Batches' worth of filtered groups in a row, with no other group between, after which no batch is to be hoped for.
+FILTERED_LIMIT = 100
 ROLES = ("trainer", "generator", "reward", "rollout_manager")
 
 log = structlog.get_logger()
@@ -114,6 +117,8 @@ class Master(HandlesRequests):
         self._step_begun: float | None = None
         self._progressed = 0.0
         self._remedies = 0
+        # Not remembered by the journal: a run that goes on, perhaps with other settings, is given another chance.
+        self._filtered_in_a_row = 0
 
     @property
     def ledger(self) -> Ledger:
@@ -473,12 +478,24 @@ class Master(HandlesRequests):
     async def group_ready(self, request: Request) -> GroupAccepted:
         ready: GroupReady = request.message
         self._trainer(request)
-        answer = self.ledger.ready(ready.group, ready.start_version)
-        if answer is Answer.ACCEPTED:
+        answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
+        if answer in (Answer.ACCEPTED, Answer.FILTERED):
             self.state.emit("rewarded", group=ready.group, mean=ready.reward_mean)
             self._progress()
             self._changed.notify()
-        return GroupAccepted(accepted=answer is not Answer.GONE)
+            self._end_if_hopeless(answer is Answer.FILTERED)
+        return GroupAccepted(accepted=answer in (Answer.ACCEPTED, Answer.UNCHANGED))
+
+    def _end_if_hopeless(self, filtered: bool) -> None:
+        self._filtered_in_a_row = self._filtered_in_a_row + 1 if filtered else 0
+        if self._filtered_in_a_row > FILTERED_LIMIT * self.config.batch_size:
+            self._finish(
+                False,
+                f"filter_zero_signal has discarded {self._filtered_in_a_row} groups in a row, so that no batch comes "
+                f"together: the samples of each had all the same reward ({self.state.score / self.state.scored:.3f} on "
+                f"average). Take prompts that are neither always nor never solved, or a larger group_size, or "
+                f"go on with --resume {self.folder.path} filter_zero_signal=false.",
+            )
 
     @handles(AskBatch)
     async def ask_batch(self, request: Request) -> BatchAnswer:
@@ -523,24 +540,29 @@ class Master(HandlesRequests):
             "stepped", policy=commit.policy.model_dump(), metrics=metrics, groups=list(record.batch.group_ids)
         )
         self.state.compact_if_due()
+        self._filtered_in_a_row = 0
         self._send_out(PolicyPublished(policy=commit.policy))
         self._progress()
         self._changed.notify()
         await self.journal.durable()
         self.folder.append_metrics(metrics)
-        shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in metrics.items() if k != "prompts"}
+        long = ("prompts", "discarded")
+        shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in metrics.items() if k not in long}
         log.info("step", **shown)
         return Done()
 
-    def _metrics(self, commit: CommitStep, record: Any) -> dict[str, Any]:
-        now = self._now()
+    def _metrics(self, commit: CommitStep, record: StepRecord) -> dict[str, Any]:
+        now, state = self._now(), self.state
         groups = record.batch.group_ids
-        rewards = [self.state.rewards[group] for group in groups]
+        rewards = [state.rewards[group] for group in groups]
         metrics = {
             "step": commit.policy.version,
             "reward_mean": sum(rewards) / len(rewards),
+            "reward_mean_all": state.score / state.scored if state.scored else None,
+            "groups_filtered": sum(reason == ZERO_SIGNAL for _, reason in state.discarded),
             "staleness_mean": record.mean_staleness,
             "staleness_max": record.max_staleness,
+            "staleness_histogram": record.staleness_histogram,
             "tokens_generated": int(self._generated),
             "step_seconds": now - self._step_begun if self._step_begun is not None else 0.0,
             "groups_trained": len(groups),
@@ -550,7 +572,7 @@ class Master(HandlesRequests):
             "starved_seconds": self._starved,
             **commit.metrics,
             "prompts": list(record.prompts),
-            "discarded": self.state.discarded.copy(),
+            "discarded": state.discarded.copy(),
         }
         # Before its first step the trainer also waits for the others to start, which is no part of the step.
         metrics["trainer_wait_seconds"] = min(metrics["trainer_wait_seconds"], metrics["step_seconds"])
@@ -576,6 +598,14 @@ class Master(HandlesRequests):
             self._progress()
         await self.journal.durable()
         self._end_if_complete()
+        return Done()
+
+    @handles(TrainingFailed)
+    async def training_failed(self, request: Request) -> Done:
+        self._trainer(request)
+        saved = self.state.checkpoint
+        go_on = f"The last checkpoint is {saved}: go on from it with --resume {self.folder.path} and other settings."
+        self._finish(False, f"{request.message.reason} {go_on if saved else 'No checkpoint was saved before that.'}")
         return Done()
 
     def _end_if_complete(self) -> None:

@@ -61,7 +61,7 @@ def _print_new_steps(lines: IO[str], config: Config, console: Console, shown: in
 def step_line(m: dict[str, Any], config: Config) -> str:
     """One step as a line."""
     return (
-        f"step {m['step']}/{config.steps}  reward {m['reward_mean']:.3f}  "
+        f"step {m['step']}/{config.steps}  reward {m['reward_mean']:.3f}{_filtered(m)}  "
         f"staleness {m['staleness_mean']:.1f}/{m['staleness_max']} (bound {config.max_staleness})  "
         f"{_rate(m, 'tokens_generated')} tok/s generated, {_rate(m, 'tokens_trained')} trained  "
         f"step {m['step_seconds']:.2f} s, waited {m['trainer_wait_seconds']:.2f} s  ready {m['groups_ready']}"
@@ -93,7 +93,7 @@ def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, ...]]
     ]  # fmt: skip
     if m:
         rows += [
-            ("[dim]reward[/]", f"{m['reward_mean']:.3f}", "[dim]staleness mean / max / bound[/]",
+            ("[dim]reward[/]", f"{m['reward_mean']:.3f}{_filtered(m)}", "[dim]staleness mean / max / bound[/]",
              f"{m['staleness_mean']:.1f} / {m['staleness_max']} / {status['max_staleness']}"),
             ("[dim]tok/s generated / trained[/]", f"{_rate(m, 'tokens_generated')} / {_rate(m, 'tokens_trained')}",
              "[dim]step / waited[/]", f"{m['step_seconds']:.2f} s / {m['trainer_wait_seconds']:.2f} s"),
@@ -106,6 +106,12 @@ def _doing(member: dict[str, Any]) -> str:
     if "running" in stats:
         return f"{member['activity']}, {stats['running']:.0f} running, {stats['waiting']:.0f} queued"
     return member["activity"]
+
+
+def _filtered(metrics: dict[str, Any]) -> str:
+    if not metrics.get("groups_filtered"):
+        return ""
+    return f" (of all {metrics['reward_mean_all']:.3f}, {metrics['groups_filtered']} groups filtered)"
 
 
 def _rate(metrics: dict[str, Any], key: str) -> str:

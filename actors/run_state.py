@@ -41,6 +41,7 @@ class RunState:
             prompts=None,
             max_attempts=config.max_attempts,
             on_failed_sample=config.on_failed_sample,
+            filter_zero_signal=config.filter_zero_signal,
         )
         self.ledger = Ledger(self.settings)
         self.run_ahead = RunAhead(config.batch_size, config.max_staleness)
@@ -54,6 +55,8 @@ class RunState:
         self.members: dict[str, Member] = {}
         self.evaluations: dict[int, EvaluationDone] = {}
         self.rewards: dict[str, float] = {}
+        # Of the groups that were ready since the last step, filtered ones too: how many, and their mean rewards added.
+        self.scored, self.score = 0, 0.0
         self.discarded: list[tuple[int, str]] = []
         self.seconds = 0.0
         self.last_step: dict[str, Any] = {}
@@ -102,7 +105,9 @@ class RunState:
             case "policy_restored":
                 self.policy = Policy.model_validate(body["policy"])
             case "rewarded":
-                self.rewards[body["group"]] = body["mean"]
+                self.scored, self.score = self.scored + 1, self.score + body["mean"]
+                if self.ledger.group(body["group"]):  # not filtered
+                    self.rewards[body["group"]] = body["mean"]
             case "stepped":
                 self._apply_stepped(body)
             case "checkpoint_saved":
@@ -122,6 +127,7 @@ class RunState:
         for group in body["groups"]:
             self.rewards.pop(group, None)
         self.discarded.clear()
+        self.scored, self.score = 0, 0.0
         step = self.last_step
         self.run_ahead.stepped(step["starved_seconds"], step["step_seconds"], step["groups_left_over"])
 
@@ -154,6 +160,8 @@ class RunState:
             "members": [member.model_dump() for member in self.members.values()],
             "evaluations": [done.model_dump() for done in self.evaluations.values()],
             "rewards": self.rewards,
+            "scored": self.scored,
+            "score": self.score,
             "discarded": self.discarded,
             "seconds": self.seconds,
             "last_step": self.last_step,
@@ -169,7 +177,7 @@ class RunState:
         self.evaluations = {done.version: done for done in evaluations}
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
         for name in (
-            "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "seconds",
-            "last_step",
+            "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "scored",
+            "score", "seconds", "last_step",
         ):  # fmt: skip
             setattr(self, name, dump[name])

@@ -184,6 +184,15 @@ class TrainerConfig(Section):
         return self
 
 
+class GuardConfig(Section):
+    """Stops a run that has gone wrong, before what it makes is saved. What the metrics mean: docs/health.md."""
+
+    effective_sample_size: float = Field(0.1, ge=0, le=1, description="least share of the tokens; 0: off")
+    entropy: float = Field(0.0, ge=0, description="least, nats; 0: off")
+    logprob_gap: float = Field(0.5, gt=0, description="most, nats: generators and trainer disagree on the same weights")
+    patience: int = Field(3, ge=1, description="steps in a row beyond a limit after which the run stops")
+
+
 class EvaluatorConfig(Section):
     """Scores held-out rows at the first and the last version."""
 
@@ -222,6 +231,11 @@ class Config(Section):
         "requeue", description="what becomes of a group whose completion could not be scored"
     )
     max_attempts: int = Field(3, ge=1, description="failures of a prompt after which it is discarded")
+    filter_zero_signal: bool = Field(
+        False,
+        description="discard groups whose samples all have the same reward, and generate others in their place "
+        "(dynamic sampling, arXiv 2503.14476); with trainer.advantage_mean=group their advantage is 0",
+    )
 
     data: DataConfig
     sampling: SamplingConfig
@@ -229,6 +243,7 @@ class Config(Section):
     generator: GeneratorConfig = GeneratorConfig()
     rollout_manager: RolloutManagerConfig = RolloutManagerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    guard: GuardConfig = GuardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
     master: MasterConfig = MasterConfig()
 
@@ -240,7 +255,12 @@ class Config(Section):
         sampling, trainer = sections.get("sampling"), sections.get("trainer", {})
         if not isinstance(sampling, dict) or not isinstance(trainer, dict) or "max_new_tokens" not in sampling:
             return values
-        return sections | {"trainer": {"loss_tokens": sampling["max_new_tokens"]} | trainer}
+        filters = trainer.get("objective") == "dapo"
+        return (
+            {"filter_zero_signal": filters}
+            | sections
+            | {"trainer": {"loss_tokens": sampling["max_new_tokens"]} | trainer}
+        )
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Config:
@@ -257,6 +277,14 @@ class Config(Section):
             raise ValueError(
                 f"reward.overlong_tokens is {self.reward.overlong_tokens} but sampling.max_new_tokens is only "
                 f"{self.sampling.max_new_tokens}: lower reward.overlong_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _some_group_has_signal(self) -> Config:
+        if self.filter_zero_signal and self.group_size == 1:
+            raise ValueError(
+                "filter_zero_signal discards every group where group_size is 1: raise group_size or turn it off"
             )
         return self
 

@@ -19,6 +19,9 @@ from areal.config import UserError
 # Matplotlib writes these; the page turns them into its own text and line colours, in light and in dark.
 INK, FAINT = "#010203", "#040506"
 BLUE, ORANGE, GREEN = "#3b82d6", "#e07b28", "#2e9e6b"
+# From the freshest groups to the oldest, for as many ages as there are.
+FRESH, OLD = (0x3B, 0x82, 0xD6), (0xE0, 0x4B, 0x28)
+LEGEND_COLUMNS = 5
 # With more steps than this, single points are no longer told apart.
 MARKED_STEPS = 40
 
@@ -120,6 +123,9 @@ def panels(run: Run) -> list[Panel]:
     evaluated = [0, _number(run.summary.get("steps"))]
     accuracy = [_number(run.summary.get(key)) for key in ("accuracy_before", "accuracy_after")]
     bound = _number(run.summary.get("max_staleness"))
+    ages = _ages(run)
+    filtered = run.series("groups_filtered")
+    filters = any(n > 0 for n in filtered)
     seconds = run.series("step_seconds")
     # Two clocks: the trainer measures its wait, the master the step.
     waits = [min(wait, step) for wait, step in zip(run.series("trainer_wait_seconds"), seconds, strict=True)]
@@ -129,7 +135,12 @@ def panels(run: Run) -> list[Panel]:
         return Panel(title, lines=[("", steps, run.series(key))], **options)
 
     return [
-        plain("Reward, mean", "reward_mean"),
+        Panel(
+            "Reward, mean",
+            lines=[("trained" if filters else "", steps, run.series("reward_mean"))]
+            + [("all", steps, run.series("reward_mean_all"))] * filters,
+        ),
+        Panel("Groups filtered, without signal", lines=[("", steps, filtered)] * filters, limits=(0, None)),
         Panel("Held-out accuracy", lines=[("", evaluated, accuracy)], limits=(-0.03, 1.03), colours=(GREEN,)),
         Panel(
             "Staleness",
@@ -137,6 +148,12 @@ def panels(run: Run) -> list[Panel]:
             lines=[("mean", steps, run.series("staleness_mean")), ("max", steps, run.series("staleness_max"))],
             bound=bound if math.isfinite(bound) else None,
             limits=(0, None),
+        ),
+        Panel(
+            "Groups by staleness",
+            steps=steps,
+            stack=[(f"{age}" if age % 5 == 0 or len(ages) <= 10 else "", groups) for age, groups in enumerate(ages)],
+            colours=_ramp(len(ages)),
         ),
         Panel(
             "Throughput",
@@ -149,6 +166,20 @@ def panels(run: Run) -> list[Panel]:
         ),
         Panel("Step time", unit="s", steps=steps, stack=[("work", works), ("waiting for data", waits)]),
         plain("Log-prob gap, engine and trainer", "logprob_gap", log=True),
+        Panel(
+            "Importance weight",
+            lines=[("mean", steps, run.series("weight_mean")), ("max", steps, run.series("weight_max"))],
+            log=True,
+        ),
+        plain("Effective sample size, share", "effective_sample_size", limits=(0, 1.03)),
+        Panel(
+            "KL divergence",
+            unit="nats",
+            lines=[
+                ("to behaviour", steps, run.series("kl_behaviour")),
+                ("to reference", steps, run.series("kl_reference")),
+            ],
+        ),
         plain("Entropy", "entropy"),
         plain("Loss", "loss"),
         plain("Gradient norm", "grad_norm"),
@@ -197,8 +228,9 @@ def figure_of(panel: Panel) -> Any:
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(INK)
     if axes.get_legend_handles_labels()[0]:
-        above_right = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "borderaxespad": 0}
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8, **above_right)
+        above_right = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": LEGEND_COLUMNS, "borderaxespad": 0}
+        narrow = {"handlelength": 1, "columnspacing": 1, "handletextpad": 0.4}
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8, **above_right, **narrow)
     return figure
 
 
@@ -212,12 +244,25 @@ def paired_samples(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return list(pairs.values())
 
 
+def _ages(run: Run) -> list[list[float]]:
+    """For each staleness from 0 on: how many groups had it, at each step."""
+    found = [record.get("staleness_histogram") for record in run.records]
+    histograms = [histogram if isinstance(histogram, list) else [] for histogram in found]
+    ages = range(max(map(len, histograms), default=0))
+    return [[histogram[age] if age < len(histogram) else 0.0 for histogram in histograms] for age in ages]
+
+
+def _ramp(n: int) -> list[str]:
+    shares = [i / max(1, n - 1) for i in range(n)]
+    return ["#" + "".join(f"{round(a + (b - a) * s):02x}" for a, b in zip(FRESH, OLD, strict=True)) for s in shares]
+
+
 def _draw_stack(axes: Any, panel: Panel) -> None:
     base = [0.0] * len(panel.steps)
     edges = [step - 0.5 for step in panel.steps] + [step + 0.5 for step in panel.steps[-1:]]
     for (label, values), colour in zip(panel.stack, panel.colours, strict=False):
         top = [b + v for b, v in zip(base, values, strict=True)]
-        axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=label)
+        axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=label or None)
         base = top
 
 

@@ -15,7 +15,7 @@ from areal.models import resolve_model
 # What a run that goes on may be given anew: keys, and sections with all that is in them. The rest shaped what the run
 # has done so far, or what its journal and checkpoints mean.
 MAY_CHANGE = (
-    "steps", "run_ahead", "generator", "rollout_manager", "evaluator", "master",
+    "steps", "run_ahead", "filter_zero_signal", "generator", "rollout_manager", "guard", "evaluator", "master",
     "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
     "trainer.lr", "trainer.threads", "trainer.max_tokens_per_microbatch",
     "trainer.checkpoint_every", "trainer.checkpoints_kept",

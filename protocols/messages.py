@@ -19,7 +19,7 @@
 | trainer | master | AskBatch | BatchAnswer |
 | trainer | master | CommitStep | Done |
 | trainer | master | CheckpointSaved | Done |
-| trainer | master | TrainingFinished | Done |
+| trainer | master | TrainingFinished, TrainingFailed | Done |
 | evaluator | master | AskEvaluation | EvaluationAnswer |
 | evaluator | master | EvaluationDone | Done |
 | monitor | master | AskStatus | Status |
@@ -37,7 +37,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Array = InstanceOf[np.ndarray]
 Name = Annotated[str, Field(max_length=256)]
@@ -292,15 +292,16 @@ class PolicyRestored(Message):
 
 
 class GroupReady(Message):
-    """The group's payload is on the trainer's disk."""
+    """The group's payload is on the trainer's disk. `signal`: the rewards of its samples differ."""
 
     group: Name
     start_version: int
     reward_mean: float
+    signal: bool
 
 
 class GroupAccepted(Message):
-    """`accepted` is false for a group that is no longer alive: its payload is dropped."""
+    """`accepted` is false for a group that is not alive any more, or is filtered: its payload is dropped."""
 
     accepted: bool
 
@@ -336,6 +337,12 @@ class CheckpointSaved(Message):
 
 class TrainingFinished(Message):
     """The last checkpoint is saved."""
+
+
+class TrainingFailed(Message):
+    """The trainer's guard ends the run: `reason` is a sentence for the user."""
+
+    reason: Annotated[str, Field(max_length=4096)]
 
 
 # --- evaluation and monitoring

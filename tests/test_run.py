@@ -13,7 +13,8 @@ from helpers import processes_mentioning, read_jsonl
 CONFIG = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
 METRICS = {
     "step", "reward_mean", "staleness_mean", "staleness_max", "tokens_trained", "tokens_generated", "step_seconds",
-    "trainer_wait_seconds", "logprob_gap", "loss", "grad_norm", "entropy", "clip_fraction",
+    "trainer_wait_seconds", "logprob_gap", "loss", "grad_norm", "entropy", "clip_fraction", "reward_mean_all",
+    "groups_filtered", "staleness_histogram",
 }  # fmt: skip
 SUMMARY = {
     "steps", "accuracy_before", "accuracy_after", "staleness_max", "max_staleness", "logprob_gap_max",
@@ -127,6 +128,7 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
     [
         (["generater.count=2"], "did you mean 'generator'?"),
         (["batch_size=many"], "batch_size is 'many'"),
+        (["filter_zero_signal=true", "group_size=1"], "raise group_size"),
         (["model=./nowhere"], "There is no model folder ./nowhere"),
         (["reward.functions=[nowhere.rewards:mine]"], "nowhere.rewards"),
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),

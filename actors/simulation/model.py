@@ -29,6 +29,11 @@ class Model:
     rewards: int = 1
     eval_size: int = 0
     checkpoint_every: int = 2
+    filter_zero_signal: bool = False
+    doubtful: float = 0.0
+    """Share of the steps whose metrics are beyond the guard's limits."""
+    doubtful_steps: int = 2
+    """Such steps in a row with which the guard ends the run."""
     max_new_tokens: int = 12
     stream_interval: int = 6
     concurrent: int = 4
@@ -72,6 +77,8 @@ def config_of(model: Model) -> Config:
             "on_straggler": model.on_straggler,
             "on_failed_sample": model.on_failed_sample,
             "run_ahead": model.run_ahead,
+            "filter_zero_signal": model.filter_zero_signal,
+            "guard": {"patience": model.doubtful_steps},
             "data": {"source": "addition", "eval_size": model.eval_size},
             "sampling": {"max_new_tokens": model.max_new_tokens},
             "reward": {"functions": ["addition"], "timeout_seconds": 2.0},
@@ -110,4 +117,7 @@ def draw_model(random: Random) -> Model:
         stall_seconds=random.choice((240.0, 240.0, 240.0, 36.0)),
         compact_events=random.choice((10_000, 20)),
         farewell=random.random() < 0.3,
+        filter_zero_signal=group_size > 1 and random.random() < 0.5,
+        doubtful=random.choice((0.0, 0.0, 0.5)),
+        doubtful_steps=random.choice((1, 2, 100)),
     )

@@ -14,7 +14,9 @@ from actors.master import Master
 from actors.sessions import SampleSession
 from actors.simulation.quiet import replaced
 from actors.trainer import Trainer
+from areal.guard import Guard
 from areal.ledger import Ledger
+from areal.trajectory import Group
 from protocols.codec import decode_header, encode_header
 from protocols.messages import Recovery
 from protocols.transport import Peer, Server
@@ -120,6 +122,16 @@ def no_fencing() -> AbstractContextManager[None]:
     return replaced(Master, _trainer=lambda master, request, lineage=None: None)
 
 
+def no_filter() -> AbstractContextManager[None]:
+    """The trainer takes any group for one that teaches something."""
+    return replaced(Group, has_signal=True)
+
+
+def checkpoints_in_a_streak() -> AbstractContextManager[None]:
+    """A checkpoint is saved whatever the guard thinks of the last steps."""
+    return replaced(Guard, suspicious=False)
+
+
 def min_version_ignored() -> AbstractContextManager[None]:
     """Rule 2 is gone: weights older than a group's admission may begin it."""
     init = SampleSession.__init__
@@ -153,4 +165,6 @@ MUTANTS: dict[str, Mutant] = {
     "answers before the commit": answers_before_the_commit,
     "no fencing": no_fencing,
     "min_version ignored": min_version_ignored,
+    "no filter": no_filter,
+    "checkpoints in a streak": checkpoints_in_a_streak,
 }

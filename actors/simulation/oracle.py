@@ -13,10 +13,10 @@ from typing import Any
 
 import msgpack
 
-from actors.simulation.engines import Files, Weights, serials_of
+from actors.simulation.engines import Files, Weights, is_doubtful, serials_of
 from actors.simulation.loop import Scheduler
 from areal.config import Config
-from areal.ledger import Ledger
+from areal.ledger import ZERO_SIGNAL, Ledger
 from areal.trajectory import Group
 from protocols.messages import Message
 
@@ -168,20 +168,25 @@ class Oracle:
     """Watches one simulation. `fail` is told of the first violation.
 
     A master's answers are checked against the disk: whatever the handler that gave them had journaled is committed.
+    `doubtful`: the share of steps whose metrics are beyond the guard's limits.
     """
 
-    def __init__(self, config: Config, files: Files, scheduler: Scheduler, fail: Callable[[Violation], None]) -> None:
+    def __init__(
+        self, config: Config, files: Files, scheduler: Scheduler, fail: Callable[[Violation], None],
+        doubtful: float = 0.0,
+    ) -> None:  # fmt: skip
         self.config = config
         self.files = files
         self.scheduler = scheduler
         self.fail = fail
+        self.doubtful = doubtful
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.on_disk = 0
         self.memory = self._book()
         self.disk = self._book()
         self.contents: list[bytes] = [files.model.content]
         self.ledger: Ledger | None = None
-        self.is_spooled: Callable[[str], bool] = lambda group: True
+        self.spooled_rewards: Callable[[str], list[float] | None] = lambda group: []
         self.calls: set[tuple[str, tuple[str, str]]] = set()
 
     # --- the master's journal
@@ -201,9 +206,40 @@ class Oracle:
     def appended(self, kind: str, body: dict[str, Any]) -> None:
         self.events.append((kind, body))
         self._guard(self.memory.add, kind, body)
-        if kind == "ready" and not self.is_spooled(body["group_id"]):
-            self.fail(Violation(f"{body['group_id']} is ready and not on the trainer's disk", body["group_id"]))
+        match kind:
+            case "ready":
+                self._guard(self._check_ready, body["group_id"])
+            case "discarded" if body["reason"] == ZERO_SIGNAL:
+                self._guard(self._check_filtered, body["group_id"])
+            case "committed":
+                self._guard(self._check_passed, body["version"] + 1)
+            case "checkpoint_saved":
+                self._guard(self._check_saved, body["version"])
         self.scheduler.changed = True
+
+    def _check_ready(self, group: str) -> None:
+        if self.spooled_rewards(group) is None:
+            raise Violation(f"{group} is ready and not on the trainer's disk", group)
+
+    def _check_filtered(self, group: str) -> None:
+        rewards = self.spooled_rewards(group)
+        if not self.config.filter_zero_signal or rewards is None or len(set(rewards)) != 1:
+            raise Violation(f"{group} is filtered, with the rewards {rewards}", group)
+
+    def _check_passed(self, version: int) -> None:
+        if self._is_stopped_at(version):
+            raise Violation(f"version {version} is committed, though the guard had to stop the run")
+
+    def _is_stopped_at(self, version: int) -> bool:
+        """Whether the step that leads to this version is the guard's last."""
+        patience = self.config.guard.patience
+        last = self.contents[max(1, version + 1 - patience) : version + 1]
+        return len(last) == patience and all(is_doubtful(content, self.doubtful) for content in last)
+
+    def _check_saved(self, version: int) -> None:
+        suspicious = is_doubtful(self.contents[version], self.doubtful)
+        if suspicious and version != self.config.steps:
+            raise Violation(f"version {version} is saved, though the step before it was beyond the guard's limits")
 
     def committed(self, count: int) -> None:
         """The first `count` events of the run are on the disk."""
@@ -283,6 +319,8 @@ class Oracle:
         for group in groups:
             if len(group.trajectories) != self.config.group_size:
                 raise Violation(f"{group.id} has {len(group.trajectories)} samples", group.id)
+            if self.config.filter_zero_signal and len({part.reward for part in group.trajectories}) == 1:
+                raise Violation(f"{group.id} is trained, but has no signal", group.id)
             for part in group.trajectories:
                 self._check_labels(group.id, part.logprobs[part.sampled], part.versions[part.sampled])
             age = version - group.start_version
@@ -315,6 +353,12 @@ class Oracle:
             self.fail(Violation(f"{writer} publishes weights that no step led to, as {weights.folder}", writer))
 
     # --- the end
+
+    def stopped(self, reason: str) -> None:
+        """The run has failed, which only the guard may make it."""
+        version = self.disk.version + 1
+        if not self._is_stopped_at(version) or f"at step {version}:" not in reason:
+            self.fail(Violation(f"the run fails after version {version - 1}: {reason}", "master-0"))
 
     def ended(self) -> None:
         """The run has reached its end."""

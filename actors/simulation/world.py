@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import re
 import signal
 import sqlite3
@@ -142,7 +143,7 @@ class World:
         self.scheduler = Scheduler()
         self.wire = Wire(self.scheduler, self.random)
         self.files = Files(MODEL)
-        self.oracle = Oracle(self.config, self.files, self.scheduler, self.fail)
+        self.oracle = Oracle(self.config, self.files, self.scheduler, self.fail, self.model.doubtful)
         self.violation: Violation | None = None
         self.trace: list[str] | None = [] if traced else None
         self.processes = {name: Process(name) for name in self.model.processes}
@@ -282,7 +283,7 @@ class World:
         journal.oracle, journal.marks = self.oracle, {}
         boss = Master(one.bus, self.config, journal=journal, folder=self.folder)
         self.oracle.ledger = boss.ledger
-        self.oracle.is_spooled = self._is_spooled
+        self.oracle.spooled_rewards = self._spooled_rewards
         one.network.on_publish = self.oracle.published
         return boss
 
@@ -295,7 +296,8 @@ class World:
 
     async def _start_learner(self, one: Incarnation) -> SimLearner:
         await asyncio.sleep(self.model.pace.start * (0.5 + self.random.random()))
-        return SimLearner(self.files, _Judge(self, one), one.loop.name, self.model.pace, self.random)
+        judge = _Judge(self, one)
+        return SimLearner(self.files, judge, one.loop.name, self.model.pace, self.random, self.model.doubtful)
 
     def _ended(self, one: Incarnation, task: asyncio.Task) -> None:
         """A process has reached its end by itself."""
@@ -330,10 +332,11 @@ class World:
             self.scheduler.stopped = True
 
     def _master_ended(self, how: str, ok: bool) -> None:
-        if not ok:
-            self.fail(Violation(f"the master {how}", "master-0"))
-            return
-        self.oracle.ended()
+        if ok:
+            self.oracle.ended()
+        else:
+            self.oracle.stopped(how)
+            self.counters["stopped"] += 1
         self.over = True
         self._calm()
         now = self.scheduler.now
@@ -379,9 +382,11 @@ class World:
             one.process.disk.deserialize(new)
         return one.process.disk
 
-    def _is_spooled(self, group: str) -> bool:
+    def _spooled_rewards(self, group: str) -> list[float] | None:
+        """The rewards of a group on the trainer's disk; None: it is not there."""
         disk = self.processes["trainer-0"].disk
-        return disk is not None and bool(disk.execute("SELECT 1 FROM groups WHERE id = ?", (group,)).fetchone())
+        row = disk and disk.execute("SELECT description FROM groups WHERE id = ?", (group,)).fetchone()
+        return json.loads(row[0])["rewards"] if row else None
 
     def _latency(self, process: Process) -> float:
         return DISK_SECONDS * (0.2 + self.random.random()) + process.slower * self.random.random()

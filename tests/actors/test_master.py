@@ -32,6 +32,7 @@ from protocols.messages import (
     Policy,
     PolicyRestored,
     RenewLeases,
+    TrainingFailed,
     TrainingFinished,
 )
 from protocols.network import ZmqNetwork
@@ -120,7 +121,7 @@ async def recover(trainer: Caller):
 async def make_ready(manager: Caller, trainer: Caller, version: int) -> list[str]:
     groups = [permit.group for permit in (await manager.ask(AskPermits(count=2))).permits]
     for group in groups:
-        await trainer.ask(GroupReady(group=group, start_version=version, reward_mean=0.5))
+        await trainer.ask(GroupReady(group=group, start_version=version, reward_mean=0.5, signal=True))
     return groups
 
 
@@ -231,6 +232,93 @@ async def test_a_stalled_run_takes_the_remedies_there_are_before_it_gives_up(con
     assert "nothing has moved" in ending.reason
 
 
+# --- groups without signal
+
+
+def filtering(config: Config) -> Config:
+    return without_evaluation(config).model_copy(update={"group_size": 2, "filter_zero_signal": True})
+
+
+async def report(trainer: Caller, manager: Caller, signal: bool, mean: float) -> bool:
+    """One more group is ready; whether it is accepted."""
+    permit = (await manager.ask(AskPermits(count=1))).permits[0]
+    ready = GroupReady(group=permit.group, start_version=permit.min_version, reward_mean=mean, signal=signal)
+    return (await trainer.ask(ready)).accepted
+
+
+async def test_a_filtered_group_is_replaced_and_still_counts_in_the_reward_of_all(config):
+    config = filtering(config)
+    async with callers_of_several_masters("trainer", "rollout_manager", config=config) as (trainer, manager):
+        async with master_of(config):
+            await trainer.join()
+            await manager.join()
+            await recover(trainer)
+            permits = (await manager.ask(AskPermits(count=100))).permits
+            dull = GroupReady(group=permits[0].group, start_version=0, reward_mean=0.0, signal=False)
+            parked = asyncio.create_task(manager.ask(AskPermits(count=1), 60.0))
+            assert not (await trainer.ask(dull)).accepted
+            (replacement,) = (await parked).permits
+            for permit in permits[1:3]:
+                ready = GroupReady(group=permit.group, start_version=0, reward_mean=0.75, signal=True)
+                assert (await trainer.ask(ready)).accepted
+        async with master_of(config, resume=True):
+            assert not (await trainer.ask(dull)).accepted, "a repeat is no second group"
+            await train(trainer, 0, "weights")
+            for permit in (permits[3], replacement):
+                await trainer.ask(GroupReady(group=permit.group, start_version=0, reward_mean=0.5, signal=True))
+            await train(trainer, 1, "weights")
+    first, second = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [first[key] for key in ("reward_mean", "reward_mean_all", "groups_filtered")] == [0.75, 0.5, 1]
+    assert [second[key] for key in ("reward_mean", "reward_mean_all", "groups_filtered")] == [0.5, 0.5, 0]
+    assert (first["discarded"], second["discarded"]) == ([[0, "zero signal"]], [])
+    assert (first["staleness_histogram"], second["staleness_histogram"]) == ([2], [0, 2])
+
+
+async def test_a_run_that_filters_nothing_but_dull_groups_ends_and_says_so(config, monkeypatch):
+    monkeypatch.setattr("actors.master.FILTERED_LIMIT", 2)
+    config = filtering(config)
+    async with master_of(config) as running, callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        await recover(trainer)
+        for _ in range(4):
+            await report(trainer, manager, signal=False, mean=1.0)
+        assert await report(trainer, manager, signal=True, mean=0.5)  # then the count begins anew
+        for _ in range(4):
+            assert not await report(trainer, manager, signal=False, mean=1.0)
+        assert not running.done()
+        await report(trainer, manager, signal=False, mean=1.0)
+        for actor in (trainer, manager):
+            await actor.ask(Leave(reason="done"))
+        ending = await asyncio.wait_for(running, SECONDS)
+    assert not ending.ok
+    assert "discarded 5 groups in a row" in ending.reason
+    assert "0.950 on average" in ending.reason
+    assert "filter_zero_signal=false" in ending.reason
+
+
+# --- a training that failed
+
+
+@pytest.mark.parametrize("saved", [None, "checkpoints/step_1"])
+async def test_a_training_that_failed_ends_the_run_with_its_reason_and_the_last_checkpoint(config, saved):
+    config = without_evaluation(config)
+    async with master_of(config) as running, callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        await recover(trainer)
+        await make_ready(manager, trainer, 0)
+        await train(trainer, 0, "weights")
+        if saved:
+            await trainer.ask(CheckpointSaved(version=1, folder=saved))
+        for _ in range(2):  # it says so until it hears of the end
+            await trainer.ask(TrainingFailed(reason="loss is nan."))
+        assert (await trainer.beat()).ended
+        for actor in (trainer, manager):
+            await actor.ask(Leave(reason="done"))
+        ending = await asyncio.wait_for(running, SECONDS)
+    assert not ending.ok
+    assert ending.reason.startswith("loss is nan. ")
+    assert (f"The last checkpoint is {saved}: go on" if saved else "No checkpoint was saved") in ending.reason
+    assert json.loads((config.folder / "summary.json").read_text())["reason"] == ending.reason
+
+
 # --- a master that dies and comes back
 
 
@@ -313,7 +401,8 @@ async def test_a_new_trainer_is_told_what_to_redo_and_the_old_one_is_fenced(conf
         assert (await new.ask(AskBatch(version=1))).groups == logged  # a logged batch never changes
         for asked in (
             CommitStep(policy=Policy(lineage=0, version=2, folder="dead"), metrics=METRICS),
-            GroupReady(group=ready[0], start_version=1, reward_mean=0.0),
+            GroupReady(group=ready[0], start_version=1, reward_mean=0.0, signal=True),
+            TrainingFailed(reason="long ago"),
             CheckpointSaved(version=1, folder="dead"),
         ):
             with pytest.raises(FencedError):

@@ -1,5 +1,6 @@
-"""A trainer that is killed and started again ends with the very weights of one that was not: a real trainer process
-with a real DeepSpeed, a real master and its journal, and the test in the place of the rollout manager."""
+"""A trainer that is killed and started again ends with the very weights of one that was not, and one whose training
+goes wrong leaves nothing of that behind: a real trainer process with a real DeepSpeed, a real master and its journal,
+and the test in the place of the rollout manager."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import read_jsonl
 
 from actors.master import Master
+from actors.runtime import Ending
 from areal.config import Config
+from areal.engines.training import TrainingEngine
 from areal.journal import Journal
 from areal.run_folder import RunFolder
 from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreGroup, TrajectoryPart
@@ -29,19 +33,20 @@ def config(tiny_model: Path, tmp_path: Path, free_port: int) -> Config:
             "max_staleness": 1, "data": {"source": "addition", "eval_size": 0}, "sampling": {"max_new_tokens": 8},
             "reward": {"functions": ["addition"]},
             "trainer": {"minibatches": 2, "lr": 1e-3, "checkpoint_every": 2, "warmup_steps": 6},
+            "guard": {"logprob_gap": 100.0, "effective_sample_size": 0.0},  # the log-probs are made up
             "master": {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 60},
         }
     )  # fmt: skip
 
 
-def group_of(permit: Permit) -> StoreGroup:
-    """Samples that depend on the permit alone, with mixed rewards."""
+def group_of(permit: Permit, poison: float = 0.0) -> StoreGroup:
+    """Samples that depend on the permit alone, with mixed rewards; `poison` is added to their log-probs."""
     rng = np.random.default_rng([permit.prompt_index, permit.min_version])
     samples = []
     for sample in range(2):
         tokens = rng.integers(1, 16, 10, dtype=np.int32)
         versions = np.where(np.arange(10) < 4, -1, permit.min_version).astype(np.int32)
-        logprobs = np.where(versions < 0, 0, -rng.random(10)).astype(np.float32)
+        logprobs = np.where(versions < 0, 0, poison - rng.random(10)).astype(np.float32)
         samples.append(
             TrajectoryPart(tokens=tokens, logprobs=logprobs, versions=versions, reward=float(sample), finish="stop")
         )
@@ -76,20 +81,24 @@ class Manager:
                         return member.address
                 await asyncio.sleep(0.1)
 
-    async def feed(self, trainer: str) -> None:
+    async def feed(self, trainer: str, poison: float = 0.0) -> None:
         """One batch of groups."""
         for permit in (await self.ask(AskPermits(count=2))).permits:
-            assert await self.bus.peer(trainer).ask(group_of(permit), 30.0) == Done()
+            assert await self.bus.peer(trainer).ask(group_of(permit, poison), 30.0) == Done()
+
+
+def start_master(config: Config) -> asyncio.Task[Ending]:
+    folder = RunFolder.create(config)
+    journal = Journal.open(folder.path / "journal.db")
+    return asyncio.create_task(
+        Master(Bus(f"master/0#{config.name}", ZmqNetwork()), config, journal=journal, folder=folder).run()
+    )
 
 
 async def train(config: Config, run, name: str, kill_at: int | None) -> bytes:
     """The weights that a run ends with; its trainer is killed after step `kill_at`."""
     config = config.model_copy(update={"name": name})
-    folder = RunFolder.create(config)
-    journal = Journal.open(folder.path / "journal.db")
-    master = asyncio.create_task(
-        Master(Bus(f"master/0#{name}", ZmqNetwork()), config, journal=journal, folder=folder).run()
-    )
+    master = start_master(config)
     manager = Manager(config.master.address)
     process = run("--role", "trainer", "--master", config.master.address).process
     trainer = await manager.trainer()
@@ -104,7 +113,7 @@ async def train(config: Config, run, name: str, kill_at: int | None) -> bytes:
     await manager.bus.close()
     ending = await asyncio.wait_for(master, SECONDS)
     assert ending.ok
-    return (folder.path / "checkpoints" / f"step_{STEPS:06}" / "model.safetensors").read_bytes()
+    return (config.folder / "checkpoints" / f"step_{STEPS:06}" / "model.safetensors").read_bytes()
 
 
 async def test_a_killed_trainer_redoes_its_steps_to_the_bit(config, run):
@@ -114,3 +123,26 @@ async def test_a_killed_trainer_redoes_its_steps_to_the_bit(config, run):
     killed = await train(config, run, "killed", kill_at=3)
     assert killed == undisturbed
     assert killed != before
+
+
+async def test_a_step_that_is_not_a_number_ends_the_run_with_the_last_sound_checkpoint(config, run):
+    master = start_master(config)
+    manager = Manager(config.master.address)
+    started = run("--role", "trainer", "--master", config.master.address)
+    trainer = await manager.trainer()
+    for version in range(3):
+        await manager.feed(trainer)
+        await manager.until_trained(version + 1)
+    await manager.feed(trainer, poison=np.nan)
+    await manager.bus.close()
+    ending = await asyncio.wait_for(master, SECONDS)
+    output = await asyncio.to_thread(started.wait, SECONDS)
+    checkpoint = config.folder / "checkpoints" / "step_000002"
+    assert not ending.ok
+    assert ending.reason.startswith("The guard stopped the run at step 4: loss is nan: lower trainer.lr")
+    assert f"The last checkpoint is {checkpoint}: go on from it with --resume {config.folder}" in ending.reason
+    assert started.code == 1 and "Traceback" not in output
+    assert [step["step"] for step in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2, 3]
+    assert [folder.name for folder in (config.folder / "checkpoints").iterdir()] == [checkpoint.name]
+    assert not list((config.folder / "weights").glob("*-v000004*"))
+    TrainingEngine(Path(config.model), config.trainer, seed=0).load(checkpoint)

@@ -315,6 +315,20 @@ def test_a_trainer_killed_in_the_middle_redoes_what_no_checkpoint_covers() -> No
     assert book.version == 4
 
 
+@pytest.mark.parametrize("killed_at", [None, 1.4, 1.7, 2.0, 2.3, 2.6])
+def test_a_trainer_that_redoes_its_steps_hears_the_same_verdict_of_the_guard(killed_at: float | None) -> None:
+    """Every step is beyond a limit, and the fourth is too many: also for whoever redoes the ones before it."""
+    model = Model(steps=8, checkpoint_every=1, max_staleness=0, doubtful=1.0, doubtful_steps=4)
+    kills = [Kill(killed_at, "trainer-0", 0.3)] if killed_at else []
+    world = World(3, model, Plan(until=4.0, faults=kills))
+    result = world.run()
+    assert result.ok, result.story
+    assert result.counters["stopped"] == 1
+    assert not world.summary["ok"]
+    assert "at step 4: effective_sample_size is 0, for 4 steps in a row" in world.summary["reason"]
+    assert (world.oracle.disk.lineage, world.oracle.disk.checkpoint) == (len(kills), 0)
+
+
 # --- bugs put in on purpose
 
 # Seeds from 0 on: the first that catches it, and some more, since every change to the actors draws other simulations.
@@ -329,6 +343,8 @@ CAUGHT_WITHIN = {
     "answers before the commit": 10,
     "no fencing": 160,
     "min_version ignored": 160,
+    "no filter": 120,
+    "checkpoints in a streak": 120,
 }
 
 

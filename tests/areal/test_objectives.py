@@ -483,6 +483,12 @@ def test_only_ppo_is_without_a_behaviour_weight_unless_asked():
     assert [name for name in LOSSES if settings(name).behaviour_weight == "none"] == ["ppo"]
 
 
+def test_dapo_filters_groups_without_signal_unless_told_otherwise(load):
+    assert not load().filter_zero_signal
+    assert load("trainer.objective=dapo").filter_zero_signal
+    assert not load("trainer.objective=dapo", "filter_zero_signal=false").filter_zero_signal
+
+
 def test_the_constant_of_the_loss_mean_is_the_longest_completion(load):
     assert load("trainer.objective=dr_grpo").trainer.loss_tokens == 64
     assert load("trainer.objective=dr_grpo", "trainer.loss_tokens=10").trainer.loss_tokens == 10

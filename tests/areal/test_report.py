@@ -16,11 +16,16 @@ from areal.report import Run, draw, panels, read_run, write_report
 
 TITLES = [
     "Reward, mean",
+    "Groups filtered, without signal",
     "Held-out accuracy",
     "Staleness",
+    "Groups by staleness",
     "Throughput",
     "Step time",
     "Log-prob gap, engine and trainer",
+    "Importance weight",
+    "Effective sample size, share",
+    "KL divergence",
     "Entropy",
     "Loss",
     "Gradient norm",
@@ -32,13 +37,21 @@ def record(step, **changes):
     return {
         "step": step,
         "reward_mean": 0.1 * step,
+        "reward_mean_all": 0.05 * step,
+        "groups_filtered": step,
         "staleness_mean": 1.5,
         "staleness_max": 3,
+        "staleness_histogram": [5, 3, 0, 8],
         "tokens_trained": 900,
         "tokens_generated": 1000,
         "step_seconds": 2.0,
         "trainer_wait_seconds": 0.5,
         "logprob_gap": 1e-4,
+        "weight_mean": 1.01,
+        "weight_max": 4.0,
+        "effective_sample_size": 0.8,
+        "kl_behaviour": 0.02,
+        "kl_reference": 0.1,
         "loss": -0.01,
         "grad_norm": 0.7,
         "entropy": 1.2,
@@ -215,6 +228,18 @@ def test_rates_are_per_second_and_step_time_is_split_in_work_and_wait(folder):
     assert math.isnan(by_title["Throughput"].lines[0][2][2])
     assert [values[:2] for _, values in by_title["Step time"].stack] == [[1.5, 0.0], [0.5, 2.0]]
     assert by_title["Staleness"].bound == 8
+
+
+def test_groups_are_counted_by_staleness_where_steps_differ_in_their_oldest_group(folder):
+    run = read_run(folder([record(1, staleness_histogram=[4, 1]), record(2, staleness_histogram=[2, 1, 2])], SUMMARY))
+    panel = next(panel for panel in panels(run) if panel.title == "Groups by staleness")
+    assert panel.stack == [("0", [4, 2]), ("1", [1, 1]), ("2", [0, 2])]
+
+
+def test_a_run_that_filters_nothing_has_one_reward(folder):
+    page = report_of(folder([record(step, groups_filtered=0) for step in (1, 2)], SUMMARY))
+    assert not page.says("Groups filtered") and page.says("Reward, mean")
+    assert page.tags.count("svg") == len(TITLES) - 1
 
 
 def test_the_same_run_gives_the_same_report(folder):

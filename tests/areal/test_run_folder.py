@@ -109,7 +109,14 @@ def test_a_run_goes_on_with_its_own_configuration(begun, config):
 
 
 def test_a_run_may_go_on_with_more_steps_and_other_machines(begun, config, file):
-    overrides = ["steps=9", "generator.count=3", "reward.workers=2", "master.lease_seconds=5", "trainer.lr=1e-6"]
+    overrides = [
+        "steps=9",
+        "generator.count=3",
+        "reward.workers=2",
+        "master.lease_seconds=5",
+        "trainer.lr=1e-6",
+        "guard.patience=9",
+    ]
     changed = configuration_to_resume(begun, None, overrides)
     assert (changed.steps, changed.generator.count, changed.reward.workers, changed.trainer.lr) == (9, 3, 2, 1e-6)
     assert configuration_to_resume(begun, file, overrides) == changed
