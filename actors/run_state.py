@@ -53,6 +53,7 @@ class RunState:
         self.finished: int | None = None
         self.members: dict[str, Member] = {}
         self.evaluations: dict[int, EvaluationDone] = {}
+        self.not_evaluated: dict[int, str] = {}
         self.rewards: dict[str, float] = {}
         self.discarded: list[tuple[int, str]] = []
         self.seconds = 0.0
@@ -64,6 +65,11 @@ class RunState:
         """Journal an event and make it so."""
         self.journal.append(kind, body)
         self._apply(kind, body)
+
+    @property
+    def holder(self) -> Member | None:
+        """The generator that stays at a version until it is evaluated."""
+        return next((member for member in self.members.values() if member.held is not None), None)
 
     def compact_if_due(self) -> None:
         """Replace a long journal by what it has led to."""
@@ -110,6 +116,8 @@ class RunState:
             case "evaluated":
                 done = EvaluationDone.model_validate(body["evaluation"], strict=False)
                 self.evaluations[done.version] = done
+            case "evaluation_dropped":
+                self.not_evaluated[body["version"]] = body["reason"]
             case "finished":
                 self.finished = body["version"]
             case _:
@@ -153,6 +161,7 @@ class RunState:
             "finished": self.finished,
             "members": [member.model_dump() for member in self.members.values()],
             "evaluations": [done.model_dump() for done in self.evaluations.values()],
+            "not_evaluated": list(self.not_evaluated.items()),
             "rewards": self.rewards,
             "discarded": self.discarded,
             "seconds": self.seconds,
@@ -167,6 +176,7 @@ class RunState:
         self.members = {member.identity: member for member in members}
         evaluations = [EvaluationDone.model_validate(done, strict=False) for done in dump["evaluations"]]
         self.evaluations = {done.version: done for done in evaluations}
+        self.not_evaluated = {version: reason for version, reason in dump["not_evaluated"]}
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
         for name in (
             "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "seconds",

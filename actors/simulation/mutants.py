@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from actors.generator import Generator
 from actors.master import Master
 from actors.sessions import SampleSession
 from actors.simulation.quiet import replaced
@@ -131,6 +132,11 @@ def min_version_ignored() -> AbstractContextManager[None]:
     return replaced(SampleSession, __init__=begin)
 
 
+def hold_ignored() -> AbstractContextManager[None]:
+    """A generator goes on to the newest version, whatever it holds."""
+    return replaced(Generator, _wanted=lambda generator: generator.policy)
+
+
 @contextmanager
 def _added(owner: type, name: str, value: Any) -> Iterator[None]:
     """Like `replaced`, for a method that the class inherits."""
@@ -153,4 +159,5 @@ MUTANTS: dict[str, Mutant] = {
     "answers before the commit": answers_before_the_commit,
     "no fencing": no_fencing,
     "min_version ignored": min_version_ignored,
+    "hold ignored": hold_ignored,
 }

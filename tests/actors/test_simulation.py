@@ -329,6 +329,7 @@ CAUGHT_WITHIN = {
     "answers before the commit": 10,
     "no fencing": 160,
     "min_version ignored": 160,
+    "hold ignored": 400,
 }
 
 
