@@ -139,7 +139,8 @@ class Generator(Actor):
             except WeightLoadError as error:
                 log.warning("weights did not load", version=policy.version, error=str(error))
                 await asyncio.sleep(RETRY_LOAD_SECONDS)
-                policy = self.policy
+                wanted = self._wanted()
+                policy = self.policy if policy == wanted else wanted
         self._lineage = policy.lineage
         self._loads += 1
         self._interrupted += times.interrupted
