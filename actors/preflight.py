@@ -12,11 +12,15 @@ from areal.workflows import resolve_workflow
 
 
 def check(config: Config) -> None:
-    """Everything that can be known now: the port, rewards, workflow, data and the model folder."""
+    """Everything that can be known now: the port, rewards, workflow, objective, data and the model folder."""
     check_port(config.master.address)
     for name in config.reward.functions:
         resolve(name)
     resolve_workflow(config.rollout_manager.workflow)
+    if ":" in config.trainer.objective:
+        from areal.objectives import rehearse  # with torch, which only an objective of the user's own needs here
+
+        rehearse(config.trainer)
     open_source(config.data, config.seed)
     if config.model != "quickstart":
         resolve_model(config)

@@ -57,6 +57,9 @@ class RewardConfig(Section):
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
     timeout_seconds: float = Field(10.0, gt=0, description="deadline of one call")
     retries: int = Field(2, ge=0, description="further attempts after a failure, on another actor where there is one")
+    overlong_tokens: int = Field(
+        0, ge=0, description="last tokens before max_new_tokens over which a completion loses up to 1 of its reward"
+    )
 
 
 class GeneratorConfig(Section):
@@ -78,29 +81,107 @@ class RolloutManagerConfig(Section):
     max_concurrent_groups: int = Field(64, ge=1, description="groups one manager runs at once")
 
 
+# What an objective brings along beside its loss (areal.objectives.LOSSES), where the configuration says nothing else.
+_GROUP = {"advantage_mean": "group", "advantage_std": "group"}
+OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
+    "decoupled_ppo": {},
+    "ppo": {"behaviour_weight": "none", "proximal": "interpolate"},
+    "grpo": {**_GROUP, "loss_mean": "sequence"},
+    "dr_grpo": {"advantage_mean": "group", "advantage_std": "none", "loss_mean": "constant"},
+    "rloo": {
+        "advantage_mean": "leave_one_out",
+        "advantage_std": "none",
+        "loss_mean": "constant",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    "reinforce_pp": {"kl_in": "reward", "kl_estimator": "k1"},
+    "dapo": {**_GROUP, "eps_clip_higher": 0.28},
+    "gspo": {**_GROUP, "loss_mean": "sequence", "eps_clip": 3e-4, "eps_clip_higher": 4e-4},
+    "cispo": {**_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0},
+    "tis": {"behaviour_weight": "truncated", "behaviour_weight_bounds": (0.0, 2.0)},
+    "icepop": {
+        **_GROUP,
+        "loss_mean": "sequence",
+        "behaviour_weight": "masked",
+        "behaviour_weight_bounds": (0.5, 5.0),
+    },
+    "m2po": {**_GROUP, "proximal": "interpolate"},
+}
+
+
 class TrainerConfig(Section):
+    """`objective` is a name, or `package.module:function` of the user's own (areal.objectives tells how it is called).
+    A named objective sets what belongs to it, from `advantage_mean` to `behaviour_weight`, where nothing is said here.
+    """
+
     ranks: int = Field(1, ge=1, description="DeepSpeed ranks on this machine")
     zero_stage: Literal[0, 1, 2, 3] = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (CPU only)")
     lr: float = Field(2e-5, gt=0)
-    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up; then constant")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     betas: tuple[float, float] = (0.9, 0.95)
     adam_eps: float = Field(1e-5, gt=0)
     weight_decay: float = Field(0.05, ge=0)
     grad_clip: float = Field(1.0, gt=0)
     minibatches: int = Field(4, ge=1, description="optimizer steps a training step, each on its share of the batch")
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="cap C of Algorithm 1")
-    objective: Literal["decoupled_ppo", "ppo"] = "decoupled_ppo"
-    eps_clip: float = Field(0.2, gt=0)
+    objective: str = "decoupled_ppo"
+    eps_clip: float = Field(0.2, gt=0, description="lower clip of pi_theta / pi_prox, at 1 - eps_clip; upper at 1 +")
     eps_clip_higher: float | None = Field(None, gt=0, description="upper clip, where it differs from eps_clip")
-    advantage_norm: Literal["batch", "group"] = Field(
-        "batch", description="batch: over the global batch (the paper); group: over the samples of a prompt"
+    eps_clip_dual: float | None = Field(None, gt=1, description="dual clip: most that a bad token's ratio counts")
+    behaviour_weight: Literal["full", "truncated", "masked", "none"] = Field(
+        "full", description="w = pi_prox / pi_behav: as it is, cut at the upper bound, or 0 outside the bounds"
     )
+    behaviour_weight_bounds: tuple[float, float] = Field((0.5, 2.0), description="of truncated (upper) and masked")
+    m2_threshold: float = Field(0.04, gt=0, description="of m2po: most of the mean of (log pi_theta / pi_behav)^2")
+    proximal: Literal["recompute", "interpolate"] = Field(
+        "recompute", description="pi_prox by a forward pass, or between behaviour and current policy (A-3PO)"
+    )
+    advantage_mean: Literal["batch", "group", "leave_one_out", "none"] = Field(
+        "batch",
+        description="what rewards are compared with: the global batch (the paper), the group, or its others",
+    )
+    advantage_std: Literal["batch", "group", "none"] = Field("batch", description="what they are divided by")
+    loss_mean: Literal["token", "sequence", "constant"] = Field(
+        "token", description="mean over tokens; over sequences of their means; over sequences of sum / loss_tokens"
+    )
+    loss_tokens: int = Field(1, ge=1, description="of loss_mean=constant; default: sampling.max_new_tokens")
+    kl_coef: float = Field(0.0, ge=0, description="of the penalty for leaving the reference model; 0: no such model")
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    reference: str | None = Field(None, description="folder of the reference model; default: the run's model")
     checkpoint_every: int = Field(
         20, ge=1, description="steps between checkpoints: the most that a restarted trainer has to redo"
     )
     checkpoints_kept: int = Field(3, ge=1, description="the newest ones; older ones are removed")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_of_objective(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        objective = values.get("objective")
+        return OBJECTIVE_SETTINGS.get(objective, {}) | values if isinstance(objective, str) else values
+
+    @model_validator(mode="after")
+    def _bounds_rise(self) -> TrainerConfig:
+        low, high = self.behaviour_weight_bounds
+        if not 0 <= low < high:
+            raise ValueError(
+                f"trainer.behaviour_weight_bounds is [{low:g}, {high:g}]: write the lower bound, 0 or more, first"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _objective_is_known(self) -> TrainerConfig:
+        if ":" not in self.objective and self.objective not in OBJECTIVE_SETTINGS:
+            raise ValueError(
+                f"Unknown objective {self.objective!r} in trainer.objective: known are "
+                f"{', '.join(OBJECTIVE_SETTINGS)}, or write package.module:function"
+            )
+        return self
 
 
 class EvaluatorConfig(Section):
@@ -165,6 +246,16 @@ class Config(Section):
     evaluator: EvaluatorConfig = EvaluatorConfig()
     master: MasterConfig = MasterConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_of_others(cls, values: Any) -> Any:
+        """What one section takes from another where nothing is said."""
+        sections = values if isinstance(values, dict) else {}
+        sampling, trainer = sections.get("sampling"), sections.get("trainer", {})
+        if not isinstance(sampling, dict) or not isinstance(trainer, dict) or "max_new_tokens" not in sampling:
+            return values
+        return sections | {"trainer": {"loss_tokens": sampling["max_new_tokens"]} | trainer}
+
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Config:
         if self.trainer.minibatches > self.batch_size:
@@ -178,6 +269,15 @@ class Config(Section):
     def _training_explores(self) -> Config:
         if not self.sampling.temperature:
             raise ValueError("sampling.temperature is 0, but samples that are all the same teach nothing: raise it")
+        return self
+
+    @model_validator(mode="after")
+    def _overlong_fits(self) -> Config:
+        if self.reward.overlong_tokens > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"reward.overlong_tokens is {self.reward.overlong_tokens} but sampling.max_new_tokens is only "
+                f"{self.sampling.max_new_tokens}: lower reward.overlong_tokens"
+            )
         return self
 
     @property

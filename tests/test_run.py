@@ -156,6 +156,8 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
         (["evaluator.temperature=0", "evaluator.samples=4"], "evaluator.samples is 4"),
         (["sampling.temperature=0"], "sampling.temperature is 0"),
+        (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
+        (["trainer.objective=json:dumps"], "'json:dumps', called on 3 tokens, raised TypeError"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_anything_is_started(run, small, tmp_path, arguments, sentence):

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from areal.advantages import advantages
 from areal.trajectory import Group
 
 PACKED_SDPA = "packed_sdpa"
@@ -30,37 +29,42 @@ class FlatBatch:
     """A batch as arrays, trajectories one after another. T tokens, N trajectories.
 
     tokens, logprobs, versions: [T], as in `Trajectory`.
-    lengths, advantages, minibatch: [N]; `minibatch` is the one the trajectory's group belongs to.
+    lengths, rewards, groups, minibatch: [N]; `groups` numbers the groups, `minibatch` is the one a group belongs to.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     lengths: np.ndarray
-    advantages: np.ndarray
+    rewards: np.ndarray
+    groups: np.ndarray
     minibatch: np.ndarray
 
     @classmethod
-    def of(cls, groups: Sequence[Group], *, norm: str, minibatches: int) -> FlatBatch:
-        """Flatten `groups`, with advantages normalised by `norm`. Minibatches get whole groups, dealt in turn.
+    def of(cls, groups: Sequence[Group], *, minibatches: int) -> FlatBatch:
+        """Flatten `groups`. Minibatches get whole groups, dealt in turn.
 
         With fewer groups than `minibatches` there is one for each group. Raises ValueError without groups, and where a
         trajectory's first token is a sampled one: nothing predicts it.
         """
         if not groups:
             raise ValueError("a batch without groups cannot be trained")
-        members = [(group, t, i % minibatches) for i, group in enumerate(groups) for t in group.trajectories]
-        for group, trajectory, _ in members:
+        members = [(i, t) for i, group in enumerate(groups) for t in group.trajectories]
+        for i, trajectory in members:
             if trajectory.sampled[:1].any():
-                raise ValueError(f"group {group.id}: a trajectory without a prompt cannot be trained")
-        trajectories = [t for _, t, _ in members]
+                raise ValueError(f"group {groups[i].id}: a trajectory without a prompt cannot be trained")
+            if not np.isfinite(trajectory.reward):
+                raise ValueError(f"group {groups[i].id} has a reward that is not finite: {trajectory.reward}")
+        trajectories = [t for _, t in members]
+        numbers = np.array([i for i, _ in members], dtype=np.int32)
         return cls(
             tokens=np.concatenate([t.tokens for t in trajectories]).astype(np.int32),
             logprobs=np.concatenate([t.logprobs for t in trajectories]).astype(np.float32),
             versions=np.concatenate([t.versions for t in trajectories]).astype(np.int32),
             lengths=np.array([len(t) for t in trajectories], dtype=np.int32),
-            advantages=np.concatenate(advantages(groups, norm)).astype(np.float32),
-            minibatch=np.array([m for _, _, m in members], dtype=np.int32),
+            rewards=np.array([t.reward for t in trajectories], dtype=np.float64),
+            groups=numbers,
+            minibatch=numbers % minibatches,
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -71,26 +75,48 @@ class FlatBatch:
         """bool [T]: sampled tokens, without those of versions before `mask_older_than`."""
         return self.versions >= max(0, mask_older_than or 0)
 
+    def weights(self, trained: np.ndarray, mean: str, constant: int) -> np.ndarray:
+        """What each token counts in the loss of its minibatch, float64 [T].
+
+        mean: "token", of the minibatch's tokens in the loss; "sequence", of its sequences' own means; "constant", of
+        its sequences' sums over `constant`. trained: bool [T], the tokens in the loss; sequences without one count not.
+        """
+        ends = self.lengths.cumsum()
+        tokens = np.add.reduceat(trained, ends - self.lengths, dtype=np.int64)
+        per_minibatch = tokens if mean == "token" else tokens > 0
+        share = 1 / np.maximum(1, np.bincount(self.minibatch, per_minibatch))[self.minibatch]
+        own = {"token": 1.0, "sequence": 1 / np.maximum(1, tokens), "constant": 1 / constant}[mean]
+        return np.repeat(share * own, self.lengths)
+
 
 @dataclass(slots=True)
 class Row:
     """A packed micro-batch of T tokens, S of them in the loss.
 
     tokens, positions: int64 [1, T]. lengths: of its sequences.
+    places: int64 [S], where the S tokens stand in the batch. sequence: int64 [S], which of the row's each belongs to.
     predicts: int64 [S], the places whose logits give the S tokens' log-probabilities; targets: int64 [S], the tokens.
-    behaviour, advantages: float32 [S]. versions: int32 [S].
-    proximal: float32 [S] once computed.
+    behaviour: float32 [S]. versions: int32 [S].
+    advantages, weights (what a token counts in the loss), proximal, reference: float32 [S] once computed.
     """
 
     tokens: Tensor
     positions: Tensor
     lengths: list[int]
+    places: np.ndarray
+    sequence: Tensor
     predicts: Tensor
     targets: Tensor
     behaviour: Tensor
-    advantages: Tensor
     versions: Tensor
+    advantages: Tensor | None = None
+    weights: Tensor | None = None
     proximal: Tensor | None = None
+    reference: Tensor | None = None
+
+    def pick(self, values: np.ndarray) -> Tensor:
+        """Those of the row's S tokens, float32 [S], out of one value for every token of the batch, [T]."""
+        return torch.from_numpy(values[self.places]).float().to(self.tokens.device)
 
 
 def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: torch.device) -> Row:
@@ -101,7 +127,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     if not members:
         zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         none = torch.zeros(0, device=device)
-        return Row(zero, zero, [1], none.long(), none.long(), none, none, none.int())
+        return Row(zero, zero, [1], np.zeros(0, np.int64), none.long(), none.long(), none.long(), none, none.int())
     ends = np.cumsum(batch.lengths)
     lengths = [int(batch.lengths[i]) for i in members]
     source = np.concatenate([np.arange(ends[i] - batch.lengths[i], ends[i]) for i in members])
@@ -111,10 +137,11 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
         tokens=torch.from_numpy(batch.tokens[source]).long()[None].to(device),
         positions=torch.cat([torch.arange(length) for length in lengths])[None].to(device),
         lengths=lengths,
+        places=chosen,
+        sequence=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)[places]).to(device),
         predicts=torch.from_numpy(places - 1).to(device),
         targets=torch.from_numpy(batch.tokens[chosen]).long().to(device),
         behaviour=torch.from_numpy(batch.logprobs[chosen]).to(device),
-        advantages=torch.from_numpy(np.repeat(batch.advantages[list(members)], lengths)[places]).to(device),
         versions=torch.from_numpy(batch.versions[chosen]).to(device),
     )
 

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from areal.advantages import advantages
 from areal.config import TrainerConfig, UserError
 from areal.engines.amx import avoid_broken_amx
 from areal.engines.checkpoint import TrainingState
 from areal.engines.packed import PACKED_SDPA, FlatBatch, Row, attention_kwargs, pack, packed_sdpa, token_logprobs
-from areal.objectives import OBJECTIVES
+from areal.objectives import TokenLoss, Tokens, interpolated_proximal, kl, rehearse, resolve_objective
 from areal.packing import split_over_ranks
 from areal.trajectory import Group
 from areal.weights import atomic_folder, copy_model_files, write_weights
@@ -42,12 +43,16 @@ SILENCE = timedelta(days=7)
 class StepResult:
     """What one training step did, over all ranks.
 
-    loss: mean over the tokens trained. grad_norm: before clipping, mean over the optimizer steps.
-    entropy: nats, mean over the tokens trained, as is clip_fraction: the share that the clip held back.
-    logprob_gap: mean |log pi_behav - log pi_prox| on tokens of the current version; None where there are none.
-    weight_mean, weight_max: the importance weight w (1 in plain PPO).
+    loss: per optimizer step, averaged as `trainer.loss_mean` says. grad_norm: before clipping, mean over the optimizer
+    steps. entropy: nats, mean over the tokens trained, as is clip_fraction: the share that a clip or mask held back.
+    logprob_gap: mean |log pi_behav - log pi_theta| on tokens of the current version in the first minibatch, where
+    pi_theta is that version; None where there are none.
+    weight_mean, weight_max: of pi_prox / pi_behav, before an objective bounds it. effective_sample_size: the share of
+    the tokens that as many equal weights would be, (sum w)^2 / (n sum w^2).
+    kl_behaviour: KL(pi_behav || pi_prox), nats a token, as is kl_reference: KL(pi_prox || pi_ref) (k3), or None.
+    token_staleness_mean: versions between a token's sampling and this step.
     tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch.
-    The seconds are rank 0's; forward includes the pass for the proximal log-probs.
+    The seconds are rank 0's; forward includes the passes for proximal and reference log-probs.
     """
 
     loss: float
@@ -57,6 +62,10 @@ class StepResult:
     logprob_gap: float | None
     weight_mean: float
     weight_max: float
+    effective_sample_size: float
+    kl_behaviour: float
+    kl_reference: float | None
+    token_staleness_mean: float
     tokens_trained: int
     tokens_total: int
     forward_seconds: float
@@ -67,20 +76,35 @@ class StepResult:
 class _Tally:
     """Sums over the tokens of a step on one rank, and its clock."""
 
+    SUMS = ("loss", "entropy", "clipped", "weight", "weight_squared", "kl_behaviour", "kl_reference", "staleness",
+            "gap", "current")  # fmt: skip
+
     def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(6, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=device)
         self.weight_max = torch.zeros(1, dtype=torch.float64, device=device)
         self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self.grad_norms: list[float] = []
 
-    def add(self, row: Row, loss: Tensor, entropy: Tensor, clipped: Tensor, weight: Tensor, version: int) -> None:
-        """Count a row's tokens, [S] each."""
-        current = row.versions == version
-        gap = (row.behaviour - row.proximal).abs()[current]
-        counts = (loss.detach().sum(), entropy.sum(), clipped.sum(), weight.sum(), gap.sum(), current.sum())
-        self.sums += torch.stack([count.double() for count in counts])
+    @torch.no_grad()
+    def add(self, row: Row, logp: Tensor, entropy: Tensor, out: TokenLoss, version: int, *, first: bool) -> None:
+        """Count a row's tokens. first: before the first optimizer step, `logp` is still that of `version`."""
+        weight = torch.exp((row.proximal - row.behaviour).double())
+        current = (row.versions == version) & first
+        sums = {
+            "loss": out.loss * row.weights,
+            "entropy": entropy,
+            "clipped": out.clipped,
+            "weight": weight,
+            "weight_squared": weight.square(),
+            "kl_behaviour": row.behaviour - row.proximal,
+            "kl_reference": torch.zeros(()) if row.reference is None else kl(row.proximal, row.reference, "k3"),
+            "staleness": version - row.versions,
+            "gap": (row.behaviour - logp).abs()[current],
+            "current": current,
+        }
+        self.sums += torch.stack([sums[name].sum().double().to(self.sums.device) for name in self.SUMS])
         if len(weight):
-            self.weight_max = torch.maximum(self.weight_max, weight.max().double())
+            self.weight_max = torch.maximum(self.weight_max, weight.max())
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -90,21 +114,27 @@ class _Tally:
             torch.cuda.synchronize()
         self.seconds[phase] += time.perf_counter() - started
 
-    def result(self, control: dist.ProcessGroup, *, tokens_trained: int, tokens_total: int) -> StepResult:
+    def result(
+        self, control: dist.ProcessGroup, *, tokens_trained: int, tokens_total: int, reference: bool
+    ) -> StepResult:
         """The step's result, the same on all ranks but for the seconds (all ranks)."""
-        sums, weight_max = self.sums.cpu(), self.weight_max.cpu()
-        dist.all_reduce(sums, group=control)
+        totals, weight_max = self.sums.cpu(), self.weight_max.cpu()
+        dist.all_reduce(totals, group=control)
         dist.all_reduce(weight_max, op=dist.ReduceOp.MAX, group=control)
-        loss, entropy, clipped, weight, gap, current = sums.tolist()
         count = max(1, tokens_trained)
+        sums = dict(zip(self.SUMS, totals.tolist(), strict=True))
         return StepResult(
-            loss=loss / count,
+            loss=sums["loss"] / len(self.grad_norms),
             grad_norm=float(np.mean(self.grad_norms)),
-            entropy=entropy / count,
-            clip_fraction=clipped / count,
-            logprob_gap=gap / current if current else None,
-            weight_mean=weight / count,
+            entropy=sums["entropy"] / count,
+            clip_fraction=sums["clipped"] / count,
+            logprob_gap=sums["gap"] / sums["current"] if sums["current"] else None,
+            weight_mean=sums["weight"] / count,
             weight_max=weight_max.item(),
+            effective_sample_size=sums["weight"] ** 2 / (count * sums["weight_squared"] or 1),
+            kl_behaviour=sums["kl_behaviour"] / count,
+            kl_reference=sums["kl_reference"] / count if reference else None,
+            token_staleness_mean=sums["staleness"] / count,
             tokens_trained=tokens_trained,
             tokens_total=tokens_total,
             **{f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
@@ -183,6 +213,8 @@ class TrainingEngine:
         self._zero = deepspeed.zero
         settings = deepspeed_config(config)
         self._stage: int = settings["zero_optimization"]["stage"]
+        rehearse(config)
+        self._objective = resolve_objective(config.objective)
         self._module = self._read_model(model, config.dtype).train()
         with redirect_stdout(io.StringIO()):  # it prints memory tables
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
@@ -196,6 +228,7 @@ class TrainingEngine:
             )
         self._state = TrainingState(self._deepspeed, self._stage, self._control)
         self.device: torch.device = self._deepspeed.device
+        self._reference = self._read_reference()
         self.work_done = 0
         """Micro-batches computed and parameters gathered since the start: tells long work from work that hangs."""
 
@@ -218,6 +251,13 @@ class TrainingEngine:
             if isinstance(part, torch.nn.Dropout):
                 part.p = 0.0  # pi_theta of a token must be the same number in every pass
         return module
+
+    def _read_reference(self) -> torch.nn.Module | None:
+        """The model whose distance the penalty measures. Each rank holds it whole."""
+        if not self.config.kl_coef:
+            return None
+        module = self._read_model(Path(self.config.reference or self.source), self.config.dtype)
+        return module.requires_grad_(False).eval().to(self.device)
 
     @property
     def rank(self) -> int:
@@ -246,7 +286,7 @@ class TrainingEngine:
         """Rank 0's groups, flattened, on all ranks."""
         arrays: dict[str, np.ndarray] = {}
         if batch is not None:
-            arrays = FlatBatch.of(batch, norm=self.config.advantage_norm, minibatches=self.config.minibatches).arrays()
+            arrays = FlatBatch.of(batch, minibatches=self.config.minibatches).arrays()
         header = self.broadcast({name: [len(a), a.dtype.str] for name, a in arrays.items()} if self.rank == 0 else None)
         return FlatBatch(
             **{
@@ -266,9 +306,9 @@ class TrainingEngine:
             minibatches.append([pack(batch, trained, members[row].tolist(), self.device) for row in ranks[self.rank]])
         return minibatches
 
-    def _forward(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+    def _forward(self, row: Row, temperature: float, module: torch.nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Log-probabilities after temperature and entropies of the row's tokens in the loss, [S] each."""
-        logits = self._deepspeed(
+        logits = (module or self._deepspeed)(
             input_ids=row.tokens,
             position_ids=row.positions,
             logits_to_keep=row.predicts,
@@ -291,46 +331,96 @@ class TrainingEngine:
         the weights before this step. temperature: the one tokens were sampled at. mask_older_than: tokens of versions
         before it are left out of the loss. Raises ValueError for a batch that cannot be trained.
 
-        The loss of a minibatch is the mean over its tokens in the loss, wherever they lie: it depends neither on
-        micro-batches nor on ranks.
+        What a token counts in the loss depends on its minibatch as a whole, neither on micro-batches nor on ranks.
         """
         flat = self._share(batch)
         trained = flat.trained(mask_older_than)
         minibatches = self._plan(flat, trained)
         tally = _Tally(self.device)
-        if len(minibatches) > 1:  # with a single one, its first pass still sees the proximal weights
-            self._recompute_proximal(minibatches, temperature, tally)
-        of_minibatch = np.repeat(flat.minibatch, flat.lengths)
-        for m, rows in enumerate(minibatches):
-            self._train_minibatch(rows, int(trained[of_minibatch == m].sum()), version, temperature, tally)
-        return tally.result(self._control, tokens_trained=int(trained.sum()), tokens_total=len(flat.tokens))
+        rows = [row for minibatch in minibatches for row in minibatch]
+        self._look_at_reference(rows, temperature, tally)
+        self._value(rows, flat, trained)
+        if len(minibatches) > 1 and self.config.proximal == "recompute":
+            self._recompute_proximal(rows, temperature, tally)  # with a single one, its first pass still sees them
+        for m, minibatch in enumerate(minibatches):
+            self._train_minibatch(minibatch, version, temperature, tally, first=m == 0)
+        return tally.result(
+            self._control,
+            tokens_trained=int(trained.sum()),
+            tokens_total=len(flat.tokens),
+            reference=self._reference is not None,
+        )
 
-    def _recompute_proximal(self, minibatches: list[list[Row]], temperature: float, tally: _Tally) -> None:
+    def _look_at_reference(self, rows: list[Row], temperature: float, tally: _Tally) -> None:
+        if self._reference is None:
+            return
         with torch.no_grad(), tally.clock("forward"):
-            for row in (row for rows in minibatches for row in rows):
-                row.proximal, _ = self._forward(row, temperature)
+            for row in rows:
+                row.reference, _ = self._forward(row, temperature, self._reference)
+                self.work_done += 1
 
-    def _train_minibatch(self, rows: list[Row], tokens: int, version: int, temperature: float, tally: _Tally) -> None:
-        """One optimizer step. tokens: in the loss of this minibatch, over all ranks."""
-        objective = OBJECTIVES[self.config.objective]
-        clips = {"eps_clip": self.config.eps_clip, "eps_clip_higher": self.config.eps_clip_higher}
-        # DeepSpeed averages over ranks what has to be a sum.
-        scale = self.world_size / max(1, tokens)
+    def _value(self, rows: list[Row], flat: FlatBatch, trained: np.ndarray) -> None:
+        """Say for each token of this rank's rows how good it was, and what it counts (all ranks)."""
+        config = self.config
+        gains = advantages(
+            flat.rewards,
+            flat.groups,
+            flat.lengths,
+            self._penalties(rows, len(flat.tokens)),
+            mean=config.advantage_mean,
+            std=config.advantage_std,
+        )
+        weights = flat.weights(trained, config.loss_mean, config.loss_tokens)
+        for row in rows:
+            row.advantages, row.weights = row.pick(gains), row.pick(weights)
+
+    def _penalties(self, rows: list[Row], tokens: int) -> np.ndarray | None:
+        """What each token of the batch is to lose of its reward, float64 [T] on all ranks (all ranks)."""
+        if self._reference is None or self.config.kl_in != "reward":
+            return None
+        penalties = torch.zeros(tokens, dtype=torch.float64)
+        for row in rows:
+            cost = self.config.kl_coef * kl(row.behaviour, row.reference, self.config.kl_estimator)
+            penalties[torch.from_numpy(row.places)] = cost.double().cpu()
+        dist.all_reduce(penalties, group=self._control)
+        return penalties.numpy()
+
+    def _recompute_proximal(self, rows: list[Row], temperature: float, tally: _Tally) -> None:
+        with torch.no_grad(), tally.clock("forward"):
+            for row in rows:
+                row.proximal, _ = self._forward(row, temperature)
+                self.work_done += 1
+
+    def _train_minibatch(
+        self, rows: list[Row], version: int, temperature: float, tally: _Tally, *, first: bool
+    ) -> None:
+        """One optimizer step. first: none has been made on this batch."""
         for i, row in enumerate(rows):
             self._deepspeed.set_gradient_accumulation_boundary(i == len(rows) - 1)
             with tally.clock("forward"):
                 logp, entropy = self._forward(row, temperature)
                 if row.proximal is None:
-                    row.proximal = logp.detach()
-                out = objective(logp, row.proximal, row.behaviour, row.advantages, **clips)
-                tally.add(row, out.loss, entropy, out.clipped, out.weight, version)
+                    row.proximal = self._proximal(row, logp, version, first=first)
+                out = self._objective(
+                    Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence), self.config
+                )
+                loss = out.loss
+                if self._reference is not None and self.config.kl_in == "loss":
+                    loss = loss + self.config.kl_coef * kl(logp, row.reference, self.config.kl_estimator)
+                tally.add(row, logp, entropy, out, version, first=first)
             with tally.clock("backward"):
-                self._deepspeed.backward(out.loss.sum() * scale)
+                # DeepSpeed averages over ranks what has to be a sum.
+                self._deepspeed.backward((loss * row.weights).sum() * self.world_size)
             self.work_done += 1
         with tally.clock("optimizer"):
             norm = self._clip() if self._stage == 0 else None
             self._deepspeed.step()
             tally.grad_norms.append(float(self._deepspeed.get_global_grad_norm() if norm is None else norm))
+
+    def _proximal(self, row: Row, logp: Tensor, version: int, *, first: bool) -> Tensor:
+        if first and self.config.proximal == "recompute":
+            return logp.detach()
+        return interpolated_proximal(logp, row.behaviour, version - row.versions)
 
     def _clip(self) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)

@@ -25,7 +25,7 @@ def batch():
         Group("a", 0, (trajectory(10, [-1, -1, 3, 4], 1.0), trajectory(20, [-1, 4, -1, 4]))),
         Group("b", 1, (trajectory(30, [-1, 2]),)),
     ]
-    return FlatBatch.of(groups, norm="batch", minibatches=2)
+    return FlatBatch.of(groups, minibatches=2)
 
 
 def test_a_row_has_the_sampled_tokens_and_the_places_that_predict_them():
@@ -37,7 +37,8 @@ def test_a_row_has_the_sampled_tokens_and_the_places_that_predict_them():
     assert row.targets.tolist() == [31, 21, 23]
     assert row.predicts.tolist() == [0, 2, 4]
     assert row.versions.tolist() == [2, 4, 4]
-    assert row.advantages.tolist() == pytest.approx([-(0.5**0.5)] * 3, abs=1e-5)
+    assert row.places.tolist() == [9, 5, 7]
+    assert row.sequence.tolist() == [0, 1, 1]
 
 
 def test_tokens_that_are_too_old_are_not_trained():
@@ -58,12 +59,12 @@ def test_groups_stay_whole_in_a_minibatch():
 
 def test_a_batch_smaller_than_the_number_of_minibatches_has_one_for_each_group():
     groups = [Group("a", 0, (trajectory(10, [-1, 0]),)), Group("b", 1, (trajectory(20, [-1, 0]),))]
-    assert FlatBatch.of(groups, norm="batch", minibatches=4).minibatch.tolist() == [0, 1]
+    assert FlatBatch.of(groups, minibatches=4).minibatch.tolist() == [0, 1]
 
 
 def test_a_trajectory_without_a_prompt_is_refused():
     with pytest.raises(ValueError, match="group c"):
-        FlatBatch.of([Group("c", 0, (trajectory(0, [1, 1]),))], norm="batch", minibatches=1)
+        FlatBatch.of([Group("c", 0, (trajectory(0, [1, 1]),))], minibatches=1)
 
 
 def test_log_probs_in_chunks_equal_those_at_once(monkeypatch):

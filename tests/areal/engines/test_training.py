@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from areal.advantages import advantages
 from areal.config import TrainerConfig, UserError
 from areal.engines.packed import FlatBatch, pack
 from areal.engines.training import TrainingEngine
@@ -76,8 +75,11 @@ def logprobs_alone(model, trajectory):
 def reference_gradients(model, batch, mask_older_than=0):
     """Gradients of -1/N sum_t w_t A_t u_t at u = 1, where pi_theta = pi_prox: no packing, ranks or DeepSpeed."""
     loss, count = torch.zeros(()), 0
-    for group, group_advantages in zip(batch, advantages(batch, "batch"), strict=True):
-        for trajectory, A in zip(group.trajectories, group_advantages, strict=True):
+    rewards = np.array([t.reward for group in batch for t in group.trajectories])
+    normalised = iter((rewards - rewards.mean()) / (rewards.std() + 1e-6))
+    for group in batch:
+        for trajectory in group.trajectories:
+            A = next(normalised)
             trained = torch.from_numpy(trajectory.versions >= mask_older_than)[1:]
             logp = logprobs_alone(model, trajectory)
             w = torch.exp(logp.detach() - torch.from_numpy(trajectory.logprobs)[1:])
@@ -137,7 +139,7 @@ def engine_of(folder):
 
 
 def packed_logprobs(engine, batch):
-    flat = FlatBatch.of(batch, norm="batch", minibatches=1)
+    flat = FlatBatch.of(batch, minibatches=1)
     row = pack(flat, flat.trained(None), range(len(flat.lengths)), engine.device)
     with torch.no_grad():
         return engine._forward(row, TEMPERATURE)[0]
