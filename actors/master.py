@@ -36,6 +36,7 @@ from protocols.messages import (
     CommitStep,
     Configuration,
     Done,
+    EvaluationAbandoned,
     EvaluationAnswer,
     EvaluationDone,
     GroupAccepted,
@@ -119,6 +120,7 @@ class Master(HandlesRequests):
         self._remedies = 0
         # Not remembered by the journal: a run that goes on, perhaps with other settings, is given another chance.
         self._filtered_in_a_row = 0
+        self._held_since = 0.0
 
     @property
     def ledger(self) -> Ledger:
@@ -136,7 +138,7 @@ class Master(HandlesRequests):
             self._open()
             async with asyncio.TaskGroup() as tasks:
                 helpers = [tasks.create_task(self._watch(), name="watch"), tasks.create_task(self._announce())]
-                self._end_if_complete()
+                await self._end_if_complete()
                 ending = await self._end
                 await self._say_farewell(ending)
                 for helper in helpers:
@@ -151,11 +153,13 @@ class Master(HandlesRequests):
     def _take_over(self) -> None:
         """Go on from what the journal has; everybody in it gets the time that a live member has."""
         self.state.emit("master_started")
-        self._progressed = now = self._now()
+        self._progressed = self._held_since = now = self._now()
         self.ledger.renew_all(now, self.config.master.lease_seconds)
         self._pulses = {identity: _Pulse(now, None) for identity in self.state.members}
         if self.state.last_step:
             self.folder.append_metrics(self.state.last_step)
+        for done in self.state.evaluations.values():
+            self.folder.append_evaluation(_record(done))
         if self.state.masters > 1:
             self._step_begun = now
             log.info("goes on", version=self.ledger.version, alive=self.ledger.alive, members=list(self._pulses))
@@ -241,6 +245,8 @@ class Master(HandlesRequests):
                     self._remove(identity, f"silent for {now - pulse.heard:.0f} s")
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
+            if self.state.holder and now - self._held_since > self.config.evaluator.timeout_seconds:
+                self._abandon(f"it took more than evaluator.timeout_seconds, {self.config.evaluator.timeout_seconds:g}")
             self._changed.notify()
             self._remedy_stall(now - self._progressed)
 
@@ -248,6 +254,7 @@ class Master(HandlesRequests):
         """This process stood still: nobody else shall pay for that."""
         log.warning("the master was stopped", seconds=absent)
         self._progressed += absent
+        self._held_since += absent
         for pulse in self._pulses.values():
             pulse.heard += absent
         self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
@@ -271,6 +278,8 @@ class Master(HandlesRequests):
             self._remedies = 1
             released = [group for owner in list(self.state.members) for group in self.ledger.release(owner)]
             log.warning("stalled: unfinished groups start anew", waits=waits, groups=released)
+            if self.state.holder:
+                self._abandon("nothing moved")
             self._changed.notify()
 
     def _suspects(self) -> list[str]:
@@ -361,9 +370,7 @@ class Master(HandlesRequests):
         member, beat = self._member(request), request.message
         self._listen(self._pulses[member.identity], beat)
         if (beat.state, beat.serves) != (member.state, member.serves):
-            member = member.model_copy(update={"state": beat.state, "serves": beat.serves})
-            self.state.emit("member_changed", member=member.model_dump())
-            self._send_out(MembersChanged(changed=(member,)))
+            self._change(member, state=beat.state, serves=beat.serves)
             self._progress()
         return HeartbeatAnswer(policy=self.state.policy, sequence=self._events.sequence, ended=self._end.done())
 
@@ -390,7 +397,15 @@ class Master(HandlesRequests):
     async def ask_config(self, request: Request) -> Configuration:
         return Configuration(values=self.config.model_dump(mode="json"))
 
+    def _change(self, member: Member, **fields: Any) -> None:
+        member = member.model_copy(update=fields)
+        self.state.emit("member_changed", member=member.model_dump())
+        self._send_out(MembersChanged(changed=(member,)))
+
     def _remove(self, identity: str, reason: str) -> None:
+        holder = self.state.holder
+        if holder and (identity == holder.identity or self.state.members[identity].role == "evaluator"):
+            self._abandon(f"{identity} is gone")
         self.state.emit("left", identity=identity)
         del self._pulses[identity]
         released = self.ledger.release(identity)
@@ -454,6 +469,8 @@ class Master(HandlesRequests):
         self._member(request, "trainer")
         if request.sender != self.state.trainer:
             self.state.emit("lineage_opened", lineage=self.state.lineage + 1, trainer=request.sender)
+            if self.state.holder:
+                self._abandon("its lineage has ended")
         return Recovery(
             lineage=self.state.lineage,
             version=self.ledger.version,
@@ -539,6 +556,7 @@ class Master(HandlesRequests):
         self.state.emit(
             "stepped", policy=commit.policy.model_dump(), metrics=metrics, groups=list(record.batch.group_ids)
         )
+        self._plan_evaluation(commit.policy)
         self.state.compact_if_due()
         self._filtered_in_a_row = 0
         self._send_out(PolicyPublished(policy=commit.policy))
@@ -596,8 +614,7 @@ class Master(HandlesRequests):
         if self.state.finished != self.ledger.version:
             self.state.emit("finished", version=self.ledger.version)
             self._progress()
-        await self.journal.durable()
-        self._end_if_complete()
+        await self._end_if_complete()
         return Done()
 
     @handles(TrainingFailed)
@@ -608,8 +625,9 @@ class Master(HandlesRequests):
         self._finish(False, f"{request.message.reason} {go_on if saved else 'No checkpoint was saved before that.'}")
         return Done()
 
-    def _end_if_complete(self) -> None:
+    async def _end_if_complete(self) -> None:
         if self.state.finished == self.config.steps and self._evaluated(self.config.steps):
+            await self.journal.durable()
             self._finish(True, "the run reached its end")
 
     # --- evaluation and monitoring
@@ -617,7 +635,36 @@ class Master(HandlesRequests):
     def _evaluated(self, version: int) -> bool:
         return not self.config.data.eval_size or version in self.state.evaluations
 
+    def _plan_evaluation(self, policy: Policy) -> None:
+        """Every `evaluator.every`-th version is evaluated while the run goes on: one generator, another each time,
+        stays at it until that is done. It is told so before it can hear of anything newer."""
+        every, version = self.config.evaluator.every, policy.version
+        if not every or not self.config.data.eval_size or version % every or version == self.config.steps:
+            return
+        generators = [m for m in self.state.members.values() if m.role == "generator" and m.state == "healthy"]
+        if holder := self.state.holder:
+            self._drop_evaluation(version, f"version {holder.held.version} is still being evaluated")
+        elif not generators or not self._healthy("evaluator"):
+            self._drop_evaluation(version, "there is no healthy generator or evaluator")
+        else:
+            generators.sort(key=lambda m: m.index)
+            self._held_since = self._now()
+            self._change(generators[version // every % len(generators)], held=policy)
+
+    def _abandon(self, reason: str) -> None:
+        """There will be no result for the version that a generator holds; it goes on to the newest."""
+        holder = self.state.holder
+        self._drop_evaluation(holder.held.version, reason)
+        self._change(holder, held=None)
+        self._changed.notify()
+
+    def _drop_evaluation(self, version: int, reason: str) -> None:
+        self.state.emit("evaluation_dropped", version=version, reason=reason)
+        log.warning("not evaluated", version=version, reason=reason)
+
     def _evaluation_due(self) -> EvaluationAnswer | None:
+        if holder := self.state.holder:
+            return EvaluationAnswer(version=holder.held.version, holder=holder)
         version = self.ledger.version
         due = version in (0, self.config.steps) and not self._evaluated(version)
         return EvaluationAnswer(version=version) if due else None
@@ -631,14 +678,27 @@ class Master(HandlesRequests):
     async def evaluation_done(self, request: Request) -> Done:
         self._member(request, "evaluator")
         done: EvaluationDone = request.message
+        due = self._evaluation_due()
+        if due is None or due.version != done.version:  # told before, or abandoned meanwhile
+            return Done()
         self.state.emit("evaluated", evaluation=done.model_dump())
-        log.info(
-            "evaluated", version=done.version, accuracy=round(done.accuracy, 4), rows=done.rows, failed=done.failed
-        )
+        if due.holder:
+            self._change(due.holder, held=None)
+        log.info("evaluated", **_record(done))
         self._progress()
         await self.journal.durable()
-        self._end_if_complete()
+        self.folder.append_evaluation(_record(done))
+        await self._end_if_complete()
         self._changed.notify()
+        return Done()
+
+    @handles(EvaluationAbandoned)
+    async def evaluation_abandoned(self, request: Request) -> Done:
+        self._member(request, "evaluator")
+        abandoned: EvaluationAbandoned = request.message
+        holder = self.state.holder
+        if holder and holder.held.version == abandoned.version:
+            self._abandon(abandoned.reason)
         return Done()
 
     @handles(AskStatus)
@@ -703,6 +763,8 @@ class Master(HandlesRequests):
             "steps": self.ledger.version,
             "accuracy_before": before and before.accuracy,
             "accuracy_after": after and after.accuracy,
+            "evaluations": [_record(done) for done in state.evaluations.values()],
+            "not_evaluated": {str(version): reason for version, reason in state.not_evaluated.items()},
             "max_staleness": self.config.max_staleness,
             "samples_trained": samples,
             "samples_per_second": samples / state.seconds if state.seconds else None,
@@ -717,3 +779,8 @@ class Master(HandlesRequests):
             "samples_before": [s.model_dump() for s in before.samples] if before else [],
             "samples_after": [s.model_dump() for s in after.samples] if after else [],
         }
+
+
+def _record(done: EvaluationDone) -> dict[str, Any]:
+    """An evaluation's numbers."""
+    return done.model_dump(exclude={"samples"})

@@ -20,6 +20,8 @@ from protocols.transport import Bus
 
 REFRESH_SECONDS = 1.0
 ASK_SECONDS = 5.0
+# Beside the first one.
+EVALUATIONS_SHOWN = 3
 
 
 async def watch_live(bus: Bus, master: str, console: Console) -> None:
@@ -86,7 +88,8 @@ def render(status: dict[str, Any]) -> Panel:
 
 
 def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, ...]]:
-    accuracy = "  ".join(f"v{version} {value:.3f}" for version, value in status["accuracy"].items()) or "–"
+    evaluated = [f"v{version} {value:.3f}" for version, value in status["accuracy"].items()]
+    accuracy = "  ".join([*evaluated[:1], *evaluated[1:][-EVALUATIONS_SHOWN:]]) or "–"
     rows = [
         ("[dim]held-out accuracy[/]", accuracy, "[dim]alive / ready / free[/]",
          f"{status['alive']} / {status['ready']} / {status['capacity']}"),

@@ -121,7 +121,7 @@ class RolloutManager(Sampler):
 
     async def _sample(self, permit: Permit) -> Group:
         row = self._source.row(permit.prompt_index)
-        home = await self._router.choose("generator")
+        home = await self._router.choose("generator", min_version=permit.min_version)
         start = _GroupStart(self.config.group_size)
         sessions = [
             SampleSession(

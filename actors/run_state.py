@@ -54,6 +54,7 @@ class RunState:
         self.finished: int | None = None
         self.members: dict[str, Member] = {}
         self.evaluations: dict[int, EvaluationDone] = {}
+        self.not_evaluated: dict[int, str] = {}
         self.rewards: dict[str, float] = {}
         # Of the groups that were ready since the last step, filtered ones too: how many, and their mean rewards added.
         self.scored, self.score = 0, 0.0
@@ -67,6 +68,11 @@ class RunState:
         """Journal an event and make it so."""
         self.journal.append(kind, body)
         self._apply(kind, body)
+
+    @property
+    def holder(self) -> Member | None:
+        """The generator that stays at a version until it is evaluated."""
+        return next((member for member in self.members.values() if member.held is not None), None)
 
     def compact_if_due(self) -> None:
         """Replace a long journal by what it has led to."""
@@ -115,6 +121,8 @@ class RunState:
             case "evaluated":
                 done = EvaluationDone.model_validate(body["evaluation"], strict=False)
                 self.evaluations[done.version] = done
+            case "evaluation_dropped":
+                self.not_evaluated[body["version"]] = body["reason"]
             case "finished":
                 self.finished = body["version"]
             case _:
@@ -159,6 +167,7 @@ class RunState:
             "finished": self.finished,
             "members": [member.model_dump() for member in self.members.values()],
             "evaluations": [done.model_dump() for done in self.evaluations.values()],
+            "not_evaluated": list(self.not_evaluated.items()),
             "rewards": self.rewards,
             "scored": self.scored,
             "score": self.score,
@@ -175,6 +184,7 @@ class RunState:
         self.members = {member.identity: member for member in members}
         evaluations = [EvaluationDone.model_validate(done, strict=False) for done in dump["evaluations"]]
         self.evaluations = {done.version: done for done in evaluations}
+        self.not_evaluated = {version: reason for version, reason in dump["not_evaluated"]}
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
         for name in (
             "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "scored",

@@ -44,7 +44,7 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0, description="0 is greedy; training needs more")
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: int = Field(gt=0)
 
@@ -194,10 +194,24 @@ class GuardConfig(Section):
 
 
 class EvaluatorConfig(Section):
-    """Scores held-out rows at the first and the last version."""
+    """Scores held-out rows at the first and the last version, and at every k-th between them: one generator stays at
+    that version until it is scored, while everything else goes on."""
 
-    temperature: float = Field(1.0, gt=0)
+    every: int = Field(0, ge=0, description="k: evaluate every k-th version too; 0: the first and the last only")
+    samples: int = Field(1, ge=1, description="completions a row")
+    pass_score: float = Field(1.0, description="score from which a completion counts as solved (pass@k)")
+    temperature: float = Field(1.0, ge=0, description="0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
     timeout_seconds: float = Field(600.0, gt=0, description="deadline of one evaluation")
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvaluatorConfig:
+        if not self.temperature and self.samples > 1:
+            raise ValueError(
+                f"evaluator.samples is {self.samples}, but at evaluator.temperature 0 all of them are the same: "
+                f"set evaluator.samples=1 or a higher temperature"
+            )
+        return self
 
 
 class MasterConfig(Section):
@@ -269,6 +283,12 @@ class Config(Section):
                 f"trainer.minibatches is {self.trainer.minibatches} but batch_size is only {self.batch_size}: "
                 f"lower trainer.minibatches"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _training_explores(self) -> Config:
+        if not self.sampling.temperature:
+            raise ValueError("sampling.temperature is 0, but samples that are all the same teach nothing: raise it")
         return self
 
     @model_validator(mode="after")

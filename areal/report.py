@@ -28,12 +28,14 @@ MARKED_STEPS = 40
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds: one record of metrics a step, the summary, the configuration as text."""
+    """What a run folder holds: one record of metrics a step, the summary, the configuration as text, one record an
+    evaluated version."""
 
     name: str
     records: list[dict[str, Any]]
     summary: dict[str, Any]
     config: str
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def steps(self) -> list[int]:
@@ -97,7 +99,9 @@ def read_run(folder: Path) -> Run:
         values = json.loads(_text(summary) or "{}")
     except ValueError:
         raise UserError(f"{summary} is not JSON: remove it to get a report without it.") from None
-    return Run(folder.resolve().name, _records(_text(metrics).splitlines()), values, _text(config))
+    records = _records(_text(metrics).splitlines(), "step")
+    evaluations = _records(_text(folder / "evaluations.jsonl").splitlines(), "version")
+    return Run(folder.resolve().name, records, values, _text(config), evaluations)
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -120,8 +124,6 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def panels(run: Run) -> list[Panel]:
     """The figures of a run, in the order in which one asks: does it learn, how stale, how fast, is it stable."""
     steps = run.steps
-    evaluated = [0, _number(run.summary.get("steps"))]
-    accuracy = [_number(run.summary.get(key)) for key in ("accuracy_before", "accuracy_after")]
     bound = _number(run.summary.get("max_staleness"))
     ages = _ages(run)
     filtered = run.series("groups_filtered")
@@ -141,7 +143,7 @@ def panels(run: Run) -> list[Panel]:
             + [("all", steps, run.series("reward_mean_all"))] * filters,
         ),
         Panel("Groups filtered, without signal", lines=[("", steps, filtered)] * filters, limits=(0, None)),
-        Panel("Held-out accuracy", lines=[("", evaluated, accuracy)], limits=(-0.03, 1.03), colours=(GREEN,)),
+        _accuracy(run.evaluations),
         Panel(
             "Staleness",
             unit="versions",
@@ -185,6 +187,17 @@ def panels(run: Run) -> list[Panel]:
         plain("Gradient norm", "grad_norm"),
         plain("Share of clipped tokens", "clip_fraction"),
     ]
+
+
+def _accuracy(evaluations: Sequence[dict[str, Any]]) -> Panel:
+    """By version: the mean score, and where rows have several samples, the share solved by one of them all."""
+    versions = [evaluation["version"] for evaluation in evaluations]
+    lines = [("", versions, [_number(evaluation.get("accuracy")) for evaluation in evaluations])]
+    ks = {int(k) for evaluation in evaluations for k in evaluation.get("pass_at") or ()}
+    if ks and (most := max(ks)) > 1:
+        solved = [_number((evaluation.get("pass_at") or {}).get(f"{most}")) for evaluation in evaluations]
+        lines = [("mean", *lines[0][1:]), (f"pass@{most}", versions, solved)]
+    return Panel("Held-out accuracy", lines=lines, limits=(-0.03, 1.03), colours=(GREEN, BLUE))
 
 
 def draw(panel: Panel) -> str:
@@ -266,14 +279,15 @@ def _draw_stack(axes: Any, panel: Panel) -> None:
         base = top
 
 
-def _records(lines: Iterable[str]) -> list[dict[str, Any]]:
+def _records(lines: Iterable[str], key: str) -> list[dict[str, Any]]:
+    """The objects with a whole number at `key`."""
     records = []
     for line in lines:
         try:
             record = json.loads(line)
         except ValueError:
             continue  # a run that was killed may leave half a line
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        if isinstance(record, dict) and isinstance(record.get(key), int):
             records.append(record)
     return records
 

@@ -102,13 +102,16 @@ class Judge(Protocol):
 
 
 class SimEngine:
-    """Samples tokens at `pace.tokens_per_second` each; the interface of areal.engines.generation.GenerationEngine."""
+    """Samples tokens at `pace.tokens_per_second` each; the interface of areal.engines.generation.GenerationEngine.
+
+    `on_load` hears of each version that is to be loaded; `unloadable` are the folders of which one load has failed."""
 
     def __init__(
         self, files: Files, weights: Weights, version: int, config: GeneratorConfig, pace: Pace, mishaps: Mishaps,
-        random: Random, tell: Callable[[str], None] | None,
+        random: Random, tell: Callable[[str], None] | None, on_load: Callable[[SimEngine, int], None],
     ) -> None:  # fmt: skip
         self.version = version
+        self.unloadable: set[str] = set()
         self._files = files
         self._weights = weights
         self._interval = config.stream_interval
@@ -117,6 +120,7 @@ class SimEngine:
         self._mishaps = mishaps
         self._random = random
         self._tell = tell
+        self._on_load = on_load
         self._loop = asyncio.get_running_loop()
         self._streams: dict[int, _Stream] = {}
         self._serial = itertools.count()
@@ -153,11 +157,12 @@ class SimEngine:
     async def load(self, folder: Path, version: int) -> LoadTimes:
         if self._error is not None:
             raise self._error
+        self._on_load(self, version)
         weights = self._files.folders.get(str(folder))
-        if weights is None:
-            raise WeightLoadError(f"{folder} cannot be read: it is not there")
-        if self._mishaps.load_fails and self._random.random() < self._mishaps.load_fails:
-            raise WeightLoadError(f"{folder} is cut short")
+        lost = weights is None or (self._mishaps.load_fails and self._random.random() < self._mishaps.load_fails)
+        if lost:
+            self.unloadable.add(str(folder))
+            raise WeightLoadError(f"{folder} cannot be read")
         started = sum(stream.begun for stream in self._streams.values())
         self._paused = True
         for stream in self._streams.values():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from actors.generator import Generator
 from actors.master import Master
 from actors.sessions import SampleSession
 from actors.simulation.quiet import replaced
@@ -143,6 +144,11 @@ def min_version_ignored() -> AbstractContextManager[None]:
     return replaced(SampleSession, __init__=begin)
 
 
+def hold_ignored() -> AbstractContextManager[None]:
+    """A generator goes on to the newest version, whatever it holds."""
+    return replaced(Generator, _wanted=lambda generator: generator.policy)
+
+
 @contextmanager
 def _added(owner: type, name: str, value: Any) -> Iterator[None]:
     """Like `replaced`, for a method that the class inherits."""
@@ -167,4 +173,5 @@ MUTANTS: dict[str, Mutant] = {
     "min_version ignored": min_version_ignored,
     "no filter": no_filter,
     "checkpoints in a streak": checkpoints_in_a_streak,
+    "hold ignored": hold_ignored,
 }

@@ -17,7 +17,7 @@ from actors.simulation.engines import Files, Weights, is_doubtful, serials_of
 from actors.simulation.loop import Scheduler
 from areal.config import Config
 from areal.ledger import ZERO_SIGNAL, Ledger
-from areal.trajectory import Group
+from areal.trajectory import Group, Trajectory
 from protocols.messages import Message
 
 
@@ -59,6 +59,9 @@ class Book:
     policies: dict[tuple[int, int], str] = field(default_factory=dict)
     checkpoint: int = 0
     prompts: int = 0
+    holds: dict[str, int] = field(default_factory=dict)
+    evaluated: dict[int, bool] = field(default_factory=dict)
+    """By version: whether there is a result, and not only a reason why there is none."""
 
     @property
     def policy(self) -> tuple[int, int]:
@@ -147,6 +150,31 @@ class Book:
 
     def _policy_restored(self, policy: dict[str, Any]) -> None:
         self._announce(policy)
+
+    def _member_changed(self, member: dict[str, Any]) -> None:
+        identity, held = member["identity"], member["held"]
+        before = self.holds.pop(identity, None)
+        if held is not None:
+            version = held["version"]
+            self._hold(version in (before, self.version), f"{identity} is held at the old version {version}", identity)
+            self._hold(not self.holds, f"{identity} is held beside {self.holds}", identity)
+            self.holds[identity] = version
+        elif before is not None:
+            self._hold(before in self.evaluated, f"{identity} holds {before} no more, which has no fate", identity)
+
+    def _left(self, identity: str) -> None:
+        self._hold(identity not in self.holds, f"{identity} leaves and is held", identity)
+
+    def _evaluated(self, evaluation: dict[str, Any]) -> None:
+        self._conclude(evaluation["version"], True)
+
+    def _evaluation_dropped(self, version: int, reason: str) -> None:
+        self._hold(bool(reason), f"version {version} is not evaluated for no reason")
+        self._conclude(version, False)
+
+    def _conclude(self, version: int, result: bool) -> None:
+        self._hold(version not in self.evaluated, f"version {version} has two fates of its evaluation")
+        self.evaluated[version] = result
 
     def _announce(self, policy: dict[str, Any]) -> None:
         identity = policy["lineage"], policy["version"]
@@ -337,6 +365,22 @@ class Oracle:
             if version and weights.folder not in self.disk.policies.values():
                 raise Violation(f"a token of {group} was sampled by {weights.folder}, never announced", group)
 
+    def evaluated(self, version: int, samples: Sequence[Trajectory]) -> None:
+        """A result for this version is made of these samples, or of some of them."""
+        self._guard(self._check_evaluation, version, samples)
+
+    def _check_evaluation(self, version: int, samples: Sequence[Trajectory]) -> None:
+        for part in samples:
+            name = f"an evaluation of {version}"
+            self._check_labels(name, part.logprobs[part.sampled], part.versions[part.sampled])
+            if set(part.versions[part.sampled].tolist()) != {version}:
+                raise Violation(f"{name} has tokens of versions {part.versions.tolist()}")
+
+    def loads(self, generator: str, version: int, loaded: int, held: int | None) -> None:
+        """A generator begins to load a version. `held`: the one that it knows it holds and could have."""
+        if held is not None and loaded <= held < version:
+            self.fail(Violation(f"{generator} goes from {loaded} to {version} and holds {held}", generator))
+
     def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Group], after: bytes) -> None:
         """A step is done. However often it is done, its result is the same."""
         if version >= len(self.contents) or before != self.contents[version]:
@@ -370,9 +414,21 @@ class Oracle:
             self.fail(Violation(f"the last checkpoint is of version {book.checkpoint}, not {steps}"))
         elif len(book.trained) != steps * book.batch_size:
             self.fail(Violation(f"{len(book.trained)} prompts were trained in {steps} steps"))
+        self._check_fates_of_evaluations(book)
         known = set(book.trained) | set(book.discarded) | book.waiting | {row.prompt for row in book.rows.values()}
         if known != set(range(book.prompts)):
             self.fail(Violation(f"prompts {sorted(set(range(book.prompts)) - known)} are lost"))
+
+    def _check_fates_of_evaluations(self, book: Book) -> None:
+        config, steps = self.config, self.config.steps
+        if book.holds:
+            self.fail(Violation(f"the run ends and {book.holds} are held", *book.holds))
+        if not config.data.eval_size:
+            return
+        every = config.evaluator.every
+        due = {0, steps} | (set(range(0, steps, every)) if every else set())
+        if due != set(book.evaluated) or not (book.evaluated[0] and book.evaluated[steps]):
+            self.fail(Violation(f"{due} were to be evaluated, {book.evaluated} came of it"))
 
     # ---
 

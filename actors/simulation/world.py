@@ -25,7 +25,6 @@ from random import Random
 from typing import Any
 from zlib import crc32
 
-from actors.evaluator import Evaluator
 from actors.generator import Generator
 from actors.master import Master
 from actors.reward import Reward
@@ -50,7 +49,15 @@ from actors.simulation.model import MASTER, MODEL, Model, config_of, draw_model
 from actors.simulation.network import SimNetwork, Weather, Wire
 from actors.simulation.oracle import Oracle, Violation
 from actors.simulation.quiet import quiet
-from actors.simulation.watched import Disk, Folder, WatchedBus, WatchedJournal, empty_journal, empty_spool
+from actors.simulation.watched import (
+    Disk,
+    Folder,
+    WatchedBus,
+    WatchedEvaluator,
+    WatchedJournal,
+    empty_journal,
+    empty_spool,
+)
 from actors.trainer import Trainer
 from areal.config import UserError
 from areal.engines.generation import EngineError
@@ -269,14 +276,16 @@ class World:
                 )
             case "reward":
                 return Reward(one.bus, MASTER, **common, make_pool=lambda *args: SimRewards(pace, mishaps, random))
-        role = {"rollout_manager": RolloutManager, "evaluator": Evaluator}[one.role]
-        return role(
+        role = {"rollout_manager": RolloutManager, "evaluator": WatchedEvaluator}[one.role]
+        actor = role(
             one.bus,
             MASTER,
             **common,
             open_source=lambda config, seed: SimSource(),
             load_tokenizer=lambda name: SimTokenizer(),
         )
+        actor.oracle = self.oracle
+        return actor
 
     def _make_master(self, one: Incarnation) -> Master:
         journal = WatchedJournal(self._disk(one, empty_journal()))
@@ -291,8 +300,15 @@ class World:
         await asyncio.sleep(self.model.pace.start * (0.5 + self.random.random()))
         tell = None if self.trace is None else lambda what: self.say(one.process.name, what)
         return SimEngine(
-            self.files, self.files.model, version, config, self.model.pace, self.plan.mishaps, self.random, tell
-        )
+            self.files, self.files.model, version, config, self.model.pace, self.plan.mishaps, self.random, tell,
+            functools.partial(self._loads, one),
+        )  # fmt: skip
+
+    def _loads(self, one: Incarnation, engine: SimEngine, version: int) -> None:
+        me = one.actor.directory.get(one.bus.identity.name)
+        held = me.held if me is not None else None
+        if held is not None and (engine.version == held.version or held.folder not in engine.unloadable):
+            self.oracle.loads(one.process.name, version, engine.version, held.version)
 
     async def _start_learner(self, one: Incarnation) -> SimLearner:
         await asyncio.sleep(self.model.pace.start * (0.5 + self.random.random()))

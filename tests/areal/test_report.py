@@ -80,9 +80,18 @@ SUMMARY = {
 }
 
 
-def make_folder(folder, records=(), summary=None, config="name: demo\n"):
+EVALUATIONS = [
+    {"version": 0, "accuracy": 0.025, "pass_at": {"1": 0.02, "2": 0.04, "4": 0.1}},
+    {"version": 3, "accuracy": 0.5, "pass_at": {"1": 0.5, "2": 0.6, "4": 0.8}},
+    {"version": 5, "accuracy": 0.913, "pass_at": {"1": 0.9, "2": 0.95, "4": 1.0}},
+]
+
+
+def make_folder(folder, records=(), summary=None, config="name: demo\n", evaluations=()):
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    if evaluations:
+        (folder / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "config.yaml").write_text(config)
@@ -98,7 +107,8 @@ def folder(tmp_path):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The HTML of the report of a whole run."""
-    run = make_folder(tmp_path_factory.mktemp("runs") / "demo", [record(step) for step in range(1, 6)], SUMMARY)
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    run = make_folder(folder, [record(step) for step in range(1, 6)], SUMMARY, evaluations=EVALUATIONS)
     return write_report(run).read_text()
 
 
@@ -176,7 +186,7 @@ def test_samples_of_one_prompt_stand_side_by_side(folder):
 
 @pytest.mark.parametrize("steps", [1, 300])
 def test_a_run_of_any_length_has_all_figures(folder, steps):
-    run = folder([record(step) for step in range(1, steps + 1)], SUMMARY)
+    run = folder([record(step) for step in range(1, steps + 1)], SUMMARY, evaluations=EVALUATIONS)
     assert report_of(run).tags.count("svg") == len(TITLES)
 
 
@@ -237,9 +247,22 @@ def test_groups_are_counted_by_staleness_where_steps_differ_in_their_oldest_grou
 
 
 def test_a_run_that_filters_nothing_has_one_reward(folder):
-    page = report_of(folder([record(step, groups_filtered=0) for step in (1, 2)], SUMMARY))
+    page = report_of(folder([record(step, groups_filtered=0) for step in (1, 2)], SUMMARY, evaluations=EVALUATIONS))
     assert not page.says("Groups filtered") and page.says("Reward, mean")
     assert page.tags.count("svg") == len(TITLES) - 1
+
+
+def test_the_accuracy_of_every_evaluated_version_is_drawn_and_what_the_most_samples_solve(folder):
+    run = read_run(folder([record(1)], SUMMARY, evaluations=EVALUATIONS))
+    (panel,) = [panel for panel in panels(run) if panel.title == "Held-out accuracy"]
+    assert panel.lines == [("mean", [0, 3, 5], [0.025, 0.5, 0.913]), ("pass@4", [0, 3, 5], [0.1, 0.8, 1.0])]
+
+
+def test_with_one_sample_a_row_there_is_one_line_of_accuracy(folder):
+    evaluations = [{"version": 0, "accuracy": 0.5, "pass_at": {"1": 0.5}}]
+    run = read_run(folder([record(1)], evaluations=evaluations))
+    (panel,) = [panel for panel in panels(run) if panel.title == "Held-out accuracy"]
+    assert panel.lines == [("", [0], [0.5])]
 
 
 def test_the_same_run_gives_the_same_report(folder):
