@@ -1,4 +1,7 @@
-"""The evaluator: scores a version on the held-out rows, through the same generators and rewards."""
+"""The evaluator: scores a version on the held-out rows, through the same generators and rewards.
+
+Every token of a result was sampled by the version that the result names: anything else is an error, and no score.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,52 @@ import asyncio
 
 import structlog
 
-from actors.sessions import SampleFailed, Sampler, SampleSession
+from actors.runtime import first_error
+from actors.sessions import Router, SampleFailed, Sampler, SampleSession
 from areal.data import Row
-from protocols.messages import AskEvaluation, Done, EvaluationAnswer, EvaluationDone, Sample
+from areal.evaluation import scorecard
+from areal.trajectory import Trajectory
+from protocols.messages import (
+    AskEvaluation,
+    Done,
+    EvaluationAbandoned,
+    EvaluationAnswer,
+    EvaluationDone,
+    Member,
+    Sample,
+)
 
 ASK_SECONDS = 20.0
-SAMPLES_SHOWN = 2
+ROWS_SHOWN = 2
+
+Scored = tuple[Row, list[Trajectory]]
+"""A row with its samples that were scored."""
 
 log = structlog.get_logger()
+
+
+class EvaluationFailed(RuntimeError):
+    """There is no result."""
+
+
+class NotExact(SampleFailed):
+    """The version under evaluation cannot be sampled any more."""
+
+
+class Holder(Router):
+    """Chooses the generator that holds the version under evaluation, and no other."""
+
+    def __init__(self, evaluator: Evaluator, holder: Member) -> None:
+        super().__init__(evaluator)
+        self._holder = holder
+
+    async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
+        if role != "generator":
+            return await super().choose(role, serves)
+        now = self.actor.directory.get(self._holder.identity)
+        if now is None or now.state != "healthy" or now.held != self._holder.held:
+            raise NotExact(f"{self._holder.identity} does not hold version {min_version} (any more)")
+        return now
 
 
 class Evaluator(Sampler):
@@ -21,56 +62,98 @@ class Evaluator(Sampler):
 
     async def setup(self) -> None:
         await super().setup()
-        self._sampling = self.config.sampling.model_copy(update={"temperature": self.config.evaluator.temperature})
+        own = self.config.evaluator
+        self._sampling = self.config.sampling.model_copy(update={"temperature": own.temperature, "top_p": own.top_p})
 
     async def main(self) -> None:
         await self.become_healthy()
         while True:
             self.activity = "idle"
             due = await self.ask_master(AskEvaluation(), EvaluationAnswer, ASK_SECONDS)
-            if due.version is not None:
-                self.activity = f"evaluating version {due.version}"
+            if due.version is None:
+                continue
+            self.activity = f"evaluating version {due.version}"
+            if due.holder is not None:
+                result = await self._evaluate_at(due.version, due.holder)
+            else:
                 await self.until(lambda: bool(self.with_role("generator") and self.with_role("reward")))
-                done = await self._evaluate_in_time(due.version)
-                await self.ask_master(done, Done)
+                result = await self._evaluate(due.version, self._router, None)
+            await self.ask_master(result, Done)
 
-    async def _evaluate_in_time(self, version: int) -> EvaluationDone:
+    async def _evaluate_at(self, version: int, holder: Member) -> EvaluationDone | EvaluationAbandoned:
+        """On the generator that holds this version while the run goes on. There is no second attempt: the next version
+        that is due is not far."""
+        try:
+            return await self._evaluate(version, Holder(self, holder), holder)
+        except EvaluationFailed as error:
+            return EvaluationAbandoned(version=version, reason=str(error)[:4096])
+
+    async def _evaluate(self, version: int, router: Router, home: Member | None) -> EvaluationDone:
+        """`home`: the only generator to sample on; None: any. Raises EvaluationFailed."""
         limit = self.config.evaluator.timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                return await self._evaluate(version)
+                rows = await self._sample_all(version, router, home)
         except TimeoutError:
-            raise RuntimeError(
+            raise EvaluationFailed(
                 f"the evaluation of version {version} took more than evaluator.timeout_seconds, {limit:g}"
             ) from None
+        except NotExact as error:
+            raise EvaluationFailed(str(error)) from None
+        return self._result(version, rows)
 
-    async def _evaluate(self, version: int) -> EvaluationDone:
-        generators = len(self.with_role("generator"))
+    async def _sample_all(self, version: int, router: Router, home: Member | None) -> list[Scored]:
+        """All held-out rows. Raises NotExact."""
+        generators = 1 if home else len(self.with_role("generator"))
         gate = asyncio.Semaphore(generators * self.config.generator.max_concurrent_rollouts)
-        rows = [self._source.heldout(i) for i in range(self.config.data.eval_size)]
-        results = await asyncio.gather(*(self._sample(gate, row, version) for row in rows))
-        samples = [sample for sample in results if sample is not None]
-        if not samples:
-            raise RuntimeError(f"not one of {len(rows)} held-out completions of version {version} could be scored")
-        return EvaluationDone(
-            version=version,
-            accuracy=sum(sample.score for sample in samples) / len(samples),
-            rows=len(rows),
-            failed=len(rows) - len(samples),
-            samples=tuple(samples[:SAMPLES_SHOWN]),
-        )
+        n, rows = self.config.evaluator.samples, [self._source.heldout(i) for i in range(self.config.data.eval_size)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                work = [
+                    (row, [tasks.create_task(self._sample(gate, row, version, router, home)) for _ in range(n)])
+                    for row in rows
+                ]
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        return [(row, [done for task in samples if (done := task.result())]) for row, samples in work]
 
-    async def _sample(self, gate: asyncio.Semaphore, row: Row, version: int) -> Sample | None:
-        """None where the completion could not be scored: that is a failure, not a 0."""
+    async def _sample(
+        self, gate: asyncio.Semaphore, row: Row, version: int, router: Router, home: Member | None
+    ) -> Trajectory | None:
+        """None where the completion could not be scored: that is a failure, not a 0. Raises NotExact."""
         async with gate:
-            home = await self._router.choose("generator")
-            session = SampleSession(self._router, self._tokenizer, row, self._sampling, version, home)
+            home = home or await router.choose("generator")
+            session = SampleSession(router, self._tokenizer, row, self._sampling, version, home)
             try:
-                with self._router.using(home):
+                with router.using(home):
                     done = await self.run_workflow(session, row)
+            except NotExact:
+                raise
             except SampleFailed as error:
                 log.warning("not scored", row=row.index, error=str(error))
                 return None
+        if other := set(done.versions[done.sampled].tolist()) - {version}:
+            raise NotExact(f"tokens of versions {sorted(other)} came in place of version {version}")
+        return done
+
+    def _result(self, version: int, rows: list[Scored]) -> EvaluationDone:
+        """Raises EvaluationFailed where nothing was scored."""
+        own, samples = self.config.evaluator, [done for _, scored in rows for done in scored]
+        if not samples:
+            raise EvaluationFailed(f"not one of {len(rows)} held-out rows could be scored at version {version}")
+        card = scorecard([[done.reward for done in scored] for _, scored in rows], own.samples, own.pass_score)
+        shown = [(row, scored[0]) for row, scored in rows if scored][:ROWS_SHOWN]
+        return EvaluationDone(
+            version=version,
+            accuracy=card.accuracy,
+            pass_at=card.pass_at,
+            rows=len(rows),
+            failed=card.failed,
+            completion_tokens_mean=sum(int(done.sampled.sum()) for done in samples) / len(samples),
+            samples=tuple(self._shown(row, done) for row, done in shown),
+        )
+
+    def _shown(self, row: Row, done: Trajectory) -> Sample:
         first = int(done.sampled.argmax())
         text = [
             self._tokenizer.decode(part, skip_special_tokens=True)

@@ -1,7 +1,8 @@
 """The generator: one vLLM engine. Every token it streams carries its log-prob and the version that sampled it.
 
 STALE until it has the newest published policy, HEALTHY from then on. It follows new policies on its own schedule:
-running sequences stop, the weights change under them, and they go on. It knows nothing of tasks or rewards.
+running sequences stop, the weights change under them, and they go on. One that *holds* a policy, to be evaluated there,
+goes no further until it holds it no more. It knows nothing of tasks or rewards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from actors.runtime import Actor, Signal, handles
 from areal.config import SamplingConfig
 from areal.engines.generation import EngineError, GenerationEngine, WeightLoadError
 from protocols.errors import BusyError, RefusedError, StreamBrokenError
-from protocols.messages import Generate, TokenChunk
+from protocols.messages import Generate, Policy, TokenChunk
 from protocols.transport import Request
 
 RETRY_LOAD_SECONDS = 1.0
@@ -51,14 +52,14 @@ class Generator(Actor):
             Path(self.config.model), self.config.generator, version=0, seed=self.config.seed + (self.index or 0)
         )
         if self._is_behind():
-            await self._load_newest()
+            await self._load_wanted()
 
     async def main(self) -> None:
         await self.become_healthy()
         while True:
             self.activity = f"generating at version {self._engine.version}"
             await self.until(self._is_behind)
-            await self._load_newest()
+            await self._load_wanted()
 
     async def hand_over(self) -> None:
         """Every sequence goes on elsewhere, from the tokens it has."""
@@ -112,14 +113,25 @@ class Generator(Actor):
             self._idle.notify()
 
     def _is_behind(self) -> bool:
-        # Version 0 is the run's model in every lineage.
-        loaded = (self._lineage if self._engine.version else self.policy.lineage, self._engine.version)
-        return (self.policy.lineage, self.policy.version) > loaded
+        wanted = self._wanted()
+        return (wanted.lineage, wanted.version) > self._loaded_policy()
 
-    async def _load_newest(self) -> None:
-        """Load the newest published policy; where its files are gone or torn, the next newest will do."""
+    def _loaded_policy(self) -> tuple[int, int]:
+        # Version 0 is the run's model in every lineage.
+        return self._lineage if self._engine.version else self.policy.lineage, self._engine.version
+
+    def _wanted(self) -> Policy:
+        """The newest policy that this generator may load. One it holds is for nothing once it is beyond that: there is
+        no way back for the sequences that run."""
+        me = self.directory.get(self.bus.identity.name)
+        if me is None or me.held is None or (me.held.lineage, me.held.version) < self._loaded_policy():
+            return self.policy
+        return me.held
+
+    async def _load_wanted(self) -> None:
+        """Load what is wanted; where its files are gone or torn, the newest published policy will do."""
+        policy = self._wanted()
         while True:
-            policy = self.policy
             self.activity = f"loading version {policy.version}"
             try:
                 times = await self._engine.load(Path(policy.folder), policy.version)
@@ -127,6 +139,8 @@ class Generator(Actor):
             except WeightLoadError as error:
                 log.warning("weights did not load", version=policy.version, error=str(error))
                 await asyncio.sleep(RETRY_LOAD_SECONDS)
+                wanted = self._wanted()
+                policy = self.policy if policy == wanted else wanted
         self._lineage = policy.lineage
         self._loads += 1
         self._interrupted += times.interrupted

@@ -20,7 +20,7 @@ from actors.run_state import RunState
 from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from areal.config import Config, UserError
 from areal.journal import Journal
-from areal.ledger import Answer, Batch, Ledger, RunEnded, Waiting
+from areal.ledger import ZERO_SIGNAL, Answer, Batch, Ledger, RunEnded, StepRecord, Waiting
 from areal.run_folder import RunFolder
 from protocols.errors import FencedError, RefusedError
 from protocols.messages import (
@@ -36,6 +36,7 @@ from protocols.messages import (
     CommitStep,
     Configuration,
     Done,
+    EvaluationAbandoned,
     EvaluationAnswer,
     EvaluationDone,
     GroupAccepted,
@@ -60,6 +61,7 @@ from protocols.messages import (
     Shutdown,
     Snapshot,
     Status,
+    TrainingFailed,
     TrainingFinished,
     Welcome,
 )
@@ -76,6 +78,8 @@ FAREWELL_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.2
 # Event sequence numbers of one master, before those of the next.
 EVENTS_OF_ONE_MASTER = 1 << 32
+# Batches' worth of filtered groups in a row, with no other group between, after which no batch is to be hoped for.
+FILTERED_LIMIT = 100
 ROLES = ("trainer", "generator", "reward", "rollout_manager")
 
 log = structlog.get_logger()
@@ -114,6 +118,9 @@ class Master(HandlesRequests):
         self._step_begun: float | None = None
         self._progressed = 0.0
         self._remedies = 0
+        # Not remembered by the journal: a run that goes on, perhaps with other settings, is given another chance.
+        self._filtered_in_a_row = 0
+        self._held_since = 0.0
 
     @property
     def ledger(self) -> Ledger:
@@ -131,7 +138,7 @@ class Master(HandlesRequests):
             self._open()
             async with asyncio.TaskGroup() as tasks:
                 helpers = [tasks.create_task(self._watch(), name="watch"), tasks.create_task(self._announce())]
-                self._end_if_complete()
+                await self._end_if_complete()
                 ending = await self._end
                 await self._say_farewell(ending)
                 for helper in helpers:
@@ -146,11 +153,13 @@ class Master(HandlesRequests):
     def _take_over(self) -> None:
         """Go on from what the journal has; everybody in it gets the time that a live member has."""
         self.state.emit("master_started")
-        self._progressed = now = self._now()
+        self._progressed = self._held_since = now = self._now()
         self.ledger.renew_all(now, self.config.master.lease_seconds)
         self._pulses = {identity: _Pulse(now, None) for identity in self.state.members}
         if self.state.last_step:
             self.folder.append_metrics(self.state.last_step)
+        for done in self.state.evaluations.values():
+            self.folder.append_evaluation(_record(done))
         if self.state.masters > 1:
             self._step_begun = now
             log.info("goes on", version=self.ledger.version, alive=self.ledger.alive, members=list(self._pulses))
@@ -236,6 +245,8 @@ class Master(HandlesRequests):
                     self._remove(identity, f"silent for {now - pulse.heard:.0f} s")
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
+            if self.state.holder and now - self._held_since > self.config.evaluator.timeout_seconds:
+                self._abandon(f"it took more than evaluator.timeout_seconds, {self.config.evaluator.timeout_seconds:g}")
             self._changed.notify()
             self._remedy_stall(now - self._progressed)
 
@@ -243,6 +254,7 @@ class Master(HandlesRequests):
         """This process stood still: nobody else shall pay for that."""
         log.warning("the master was stopped", seconds=absent)
         self._progressed += absent
+        self._held_since += absent
         for pulse in self._pulses.values():
             pulse.heard += absent
         self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
@@ -266,6 +278,8 @@ class Master(HandlesRequests):
             self._remedies = 1
             released = [group for owner in list(self.state.members) for group in self.ledger.release(owner)]
             log.warning("stalled: unfinished groups start anew", waits=waits, groups=released)
+            if self.state.holder:
+                self._abandon("nothing moved")
             self._changed.notify()
 
     def _suspects(self) -> list[str]:
@@ -356,9 +370,7 @@ class Master(HandlesRequests):
         member, beat = self._member(request), request.message
         self._listen(self._pulses[member.identity], beat)
         if (beat.state, beat.serves) != (member.state, member.serves):
-            member = member.model_copy(update={"state": beat.state, "serves": beat.serves})
-            self.state.emit("member_changed", member=member.model_dump())
-            self._send_out(MembersChanged(changed=(member,)))
+            self._change(member, state=beat.state, serves=beat.serves)
             self._progress()
         return HeartbeatAnswer(policy=self.state.policy, sequence=self._events.sequence, ended=self._end.done())
 
@@ -385,7 +397,15 @@ class Master(HandlesRequests):
     async def ask_config(self, request: Request) -> Configuration:
         return Configuration(values=self.config.model_dump(mode="json"))
 
+    def _change(self, member: Member, **fields: Any) -> None:
+        member = member.model_copy(update=fields)
+        self.state.emit("member_changed", member=member.model_dump())
+        self._send_out(MembersChanged(changed=(member,)))
+
     def _remove(self, identity: str, reason: str) -> None:
+        holder = self.state.holder
+        if holder and (identity == holder.identity or self.state.members[identity].role == "evaluator"):
+            self._abandon(f"{identity} is gone")
         self.state.emit("left", identity=identity)
         del self._pulses[identity]
         released = self.ledger.release(identity)
@@ -449,6 +469,8 @@ class Master(HandlesRequests):
         self._member(request, "trainer")
         if request.sender != self.state.trainer:
             self.state.emit("lineage_opened", lineage=self.state.lineage + 1, trainer=request.sender)
+            if self.state.holder:
+                self._abandon("its lineage has ended")
         return Recovery(
             lineage=self.state.lineage,
             version=self.ledger.version,
@@ -473,12 +495,24 @@ class Master(HandlesRequests):
     async def group_ready(self, request: Request) -> GroupAccepted:
         ready: GroupReady = request.message
         self._trainer(request)
-        answer = self.ledger.ready(ready.group, ready.start_version)
-        if answer is Answer.ACCEPTED:
+        answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
+        if answer in (Answer.ACCEPTED, Answer.FILTERED):
             self.state.emit("rewarded", group=ready.group, mean=ready.reward_mean)
             self._progress()
             self._changed.notify()
-        return GroupAccepted(accepted=answer is not Answer.GONE)
+            self._end_if_hopeless(answer is Answer.FILTERED)
+        return GroupAccepted(accepted=answer in (Answer.ACCEPTED, Answer.UNCHANGED))
+
+    def _end_if_hopeless(self, filtered: bool) -> None:
+        self._filtered_in_a_row = self._filtered_in_a_row + 1 if filtered else 0
+        if self._filtered_in_a_row > FILTERED_LIMIT * self.config.batch_size:
+            self._finish(
+                False,
+                f"filter_zero_signal has discarded {self._filtered_in_a_row} groups in a row, so that no batch comes "
+                f"together: the samples of each had all the same reward ({self.state.score / self.state.scored:.3f} on "
+                f"average). Take prompts that are neither always nor never solved, or a larger group_size, or "
+                f"go on with --resume {self.folder.path} filter_zero_signal=false.",
+            )
 
     @handles(AskBatch)
     async def ask_batch(self, request: Request) -> BatchAnswer:
@@ -522,25 +556,31 @@ class Master(HandlesRequests):
         self.state.emit(
             "stepped", policy=commit.policy.model_dump(), metrics=metrics, groups=list(record.batch.group_ids)
         )
+        self._plan_evaluation(commit.policy)
         self.state.compact_if_due()
+        self._filtered_in_a_row = 0
         self._send_out(PolicyPublished(policy=commit.policy))
         self._progress()
         self._changed.notify()
         await self.journal.durable()
         self.folder.append_metrics(metrics)
-        shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in metrics.items() if k != "prompts"}
+        long = ("prompts", "discarded")
+        shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in metrics.items() if k not in long}
         log.info("step", **shown)
         return Done()
 
-    def _metrics(self, commit: CommitStep, record: Any) -> dict[str, Any]:
-        now = self._now()
+    def _metrics(self, commit: CommitStep, record: StepRecord) -> dict[str, Any]:
+        now, state = self._now(), self.state
         groups = record.batch.group_ids
-        rewards = [self.state.rewards[group] for group in groups]
+        rewards = [state.rewards[group] for group in groups]
         metrics = {
             "step": commit.policy.version,
             "reward_mean": sum(rewards) / len(rewards),
+            "reward_mean_all": state.score / state.scored if state.scored else None,
+            "groups_filtered": sum(reason == ZERO_SIGNAL for _, reason in state.discarded),
             "staleness_mean": record.mean_staleness,
             "staleness_max": record.max_staleness,
+            "staleness_histogram": record.staleness_histogram,
             "tokens_generated": int(self._generated),
             "step_seconds": now - self._step_begun if self._step_begun is not None else 0.0,
             "groups_trained": len(groups),
@@ -550,7 +590,7 @@ class Master(HandlesRequests):
             "starved_seconds": self._starved,
             **commit.metrics,
             "prompts": list(record.prompts),
-            "discarded": self.state.discarded.copy(),
+            "discarded": state.discarded.copy(),
         }
         # Before its first step the trainer also waits for the others to start, which is no part of the step.
         metrics["trainer_wait_seconds"] = min(metrics["trainer_wait_seconds"], metrics["step_seconds"])
@@ -574,12 +614,20 @@ class Master(HandlesRequests):
         if self.state.finished != self.ledger.version:
             self.state.emit("finished", version=self.ledger.version)
             self._progress()
-        await self.journal.durable()
-        self._end_if_complete()
+        await self._end_if_complete()
         return Done()
 
-    def _end_if_complete(self) -> None:
+    @handles(TrainingFailed)
+    async def training_failed(self, request: Request) -> Done:
+        self._trainer(request)
+        saved = self.state.checkpoint
+        go_on = f"The last checkpoint is {saved}: go on from it with --resume {self.folder.path} and other settings."
+        self._finish(False, f"{request.message.reason} {go_on if saved else 'No checkpoint was saved before that.'}")
+        return Done()
+
+    async def _end_if_complete(self) -> None:
         if self.state.finished == self.config.steps and self._evaluated(self.config.steps):
+            await self.journal.durable()
             self._finish(True, "the run reached its end")
 
     # --- evaluation and monitoring
@@ -587,7 +635,36 @@ class Master(HandlesRequests):
     def _evaluated(self, version: int) -> bool:
         return not self.config.data.eval_size or version in self.state.evaluations
 
+    def _plan_evaluation(self, policy: Policy) -> None:
+        """Every `evaluator.every`-th version is evaluated while the run goes on: one generator, another each time,
+        stays at it until that is done. It is told so before it can hear of anything newer."""
+        every, version = self.config.evaluator.every, policy.version
+        if not every or not self.config.data.eval_size or version % every or version == self.config.steps:
+            return
+        generators = [m for m in self.state.members.values() if m.role == "generator" and m.state == "healthy"]
+        if holder := self.state.holder:
+            self._drop_evaluation(version, f"version {holder.held.version} is still being evaluated")
+        elif not generators or not self._healthy("evaluator"):
+            self._drop_evaluation(version, "there is no healthy generator or evaluator")
+        else:
+            generators.sort(key=lambda m: m.index)
+            self._held_since = self._now()
+            self._change(generators[version // every % len(generators)], held=policy)
+
+    def _abandon(self, reason: str) -> None:
+        """There will be no result for the version that a generator holds; it goes on to the newest."""
+        holder = self.state.holder
+        self._drop_evaluation(holder.held.version, reason)
+        self._change(holder, held=None)
+        self._changed.notify()
+
+    def _drop_evaluation(self, version: int, reason: str) -> None:
+        self.state.emit("evaluation_dropped", version=version, reason=reason)
+        log.warning("not evaluated", version=version, reason=reason)
+
     def _evaluation_due(self) -> EvaluationAnswer | None:
+        if holder := self.state.holder:
+            return EvaluationAnswer(version=holder.held.version, holder=holder)
         version = self.ledger.version
         due = version in (0, self.config.steps) and not self._evaluated(version)
         return EvaluationAnswer(version=version) if due else None
@@ -601,14 +678,27 @@ class Master(HandlesRequests):
     async def evaluation_done(self, request: Request) -> Done:
         self._member(request, "evaluator")
         done: EvaluationDone = request.message
+        due = self._evaluation_due()
+        if due is None or due.version != done.version:  # told before, or abandoned meanwhile
+            return Done()
         self.state.emit("evaluated", evaluation=done.model_dump())
-        log.info(
-            "evaluated", version=done.version, accuracy=round(done.accuracy, 4), rows=done.rows, failed=done.failed
-        )
+        if due.holder:
+            self._change(due.holder, held=None)
+        log.info("evaluated", **_record(done))
         self._progress()
         await self.journal.durable()
-        self._end_if_complete()
+        self.folder.append_evaluation(_record(done))
+        await self._end_if_complete()
         self._changed.notify()
+        return Done()
+
+    @handles(EvaluationAbandoned)
+    async def evaluation_abandoned(self, request: Request) -> Done:
+        self._member(request, "evaluator")
+        abandoned: EvaluationAbandoned = request.message
+        holder = self.state.holder
+        if holder and holder.held.version == abandoned.version:
+            self._abandon(abandoned.reason)
         return Done()
 
     @handles(AskStatus)
@@ -673,6 +763,8 @@ class Master(HandlesRequests):
             "steps": self.ledger.version,
             "accuracy_before": before and before.accuracy,
             "accuracy_after": after and after.accuracy,
+            "evaluations": [_record(done) for done in state.evaluations.values()],
+            "not_evaluated": {str(version): reason for version, reason in state.not_evaluated.items()},
             "max_staleness": self.config.max_staleness,
             "samples_trained": samples,
             "samples_per_second": samples / state.seconds if state.seconds else None,
@@ -687,3 +779,8 @@ class Master(HandlesRequests):
             "samples_before": [s.model_dump() for s in before.samples] if before else [],
             "samples_after": [s.model_dump() for s in after.samples] if after else [],
         }
+
+
+def _record(done: EvaluationDone) -> dict[str, Any]:
+    """An evaluation's numbers."""
+    return done.model_dump(exclude={"samples"})

@@ -20,6 +20,8 @@ from protocols.transport import Bus
 
 REFRESH_SECONDS = 1.0
 ASK_SECONDS = 5.0
+# Beside the first one.
+EVALUATIONS_SHOWN = 3
 
 
 async def watch_live(bus: Bus, master: str, console: Console) -> None:
@@ -61,7 +63,7 @@ def _print_new_steps(lines: IO[str], config: Config, console: Console, shown: in
 def step_line(m: dict[str, Any], config: Config) -> str:
     """One step as a line."""
     return (
-        f"step {m['step']}/{config.steps}  reward {m['reward_mean']:.3f}  "
+        f"step {m['step']}/{config.steps}  reward {m['reward_mean']:.3f}{_filtered(m)}  "
         f"staleness {m['staleness_mean']:.1f}/{m['staleness_max']} (bound {config.max_staleness})  "
         f"{_rate(m, 'tokens_generated')} tok/s generated, {_rate(m, 'tokens_trained')} trained  "
         f"step {m['step_seconds']:.2f} s, waited {m['trainer_wait_seconds']:.2f} s  ready {m['groups_ready']}"
@@ -86,14 +88,15 @@ def render(status: dict[str, Any]) -> Panel:
 
 
 def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, ...]]:
-    accuracy = "  ".join(f"v{version} {value:.3f}" for version, value in status["accuracy"].items()) or "–"
+    evaluated = [f"v{version} {value:.3f}" for version, value in status["accuracy"].items()]
+    accuracy = "  ".join([*evaluated[:1], *evaluated[1:][-EVALUATIONS_SHOWN:]]) or "–"
     rows = [
         ("[dim]held-out accuracy[/]", accuracy, "[dim]alive / ready / free[/]",
          f"{status['alive']} / {status['ready']} / {status['capacity']}"),
     ]  # fmt: skip
     if m:
         rows += [
-            ("[dim]reward[/]", f"{m['reward_mean']:.3f}", "[dim]staleness mean / max / bound[/]",
+            ("[dim]reward[/]", f"{m['reward_mean']:.3f}{_filtered(m)}", "[dim]staleness mean / max / bound[/]",
              f"{m['staleness_mean']:.1f} / {m['staleness_max']} / {status['max_staleness']}"),
             ("[dim]tok/s generated / trained[/]", f"{_rate(m, 'tokens_generated')} / {_rate(m, 'tokens_trained')}",
              "[dim]step / waited[/]", f"{m['step_seconds']:.2f} s / {m['trainer_wait_seconds']:.2f} s"),
@@ -106,6 +109,12 @@ def _doing(member: dict[str, Any]) -> str:
     if "running" in stats:
         return f"{member['activity']}, {stats['running']:.0f} running, {stats['waiting']:.0f} queued"
     return member["activity"]
+
+
+def _filtered(metrics: dict[str, Any]) -> str:
+    if not metrics.get("groups_filtered"):
+        return ""
+    return f" (of all {metrics['reward_mean_all']:.3f}, {metrics['groups_filtered']} groups filtered)"
 
 
 def _rate(metrics: dict[str, Any], key: str) -> str:

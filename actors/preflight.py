@@ -7,19 +7,20 @@ import socket
 from areal.config import Config, UserError
 from areal.data import open_source
 from areal.models import resolve_model, resolve_reference
-from areal.plugins import load
 from areal.rewards import resolve
 from areal.workflows import resolve_workflow
 
 
 def check(config: Config) -> None:
-    """Everything that can be known now: the port, rewards, workflow, data and the model folders."""
+    """Everything that can be known now: the port, rewards, workflow, objective, data and the model folders."""
     check_port(config.master.address)
     for name in config.reward.functions:
         resolve(name)
     resolve_workflow(config.rollout_manager.workflow)
     if ":" in config.trainer.objective:
-        load(config.trainer.objective, "The objective")
+        from areal.objectives import rehearse  # with torch, which only an objective of the user's own needs here
+
+        rehearse(config.trainer)
     open_source(config.data, config.seed)
     if config.model != "quickstart":
         resolve_model(config)

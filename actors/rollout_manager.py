@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
 from actors.runtime import Signal
 from actors.sessions import SampleFailed, Sampler, SampleSession
 from areal.data import Row
+from areal.rewards import overlong_penalty
 from areal.trajectory import Group, Trajectory
 from protocols.errors import BusError
 from protocols.messages import (
@@ -119,7 +121,7 @@ class RolloutManager(Sampler):
 
     async def _sample(self, permit: Permit) -> Group:
         row = self._source.row(permit.prompt_index)
-        home = await self._router.choose("generator")
+        home = await self._router.choose("generator", min_version=permit.min_version)
         start = _GroupStart(self.config.group_size)
         sessions = [
             SampleSession(
@@ -146,6 +148,14 @@ class RolloutManager(Sampler):
             self._unfinished[permit.group] -= 1
             self._samples_finished += 1
             self._room.notify()
+
+    async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
+        """One sample, its reward lowered where it is overlong. This is for training only: evaluation scores as is."""
+        done = await super().run_workflow(session, row)
+        penalty = overlong_penalty(
+            int(done.sampled.sum()), self.config.sampling.max_new_tokens, self.config.reward.overlong_tokens
+        )
+        return replace(done, reward=done.reward - penalty)
 
     async def _store(self, group: Group) -> None:
         """Until the trainer has it. A repeat is harmless: the group has its id."""

@@ -41,6 +41,7 @@ class RunState:
             prompts=None,
             max_attempts=config.max_attempts,
             on_failed_sample=config.on_failed_sample,
+            filter_zero_signal=config.filter_zero_signal,
         )
         self.ledger = Ledger(self.settings)
         self.run_ahead = RunAhead(config.batch_size, config.max_staleness)
@@ -53,7 +54,10 @@ class RunState:
         self.finished: int | None = None
         self.members: dict[str, Member] = {}
         self.evaluations: dict[int, EvaluationDone] = {}
+        self.not_evaluated: dict[int, str] = {}
         self.rewards: dict[str, float] = {}
+        # Of the groups that were ready since the last step, filtered ones too: how many, and their mean rewards added.
+        self.scored, self.score = 0, 0.0
         self.discarded: list[tuple[int, str]] = []
         self.seconds = 0.0
         self.last_step: dict[str, Any] = {}
@@ -64,6 +68,11 @@ class RunState:
         """Journal an event and make it so."""
         self.journal.append(kind, body)
         self._apply(kind, body)
+
+    @property
+    def holder(self) -> Member | None:
+        """The generator that stays at a version until it is evaluated."""
+        return next((member for member in self.members.values() if member.held is not None), None)
 
     def compact_if_due(self) -> None:
         """Replace a long journal by what it has led to."""
@@ -102,7 +111,9 @@ class RunState:
             case "policy_restored":
                 self.policy = Policy.model_validate(body["policy"])
             case "rewarded":
-                self.rewards[body["group"]] = body["mean"]
+                self.scored, self.score = self.scored + 1, self.score + body["mean"]
+                if self.ledger.group(body["group"]):  # not filtered
+                    self.rewards[body["group"]] = body["mean"]
             case "stepped":
                 self._apply_stepped(body)
             case "checkpoint_saved":
@@ -110,6 +121,8 @@ class RunState:
             case "evaluated":
                 done = EvaluationDone.model_validate(body["evaluation"], strict=False)
                 self.evaluations[done.version] = done
+            case "evaluation_dropped":
+                self.not_evaluated[body["version"]] = body["reason"]
             case "finished":
                 self.finished = body["version"]
             case _:
@@ -122,6 +135,7 @@ class RunState:
         for group in body["groups"]:
             self.rewards.pop(group, None)
         self.discarded.clear()
+        self.scored, self.score = 0, 0.0
         step = self.last_step
         self.run_ahead.stepped(step["starved_seconds"], step["step_seconds"], step["groups_left_over"])
 
@@ -153,7 +167,10 @@ class RunState:
             "finished": self.finished,
             "members": [member.model_dump() for member in self.members.values()],
             "evaluations": [done.model_dump() for done in self.evaluations.values()],
+            "not_evaluated": list(self.not_evaluated.items()),
             "rewards": self.rewards,
+            "scored": self.scored,
+            "score": self.score,
             "discarded": self.discarded,
             "seconds": self.seconds,
             "last_step": self.last_step,
@@ -167,9 +184,10 @@ class RunState:
         self.members = {member.identity: member for member in members}
         evaluations = [EvaluationDone.model_validate(done, strict=False) for done in dump["evaluations"]]
         self.evaluations = {done.version: done for done in evaluations}
+        self.not_evaluated = {version: reason for version, reason in dump["not_evaluated"]}
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
         for name in (
-            "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "seconds",
-            "last_step",
+            "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "scored",
+            "score", "seconds", "last_step",
         ):  # fmt: skip
             setattr(self, name, dump[name])

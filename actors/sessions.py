@@ -43,14 +43,15 @@ class SampleFailed(Exception):
 
 
 class Router:
-    """Chooses among actors of a role: the least loaded that has not just failed."""
+    """Chooses among actors of a role: the least loaded that has not just failed; and no generator that is held back
+    from `min_version` where there is another."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
         self.load: Counter[str] = Counter()
         self._avoid: dict[str, float] = {}
 
-    async def choose(self, role: str, serves: str | None = None) -> Member:
+    async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
         """Waits for a healthy one."""
         found: list[Member] = []
 
@@ -64,7 +65,12 @@ class Router:
         peers = max(1, len(self.actor.with_role(self.actor.role)))
         first = (self.actor.index or 0) * len(found) // peers % len(found)
         found = found[first:] + found[:first]
-        return min(found, key=lambda m: (self._avoid.get(m.identity, 0.0) > now, self.load[m.identity]))
+
+        def cost(m: Member) -> tuple[bool, bool, int]:
+            held_back = m.held is not None and m.held.version < min_version
+            return held_back, self._avoid.get(m.identity, 0.0) > now, self.load[m.identity]
+
+        return min(found, key=cost)
 
     @contextlib.contextmanager
     def using(self, member: Member, places: int = 1) -> Iterator[None]:
@@ -112,7 +118,7 @@ class SampleSession:
         prompt = np.asarray(tokens, np.int32)
         parts: list[TokenChunk] = []
         while True:
-            generator = self._home or await self._router.choose("generator")
+            generator = self._home or await self._router.choose("generator", min_version=self.min_version)
             try:
                 with self._router.using(generator, places=generator is not self._home):
                     return await self._continue_on(generator, prompt, parts)

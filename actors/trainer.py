@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import structlog
 
 from actors.ranks import Ranks
 from actors.runtime import Actor, handles
 from areal.config import Config
+from areal.guard import Guard
 from areal.spool import Spool
 from areal.trajectory import Group, Trajectory
 from protocols.errors import BusyError, RefusedError
@@ -33,11 +34,14 @@ from protocols.messages import (
     PolicyRestored,
     Recovery,
     StoreGroup,
+    TrainingFailed,
     TrainingFinished,
 )
 from protocols.transport import Request
 
 ASK_BATCH_SECONDS = 20.0
+# Between two times that the master is told of the end, in case it dies before it has ended the run.
+REPEAT_SECONDS = 5.0
 # A generator may still be reading the version before the newest, or be about to.
 VERSIONS_KEPT = 4
 
@@ -78,6 +82,7 @@ class Trainer(Actor):
         self.activity = "starting DeepSpeed"
         self._spool = await asyncio.to_thread(self._open_spool, self.config.folder / "spool.db")
         self._learner = await self._start_learner(self.config)
+        self._guard = Guard(self.config.guard)
         await self._recover()
 
     async def main(self) -> None:
@@ -128,6 +133,7 @@ class Trainer(Actor):
             group=group.id,
             start_version=start_version,
             reward_mean=sum(t.reward for t in trajectories) / len(trajectories),
+            signal=group.has_signal,
         )
         if not (await self.ask_master(ready, GroupAccepted)).accepted:
             await asyncio.to_thread(self._spool.forget, [group.id])
@@ -180,6 +186,8 @@ class Trainer(Actor):
         return await self._publish(), metrics
 
     async def _train(self, batch: BatchAnswer) -> dict[str, Any]:
+        """Take a step, or take it again. One that the guard does not pass is the last: nothing of it is published,
+        committed or saved."""
         groups = await asyncio.to_thread(self._spool.get, batch.groups)
         metrics = await self._learner.step(
             groups,
@@ -187,9 +195,19 @@ class Trainer(Actor):
             temperature=self.config.sampling.temperature,
             mask_older_than=batch.mask_older_than,
         )
+        if verdict := self._guard.check(metrics):
+            await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
         self._trained[self._version] = batch.groups
         self._version += 1
         return metrics | _metrics(groups)
+
+    async def _give_up(self, reason: str) -> NoReturn:
+        """Tell the master until it ends the run, and with it this actor."""
+        self.activity = "stopped by the guard"
+        log.error(reason)
+        while True:
+            await self.ask_master(TrainingFailed(reason=reason), Done)
+            await asyncio.sleep(REPEAT_SECONDS)
 
     async def _publish(self) -> Policy:
         folder = self._weights(self._version)
@@ -201,7 +219,8 @@ class Trainer(Actor):
         return self.config.folder / "weights" / f"l{lineage}-v{version:06}"
 
     async def _save_if_due(self) -> None:
-        if self._version > self._saved and self._version % self.config.trainer.checkpoint_every == 0:
+        due = self._version > self._saved and self._version % self.config.trainer.checkpoint_every == 0
+        if due and not self._guard.suspicious:
             await self._save()
 
     async def _save(self) -> None:
@@ -227,5 +246,5 @@ def _metrics(groups: list[Group]) -> dict[str, Any]:
         "completion_tokens_mean": sum(sampled) / len(sampled),
         "completion_tokens_max": max(sampled),
         "cut_share": sum(t.finish == "length" for t in trajectories) / len(trajectories),
-        "mixed_groups": sum(len({t.reward for t in g.trajectories}) > 1 for g in groups) / len(groups),
+        "mixed_groups": sum(group.has_signal for group in groups) / len(groups),
     }

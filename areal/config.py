@@ -47,7 +47,7 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0, description="0 is greedy; training needs more")
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: int = Field(gt=0)
 
@@ -60,6 +60,9 @@ class RewardConfig(Section):
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
     timeout_seconds: float = Field(10.0, gt=0, description="deadline of one call")
     retries: int = Field(2, ge=0, description="further attempts after a failure, on another actor where there is one")
+    overlong_tokens: int = Field(
+        0, ge=0, description="last tokens before max_new_tokens over which a completion loses up to 1 of its reward"
+    )
 
 
 class GeneratorConfig(Section):
@@ -82,9 +85,31 @@ class RolloutManagerConfig(Section):
 
 
 # What an objective brings along beside its loss (areal.objectives.LOSSES), where the configuration says nothing else.
+_GROUP = {"advantage_mean": "group", "advantage_std": "group"}
 OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
     "decoupled_ppo": {},
     "ppo": {"behaviour_weight": "none", "proximal": "interpolate"},
+    "grpo": {**_GROUP, "loss_mean": "sequence"},
+    "dr_grpo": {"advantage_mean": "group", "advantage_std": "none", "loss_mean": "constant"},
+    "rloo": {
+        "advantage_mean": "leave_one_out",
+        "advantage_std": "none",
+        "loss_mean": "constant",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    "reinforce_pp": {"kl_in": "reward", "kl_estimator": "k1"},
+    "dapo": {**_GROUP, "eps_clip_higher": 0.28},
+    "gspo": {**_GROUP, "loss_mean": "sequence", "eps_clip": 3e-4, "eps_clip_higher": 4e-4},
+    "cispo": {**_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0},
+    "tis": {"behaviour_weight": "truncated", "behaviour_weight_bounds": (0.0, 2.0)},
+    "icepop": {
+        **_GROUP,
+        "loss_mean": "sequence",
+        "behaviour_weight": "masked",
+        "behaviour_weight_bounds": (0.5, 5.0),
+    },
+    "m2po": {**_GROUP, "proximal": "interpolate"},
 }
 
 
@@ -122,13 +147,14 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = Field(False, description="compute activations again in the backward pass: memory")
     lora: LoraConfig | None = Field(None, description="train adapters in place of all weights")
     objective: str = "decoupled_ppo"
-    eps_clip: float = Field(0.2, gt=0)
+    eps_clip: float = Field(0.2, gt=0, description="lower clip of pi_theta / pi_prox, at 1 - eps_clip; upper at 1 +")
     eps_clip_higher: float | None = Field(None, gt=0, description="upper clip, where it differs from eps_clip")
     eps_clip_dual: float | None = Field(None, gt=1, description="dual clip: most that a bad token's ratio counts")
     behaviour_weight: Literal["full", "truncated", "masked", "none"] = Field(
         "full", description="w = pi_prox / pi_behav: as it is, cut at the upper bound, or 0 outside the bounds"
     )
     behaviour_weight_bounds: tuple[float, float] = Field((0.5, 2.0), description="of truncated (upper) and masked")
+    m2_threshold: float = Field(0.04, gt=0, description="of m2po: most of the mean of (log pi_theta / pi_behav)^2")
     proximal: Literal["recompute", "interpolate"] = Field(
         "recompute", description="pi_prox by a forward pass, or between behaviour and current policy (A-3PO)"
     )
@@ -155,7 +181,17 @@ class TrainerConfig(Section):
     def _settings_of_objective(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return OBJECTIVE_SETTINGS.get(values.get("objective", "decoupled_ppo"), {}) | values
+        objective = values.get("objective")
+        return OBJECTIVE_SETTINGS.get(objective, {}) | values if isinstance(objective, str) else values
+
+    @model_validator(mode="after")
+    def _bounds_rise(self) -> TrainerConfig:
+        low, high = self.behaviour_weight_bounds
+        if not 0 <= low < high:
+            raise ValueError(
+                f"trainer.behaviour_weight_bounds is [{low:g}, {high:g}]: write the lower bound, 0 or more, first"
+            )
+        return self
 
     @model_validator(mode="after")
     def _objective_is_known(self) -> TrainerConfig:
@@ -167,11 +203,34 @@ class TrainerConfig(Section):
         return self
 
 
-class EvaluatorConfig(Section):
-    """Scores held-out rows at the first and the last version."""
+class GuardConfig(Section):
+    """Stops a run that has gone wrong, before what it makes is saved. What the metrics mean: docs/health.md."""
 
-    temperature: float = Field(1.0, gt=0)
+    effective_sample_size: float = Field(0.1, ge=0, le=1, description="least share of the tokens; 0: off")
+    entropy: float = Field(0.0, ge=0, description="least, nats; 0: off")
+    logprob_gap: float = Field(0.5, gt=0, description="most, nats: generators and trainer disagree on the same weights")
+    patience: int = Field(3, ge=1, description="steps in a row beyond a limit after which the run stops")
+
+
+class EvaluatorConfig(Section):
+    """Scores held-out rows at the first and the last version, and at every k-th between them: one generator stays at
+    that version until it is scored, while everything else goes on."""
+
+    every: int = Field(0, ge=0, description="k: evaluate every k-th version too; 0: the first and the last only")
+    samples: int = Field(1, ge=1, description="completions a row")
+    pass_score: float = Field(1.0, description="score from which a completion counts as solved (pass@k)")
+    temperature: float = Field(1.0, ge=0, description="0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
     timeout_seconds: float = Field(600.0, gt=0, description="deadline of one evaluation")
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvaluatorConfig:
+        if not self.temperature and self.samples > 1:
+            raise ValueError(
+                f"evaluator.samples is {self.samples}, but at evaluator.temperature 0 all of them are the same: "
+                f"set evaluator.samples=1 or a higher temperature"
+            )
+        return self
 
 
 class MasterConfig(Section):
@@ -205,6 +264,11 @@ class Config(Section):
         "requeue", description="what becomes of a group whose completion could not be scored"
     )
     max_attempts: int = Field(3, ge=1, description="failures of a prompt after which it is discarded")
+    filter_zero_signal: bool = Field(
+        False,
+        description="discard groups whose samples all have the same reward, and generate others in their place "
+        "(dynamic sampling, arXiv 2503.14476); with trainer.advantage_mean=group their advantage is 0",
+    )
 
     data: DataConfig
     sampling: SamplingConfig
@@ -212,6 +276,7 @@ class Config(Section):
     generator: GeneratorConfig = GeneratorConfig()
     rollout_manager: RolloutManagerConfig = RolloutManagerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    guard: GuardConfig = GuardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
     master: MasterConfig = MasterConfig()
 
@@ -223,7 +288,12 @@ class Config(Section):
         sampling, trainer = sections.get("sampling"), sections.get("trainer", {})
         if not isinstance(sampling, dict) or not isinstance(trainer, dict) or "max_new_tokens" not in sampling:
             return values
-        return sections | {"trainer": {"loss_tokens": sampling["max_new_tokens"]} | trainer}
+        filters = trainer.get("objective") == "dapo"
+        return (
+            {"filter_zero_signal": filters}
+            | sections
+            | {"trainer": {"loss_tokens": sampling["max_new_tokens"]} | trainer}
+        )
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Config:
@@ -231,6 +301,29 @@ class Config(Section):
             raise ValueError(
                 f"trainer.minibatches is {self.trainer.minibatches} but batch_size is only {self.batch_size}: "
                 f"lower trainer.minibatches"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _training_explores(self) -> Config:
+        if not self.sampling.temperature:
+            raise ValueError("sampling.temperature is 0, but samples that are all the same teach nothing: raise it")
+        return self
+
+    @model_validator(mode="after")
+    def _overlong_fits(self) -> Config:
+        if self.reward.overlong_tokens > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"reward.overlong_tokens is {self.reward.overlong_tokens} but sampling.max_new_tokens is only "
+                f"{self.sampling.max_new_tokens}: lower reward.overlong_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _some_group_has_signal(self) -> Config:
+        if self.filter_zero_signal and self.group_size == 1:
+            raise ValueError(
+                "filter_zero_signal discards every group where group_size is 1: raise group_size or turn it off"
             )
         return self
 

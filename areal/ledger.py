@@ -6,6 +6,8 @@ A group is admitted, becomes ready, enters a batch and is trained; or it leaves 
        ▲                 │                  │
        └──── requeue ────┴─── discard ──────┴──▶ gone (discarded, for a recorded reason)
 
+A group that becomes ready without signal is discarded at once where `filter_zero_signal` is set.
+
 What cannot happen: BATCHED goes nowhere but to trained, a READY group holds no lease and is never re-queued, and
 a group that is gone never comes back (its prompt does, under a new id).
 
@@ -37,6 +39,7 @@ LEASE_EXPIRED = "lease expired"
 RELEASED = "released by its owner"
 STRAGGLER = "straggler"
 START_VERSION_FELL = "start version fell"
+ZERO_SIGNAL = "zero signal"
 
 
 class GroupState(StrEnum):
@@ -51,6 +54,8 @@ class Answer(StrEnum):
     ACCEPTED = "accepted"
     UNCHANGED = "unchanged"
     """Known already, or the group has gone past this point."""
+    FILTERED = "filtered"
+    """Discarded with this report: a ready group that teaches nothing."""
     GONE = "gone"
     """Never admitted, no longer alive, or another owner's: drop what belongs to it."""
 
@@ -66,6 +71,7 @@ class LedgerSettings:
     prompts: int | None
     max_attempts: int
     on_failed_sample: Literal["requeue", "discard"]
+    filter_zero_signal: bool = False
 
     @property
     def bounds_groups(self) -> bool:
@@ -234,6 +240,11 @@ class StepRecord:
     @property
     def max_staleness(self) -> int:
         return max(self.staleness)
+
+    @property
+    def staleness_histogram(self) -> list[int]:
+        """Groups by their staleness: 0, 1, ... up to the greatest."""
+        return [self.staleness.count(age) for age in range(self.max_staleness + 1)]
 
 
 @dataclass(slots=True)
@@ -441,11 +452,12 @@ class Ledger:
             return Answer.UNCHANGED
         return self._accept_start(group, Started(group_id, version), version)
 
-    def ready(self, group_id: str, start_version: int) -> Answer:
-        """The trainer has spooled the group; `start_version`: the least version of its sampled tokens.
+    def ready(self, group_id: str, start_version: int, signal: bool = True) -> Answer:
+        """The trainer has spooled the group; `start_version`: the least version of its sampled tokens; `signal`:
+        whether the rewards of its samples differ.
 
-        GONE: the trainer drops the payload. UNCHANGED: it keeps the payload it has (also that of a trained group
-        which no checkpoint covers yet). Raises LedgerError as `started` does.
+        GONE, FILTERED: the trainer drops the payload. UNCHANGED: it keeps the payload it has (also that of a trained
+        group which no checkpoint covers yet). Raises LedgerError as `started` does.
         """
         group = self._groups.get(group_id)
         if group is None:
@@ -453,6 +465,9 @@ class Ledger:
         if group.state is not GroupState.ADMITTED:
             return Answer.UNCHANGED
         self._check_start(group, start_version)
+        if self.settings.filter_zero_signal and not signal:
+            self._emit(Discarded(group_id, ZERO_SIGNAL))
+            return Answer.FILTERED
         return self._accept_start(group, Ready(group_id, start_version), start_version)
 
     def failed(self, group_id: str, owner: str, reason: str) -> Answer:

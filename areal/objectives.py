@@ -3,19 +3,22 @@
 An objective is a function `(Tokens, TrainerConfig) -> TokenLoss`. The named ones are in `LOSSES`; a user's own is named
 in `trainer.objective` as `package.module:function`. What else belongs to a named objective, such as how advantages are
 normalised, stands in `areal.config.OBJECTIVE_SETTINGS`. How tokens are averaged (`trainer.loss_mean`), and the penalty
-for leaving the reference model, are no business of an objective.
+for leaving the reference model, are no business of an objective. docs/objectives.md has them all in one table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from areal.config import TrainerConfig
+from areal.config import TrainerConfig, UserError
 from areal.plugins import load
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are cut at this (a factor of 5e8) before exp, as verl does, so that products of ratios stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,21 @@ class Tokens:
     A: Tensor
     sequence: Tensor
 
+    @property
+    def log_u(self) -> Tensor:
+        """log pi_theta / pi_prox, [S]."""
+        return self.logp - self.logp_prox.detach()
+
+    @property
+    def log_w(self) -> Tensor:
+        """log pi_prox / pi_behav, [S], without gradient."""
+        return (self.logp_prox - self.logp_behav).detach()
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
     """loss: [S], -J of each token, to be minimised.
-    clipped: bool [S], where a clip or mask holds the token back (its gradient is 0).
+    clipped: bool [S], where a clip of the ratio or a mask is at work. Such a token has no gradient, but for `cispo`.
     """
 
     loss: Tensor
@@ -47,9 +60,18 @@ class TokenLoss:
 Objective = Callable[[Tokens, TrainerConfig], TokenLoss]
 
 
-def behaviour_weight(tokens: Tokens, config: TrainerConfig) -> Tensor:
-    """w = pi_prox / pi_behav, [S] without gradient: corrects for tokens that an older policy sampled."""
-    w = torch.exp(tokens.logp_prox - tokens.logp_behav).detach()
+def ratio(log_ratio: Tensor) -> Tensor:
+    """exp, with no gradient beyond `LOG_RATIO_BOUND`."""
+    return torch.exp(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+
+def behaviour_weight(log_w: Tensor, config: TrainerConfig) -> Tensor:
+    """w = pi_prox / pi_behav from its logarithm, [S]: corrects for tokens that an older policy sampled.
+
+    "truncated": min(w, upper bound), TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
+    RL Training"). "masked": 0 outside the bounds, IcePop (arXiv 2510.18855).
+    """
+    w = ratio(log_w)
     low, high = config.behaviour_weight_bounds
     match config.behaviour_weight:
         case "full":
@@ -62,12 +84,22 @@ def behaviour_weight(tokens: Tokens, config: TrainerConfig) -> Tensor:
             return torch.ones_like(w)
 
 
-def clipped_surrogate(u: Tensor, A: Tensor, config: TrainerConfig) -> tuple[Tensor, Tensor]:
-    """min(u A, clip(u, 1 - eps, 1 + eps_higher) A), and where the clipped term is the smaller one. [S] each."""
-    free = u * A
+def clip(u: Tensor, config: TrainerConfig) -> Tensor:
+    """u within 1 - eps_clip and 1 + eps_clip_higher, [S]."""
     higher = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
-    held = u.clamp(1 - config.eps_clip, 1 + higher) * A
-    return torch.minimum(free, held), held < free
+    return u.clamp(1 - config.eps_clip, 1 + higher)
+
+
+def clipped_surrogate(u: Tensor, w: Tensor, A: Tensor, config: TrainerConfig) -> TokenLoss:
+    """J = w min(u A, clip(u) A), [S].
+
+    With `eps_clip_dual`, c, a token of A < 0 counts at most c: max(min(u A, clip(u) A), c A) (arXiv 1912.09729, eq. 5).
+    """
+    free = u * A
+    held = torch.minimum(free, clip(u, config) * A)
+    if (c := config.eps_clip_dual) is not None:
+        held = torch.where((A < 0) & (u > c), c * A, held)
+    return TokenLoss(loss=-w * held, clipped=(held != free) | (w == 0))
 
 
 def decoupled_ppo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
@@ -75,29 +107,129 @@ def decoupled_ppo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
 
     The trust region lies around the recent proximal policy; w corrects for tokens sampled by older ones.
     """
-    u = torch.exp(tokens.logp - tokens.logp_prox.detach())
-    w = behaviour_weight(tokens, config)
-    surrogate, clipped = clipped_surrogate(u, tokens.A, config)
-    return TokenLoss(loss=-w * surrogate, clipped=clipped)
+    return clipped_surrogate(ratio(tokens.log_u), behaviour_weight(tokens.log_w, config), tokens.A, config)
 
 
 def ppo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
-    """Plain PPO: J = min(u A, clip(u) A) with u = pi_theta / pi_behav.
+    """Plain PPO (arXiv 1707.06347, eq. 7): J = min(u A, clip(u) A) with u = pi_theta / pi_behav.
 
     The trust region lies around the policy that sampled the token, however old: it collapses under staleness.
     """
-    u = torch.exp(tokens.logp - tokens.logp_behav)
-    surrogate, clipped = clipped_surrogate(u, tokens.A, config)
-    return TokenLoss(loss=-surrogate, clipped=clipped)
+    return decoupled_ppo(replace(tokens, logp_prox=tokens.logp_behav), config)
 
 
-LOSSES: dict[str, Objective] = {"decoupled_ppo": decoupled_ppo, "ppo": ppo}
-"""By their name in the configuration; the keys of `areal.config.OBJECTIVE_SETTINGS`."""
+def gspo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """GSPO (arXiv 2507.18071): J = w min(s A, clip(s) A) with s the geometric mean of u over the token's sequence.
+
+    This is its token form: sg(s) u / sg(u) for s, where sg stops the gradient. With `loss_mean` sequence and one
+    advantage a sequence, value and gradient are those of the sequence form. w is a geometric mean as well.
+    """
+    log_s = sequence_mean(tokens.log_u, tokens.sequence).detach() + tokens.logp - tokens.logp.detach()
+    w = behaviour_weight(sequence_mean(tokens.log_w, tokens.sequence), config)
+    return clipped_surrogate(ratio(log_s), w, tokens.A, config)
+
+
+def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
+    """The mean of `values` over all tokens of the same sequence, at each of them, [S]. sequence: as in `Tokens`."""
+    _, member = sequence.unique_consecutive(return_inverse=True)
+    zeros = torch.zeros_like(values)
+    sums, counts = (zeros.index_add(0, member, each) for each in (values, torch.ones_like(values)))
+    return (sums / counts.clamp(min=1))[member]
+
+
+def cispo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """CISPO (arXiv 2506.13585, eq. 4 and 5): J = w sg(clip(u)) A log pi_theta.
+
+    The weight of a token is clipped, never its gradient: none is dropped.
+    """
+    u = ratio(tokens.log_u).detach()
+    r = clip(u, config)
+    w = behaviour_weight(tokens.log_w, config)
+    return TokenLoss(loss=-w * r * tokens.A * tokens.logp, clipped=(r != u) | (w == 0))
+
+
+def m2po(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """M2PO (arXiv 2510.01161): J = w M u A, where M masks the tokens farthest from the behaviour policy; no clip.
+
+    M is that of the micro-batch, not of the whole batch: it depends a little on how sequences were packed.
+    """
+    kept = within_second_moment((tokens.logp - tokens.logp_behav).detach(), config.m2_threshold)
+    w = behaviour_weight(tokens.log_w, config)
+    J = torch.where(kept, w * ratio(tokens.log_u) * tokens.A, 0.0)
+    return TokenLoss(loss=-J, clipped=~kept | (w == 0))
+
+
+def within_second_moment(log_ratio: Tensor, threshold: float) -> Tensor:
+    """bool [S]: the tokens left when those of the largest (log r)^2 are masked until its mean is below `threshold`."""
+    moments, order = log_ratio.double().square().sort()
+    means = moments.cumsum(0) / torch.arange(1, len(moments) + 1, device=moments.device)
+    kept = torch.empty_like(order, dtype=torch.bool)
+    kept[order] = means < threshold  # rising, since moments are
+    return kept
+
+
+LOSSES: dict[str, Objective] = {
+    "decoupled_ppo": decoupled_ppo,
+    "ppo": ppo,
+    "grpo": decoupled_ppo,
+    "dr_grpo": decoupled_ppo,
+    "rloo": decoupled_ppo,
+    "reinforce_pp": decoupled_ppo,
+    "dapo": decoupled_ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "tis": decoupled_ppo,
+    "icepop": decoupled_ppo,
+    "m2po": m2po,
+}
+"""By their name in the configuration; the keys of `areal.config.OBJECTIVE_SETTINGS`, which makes the difference between
+those of the same function."""
 
 
 def resolve_objective(name: str) -> Objective:
-    """The objective of `trainer.objective`. Raises UserError where the user's own does not load."""
-    return LOSSES[name] if name in LOSSES else load(name, "The objective")
+    """The objective of `trainer.objective`. Raises UserError where the user's own does not load or is no function."""
+    if name in LOSSES:
+        return LOSSES[name]
+    function = load(name, "The objective")
+    if not callable(function):
+        raise UserError(f"The objective {name!r} is of type {type(function).__name__}: name a function.")
+    return function
+
+
+def rehearse(config: TrainerConfig) -> None:
+    """Call the objective on a micro-batch of three tokens, and on one without: a rank without work has such.
+
+    Raises UserError where it does not load, raises, or returns no `TokenLoss` as described there.
+    """
+    objective = resolve_objective(config.objective)
+    for size in (3, 0):
+        logp = torch.linspace(-1.0, -2.0, size, requires_grad=True)
+        sequence = torch.arange(size) // 2
+        tokens = Tokens(logp, logp.detach() - 0.1, logp.detach() + 0.1, torch.linspace(-1.0, 1.0, size), sequence)
+        called = f"The objective {config.objective!r}, called on {size} tokens,"
+        try:
+            out = objective(tokens, config)
+        except Exception as error:  # the user's own code, which may raise anything
+            raise UserError(
+                f"{called} raised {type(error).__name__}: {error}. It takes (areal.objectives.Tokens, TrainerConfig)."
+            ) from error
+        if flaw := _flaw(out, size):
+            raise UserError(f"{called} {flaw}.")
+
+
+def _flaw(out: object, size: int) -> str | None:
+    if not isinstance(out, TokenLoss):
+        return f"returned a value of type {type(out).__name__}: return an areal.objectives.TokenLoss"
+    for name, value, kind in (("loss", out.loss, "floating-point"), ("clipped", out.clipped, "bool")):
+        if not isinstance(value, Tensor):
+            return f"returned a {name} of type {type(value).__name__}: return a {kind} tensor [{size}]"
+        if value.shape != (size,):
+            return f"returned a {name} of shape {list(value.shape)}: return one value for each token, [{size}]"
+    if out.clipped.dtype != torch.bool:
+        return f"returned a clipped of {out.clipped.dtype}: return a bool tensor"
+    if not out.loss.requires_grad:
+        return "returned a loss without gradient: it must depend on tokens.logp, not detached"
+    return None
 
 
 def interpolated_proximal(logp: Tensor, logp_behav: Tensor, staleness: Tensor) -> Tensor:
@@ -122,6 +254,7 @@ def kl(logp: Tensor, logp_ref: Tensor, estimator: str) -> Tensor:
         case "k2":
             return log_r.square() / 2
         case "k3":
+            log_r = log_r.clamp(max=LOG_RATIO_BOUND)
             return torch.expm1(log_r) - log_r
         case _:
             raise ValueError(f"unknown estimator {estimator!r}")

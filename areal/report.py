@@ -19,18 +19,23 @@ from areal.config import UserError
 # Matplotlib writes these; the page turns them into its own text and line colours, in light and in dark.
 INK, FAINT = "#010203", "#040506"
 BLUE, ORANGE, GREEN = "#3b82d6", "#e07b28", "#2e9e6b"
+# From the freshest groups to the oldest, for as many ages as there are.
+FRESH, OLD = (0x3B, 0x82, 0xD6), (0xE0, 0x4B, 0x28)
+LEGEND_COLUMNS = 5
 # With more steps than this, single points are no longer told apart.
 MARKED_STEPS = 40
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds: one record of metrics a step, the summary, the configuration as text."""
+    """What a run folder holds: one record of metrics a step, the summary, the configuration as text, one record an
+    evaluated version."""
 
     name: str
     records: list[dict[str, Any]]
     summary: dict[str, Any]
     config: str
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def steps(self) -> list[int]:
@@ -94,7 +99,9 @@ def read_run(folder: Path) -> Run:
         values = json.loads(_text(summary) or "{}")
     except ValueError:
         raise UserError(f"{summary} is not JSON: remove it to get a report without it.") from None
-    return Run(folder.resolve().name, _records(_text(metrics).splitlines()), values, _text(config))
+    records = _records(_text(metrics).splitlines(), "step")
+    evaluations = _records(_text(folder / "evaluations.jsonl").splitlines(), "version")
+    return Run(folder.resolve().name, records, values, _text(config), evaluations)
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -117,9 +124,10 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def panels(run: Run) -> list[Panel]:
     """The figures of a run, in the order in which one asks: does it learn, how stale, how fast, is it stable."""
     steps = run.steps
-    evaluated = [0, _number(run.summary.get("steps"))]
-    accuracy = [_number(run.summary.get(key)) for key in ("accuracy_before", "accuracy_after")]
     bound = _number(run.summary.get("max_staleness"))
+    ages = _ages(run)
+    filtered = run.series("groups_filtered")
+    filters = any(n > 0 for n in filtered)
     seconds = run.series("step_seconds")
     # Two clocks: the trainer measures its wait, the master the step.
     waits = [min(wait, step) for wait, step in zip(run.series("trainer_wait_seconds"), seconds, strict=True)]
@@ -129,14 +137,25 @@ def panels(run: Run) -> list[Panel]:
         return Panel(title, lines=[("", steps, run.series(key))], **options)
 
     return [
-        plain("Reward, mean", "reward_mean"),
-        Panel("Held-out accuracy", lines=[("", evaluated, accuracy)], limits=(-0.03, 1.03), colours=(GREEN,)),
+        Panel(
+            "Reward, mean",
+            lines=[("trained" if filters else "", steps, run.series("reward_mean"))]
+            + [("all", steps, run.series("reward_mean_all"))] * filters,
+        ),
+        Panel("Groups filtered, without signal", lines=[("", steps, filtered)] * filters, limits=(0, None)),
+        _accuracy(run.evaluations),
         Panel(
             "Staleness",
             unit="versions",
             lines=[("mean", steps, run.series("staleness_mean")), ("max", steps, run.series("staleness_max"))],
             bound=bound if math.isfinite(bound) else None,
             limits=(0, None),
+        ),
+        Panel(
+            "Groups by staleness",
+            steps=steps,
+            stack=[(f"{age}" if age % 5 == 0 or len(ages) <= 10 else "", groups) for age, groups in enumerate(ages)],
+            colours=_ramp(len(ages)),
         ),
         Panel(
             "Throughput",
@@ -149,11 +168,36 @@ def panels(run: Run) -> list[Panel]:
         ),
         Panel("Step time", unit="s", steps=steps, stack=[("work", works), ("waiting for data", waits)]),
         plain("Log-prob gap, engine and trainer", "logprob_gap", log=True),
+        Panel(
+            "Importance weight",
+            lines=[("mean", steps, run.series("weight_mean")), ("max", steps, run.series("weight_max"))],
+            log=True,
+        ),
+        plain("Effective sample size, share", "effective_sample_size", limits=(0, 1.03)),
+        Panel(
+            "KL divergence",
+            unit="nats",
+            lines=[
+                ("to behaviour", steps, run.series("kl_behaviour")),
+                ("to reference", steps, run.series("kl_reference")),
+            ],
+        ),
         plain("Entropy", "entropy"),
         plain("Loss", "loss"),
         plain("Gradient norm", "grad_norm"),
         plain("Share of clipped tokens", "clip_fraction"),
     ]
+
+
+def _accuracy(evaluations: Sequence[dict[str, Any]]) -> Panel:
+    """By version: the mean score, and where rows have several samples, the share solved by one of them all."""
+    versions = [evaluation["version"] for evaluation in evaluations]
+    lines = [("", versions, [_number(evaluation.get("accuracy")) for evaluation in evaluations])]
+    ks = {int(k) for evaluation in evaluations for k in evaluation.get("pass_at") or ()}
+    if ks and (most := max(ks)) > 1:
+        solved = [_number((evaluation.get("pass_at") or {}).get(f"{most}")) for evaluation in evaluations]
+        lines = [("mean", *lines[0][1:]), (f"pass@{most}", versions, solved)]
+    return Panel("Held-out accuracy", lines=lines, limits=(-0.03, 1.03), colours=(GREEN, BLUE))
 
 
 def draw(panel: Panel) -> str:
@@ -197,8 +241,9 @@ def figure_of(panel: Panel) -> Any:
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(INK)
     if axes.get_legend_handles_labels()[0]:
-        above_right = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "borderaxespad": 0}
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8, **above_right)
+        above_right = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": LEGEND_COLUMNS, "borderaxespad": 0}
+        narrow = {"handlelength": 1, "columnspacing": 1, "handletextpad": 0.4}
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8, **above_right, **narrow)
     return figure
 
 
@@ -212,23 +257,37 @@ def paired_samples(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return list(pairs.values())
 
 
+def _ages(run: Run) -> list[list[float]]:
+    """For each staleness from 0 on: how many groups had it, at each step."""
+    found = [record.get("staleness_histogram") for record in run.records]
+    histograms = [histogram if isinstance(histogram, list) else [] for histogram in found]
+    ages = range(max(map(len, histograms), default=0))
+    return [[histogram[age] if age < len(histogram) else 0.0 for histogram in histograms] for age in ages]
+
+
+def _ramp(n: int) -> list[str]:
+    shares = [i / max(1, n - 1) for i in range(n)]
+    return ["#" + "".join(f"{round(a + (b - a) * s):02x}" for a, b in zip(FRESH, OLD, strict=True)) for s in shares]
+
+
 def _draw_stack(axes: Any, panel: Panel) -> None:
     base = [0.0] * len(panel.steps)
     edges = [step - 0.5 for step in panel.steps] + [step + 0.5 for step in panel.steps[-1:]]
     for (label, values), colour in zip(panel.stack, panel.colours, strict=False):
         top = [b + v for b, v in zip(base, values, strict=True)]
-        axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=label)
+        axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=label or None)
         base = top
 
 
-def _records(lines: Iterable[str]) -> list[dict[str, Any]]:
+def _records(lines: Iterable[str], key: str) -> list[dict[str, Any]]:
+    """The objects with a whole number at `key`."""
     records = []
     for line in lines:
         try:
             record = json.loads(line)
         except ValueError:
             continue  # a run that was killed may leave half a line
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        if isinstance(record, dict) and isinstance(record.get(key), int):
             records.append(record)
     return records
 

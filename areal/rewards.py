@@ -53,6 +53,14 @@ def resolve(name: str) -> Reward:
     return function
 
 
+def overlong_penalty(length: int, longest: int, buffer: int) -> float:
+    """What a completion of `length` tokens loses of its reward for its length: 0 to 1 (DAPO, arXiv 2503.14476, eq. 13).
+
+    It rises linearly over the last `buffer` tokens before `longest`, and is 1 beyond. Without a buffer it is 0.
+    """
+    return min(1.0, max(0, length - (longest - buffer)) / buffer) if buffer else 0.0
+
+
 def as_score(value: Any) -> float:
     """What a reward function returned, as a score. Raises RewardError where it is no finite number."""
     if not isinstance(value, numbers.Real):

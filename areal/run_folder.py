@@ -1,5 +1,5 @@
-"""The run folder: config.yaml, journal.db, spool.db, metrics.jsonl, summary.json, report.html, logs/, checkpoints/,
-weights/."""
+"""The run folder: config.yaml, journal.db, spool.db, metrics.jsonl, evaluations.jsonl, summary.json, report.html,
+logs/, checkpoints/, weights/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal.models import with_folders
 # What a run that goes on may be given anew: keys, and sections with all that is in them. The rest shaped what the run
 # has done so far, or what its journal and checkpoints mean.
 MAY_CHANGE = (
-    "steps", "run_ahead", "generator", "rollout_manager", "evaluator", "master",
+    "steps", "run_ahead", "filter_zero_signal", "generator", "rollout_manager", "guard", "evaluator", "master",
     "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
     "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads",
     "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",
@@ -33,6 +33,8 @@ class RunFolder:
         self._logprob_gap_max: float | None = None
         replace(self.path / "config.yaml", dump_config(config))
         self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
+        self._evaluations = self.path / "evaluations.jsonl"
+        self._evaluated: set[int] = set()
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
@@ -52,13 +54,11 @@ class RunFolder:
         its end is cut off."""
         for name in ("summary.json", "report.html"):
             (config.folder / name).unlink(missing_ok=True)
-        metrics = config.folder / "metrics.jsonl"
-        records = list(read_metrics(metrics))
-        if metrics.exists():
-            os.truncate(metrics, sum(size for _, size in records))
+        steps, evaluations = (_whole_records(config.folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
         folder = cls(config)
-        for record, _ in records:
+        for record in steps:
             folder._note(record)
+        folder._evaluated = {record["version"] for record in evaluations}
         return folder
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
@@ -69,6 +69,16 @@ class RunFolder:
         # A master that starts again repeats the last record only: those before it have to outlast the machine.
         os.fsync(self._metrics.fileno())
         self._note(metrics)
+
+    def append_evaluation(self, evaluation: dict[str, Any]) -> None:
+        """One version's result, as a line of JSON, on disk on return. One that is there already is left out."""
+        if evaluation["version"] in self._evaluated:
+            return
+        with self._evaluations.open("a") as file:
+            file.write(json.dumps(evaluation) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._evaluated.add(evaluation["version"])
 
     def _note(self, metrics: dict[str, Any]) -> None:
         self._step = metrics["step"]
@@ -83,8 +93,17 @@ class RunFolder:
         replace(self.path / "summary.json", json.dumps(summary | extremes, indent=2) + "\n")
 
 
+def _whole_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, from which what follows the last whole one is cut off."""
+    records = list(read_metrics(path))
+    if path.exists():
+        os.truncate(path, sum(size for _, size in records))
+    return [record for record, _ in records]
+
+
 def read_metrics(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """The records of a metrics.jsonl and their sizes in bytes, up to the first that is not whole."""
+    """The records of a metrics.jsonl (or evaluations.jsonl) and their sizes in bytes, up to the first that is not
+    whole."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):

@@ -63,3 +63,8 @@ class Group:
     def start_version(self) -> int:
         """The oldest version among all sampled tokens of the group."""
         return min(t.start_version for t in self.trajectories)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the rewards differ: where all are the same, nothing tells a good sample from a bad one."""
+        return len({t.reward for t in self.trajectories}) > 1

@@ -19,9 +19,9 @@
 | trainer | master | AskBatch | BatchAnswer |
 | trainer | master | CommitStep | Done |
 | trainer | master | CheckpointSaved | Done |
-| trainer | master | TrainingFinished | Done |
+| trainer | master | TrainingFinished, TrainingFailed | Done |
 | evaluator | master | AskEvaluation | EvaluationAnswer |
-| evaluator | master | EvaluationDone | Done |
+| evaluator | master | EvaluationDone, EvaluationAbandoned | Done |
 | monitor | master | AskStatus | Status |
 
 The master publishes PolicyPublished, MembersChanged and Shutdown.
@@ -37,7 +37,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Array = InstanceOf[np.ndarray]
 Name = Annotated[str, Field(max_length=256)]
@@ -109,7 +109,8 @@ class Policy(Part):
 
 
 class Member(Part):
-    """An actor as the directory lists it. `identity` is role/index#incarnation."""
+    """An actor as the directory lists it. `identity` is role/index#incarnation. A generator with `held` loads nothing
+    newer than that policy: it is being evaluated there."""
 
     identity: Name
     role: Name
@@ -117,6 +118,7 @@ class Member(Part):
     address: Name
     state: State
     serves: tuple[Name, ...] = ()
+    held: Policy | None = None
 
 
 class Join(Message):
@@ -292,15 +294,16 @@ class PolicyRestored(Message):
 
 
 class GroupReady(Message):
-    """The group's payload is on the trainer's disk."""
+    """The group's payload is on the trainer's disk. `signal`: the rewards of its samples differ."""
 
     group: Name
     start_version: int
     reward_mean: float
+    signal: bool
 
 
 class GroupAccepted(Message):
-    """`accepted` is false for a group that is no longer alive: its payload is dropped."""
+    """`accepted` is false for a group that is not alive any more, or is filtered: its payload is dropped."""
 
     accepted: bool
 
@@ -338,6 +341,12 @@ class TrainingFinished(Message):
     """The last checkpoint is saved."""
 
 
+class TrainingFailed(Message):
+    """The trainer's guard ends the run: `reason` is a sentence for the user."""
+
+    reason: Annotated[str, Field(max_length=4096)]
+
+
 # --- evaluation and monitoring
 
 
@@ -346,9 +355,11 @@ class AskEvaluation(Message):
 
 
 class EvaluationAnswer(Message):
-    """`version`: evaluate this one now; None: ask again."""
+    """`version`: evaluate this one now; None: ask again. `holder`: the only generator to do it on; None: all of them,
+    since there is no newer version."""
 
     version: int | None
+    holder: Member | None = None
 
 
 class Sample(Part):
@@ -359,11 +370,22 @@ class Sample(Part):
 
 
 class EvaluationDone(Message):
+    """Numbers as in areal.evaluation.Scorecard; `completion_tokens_mean` over the samples that were scored."""
+
     version: int
     accuracy: float
+    pass_at: dict[str, float]
     rows: int
     failed: int
+    completion_tokens_mean: float
     samples: tuple[Sample, ...]
+
+
+class EvaluationAbandoned(Message):
+    """There will be no result for the version that a generator holds."""
+
+    version: int
+    reason: Annotated[str, Field(max_length=4096)]
 
 
 class AskStatus(Message):

@@ -13,7 +13,8 @@ from helpers import processes_mentioning, read_jsonl
 CONFIG = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
 METRICS = {
     "step", "reward_mean", "staleness_mean", "staleness_max", "tokens_trained", "tokens_generated", "step_seconds",
-    "trainer_wait_seconds", "logprob_gap", "loss", "grad_norm", "entropy", "clip_fraction",
+    "trainer_wait_seconds", "logprob_gap", "loss", "grad_norm", "entropy", "clip_fraction", "reward_mean_all",
+    "groups_filtered", "staleness_histogram",
 }  # fmt: skip
 SUMMARY = {
     "steps", "accuracy_before", "accuracy_after", "staleness_max", "max_staleness", "logprob_gap_max",
@@ -118,6 +119,28 @@ def test_several_of_every_role_work_on_one_machine(run, small, tmp_path):
     assert logs >= {"generator-0", "generator-1", "rollout_manager-1", "reward-1", "trainer-0", "evaluator-0"}
 
 
+def test_versions_are_evaluated_at_those_very_versions_while_training_goes_on(run, small, tmp_path):
+    counts = ["steps=10", "generator.count=2", "evaluator.every=3", "evaluator.samples=2"]
+    started = run("--config", CONFIG, *small, *counts)
+    output = started.wait(280)
+    assert started.code == 0, output
+    folder = tmp_path / "runs" / "test"
+    _, summary = check_finished(folder, steps=10, max_staleness=2)
+    evaluations = read_jsonl(folder / "evaluations.jsonl")
+    assert summary["evaluations"] == evaluations
+    # One that takes longer than three steps has the next one skipped.
+    expected = [version for version in (0, 3, 6, 9, 10) if str(version) not in summary["not_evaluated"]]
+    assert [e["version"] for e in evaluations] == expected
+    assert len(expected) > 2
+    for e in evaluations:
+        assert e["rows"] == 16 and e["failed"] == 0 and e["completion_tokens_mean"] > 0
+        assert e["pass_at"].keys() == {"1", "2"}
+        assert e["pass_at"]["2"] >= e["pass_at"]["1"]
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (
+        evaluations[0]["accuracy"], evaluations[-1]["accuracy"],
+    )  # fmt: skip
+
+
 def test_every_role_can_be_started_by_hand_and_a_reward_plugged_in(run, small, free_port, tmp_path):
     (tmp_path / "mine.py").write_text(SHORT)
     master = f"tcp://127.0.0.1:{free_port}"
@@ -159,6 +182,7 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
     [
         (["generater.count=2"], "did you mean 'generator'?"),
         (["batch_size=many"], "batch_size is 'many'"),
+        (["filter_zero_signal=true", "group_size=1"], "raise group_size"),
         (["model=./nowhere"], "There is no model folder ./nowhere"),
         (["trainer.kl_coef=0.1", "trainer.reference=./gone"], "There is no model folder ./gone: set trainer.reference"),
         (["trainer.lora.rnk=4"], "did you mean 'rank'?"),
@@ -166,6 +190,10 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
         (["data.source=reasoning_gym:nothing"], "nothing"),
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
+        (["evaluator.temperature=0", "evaluator.samples=4"], "evaluator.samples is 4"),
+        (["sampling.temperature=0"], "sampling.temperature is 0"),
+        (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
+        (["trainer.objective=json:dumps"], "'json:dumps', called on 3 tokens, raised TypeError"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_anything_is_started(run, small, tmp_path, arguments, sentence):

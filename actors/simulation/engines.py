@@ -102,13 +102,16 @@ class Judge(Protocol):
 
 
 class SimEngine:
-    """Samples tokens at `pace.tokens_per_second` each; the interface of areal.engines.generation.GenerationEngine."""
+    """Samples tokens at `pace.tokens_per_second` each; the interface of areal.engines.generation.GenerationEngine.
+
+    `on_load` hears of each version that is to be loaded; `unloadable` are the folders of which one load has failed."""
 
     def __init__(
         self, files: Files, weights: Weights, version: int, config: GeneratorConfig, pace: Pace, mishaps: Mishaps,
-        random: Random, tell: Callable[[str], None] | None,
+        random: Random, tell: Callable[[str], None] | None, on_load: Callable[[SimEngine, int], None],
     ) -> None:  # fmt: skip
         self.version = version
+        self.unloadable: set[str] = set()
         self._files = files
         self._weights = weights
         self._interval = config.stream_interval
@@ -117,6 +120,7 @@ class SimEngine:
         self._mishaps = mishaps
         self._random = random
         self._tell = tell
+        self._on_load = on_load
         self._loop = asyncio.get_running_loop()
         self._streams: dict[int, _Stream] = {}
         self._serial = itertools.count()
@@ -153,11 +157,12 @@ class SimEngine:
     async def load(self, folder: Path, version: int) -> LoadTimes:
         if self._error is not None:
             raise self._error
+        self._on_load(self, version)
         weights = self._files.folders.get(str(folder))
-        if weights is None:
-            raise WeightLoadError(f"{folder} cannot be read: it is not there")
-        if self._mishaps.load_fails and self._random.random() < self._mishaps.load_fails:
-            raise WeightLoadError(f"{folder} is cut short")
+        lost = weights is None or (self._mishaps.load_fails and self._random.random() < self._mishaps.load_fails)
+        if lost:
+            self.unloadable.add(str(folder))
+            raise WeightLoadError(f"{folder} cannot be read")
         started = sum(stream.begun for stream in self._streams.values())
         self._paused = True
         for stream in self._streams.values():
@@ -287,12 +292,13 @@ class _Stream:
 class SimLearner:
     """What actors.trainer needs of a learner, on a chain of hashes."""
 
-    def __init__(self, files: Files, judge: Judge, writer: str, pace: Pace, random: Random) -> None:
+    def __init__(self, files: Files, judge: Judge, writer: str, pace: Pace, random: Random, doubtful: float) -> None:
         self._files = files
         self._judge = judge
         self._writer = writer
         self._pace = pace
         self._random = random
+        self._doubtful = doubtful
         self._content = files.model.content
         self.work_done = 0
 
@@ -304,7 +310,8 @@ class SimLearner:
         self.work_done += 1
         before, self._content = self._content, next_content(self._content, groups)
         self._judge.computed(self._writer, before, version, groups, self._content)
-        return {"loss": 0.0}
+        share = 0.0 if is_doubtful(self._content, self._doubtful) else 1.0
+        return {"loss": 0.0, "effective_sample_size": share, "logprob_gap": None}
 
     async def publish(self, folder: Path) -> None:
         await self._take(self._pace.publish)
@@ -326,6 +333,11 @@ class SimLearner:
 
     async def _take(self, seconds: float) -> None:
         await asyncio.sleep(seconds * (0.5 + self._random.random()))
+
+
+def is_doubtful(content: bytes, share: float) -> bool:
+    """Whether the step that led to these weights is one of the share whose metrics are beyond the guard's limits."""
+    return bool(content) and content[0] < 256 * share
 
 
 def next_content(content: bytes, groups: Sequence[Group]) -> bytes:

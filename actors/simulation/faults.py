@@ -18,7 +18,7 @@ HANDLERS: dict[str, tuple[str, ...]] = {
     "master": (
         "join", "heartbeat", "leave", "ask_snapshot", "ask_permits", "renew_leases", "group_started", "group_failed",
         "ask_recovery", "policy_restored", "group_ready", "ask_batch", "commit_step", "checkpoint_saved",
-        "training_finished", "ask_evaluation", "evaluation_done",
+        "training_finished", "training_failed", "ask_evaluation", "evaluation_done", "evaluation_abandoned",
     ),
     "trainer": ("store_group",),
     "generator": ("generate",),

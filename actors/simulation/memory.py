@@ -25,7 +25,7 @@ def check_actor(one: Incarnation, model: Model, processes: int) -> None:
         bounds["members"] = len(actor.directory), links
     match one.role:
         case "trainer":
-            bounds["steps to redo"] = len(actor._trained), model.checkpoint_every + 1
+            bounds["steps to redo"] = len(actor._trained), _steps_to_redo(model) + 1
         case "rollout_manager" if actor.state != "stale":
             most = (model.max_staleness + 1) * model.batch_size
             bounds["groups in hand"] = len(actor._groups), 2 * most
@@ -40,12 +40,16 @@ def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tupl
     most = (model.max_staleness + 1) * model.batch_size
     return {
         "groups": (len(ledger._groups) + len(ledger._requeued), most),
-        "steps no checkpoint covers": (len(ledger._steps), model.checkpoint_every),
+        "steps no checkpoint covers": (len(ledger._steps), _steps_to_redo(model)),
         "rewards": (len(state.rewards), len(ledger._groups)),
         "members": (len(state.members), members),
         "pulses": (len(master._pulses), len(state.members)),
         "events in the journal": (master.journal.size, model.compact_events + 40 * most + 10 * members),
     }
+
+
+def _steps_to_redo(model: Model) -> int:
+    return model.steps if model.doubtful else model.checkpoint_every
 
 
 def _check_policy(one: Incarnation) -> None:

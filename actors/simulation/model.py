@@ -28,7 +28,14 @@ class Model:
     managers: int = 1
     rewards: int = 1
     eval_size: int = 0
+    every: int = 0
+    samples: int = 1
     checkpoint_every: int = 2
+    filter_zero_signal: bool = False
+    doubtful: float = 0.0
+    """Share of the steps whose metrics are beyond the guard's limits."""
+    doubtful_steps: int = 2
+    """Such steps in a row with which the guard ends the run."""
     max_new_tokens: int = 12
     stream_interval: int = 6
     concurrent: int = 4
@@ -36,6 +43,7 @@ class Model:
     lease_seconds: float = 6.0
     lost_seconds: float = 14.0
     stall_seconds: float = 240.0
+    evaluation_seconds: float = 20.0
     compact_events: int = 10_000
     drain_seconds: float = 3.0
     farewell: bool = True
@@ -72,10 +80,17 @@ def config_of(model: Model) -> Config:
             "on_straggler": model.on_straggler,
             "on_failed_sample": model.on_failed_sample,
             "run_ahead": model.run_ahead,
+            "filter_zero_signal": model.filter_zero_signal,
+            "guard": {"patience": model.doubtful_steps},
             "data": {"source": "addition", "eval_size": model.eval_size},
             "sampling": {"max_new_tokens": model.max_new_tokens},
             "reward": {"functions": ["addition"], "timeout_seconds": 2.0},
             "generator": {"max_concurrent_rollouts": model.concurrent, "stream_interval": model.stream_interval},
+            "evaluator": {
+                "every": model.every,
+                "samples": model.samples,
+                "timeout_seconds": model.evaluation_seconds,
+            },
             "trainer": {"checkpoint_every": model.checkpoint_every, "minibatches": 1},
             "master": {
                 "address": MASTER,
@@ -95,6 +110,7 @@ SIZES = ((2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1), (4, 1, 1))
 def draw_model(random: Random) -> Model:
     """A small cluster and a short run."""
     steps, batch_size, group_size = random.choice(SIZES)
+    eval_size = random.choice((0, 0, 0, 0, 0, 1))
     return Model(
         steps=steps,
         batch_size=batch_size,
@@ -105,9 +121,14 @@ def draw_model(random: Random) -> Model:
         run_ahead=random.choice(("auto", "max")),
         generators=random.choice((1, 1, 1, 2)),
         managers=random.choice((1, 1, 1, 2)),
-        eval_size=random.choice((0, 0, 0, 0, 0, 1)),
+        eval_size=eval_size,
+        every=random.choice((0, 0, 1, 2)) if eval_size else 0,
+        samples=random.choice((1, 3)) if eval_size else 1,
         checkpoint_every=random.choice((1, 2, 2, 3)),
         stall_seconds=random.choice((240.0, 240.0, 240.0, 36.0)),
         compact_events=random.choice((10_000, 20)),
         farewell=random.random() < 0.3,
+        filter_zero_signal=group_size > 1 and random.random() < 0.5,
+        doubtful=random.choice((0.0, 0.0, 0.5)),
+        doubtful_steps=random.choice((1, 2, 100)),
     )

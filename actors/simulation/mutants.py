@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from actors.generator import Generator
 from actors.master import Master
 from actors.sessions import SampleSession
 from actors.simulation.quiet import replaced
 from actors.trainer import Trainer
+from areal.guard import Guard
 from areal.ledger import Ledger
+from areal.trajectory import Group
 from protocols.codec import decode_header, encode_header
 from protocols.messages import Recovery
 from protocols.transport import Peer, Server
@@ -120,6 +123,16 @@ def no_fencing() -> AbstractContextManager[None]:
     return replaced(Master, _trainer=lambda master, request, lineage=None: None)
 
 
+def no_filter() -> AbstractContextManager[None]:
+    """The trainer takes any group for one that teaches something."""
+    return replaced(Group, has_signal=True)
+
+
+def checkpoints_in_a_streak() -> AbstractContextManager[None]:
+    """A checkpoint is saved whatever the guard thinks of the last steps."""
+    return replaced(Guard, suspicious=False)
+
+
 def min_version_ignored() -> AbstractContextManager[None]:
     """Rule 2 is gone: weights older than a group's admission may begin it."""
     init = SampleSession.__init__
@@ -129,6 +142,11 @@ def min_version_ignored() -> AbstractContextManager[None]:
         session.min_version = 0
 
     return replaced(SampleSession, __init__=begin)
+
+
+def hold_ignored() -> AbstractContextManager[None]:
+    """A generator goes on to the newest version, whatever it holds."""
+    return replaced(Generator, _wanted=lambda generator: generator.policy)
 
 
 @contextmanager
@@ -153,4 +171,7 @@ MUTANTS: dict[str, Mutant] = {
     "answers before the commit": answers_before_the_commit,
     "no fencing": no_fencing,
     "min_version ignored": min_version_ignored,
+    "no filter": no_filter,
+    "checkpoints in a streak": checkpoints_in_a_streak,
+    "hold ignored": hold_ignored,
 }

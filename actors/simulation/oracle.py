@@ -13,11 +13,11 @@ from typing import Any
 
 import msgpack
 
-from actors.simulation.engines import Files, Weights, serials_of
+from actors.simulation.engines import Files, Weights, is_doubtful, serials_of
 from actors.simulation.loop import Scheduler
 from areal.config import Config
-from areal.ledger import Ledger
-from areal.trajectory import Group
+from areal.ledger import ZERO_SIGNAL, Ledger
+from areal.trajectory import Group, Trajectory
 from protocols.messages import Message
 
 
@@ -59,6 +59,9 @@ class Book:
     policies: dict[tuple[int, int], str] = field(default_factory=dict)
     checkpoint: int = 0
     prompts: int = 0
+    holds: dict[str, int] = field(default_factory=dict)
+    evaluated: dict[int, bool] = field(default_factory=dict)
+    """By version: whether there is a result, and not only a reason why there is none."""
 
     @property
     def policy(self) -> tuple[int, int]:
@@ -148,6 +151,31 @@ class Book:
     def _policy_restored(self, policy: dict[str, Any]) -> None:
         self._announce(policy)
 
+    def _member_changed(self, member: dict[str, Any]) -> None:
+        identity, held = member["identity"], member["held"]
+        before = self.holds.pop(identity, None)
+        if held is not None:
+            version = held["version"]
+            self._hold(version in (before, self.version), f"{identity} is held at the old version {version}", identity)
+            self._hold(not self.holds, f"{identity} is held beside {self.holds}", identity)
+            self.holds[identity] = version
+        elif before is not None:
+            self._hold(before in self.evaluated, f"{identity} holds {before} no more, which has no fate", identity)
+
+    def _left(self, identity: str) -> None:
+        self._hold(identity not in self.holds, f"{identity} leaves and is held", identity)
+
+    def _evaluated(self, evaluation: dict[str, Any]) -> None:
+        self._conclude(evaluation["version"], True)
+
+    def _evaluation_dropped(self, version: int, reason: str) -> None:
+        self._hold(bool(reason), f"version {version} is not evaluated for no reason")
+        self._conclude(version, False)
+
+    def _conclude(self, version: int, result: bool) -> None:
+        self._hold(version not in self.evaluated, f"version {version} has two fates of its evaluation")
+        self.evaluated[version] = result
+
     def _announce(self, policy: dict[str, Any]) -> None:
         identity = policy["lineage"], policy["version"]
         self._hold(identity not in self.policies, f"{identity} is announced twice", policy["folder"])
@@ -168,20 +196,25 @@ class Oracle:
     """Watches one simulation. `fail` is told of the first violation.
 
     A master's answers are checked against the disk: whatever the handler that gave them had journaled is committed.
+    `doubtful`: the share of steps whose metrics are beyond the guard's limits.
     """
 
-    def __init__(self, config: Config, files: Files, scheduler: Scheduler, fail: Callable[[Violation], None]) -> None:
+    def __init__(
+        self, config: Config, files: Files, scheduler: Scheduler, fail: Callable[[Violation], None],
+        doubtful: float = 0.0,
+    ) -> None:  # fmt: skip
         self.config = config
         self.files = files
         self.scheduler = scheduler
         self.fail = fail
+        self.doubtful = doubtful
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.on_disk = 0
         self.memory = self._book()
         self.disk = self._book()
         self.contents: list[bytes] = [files.model.content]
         self.ledger: Ledger | None = None
-        self.is_spooled: Callable[[str], bool] = lambda group: True
+        self.spooled_rewards: Callable[[str], list[float] | None] = lambda group: []
         self.calls: set[tuple[str, tuple[str, str]]] = set()
 
     # --- the master's journal
@@ -201,9 +234,40 @@ class Oracle:
     def appended(self, kind: str, body: dict[str, Any]) -> None:
         self.events.append((kind, body))
         self._guard(self.memory.add, kind, body)
-        if kind == "ready" and not self.is_spooled(body["group_id"]):
-            self.fail(Violation(f"{body['group_id']} is ready and not on the trainer's disk", body["group_id"]))
+        match kind:
+            case "ready":
+                self._guard(self._check_ready, body["group_id"])
+            case "discarded" if body["reason"] == ZERO_SIGNAL:
+                self._guard(self._check_filtered, body["group_id"])
+            case "committed":
+                self._guard(self._check_passed, body["version"] + 1)
+            case "checkpoint_saved":
+                self._guard(self._check_saved, body["version"])
         self.scheduler.changed = True
+
+    def _check_ready(self, group: str) -> None:
+        if self.spooled_rewards(group) is None:
+            raise Violation(f"{group} is ready and not on the trainer's disk", group)
+
+    def _check_filtered(self, group: str) -> None:
+        rewards = self.spooled_rewards(group)
+        if not self.config.filter_zero_signal or rewards is None or len(set(rewards)) != 1:
+            raise Violation(f"{group} is filtered, with the rewards {rewards}", group)
+
+    def _check_passed(self, version: int) -> None:
+        if self._is_stopped_at(version):
+            raise Violation(f"version {version} is committed, though the guard had to stop the run")
+
+    def _is_stopped_at(self, version: int) -> bool:
+        """Whether the step that leads to this version is the guard's last."""
+        patience = self.config.guard.patience
+        last = self.contents[max(1, version + 1 - patience) : version + 1]
+        return len(last) == patience and all(is_doubtful(content, self.doubtful) for content in last)
+
+    def _check_saved(self, version: int) -> None:
+        suspicious = is_doubtful(self.contents[version], self.doubtful)
+        if suspicious and version != self.config.steps:
+            raise Violation(f"version {version} is saved, though the step before it was beyond the guard's limits")
 
     def committed(self, count: int) -> None:
         """The first `count` events of the run are on the disk."""
@@ -283,6 +347,8 @@ class Oracle:
         for group in groups:
             if len(group.trajectories) != self.config.group_size:
                 raise Violation(f"{group.id} has {len(group.trajectories)} samples", group.id)
+            if self.config.filter_zero_signal and len({part.reward for part in group.trajectories}) == 1:
+                raise Violation(f"{group.id} is trained, but has no signal", group.id)
             for part in group.trajectories:
                 self._check_labels(group.id, part.logprobs[part.sampled], part.versions[part.sampled])
             age = version - group.start_version
@@ -298,6 +364,22 @@ class Oracle:
                 raise Violation(f"a token of {group} labelled {version} was sampled by {weights}", group)
             if version and weights.folder not in self.disk.policies.values():
                 raise Violation(f"a token of {group} was sampled by {weights.folder}, never announced", group)
+
+    def evaluated(self, version: int, samples: Sequence[Trajectory]) -> None:
+        """A result for this version is made of these samples, or of some of them."""
+        self._guard(self._check_evaluation, version, samples)
+
+    def _check_evaluation(self, version: int, samples: Sequence[Trajectory]) -> None:
+        for part in samples:
+            name = f"an evaluation of {version}"
+            self._check_labels(name, part.logprobs[part.sampled], part.versions[part.sampled])
+            if set(part.versions[part.sampled].tolist()) != {version}:
+                raise Violation(f"{name} has tokens of versions {part.versions.tolist()}")
+
+    def loads(self, generator: str, version: int, loaded: int, held: int | None) -> None:
+        """A generator begins to load a version. `held`: the one that it knows it holds and could have."""
+        if held is not None and loaded <= held < version:
+            self.fail(Violation(f"{generator} goes from {loaded} to {version} and holds {held}", generator))
 
     def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Group], after: bytes) -> None:
         """A step is done. However often it is done, its result is the same."""
@@ -316,6 +398,12 @@ class Oracle:
 
     # --- the end
 
+    def stopped(self, reason: str) -> None:
+        """The run has failed, which only the guard may make it."""
+        version = self.disk.version + 1
+        if not self._is_stopped_at(version) or f"at step {version}:" not in reason:
+            self.fail(Violation(f"the run fails after version {version - 1}: {reason}", "master-0"))
+
     def ended(self) -> None:
         """The run has reached its end."""
         book = self.disk
@@ -326,9 +414,21 @@ class Oracle:
             self.fail(Violation(f"the last checkpoint is of version {book.checkpoint}, not {steps}"))
         elif len(book.trained) != steps * book.batch_size:
             self.fail(Violation(f"{len(book.trained)} prompts were trained in {steps} steps"))
+        self._check_fates_of_evaluations(book)
         known = set(book.trained) | set(book.discarded) | book.waiting | {row.prompt for row in book.rows.values()}
         if known != set(range(book.prompts)):
             self.fail(Violation(f"prompts {sorted(set(range(book.prompts)) - known)} are lost"))
+
+    def _check_fates_of_evaluations(self, book: Book) -> None:
+        config, steps = self.config, self.config.steps
+        if book.holds:
+            self.fail(Violation(f"the run ends and {book.holds} are held", *book.holds))
+        if not config.data.eval_size:
+            return
+        every = config.evaluator.every
+        due = {0, steps} | (set(range(0, steps, every)) if every else set())
+        if due != set(book.evaluated) or not (book.evaluated[0] and book.evaluated[steps]):
+            self.fail(Violation(f"{due} were to be evaluated, {book.evaluated} came of it"))
 
     # ---
 

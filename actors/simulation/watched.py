@@ -1,4 +1,4 @@
-"""The real bus and the real journal, with somebody looking on; and the disks below them."""
+"""The real bus, journal and evaluator, with somebody looking on; and the disks below them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from actors.evaluator import Evaluator
+from actors.sessions import SampleSession
 from actors.simulation.oracle import Oracle
+from areal.data import Row
 from areal.journal import Journal
 from areal.spool import Spool
+from areal.trajectory import Trajectory
+from protocols.messages import AskEvaluation, EvaluationDone, Message
 from protocols.transport import Bus
 
 
@@ -68,6 +73,24 @@ class WatchedJournal(Journal):
         self.oracle.committed(appended)
 
 
+class WatchedEvaluator(Evaluator):
+    """The real evaluator; the oracle sees all that it has sampled for a result."""
+
+    oracle: Oracle
+
+    async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
+        done = await super().run_workflow(session, row)
+        self._seen.append(done)
+        return done
+
+    async def ask_master(self, message: Message, *rest: Any) -> Any:
+        if isinstance(message, AskEvaluation):
+            self._seen: list[Trajectory] = []
+        elif isinstance(message, EvaluationDone):
+            self.oracle.evaluated(message.version, self._seen)
+        return await super().ask_master(message, *rest)
+
+
 class Folder:
     """A run folder in memory."""
 
@@ -77,6 +100,8 @@ class Folder:
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         pass
+
+    append_evaluation = append_metrics
 
 
 @functools.cache

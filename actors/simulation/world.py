@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import re
 import signal
 import sqlite3
@@ -24,7 +25,6 @@ from random import Random
 from typing import Any
 from zlib import crc32
 
-from actors.evaluator import Evaluator
 from actors.generator import Generator
 from actors.master import Master
 from actors.reward import Reward
@@ -49,7 +49,15 @@ from actors.simulation.model import MASTER, MODEL, Model, config_of, draw_model
 from actors.simulation.network import SimNetwork, Weather, Wire
 from actors.simulation.oracle import Oracle, Violation
 from actors.simulation.quiet import quiet
-from actors.simulation.watched import Disk, Folder, WatchedBus, WatchedJournal, empty_journal, empty_spool
+from actors.simulation.watched import (
+    Disk,
+    Folder,
+    WatchedBus,
+    WatchedEvaluator,
+    WatchedJournal,
+    empty_journal,
+    empty_spool,
+)
 from actors.trainer import Trainer
 from areal.config import UserError
 from areal.engines.generation import EngineError
@@ -142,7 +150,7 @@ class World:
         self.scheduler = Scheduler()
         self.wire = Wire(self.scheduler, self.random)
         self.files = Files(MODEL)
-        self.oracle = Oracle(self.config, self.files, self.scheduler, self.fail)
+        self.oracle = Oracle(self.config, self.files, self.scheduler, self.fail, self.model.doubtful)
         self.violation: Violation | None = None
         self.trace: list[str] | None = [] if traced else None
         self.processes = {name: Process(name) for name in self.model.processes}
@@ -268,21 +276,23 @@ class World:
                 )
             case "reward":
                 return Reward(one.bus, MASTER, **common, make_pool=lambda *args: SimRewards(pace, mishaps, random))
-        role = {"rollout_manager": RolloutManager, "evaluator": Evaluator}[one.role]
-        return role(
+        role = {"rollout_manager": RolloutManager, "evaluator": WatchedEvaluator}[one.role]
+        actor = role(
             one.bus,
             MASTER,
             **common,
             open_source=lambda config, seed: SimSource(),
             load_tokenizer=lambda name: SimTokenizer(),
         )
+        actor.oracle = self.oracle
+        return actor
 
     def _make_master(self, one: Incarnation) -> Master:
         journal = WatchedJournal(self._disk(one, empty_journal()))
         journal.oracle, journal.marks = self.oracle, {}
         boss = Master(one.bus, self.config, journal=journal, folder=self.folder)
         self.oracle.ledger = boss.ledger
-        self.oracle.is_spooled = self._is_spooled
+        self.oracle.spooled_rewards = self._spooled_rewards
         one.network.on_publish = self.oracle.published
         return boss
 
@@ -290,12 +300,20 @@ class World:
         await asyncio.sleep(self.model.pace.start * (0.5 + self.random.random()))
         tell = None if self.trace is None else lambda what: self.say(one.process.name, what)
         return SimEngine(
-            self.files, self.files.model, version, config, self.model.pace, self.plan.mishaps, self.random, tell
-        )
+            self.files, self.files.model, version, config, self.model.pace, self.plan.mishaps, self.random, tell,
+            functools.partial(self._loads, one),
+        )  # fmt: skip
+
+    def _loads(self, one: Incarnation, engine: SimEngine, version: int) -> None:
+        me = one.actor.directory.get(one.bus.identity.name)
+        held = me.held if me is not None else None
+        if held is not None and (engine.version == held.version or held.folder not in engine.unloadable):
+            self.oracle.loads(one.process.name, version, engine.version, held.version)
 
     async def _start_learner(self, one: Incarnation) -> SimLearner:
         await asyncio.sleep(self.model.pace.start * (0.5 + self.random.random()))
-        return SimLearner(self.files, _Judge(self, one), one.loop.name, self.model.pace, self.random)
+        judge = _Judge(self, one)
+        return SimLearner(self.files, judge, one.loop.name, self.model.pace, self.random, self.model.doubtful)
 
     def _ended(self, one: Incarnation, task: asyncio.Task) -> None:
         """A process has reached its end by itself."""
@@ -330,10 +348,11 @@ class World:
             self.scheduler.stopped = True
 
     def _master_ended(self, how: str, ok: bool) -> None:
-        if not ok:
-            self.fail(Violation(f"the master {how}", "master-0"))
-            return
-        self.oracle.ended()
+        if ok:
+            self.oracle.ended()
+        else:
+            self.oracle.stopped(how)
+            self.counters["stopped"] += 1
         self.over = True
         self._calm()
         now = self.scheduler.now
@@ -379,9 +398,11 @@ class World:
             one.process.disk.deserialize(new)
         return one.process.disk
 
-    def _is_spooled(self, group: str) -> bool:
+    def _spooled_rewards(self, group: str) -> list[float] | None:
+        """The rewards of a group on the trainer's disk; None: it is not there."""
         disk = self.processes["trainer-0"].disk
-        return disk is not None and bool(disk.execute("SELECT 1 FROM groups WHERE id = ?", (group,)).fetchone())
+        row = disk and disk.execute("SELECT description FROM groups WHERE id = ?", (group,)).fetchone()
+        return json.loads(row[0])["rewards"] if row else None
 
     def _latency(self, process: Process) -> float:
         return DISK_SECONDS * (0.2 + self.random.random()) + process.slower * self.random.random()

@@ -33,7 +33,7 @@ from areal.engines.checkpoint import TrainingState
 from areal.engines.lora import FOLDER as ADAPTER
 from areal.engines.lora import add_adapters, merged_tensors, read_adapter, write_adapter
 from areal.engines.packed import PACKED_SDPA, FlatBatch, Row, attention_kwargs, pack, packed_sdpa, token_logprobs
-from areal.objectives import TokenLoss, Tokens, interpolated_proximal, kl, resolve_objective
+from areal.objectives import TokenLoss, Tokens, interpolated_proximal, kl, rehearse, resolve_objective
 from areal.packing import split_over_ranks
 from areal.trajectory import Group
 from areal.weights import atomic_folder, copy_model_files, write_weights
@@ -91,7 +91,7 @@ class _Tally:
     @torch.no_grad()
     def add(self, row: Row, logp: Tensor, entropy: Tensor, out: TokenLoss, version: int, *, first: bool) -> None:
         """Count a row's tokens. first: before the first optimizer step, `logp` is still that of `version`."""
-        weight = torch.exp(row.proximal - row.behaviour).double()
+        weight = torch.exp((row.proximal - row.behaviour).double())
         current = (row.versions == version) & first
         sums = {
             "loss": out.loss * row.weights,
@@ -246,6 +246,7 @@ class TrainingEngine:
         self._zero = deepspeed.zero
         settings = deepspeed_config(config)
         self._stage: int = settings["zero_optimization"]["stage"]
+        rehearse(config)
         self._objective = resolve_objective(config.objective)
         with redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)

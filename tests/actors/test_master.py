@@ -23,15 +23,19 @@ from protocols.messages import (
     AskStatus,
     CheckpointSaved,
     CommitStep,
+    EvaluationAbandoned,
     EvaluationDone,
     GroupFailed,
     GroupReady,
     Heartbeat,
     Join,
     Leave,
+    MembersChanged,
     Policy,
+    PolicyPublished,
     PolicyRestored,
     RenewLeases,
+    TrainingFailed,
     TrainingFinished,
 )
 from protocols.network import ZmqNetwork
@@ -103,7 +107,14 @@ def without_evaluation(config: Config) -> Config:
 
 async def evaluate(evaluator: Caller, version: int, accuracy: float) -> None:
     assert (await evaluator.ask(AskEvaluation())).version == version
-    await evaluator.ask(EvaluationDone(version=version, accuracy=accuracy, rows=4, failed=0, samples=()))
+    await evaluator.ask(result(version, accuracy))
+
+
+def result(version: int, accuracy: float = 0.5) -> EvaluationDone:
+    return EvaluationDone(
+        version=version, accuracy=accuracy, pass_at={"1": accuracy}, rows=4, failed=0, completion_tokens_mean=7.5,
+        samples=(),
+    )  # fmt: skip
 
 
 async def train(trainer: Caller, version: int, folder: str) -> None:
@@ -120,7 +131,7 @@ async def recover(trainer: Caller):
 async def make_ready(manager: Caller, trainer: Caller, version: int) -> list[str]:
     groups = [permit.group for permit in (await manager.ask(AskPermits(count=2))).permits]
     for group in groups:
-        await trainer.ask(GroupReady(group=group, start_version=version, reward_mean=0.5))
+        await trainer.ask(GroupReady(group=group, start_version=version, reward_mean=0.5, signal=True))
     return groups
 
 
@@ -231,6 +242,270 @@ async def test_a_stalled_run_takes_the_remedies_there_are_before_it_gives_up(con
     assert "nothing has moved" in ending.reason
 
 
+# --- groups without signal
+
+
+def filtering(config: Config) -> Config:
+    return without_evaluation(config).model_copy(update={"group_size": 2, "filter_zero_signal": True})
+
+
+async def report(trainer: Caller, manager: Caller, signal: bool, mean: float) -> bool:
+    """One more group is ready; whether it is accepted."""
+    permit = (await manager.ask(AskPermits(count=1))).permits[0]
+    ready = GroupReady(group=permit.group, start_version=permit.min_version, reward_mean=mean, signal=signal)
+    return (await trainer.ask(ready)).accepted
+
+
+async def test_a_filtered_group_is_replaced_and_still_counts_in_the_reward_of_all(config):
+    config = filtering(config)
+    async with callers_of_several_masters("trainer", "rollout_manager", config=config) as (trainer, manager):
+        async with master_of(config):
+            await trainer.join()
+            await manager.join()
+            await recover(trainer)
+            permits = (await manager.ask(AskPermits(count=100))).permits
+            dull = GroupReady(group=permits[0].group, start_version=0, reward_mean=0.0, signal=False)
+            parked = asyncio.create_task(manager.ask(AskPermits(count=1), 60.0))
+            assert not (await trainer.ask(dull)).accepted
+            (replacement,) = (await parked).permits
+            for permit in permits[1:3]:
+                ready = GroupReady(group=permit.group, start_version=0, reward_mean=0.75, signal=True)
+                assert (await trainer.ask(ready)).accepted
+        async with master_of(config, resume=True):
+            assert not (await trainer.ask(dull)).accepted, "a repeat is no second group"
+            await train(trainer, 0, "weights")
+            for permit in (permits[3], replacement):
+                await trainer.ask(GroupReady(group=permit.group, start_version=0, reward_mean=0.5, signal=True))
+            await train(trainer, 1, "weights")
+    first, second = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [first[key] for key in ("reward_mean", "reward_mean_all", "groups_filtered")] == [0.75, 0.5, 1]
+    assert [second[key] for key in ("reward_mean", "reward_mean_all", "groups_filtered")] == [0.5, 0.5, 0]
+    assert (first["discarded"], second["discarded"]) == ([[0, "zero signal"]], [])
+    assert (first["staleness_histogram"], second["staleness_histogram"]) == ([2], [0, 2])
+
+
+async def test_a_run_that_filters_nothing_but_dull_groups_ends_and_says_so(config, monkeypatch):
+    monkeypatch.setattr("actors.master.FILTERED_LIMIT", 2)
+    config = filtering(config)
+    async with master_of(config) as running, callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        await recover(trainer)
+        for _ in range(4):
+            await report(trainer, manager, signal=False, mean=1.0)
+        assert await report(trainer, manager, signal=True, mean=0.5)  # then the count begins anew
+        for _ in range(4):
+            assert not await report(trainer, manager, signal=False, mean=1.0)
+        assert not running.done()
+        await report(trainer, manager, signal=False, mean=1.0)
+        for actor in (trainer, manager):
+            await actor.ask(Leave(reason="done"))
+        ending = await asyncio.wait_for(running, SECONDS)
+    assert not ending.ok
+    assert "discarded 5 groups in a row" in ending.reason
+    assert "0.950 on average" in ending.reason
+    assert "filter_zero_signal=false" in ending.reason
+
+
+# --- a training that failed
+
+
+@pytest.mark.parametrize("saved", [None, "checkpoints/step_1"])
+async def test_a_training_that_failed_ends_the_run_with_its_reason_and_the_last_checkpoint(config, saved):
+    config = without_evaluation(config)
+    async with master_of(config) as running, callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        await recover(trainer)
+        await make_ready(manager, trainer, 0)
+        await train(trainer, 0, "weights")
+        if saved:
+            await trainer.ask(CheckpointSaved(version=1, folder=saved))
+        for _ in range(2):  # it says so until it hears of the end
+            await trainer.ask(TrainingFailed(reason="loss is nan."))
+        assert (await trainer.beat()).ended
+        for actor in (trainer, manager):
+            await actor.ask(Leave(reason="done"))
+        ending = await asyncio.wait_for(running, SECONDS)
+    assert not ending.ok
+    assert ending.reason.startswith("loss is nan. ")
+    assert (f"The last checkpoint is {saved}: go on" if saved else "No checkpoint was saved") in ending.reason
+    assert json.loads((config.folder / "summary.json").read_text())["reason"] == ending.reason
+
+
+# --- the evaluation of a version while the run goes on
+
+
+def evaluating(config: Config, **evaluator: float) -> Config:
+    """Every version is due."""
+    own = config.evaluator.model_copy(update={"every": 1, **evaluator})
+    return config.model_copy(update={"steps": 4, "evaluator": own})
+
+
+@contextlib.asynccontextmanager
+async def evaluated_at_0(config: Config, generators: int = 2) -> AsyncIterator[list[Caller]]:
+    """A run of which version 0 is evaluated, and the trainer, the rollout manager, the evaluator and the generators."""
+    roles = ["trainer", "rollout_manager", "evaluator"] + ["generator"] * generators
+    async with master_of(config), callers(config, *roles) as actors:
+        await recover(actors[0])
+        for actor in actors:
+            await actor.beat()
+        await evaluate(actors[2], 0, 0.25)
+        yield actors
+
+
+async def step(actors: list[Caller], version: int) -> None:
+    """Train the step that leads from `version` to the next."""
+    trainer, manager, *_ = actors
+    await make_ready(manager, trainer, version)
+    await train(trainer, version, f"v{version + 1}")
+
+
+async def holds(caller: Caller) -> dict[int, int]:
+    """The versions that are held, by the generators' index."""
+    members = (await caller.ask(AskSnapshot())).members
+    return {member.index: member.held.version for member in members if member.held is not None}
+
+
+def fates(config: Config) -> tuple[list[int], dict[int, str]]:
+    """The versions with a result, and why others have none."""
+    journal = Journal.open(config.folder / "journal.db")
+    _, events = journal.read()
+    journal.close()
+    results = [body["evaluation"]["version"] for kind, body in events if kind == "evaluated"]
+    return results, {body["version"]: body["reason"] for kind, body in events if kind == "evaluation_dropped"}
+
+
+async def test_a_version_that_is_due_is_held_by_one_generator_until_it_is_evaluated(config):
+    config = evaluating(config)
+    async with evaluated_at_0(config) as actors:
+        evaluator = actors[2]
+        for version, index in ((1, 1), (2, 0), (3, 1)):  # another generator each time
+            await step(actors, version - 1)
+            assert await holds(evaluator) == {index: version}
+            due = await evaluator.ask(AskEvaluation())
+            assert (due.version, due.holder.index, due.holder.held.folder) == (version, index, f"v{version}")
+            await evaluator.ask(result(version))
+            assert await holds(evaluator) == {}
+        await step(actors, 3)
+        due = await evaluator.ask(AskEvaluation())
+        assert (due.version, due.holder) == (4, None)  # nothing newer will come
+    assert fates(config) == ([0, 1, 2, 3], {})
+    records = [json.loads(line) for line in (config.folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [record["version"] for record in records] == [0, 1, 2, 3]
+    assert records[1] == {
+        "version": 1, "accuracy": 0.5, "pass_at": {"1": 0.5}, "rows": 4, "failed": 0, "completion_tokens_mean": 7.5,
+    }  # fmt: skip
+
+
+async def test_a_generator_hears_that_it_holds_a_version_before_there_is_that_version(config):
+    async with evaluated_at_0(evaluating(config)) as actors:
+        heard: list[object] = []
+        events = (await actors[2].ask(AskSnapshot())).events
+        subscriber = actors[2].bus.subscribe(events, lambda sequence, event: heard.append(event))
+        await asyncio.sleep(0.5)  # a subscription takes its time
+        await step(actors, 0)
+        while not any(isinstance(event, PolicyPublished) for event in heard):  # noqa: ASYNC110 - the bus calls back
+            await asyncio.sleep(0.05)
+        before = heard[: [isinstance(event, PolicyPublished) for event in heard].index(True)]
+        changed = [member for event in before if isinstance(event, MembersChanged) for member in event.changed]
+        assert [member.held.version for member in changed if member.held] == [1]
+        await subscriber.close()
+
+
+async def test_only_every_kth_version_is_due(config):
+    async with evaluated_at_0(evaluating(config, every=2)) as actors:
+        await step(actors, 0)
+        assert await holds(actors[2]) == {}
+        await step(actors, 1)
+        assert list((await holds(actors[2])).values()) == [2]
+
+
+async def test_a_version_that_comes_while_another_is_evaluated_is_skipped(config):
+    config = evaluating(config)
+    async with evaluated_at_0(config) as actors:
+        evaluator = actors[2]
+        await step(actors, 0)
+        await step(actors, 1)
+        assert list((await holds(evaluator)).values()) == [1]
+        await evaluate(evaluator, 1, 0.5)
+        await step(actors, 2)
+        assert list((await holds(evaluator)).values()) == [3]
+        await step(actors, 3)
+        assert (await evaluator.ask(AskEvaluation())).version == 3
+        await evaluate(evaluator, 3, 0.5)
+        await evaluate(evaluator, 4, 0.5)  # the last one waits, and is never skipped
+    assert fates(config) == ([0, 1, 3, 4], {2: "version 1 is still being evaluated"})
+
+
+@pytest.mark.parametrize("who", ["evaluator", "holder", "trainer", "nobody"])
+async def test_an_evaluation_that_cannot_be_finished_is_abandoned_and_the_next_one_is_tried(config, who):
+    config = evaluating(config)
+    async with evaluated_at_0(config) as actors:
+        _, manager, evaluator, *generators = actors
+        await step(actors, 0)
+        await evaluator.ask(AskEvaluation())
+        match who:
+            case "evaluator":
+                await evaluator.ask(EvaluationAbandoned(version=1, reason="tokens of other versions came"))
+            case "holder":
+                await generators[1].ask(Leave(reason="a test"))
+            case "trainer":
+                trainer = Caller("trainer", config.master.address, mark="new")
+                await trainer.join()
+                await recover(trainer)
+                await trainer.bus.close()
+            case "nobody":
+                await evaluator.ask(Leave(reason="a test"))
+                await evaluator.join()
+                await evaluator.beat()
+        assert await holds(manager) == {}
+        await evaluator.ask(result(1))  # too late
+        if who != "trainer":
+            await step(actors, 1)
+            assert list((await holds(manager)).values()) == [2]
+    results, dropped = fates(config)
+    assert results == [0]
+    assert list(dropped) == [1]
+
+
+async def test_nothing_is_held_where_nobody_could_evaluate(config):
+    config = evaluating(config)
+    async with evaluated_at_0(config) as actors:
+        await actors[2].ask(Leave(reason="a test"))
+        await step(actors, 0)
+        assert await holds(actors[1]) == {}
+    assert list(fates(config)[1]) == [1]
+
+
+async def test_no_generator_is_held_beyond_the_deadline(config):
+    config = evaluating(config, timeout_seconds=0.5)
+    async with evaluated_at_0(config) as actors:
+        await step(actors, 0)
+        while await holds(actors[2]):  # noqa: ASYNC110 - the master is what changes
+            await asyncio.sleep(0.05)
+    assert "more than evaluator.timeout_seconds, 0.5" in fates(config)[1][1]
+
+
+async def test_a_master_started_again_knows_what_is_held_and_has_each_result_once(config):
+    config = evaluating(config)
+    roles = ("trainer", "rollout_manager", "evaluator", "generator")
+    async with callers_of_several_masters(*roles, config=config) as actors:
+        evaluator = actors[2]
+        async with master_of(config):
+            for actor in actors:
+                await actor.join()
+                await actor.beat()
+            await recover(actors[0])
+            await evaluate(evaluator, 0, 0.25)
+            await step(actors, 0)
+        async with master_of(config, resume=True):
+            assert list((await holds(evaluator)).values()) == [1]
+            await evaluator.ask(result(1))
+            assert await holds(evaluator) == {}
+        async with master_of(config, resume=True):
+            await evaluator.ask(result(1, accuracy=0.75))  # an answer that was lost is asked for again
+            assert (await evaluator.ask(AskStatus())).values["accuracy"] == {"0": 0.25, "1": 0.5}
+    records = [json.loads(line) for line in (config.folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [(record["version"], record["accuracy"]) for record in records] == [(0, 0.25), (1, 0.5)]
+
+
 # --- a master that dies and comes back
 
 
@@ -313,7 +588,8 @@ async def test_a_new_trainer_is_told_what_to_redo_and_the_old_one_is_fenced(conf
         assert (await new.ask(AskBatch(version=1))).groups == logged  # a logged batch never changes
         for asked in (
             CommitStep(policy=Policy(lineage=0, version=2, folder="dead"), metrics=METRICS),
-            GroupReady(group=ready[0], start_version=1, reward_mean=0.0),
+            GroupReady(group=ready[0], start_version=1, reward_mean=0.0, signal=True),
+            TrainingFailed(reason="long ago"),
             CheckpointSaved(version=1, folder="dead"),
         ):
             with pytest.raises(FencedError):

@@ -1,5 +1,6 @@
-"""A trainer ends with the weights it should, whether it is killed and started again or works on two nodes: real trainer
-processes with a real DeepSpeed, a real master and its journal, and the test in the place of the rollout manager."""
+"""A trainer ends with the weights it should: killed and started again, with those of one that was not; on two nodes,
+with those of one; and where training goes wrong, with nothing of that. Real trainer processes with a real DeepSpeed, a
+real master and its journal, and the test in the place of the rollout manager."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import read_jsonl
 from safetensors.torch import load_file
 
 from actors.master import Master
+from actors.runtime import Ending
 from areal.config import Config
+from areal.engines.training import TrainingEngine
 from areal.journal import Journal
 from areal.run_folder import RunFolder
 from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreGroup, TrajectoryPart
@@ -31,19 +35,20 @@ def config(tiny_model: Path, tmp_path: Path, free_port: int) -> Config:
             "max_staleness": 1, "data": {"source": "addition", "eval_size": 0}, "sampling": {"max_new_tokens": 8},
             "reward": {"functions": ["addition"]},
             "trainer": {"minibatches": 2, "lr": 1e-3, "checkpoint_every": 2, "warmup_steps": 6},
+            "guard": {"logprob_gap": 100.0, "effective_sample_size": 0.0},  # the log-probs are made up
             "master": {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 60},
         }
     )  # fmt: skip
 
 
-def group_of(permit: Permit) -> StoreGroup:
-    """Samples that depend on the permit alone, with mixed rewards."""
+def group_of(permit: Permit, poison: float = 0.0) -> StoreGroup:
+    """Samples that depend on the permit alone, with mixed rewards; `poison` is added to their log-probs."""
     rng = np.random.default_rng([permit.prompt_index, permit.min_version])
     samples = []
     for sample in range(2):
         tokens = rng.integers(1, 16, 10, dtype=np.int32)
         versions = np.where(np.arange(10) < 4, -1, permit.min_version).astype(np.int32)
-        logprobs = np.where(versions < 0, 0, -rng.random(10)).astype(np.float32)
+        logprobs = np.where(versions < 0, 0, poison - rng.random(10)).astype(np.float32)
         samples.append(
             TrajectoryPart(tokens=tokens, logprobs=logprobs, versions=versions, reward=float(sample), finish="stop")
         )
@@ -78,10 +83,18 @@ class Manager:
                         return member.address
                 await asyncio.sleep(0.1)
 
-    async def feed(self, trainer: str) -> None:
+    async def feed(self, trainer: str, poison: float = 0.0) -> None:
         """One batch of groups."""
         for permit in (await self.ask(AskPermits(count=2))).permits:
-            assert await self.bus.peer(trainer).ask(group_of(permit), 30.0) == Done()
+            assert await self.bus.peer(trainer).ask(group_of(permit, poison), 30.0) == Done()
+
+
+def start_master(config: Config) -> asyncio.Task[Ending]:
+    folder = RunFolder.create(config)
+    journal = Journal.open(folder.path / "journal.db")
+    return asyncio.create_task(
+        Master(Bus(f"master/0#{config.name}", ZmqNetwork()), config, journal=journal, folder=folder).run()
+    )
 
 
 def start_trainer(config: Config, run, rendezvous: int | None) -> list:
@@ -97,11 +110,7 @@ def start_trainer(config: Config, run, rendezvous: int | None) -> list:
 async def train(config: Config, run, name: str, kill_at: int | None = None, rendezvous: int | None = None) -> Path:
     """The checkpoint that a run ends with; its trainer is killed after step `kill_at`."""
     config = config.model_copy(update={"name": name})
-    folder = RunFolder.create(config)
-    journal = Journal.open(folder.path / "journal.db")
-    master = asyncio.create_task(
-        Master(Bus(f"master/0#{name}", ZmqNetwork()), config, journal=journal, folder=folder).run()
-    )
+    master = start_master(config)
     manager = Manager(config.master.address)
     processes = start_trainer(config, run, rendezvous)
     trainer = await manager.trainer()
@@ -117,7 +126,7 @@ async def train(config: Config, run, name: str, kill_at: int | None = None, rend
     ending = await asyncio.wait_for(master, SECONDS)
     assert ending.ok
     assert [process.wait(60) for process in processes] == [0] * len(processes)
-    return folder.path / "checkpoints" / f"step_{STEPS:06}" / "model.safetensors"
+    return config.folder / "checkpoints" / f"step_{STEPS:06}" / "model.safetensors"
 
 
 async def test_a_killed_trainer_redoes_its_steps_to_the_bit(config, run):
@@ -137,3 +146,26 @@ async def test_a_trainer_on_two_nodes_learns_what_one_on_one_node_does(config, r
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-6)  # fp32, on weights that move by 1e-4
     assert any((one[name] - before[name]).abs().max() > 1e-5 for name in one)
+
+
+async def test_a_step_that_is_not_a_number_ends_the_run_with_the_last_sound_checkpoint(config, run):
+    master = start_master(config)
+    manager = Manager(config.master.address)
+    started = run("--role", "trainer", "--master", config.master.address)
+    trainer = await manager.trainer()
+    for version in range(3):
+        await manager.feed(trainer)
+        await manager.until_trained(version + 1)
+    await manager.feed(trainer, poison=np.nan)
+    await manager.bus.close()
+    ending = await asyncio.wait_for(master, SECONDS)
+    output = await asyncio.to_thread(started.wait, SECONDS)
+    checkpoint = config.folder / "checkpoints" / "step_000002"
+    assert not ending.ok
+    assert ending.reason.startswith("The guard stopped the run at step 4: loss is nan: lower trainer.lr")
+    assert f"The last checkpoint is {checkpoint}: go on from it with --resume {config.folder}" in ending.reason
+    assert started.code == 1 and "Traceback" not in output
+    assert [step["step"] for step in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2, 3]
+    assert [folder.name for folder in (config.folder / "checkpoints").iterdir()] == [checkpoint.name]
+    assert not list((config.folder / "weights").glob("*-v000004*"))
+    TrainingEngine(Path(config.model), config.trainer, seed=0).load(checkpoint)

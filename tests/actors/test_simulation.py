@@ -19,6 +19,7 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.simulation import faults
+from actors.simulation.engines import Mishaps
 from actors.simulation.faults import HANDLERS, FailPoint, Kill, Plan
 from actors.simulation.loop import ProcessLoop, Scheduler, Stuck
 from actors.simulation.mutants import MUTANTS
@@ -286,6 +287,37 @@ def test_a_calm_run_reaches_its_end_with_every_actor_started_once() -> None:
     assert world.summary["steps"] == world.model.steps
 
 
+def test_training_goes_on_while_a_version_is_evaluated_on_another_generator() -> None:
+    world = World(1, Model(steps=6, max_staleness=2, generators=2, eval_size=20, every=2), Plan())
+    assert world.run().ok
+    events = [
+        (kind, body["policy"]["version"] if kind == "stepped" else body["evaluation"]["version"])
+        for kind, body in world.oracle.events
+        if kind in ("stepped", "evaluated")
+    ]
+    assert events.index(("evaluated", 2)) > events.index(("stepped", 3))
+    assert world.summary["accuracy_after"] is not None
+
+
+def test_a_run_with_one_generator_is_evaluated_and_reaches_its_end() -> None:
+    world = World(1, Model(steps=4, eval_size=4, every=1, samples=3), Plan())
+    assert world.run().ok
+    assert len(world.summary["evaluations"]) + len(world.summary["not_evaluated"]) == 5
+
+
+def test_the_master_may_die_at_any_point_of_an_abandoned_evaluation() -> None:
+    """Weights that do not load lead to some; drawn plans have few."""
+    model = Model(steps=6, max_staleness=2, generators=2, eval_size=8, every=1)
+    for point in faults.POINTS:
+        died = 0
+        for seed in range(12):
+            points = [FailPoint("master", "evaluation_abandoned", point, 1, 0.5)]
+            result = simulate(seed, model, Plan(until=8.0, points=points, mishaps=Mishaps(load_fails=0.8)))
+            assert result.ok, result.story
+            died += result.counters[f"{point} evaluation_abandoned"]
+        assert died, point
+
+
 def test_every_handler_of_every_actor_has_fail_points() -> None:
     actors = {"master": Master, "trainer": Trainer, "generator": Generator, "reward": Reward}
     actors |= {"rollout_manager": RolloutManager, "evaluator": Evaluator}
@@ -315,6 +347,20 @@ def test_a_trainer_killed_in_the_middle_redoes_what_no_checkpoint_covers() -> No
     assert book.version == 4
 
 
+@pytest.mark.parametrize("killed_at", [None, 1.4, 1.7, 2.0, 2.3, 2.6])
+def test_a_trainer_that_redoes_its_steps_hears_the_same_verdict_of_the_guard(killed_at: float | None) -> None:
+    """Every step is beyond a limit, and the fourth is too many: also for whoever redoes the ones before it."""
+    model = Model(steps=8, checkpoint_every=1, max_staleness=0, doubtful=1.0, doubtful_steps=4)
+    kills = [Kill(killed_at, "trainer-0", 0.3)] if killed_at else []
+    world = World(3, model, Plan(until=4.0, faults=kills))
+    result = world.run()
+    assert result.ok, result.story
+    assert result.counters["stopped"] == 1
+    assert not world.summary["ok"]
+    assert "at step 4: effective_sample_size is 0, for 4 steps in a row" in world.summary["reason"]
+    assert (world.oracle.disk.lineage, world.oracle.disk.checkpoint) == (len(kills), 0)
+
+
 # --- bugs put in on purpose
 
 # Seeds from 0 on: the first that catches it, and some more, since every change to the actors draws other simulations.
@@ -329,6 +375,9 @@ CAUGHT_WITHIN = {
     "answers before the commit": 10,
     "no fencing": 160,
     "min_version ignored": 160,
+    "no filter": 120,
+    "checkpoints in a streak": 120,
+    "hold ignored": 400,
 }
 
 

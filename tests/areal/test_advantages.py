@@ -3,52 +3,113 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.advantages import advantages
-from areal.trajectory import Group, Trajectory
+from areal.advantages import EPS, advantages
+
+MEANS = ["batch", "group", "leave_one_out", "none"]
+STDS = ["batch", "group", "none"]
 
 
-def group(name, rewards):
-    tokens, logprobs, versions = np.zeros(2, np.int32), np.zeros(2, np.float32), np.array([-1, 0], np.int32)
-    return Group(name, 0, tuple(Trajectory(tokens, logprobs, versions, reward, "stop") for reward in rewards))
+def of(rewards, groups, penalties=None, lengths=None, *, mean, std="none"):
+    lengths = np.ones(len(rewards), np.int64) if lengths is None else np.array(lengths)
+    penalties = None if penalties is None else np.array(penalties, dtype=np.float64)
+    return advantages(np.array(rewards, dtype=np.float64), np.array(groups), lengths, penalties, mean=mean, std=std)
 
 
-REWARDS = st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=8), min_size=1, max_size=8)
+def baseline(values, groups, i, of):
+    """What trajectory i is compared with, or divided by, counted out."""
+    everyone = [v for v, g in zip(values, groups, strict=True) if of == "batch" or g == groups[i]]
+    others = [v for j, (v, g) in enumerate(zip(values, groups, strict=True)) if g == groups[i] and j != i]
+    return {"none": [0.0], "leave_one_out": others or [values[i]]}.get(of, everyone)
+
+
+def reference(rewards, groups, lengths, penalties, mean, std):
+    ends = np.cumsum(lengths)
+    costs = [penalties[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+    returns = [r - sum(c) for r, c in zip(rewards, costs, strict=True)]
+    found = []
+    for i, (r, c) in enumerate(zip(rewards, costs, strict=True)):
+        scale = 1.0 if std == "none" else np.std(baseline(returns, groups, i, std)) + EPS
+        found += [(r - sum(c[t:]) - np.mean(baseline(returns, groups, i, mean))) / scale for t in range(len(c))]
+    return found
+
+
+@st.composite
+def batches(draw, costly=True):
+    """Trajectories in groups of any size, whose members stand anywhere."""
+    n = draw(st.integers(1, 12))
+    lengths = draw(st.lists(st.integers(1, 5), min_size=n, max_size=n))
+    quarters = st.integers(-8, 8).map(lambda x: x / 4)
+    return (
+        draw(st.lists(quarters, min_size=n, max_size=n)),
+        draw(st.lists(st.integers(0, 4), min_size=n, max_size=n)),
+        draw(st.lists(quarters if costly else st.just(0.0), min_size=sum(lengths), max_size=sum(lengths))),
+        lengths,
+    )
+
+
+@pytest.mark.parametrize("std", STDS)
+@pytest.mark.parametrize("mean", MEANS)
+@given(batch=batches())
+def test_advantages_are_what_counting_out_gives(batch, mean, std):
+    rewards, groups, penalties, lengths = batch
+    wanted = reference(rewards, groups, lengths, penalties, mean, std)
+    np.testing.assert_allclose(of(*batch, mean=mean, std=std), wanted, rtol=1e-9, atol=1e-6)
 
 
 def test_batch_norm_compares_with_all_samples_and_group_norm_with_its_own():
-    groups = [group("easy", [1, 1, 1, 0]), group("hard", [0, 0])]
-    batch, own = advantages(groups, "batch"), advantages(groups, "group")
-    assert np.allclose(batch[0], [1, 1, 1, -1], atol=1e-5)
-    assert np.allclose(batch[1], [-1, -1], atol=1e-5)
-    assert np.allclose(own[0], [3**-0.5] * 3 + [-(3**0.5)], atol=1e-5)
-    assert np.allclose(own[1], [0, 0])
+    rewards, groups = [1, 1, 1, 0, 0, 0], [7, 7, 7, 7, 2, 2]
+    np.testing.assert_allclose(of(rewards, groups, mean="batch", std="batch"), [1, 1, 1, -1, -1, -1], atol=1e-5)
+    own = [3**-0.5] * 3 + [-(3**0.5), 0, 0]
+    np.testing.assert_allclose(of(rewards, groups, mean="group", std="group"), own, atol=1e-5)
 
 
-@given(REWARDS)
-def test_batch_advantages_have_mean_0_and_at_most_unit_variance(rewards):
-    groups = [group(str(i), r) for i, r in enumerate(rewards)]
-    flat = np.concatenate(advantages(groups, "batch"))
-    assert abs(flat.mean()) < 1e-6
-    assert flat.std() < 1 + 1e-6
+@given(batches(costly=False))
+def test_without_penalties_all_tokens_of_a_trajectory_have_its_advantage(batch):
+    rewards, groups, penalties, lengths = batch
+    short = of(rewards, groups, mean="group", std="batch")
+    assert np.array_equal(of(*batch, mean="group", std="batch"), np.repeat(short, lengths))
+    assert np.array_equal(of(rewards, groups, None, lengths, mean="group", std="batch"), np.repeat(short, lengths))
 
 
-@given(REWARDS, st.sampled_from(["batch", "group"]))
-def test_groups_of_any_size_get_one_advantage_a_sample(rewards, norm):
-    groups = [group(str(i), r) for i, r in enumerate(rewards)]
-    assert [len(a) for a in advantages(groups, norm)] == [len(r) for r in rewards]
+@given(batches(costly=False))
+def test_where_members_of_a_group_stand_makes_no_difference(batch):
+    rewards, groups, _, _ = batch
+    order = np.argsort(groups, kind="stable")
+    found = of(rewards, groups, mean="leave_one_out", std="group")
+    together = of(np.array(rewards)[order], np.array(groups)[order], mean="leave_one_out", std="group")
+    np.testing.assert_allclose(found[order], together, rtol=1e-12, atol=1e-12)
 
 
-@given(REWARDS)
-def test_group_advantages_do_not_depend_on_other_groups(rewards):
-    groups = [group(str(i), r) for i, r in enumerate(rewards)]
-    together = advantages(groups, "group")
-    assert all(np.array_equal(a, advantages([g], "group")[0]) for g, a in zip(groups, together, strict=True))
+@given(batches(costly=False))
+def test_a_group_does_not_depend_on_other_groups_and_its_advantages_cancel(batch):
+    rewards, groups, _, _ = batch
+    found = of(rewards, groups, mean="group", std="group")
+    for group in set(groups):
+        its = np.array(groups) == group
+        alone = of(np.array(rewards)[its], np.array(groups)[its], mean="group", std="group")
+        np.testing.assert_allclose(found[its], alone, rtol=1e-9, atol=1e-9)
+        assert abs(found[its].sum()) < 1e-6
 
 
-def test_equal_rewards_teach_nothing():
-    assert np.array_equal(advantages([group("a", [1.0] * 3)], "group")[0], np.zeros(3))
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=9))
+def test_leaving_oneself_out_is_the_group_mean_with_a_larger_step(rewards):
+    n, groups = len(rewards), [0] * len(rewards)
+    left_out, mean = (of(rewards, groups, mean=m) for m in ("leave_one_out", "group"))
+    np.testing.assert_allclose(left_out, n / (n - 1) * mean, rtol=1e-6, atol=1e-9)
 
 
-def test_a_reward_that_is_not_finite_is_an_error_that_names_the_group():
-    with pytest.raises(ValueError, match="group bad"):
-        advantages([group("good", [1.0]), group("bad", [float("nan")])], "batch")
+@pytest.mark.parametrize("mean", ["group", "leave_one_out"])
+def test_a_sample_alone_in_its_group_and_equal_rewards_teach_nothing(mean):
+    assert np.array_equal(of([3.0], [0], mean=mean, std="group"), [0])
+    assert np.array_equal(of([1.0] * 3, [0] * 3, mean=mean, std="group"), np.zeros(3))
+
+
+def test_a_penalty_counts_for_the_tokens_up_to_it():
+    found = of([1.0, 0.0], [0, 0], [0, 0.5, 0, 0, 0, 0.25], [3, 3], mean="none")
+    assert found.tolist() == [0.5, 0.5, 1.0, -0.25, -0.25, -0.25]
+
+
+@pytest.mark.parametrize("penalty", [0.0, np.inf])
+def test_a_return_that_is_not_finite_is_an_error(penalty):
+    with pytest.raises(ValueError, match="finite"):
+        of([1.0, np.nan if not penalty else 0.0], [0, 0], [0, penalty], mean="batch", std="batch")

@@ -164,6 +164,41 @@ def test_the_last_batch_waits_for_all_that_are_alive_and_for_prompts_to_be_admit
     assert train(ledger) == (a, "g1.1")
 
 
+# ------------------------------------------------------------------------------------------------------------ signal
+
+
+def test_a_group_without_signal_is_discarded_once_it_is_ready_and_its_place_is_free():
+    ledger = make(filter_zero_signal=True)
+    dull, *others = admit(ledger, 4)
+    assert ledger.ready(dull, 0, signal=False) is Answer.FILTERED
+    assert ledger.ready(dull, 0, signal=False) is Answer.GONE, "a repeat changes nothing"
+    assert ledger.counters.discarded == {"zero signal": 1}
+    assert not ledger.knows(dull)
+    assert admit(ledger, 4) == ["g4.0"]
+    finish(ledger, *others[:2])
+    assert train(ledger) == tuple(others[:2])
+
+
+def test_without_the_filter_a_group_without_signal_is_trained():
+    ledger = make()
+    groups = admit(ledger, 2)
+    for group_id in groups:
+        assert ledger.ready(group_id, 0, signal=False) is Answer.ACCEPTED
+    assert train(ledger) == tuple(groups)
+
+
+def test_a_filter_that_is_turned_on_later_leaves_ready_groups_alone():
+    ledger = make()
+    groups = admit(ledger, 3)
+    for group_id in groups:
+        ledger.ready(group_id, 0, signal=False)
+    ledger.next_batch(0)
+    ledger = Ledger.load(ledger.dump(), replace(ledger.settings, filter_zero_signal=True))
+    for group_id in groups:
+        assert ledger.ready(group_id, 0, signal=False) is Answer.UNCHANGED
+    assert train(ledger) == tuple(groups[:2])
+
+
 # ------------------------------------------------------------------------------------------------------------ leases
 
 
@@ -445,7 +480,9 @@ def test_the_papers_admission_alone_trains_a_straggler_past_the_bound():
     slow = admit(ledger, 100)[0]
     batch = overtake(ledger, slow)
     assert isinstance(batch, Batch) and slow in batch.group_ids
-    assert ledger.commit(batch.version).max_staleness == 4
+    record = ledger.commit(batch.version)
+    assert record.max_staleness == 4
+    assert sum(record.staleness_histogram) == 2 and record.staleness_histogram[4] == 1
 
 
 def test_wait_holds_the_step_that_would_leave_the_straggler_behind():
@@ -518,6 +555,7 @@ class LedgerMachine(RuleBasedStateMachine):
         prompts=st.none() | st.integers(1, 40),
         max_attempts=st.integers(1, 3),
         on_failed_sample=st.sampled_from(["requeue", "discard"]),
+        filter_zero_signal=st.booleans(),
     )
     def begin(self, **chosen: object) -> None:
         self.events: list[Event] = []
@@ -577,7 +615,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         group_id = self.some_group(data)
-        self.report_ready(group_id, self.some_start(data, group_id))
+        self.report_ready(group_id, self.some_start(data, group_id), data.draw(st.booleans()))
 
     @rule(data=st.data())
     def finish_the_newest(self, data: st.DataObject) -> None:
@@ -586,8 +624,11 @@ class LedgerMachine(RuleBasedStateMachine):
         for group_id in newest:
             self.report_ready(group_id, self.some_start(data, group_id))
 
-    def report_ready(self, group_id: str, start: int) -> None:
-        if self.ledger.ready(group_id, start) is Answer.ACCEPTED:
+    def report_ready(self, group_id: str, start: int, signal: bool = True) -> None:
+        answer = self.ledger.ready(group_id, start, signal)
+        assert answer is not Answer.FILTERED or (self.settings.filter_zero_signal and not signal)
+        if answer is Answer.ACCEPTED:
+            assert signal or not self.settings.filter_zero_signal
             assert group_id in self.leases
             self.learn_start(group_id, start)
             self.ready_groups.add(group_id)
@@ -799,10 +840,10 @@ class CapacityFromWorkInProgress(Ledger):
 class LatestStartCounts(Ledger):
     """A start version that falls is ignored."""
 
-    def ready(self, group_id: str, start_version: int) -> Answer:
+    def ready(self, group_id: str, start_version: int, signal: bool = True) -> Answer:
         row = self.group(group_id)
         known = row.start_version if row is not None else None
-        return super().ready(group_id, start_version if known is None else max(known, start_version))
+        return super().ready(group_id, start_version if known is None else max(known, start_version), signal)
 
 
 class StartMayFallFreely(Ledger):

@@ -1,73 +1,511 @@
+"""Every objective against a reference in float64 numpy: token by token, case by case, without min or clip."""
+
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from areal.objectives import decoupled_ppo, ppo
+from areal.config import OBJECTIVE_SETTINGS, TrainerConfig, UserError, dump_config, load_config
+from areal.objectives import (
+    LOSSES,
+    TokenLoss,
+    Tokens,
+    interpolated_proximal,
+    kl,
+    rehearse,
+    resolve_objective,
+    within_second_moment,
+)
 
-S = 400
+SURROGATES = [name for name in LOSSES if LOSSES[name] is LOSSES["decoupled_ppo"]]
+WEIGHTS = ["full", "truncated", "masked", "none"]
+UNCUT = (0.0, np.inf)
 
 
-def tokens(seed=0):
-    """log pi_theta, log pi_prox, log pi_behav, A: float64 [S], with ratios well inside and outside the clip."""
+def make_tokens(seed=0, S=400):
+    """Float64, with u, w inside and outside of all bounds, on both signs of A, and some A of 0; 1 to 20 a sequence."""
     rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 21, S)
+    sequence = np.repeat(np.arange(S), lengths)[:S]
     logp_prox = rng.normal(-2, 1, S)
-    return logp_prox + rng.normal(0, 0.3, S), logp_prox, logp_prox + rng.normal(0, 0.5, S), rng.normal(0, 1, S)
+    arrays = (
+        logp_prox + rng.normal(0, 0.3, S),
+        logp_prox,
+        logp_prox - rng.normal(0, 0.8, S),
+        rng.normal(0, 1, S).round(1),
+    )
+    return Tokens(*(torch.tensor(a) for a in arrays), torch.tensor(sequence))
 
 
-def reference(logp, anchor, weight, A, low, high):
-    """J and dJ/dlogp by cases, without min or clip. The token is held back where its ratio has already moved past
-    the bound in the direction that A asks for; then its gradient is 0."""
-    J, gradient = np.empty(S), np.empty(S)
-    for t in range(S):
-        u = np.exp(logp[t] - anchor[t])
-        held = (A[t] > 0 and u > 1 + high) or (A[t] < 0 and u < 1 - low)
-        bound = 1 + high if A[t] > 0 else 1 - low
-        J[t] = weight[t] * A[t] * (bound if held else u)
-        gradient[t] = 0.0 if held else weight[t] * A[t] * u
-    return J, gradient
+def settings(name, **changes):
+    return TrainerConfig(objective=name, **changes)
 
 
-def evaluate(objective, logp, prox, behav, A, **clips):
-    theta = torch.tensor(logp, requires_grad=True)
-    out = objective(theta, torch.tensor(prox), torch.tensor(behav), torch.tensor(A), **clips)
+def evaluate(name, tokens, config):
+    """What the objective returns, and the gradient of the summed loss with respect to log pi_theta, in numpy."""
+    logp = tokens.logp.clone().requires_grad_()
+    out = LOSSES[name](replace(tokens, logp=logp), config)
     out.loss.sum().backward()
-    return out, theta.grad.numpy()
+    return out.loss.detach().numpy(), out.clipped.numpy(), logp.grad.numpy()
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.2, None), (0.2, 0.28)])
-def test_decoupled_ppo_is_equation_5(low, high):
-    logp, prox, behav, A = tokens()
-    out, gradient = evaluate(decoupled_ppo, logp, prox, behav, A, eps_clip=low, eps_clip_higher=high)
-    w = np.exp(prox - behav)
-    J, dJ = reference(logp, prox, w, A, low, high or low)
-    np.testing.assert_allclose(out.loss.detach().numpy(), -J, rtol=1e-12)
-    np.testing.assert_allclose(gradient, -dJ, rtol=1e-12)
-    np.testing.assert_allclose(out.weight.numpy(), w, rtol=1e-12)
-    assert np.array_equal(out.clipped.numpy(), dJ == 0)
+# --- the reference
+
+
+@dataclass
+class Case:
+    """J of a token, dJ / dlog pi_theta, and whether a clip or mask is at work."""
+
+    J: float
+    dJ: float
+    held: bool
+
+
+def surrogate(u, A, low, high, dual=np.inf):
+    """The clipped surrogate of one token by its cases: held back where u has already moved past the bound in the
+    direction that A asks for, or, with a dual clip, where a bad token's ratio is beyond it in the other one."""
+    if A > 0 and u > 1 + high:
+        return Case((1 + high) * A, 0.0, True)
+    if A < 0 and u < 1 - low:
+        return Case((1 - low) * A, 0.0, True)
+    if A < 0 and u > dual:
+        return Case(dual * A, 0.0, True)
+    return Case(u * A, u * A, False)
+
+
+def weight(log_w, kind, bounds):
+    w = np.exp(log_w)
+    if kind == "none":
+        return 1.0
+    if kind == "truncated" and w > bounds[1]:
+        return bounds[1]
+    if kind == "masked" and not bounds[0] <= w <= bounds[1]:
+        return 0.0
+    return w
+
+
+def weighted(case, w):
+    return Case(w * case.J, w * case.dJ, case.held or w == 0)
+
+
+def each(tokens):
+    return zip(*(getattr(tokens, name).tolist() for name in ("logp", "logp_prox", "logp_behav", "A")), strict=True)
+
+
+def reference_surrogate(tokens, low, high, kind="full", bounds=UNCUT, dual=np.inf):
+    return [
+        weighted(surrogate(np.exp(theta - prox), A, low, high, dual), weight(prox - behav, kind, bounds))
+        for theta, prox, behav, A in each(tokens)
+    ]
+
+
+def assert_equal(found, cases):
+    loss, clipped, gradient = found
+    np.testing.assert_allclose(loss, [-case.J for case in cases], rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(gradient, [-case.dJ for case in cases], rtol=1e-10, atol=1e-12)
+    assert clipped.tolist() == [case.held for case in cases]
+
+
+# --- values and gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "kind", "bounds"),
+    [
+        ("decoupled_ppo", 0.2, 0.2, "full", UNCUT),
+        ("grpo", 0.2, 0.2, "full", UNCUT),
+        ("dr_grpo", 0.2, 0.2, "full", UNCUT),
+        ("rloo", 0.2, 0.2, "full", UNCUT),
+        ("reinforce_pp", 0.2, 0.2, "full", UNCUT),
+        ("dapo", 0.2, 0.28, "full", UNCUT),
+        ("tis", 0.2, 0.2, "truncated", (0, 2)),
+        ("icepop", 0.2, 0.2, "masked", (0.5, 5)),
+    ],
+)
+def test_objectives_of_the_clipped_surrogate_are_its_equation_with_their_settings(name, low, high, kind, bounds):
+    tokens = make_tokens()
+    found = evaluate(name, tokens, settings(name))
+    assert_equal(found, reference_surrogate(tokens, low, high, kind, bounds))
+    assert 0.1 < found[1].mean() < 0.9
+
+
+def test_the_reference_knows_every_objective():
+    assert {*SURROGATES, "ppo", "gspo", "cispo", "m2po"} == LOSSES.keys()
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_the_behaviour_weight_is_as_it_is_cut_masked_or_left_out(kind):
+    tokens = make_tokens()
+    config = settings("decoupled_ppo", behaviour_weight=kind, behaviour_weight_bounds=(0.6, 1.5))
+    found = evaluate("decoupled_ppo", tokens, config)
+    assert_equal(found, reference_surrogate(tokens, 0.2, 0.2, kind, (0.6, 1.5)))
+
+
+def test_a_dual_clip_bounds_what_a_bad_token_counts():
+    tokens = make_tokens()
+    config = settings("decoupled_ppo", eps_clip_dual=1.3)
+    cases = reference_surrogate(tokens, 0.2, 0.2, dual=1.3)
+    assert_equal(evaluate("decoupled_ppo", tokens, config), cases)
+    assert cases != reference_surrogate(tokens, 0.2, 0.2)
+
+
+def test_ppo_is_anchored_at_the_behaviour_policy_and_has_no_weight():
+    tokens = make_tokens()
+    config = settings("ppo")
+    cases = [surrogate(np.exp(theta - behav), A, 0.2, 0.2) for theta, _, behav, A in each(tokens)]
+    assert_equal(evaluate("ppo", tokens, config), cases)
+    assert config.behaviour_weight == "none"
+
+
+def gspo_objective(logp, tokens, low, high):
+    """GSPO's sequence form: the sum over sequences of w min(s A, clip(s) A)."""
+    prox, behav, A, sequence = (getattr(tokens, n).numpy() for n in ("logp_prox", "logp_behav", "A", "sequence"))
+    total = 0.0
+    for i in np.unique(sequence):
+        its = sequence == i
+        s, w = np.exp((logp - prox)[its].mean()), np.exp((prox - behav)[its].mean())
+        total += w * surrogate(s, A[its][0], low, high).J
+    return total
+
+
+def test_gspo_in_its_token_form_is_its_sequence_form():
+    tokens = make_tokens(S=150)
+    lengths = torch.bincount(tokens.sequence)[tokens.sequence]
+    tokens = replace(tokens, A=tokens.A[tokens.sequence])  # one advantage a sequence
+    config = settings("gspo", eps_clip=0.05, eps_clip_higher=0.07)
+    logp = tokens.logp.clone().requires_grad_()
+    out = LOSSES["gspo"](replace(tokens, logp=logp), config)
+    loss = (out.loss / lengths).sum()  # loss_mean: sequence, up to the number of sequences
+    loss.backward()
+    theta = tokens.logp.numpy()
+    np.testing.assert_allclose(loss.item(), -gspo_objective(theta, tokens, 0.05, 0.07), rtol=1e-10)
+    h = 1e-6
+    for t in range(0, 150, 7):
+        up, down = (gspo_objective(theta + d * (np.arange(150) == t), tokens, 0.05, 0.07) for d in (h, -h))
+        np.testing.assert_allclose(logp.grad[t], -(up - down) / (2 * h), rtol=1e-5, atol=1e-7)
     assert 0.1 < out.clipped.double().mean() < 0.9
 
 
-def test_ppo_is_anchored_at_the_behaviour_policy():
-    logp, prox, behav, A = tokens()
-    out, gradient = evaluate(ppo, logp, prox, behav, A, eps_clip=0.2, eps_clip_higher=None)
-    J, dJ = reference(logp, behav, np.ones(S), A, 0.2, 0.2)
-    np.testing.assert_allclose(out.loss.detach().numpy(), -J, rtol=1e-12)
-    np.testing.assert_allclose(gradient, -dJ, rtol=1e-12)
-    assert torch.equal(out.weight, torch.ones(S, dtype=torch.float64))
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_gspo_gives_the_tokens_of_a_sequence_one_ratio_and_one_weight_and_each_its_own_advantage(kind):
+    tokens = make_tokens()
+    sequence, log_u, log_w = (getattr(tokens, name).numpy() for name in ("sequence", "log_u", "log_w"))
+    cases = []
+    for i, A in zip(sequence, tokens.A.tolist(), strict=True):
+        s, mean_log_w = np.exp(log_u[sequence == i].mean()), log_w[sequence == i].mean()
+        cases.append(weighted(surrogate(s, A, 3e-4, 4e-4), weight(mean_log_w, kind, (0.6, 1.5))))
+    config = settings("gspo", behaviour_weight=kind, behaviour_weight_bounds=(0.6, 1.5))
+    assert_equal(evaluate("gspo", tokens, config), cases)
 
 
-def test_on_policy_the_two_agree():
-    logp, _, _, A = tokens()
-    ours, theirs = (
-        evaluate(objective, logp, logp, logp, A, eps_clip=0.2, eps_clip_higher=None)
-        for objective in (decoupled_ppo, ppo)
-    )
-    assert np.array_equal(ours[1], theirs[1])
-    np.testing.assert_allclose(ours[1], -A)
+def test_gspo_numbers_sequences_as_they_come_whichever_have_no_token_in_the_loss():
+    tokens = make_tokens()
+    some = (tokens.sequence % 3 != 0) & (torch.arange(400) % 13 == 0)  # fewer tokens than sequences
+    part = Tokens(*(getattr(tokens, n)[some] for n in ("logp", "logp_prox", "logp_behav", "A", "sequence")))
+    renumbered = replace(part, sequence=torch.unique(part.sequence, return_inverse=True)[1])
+    for a, b in zip(*(evaluate("gspo", x, settings("gspo")) for x in (part, renumbered)), strict=True):
+        assert np.array_equal(a, b)
 
 
-def test_no_gradient_reaches_the_proximal_policy():
-    logp, prox, behav, A = (torch.tensor(x, requires_grad=True) for x in tokens())
-    decoupled_ppo(logp, prox, behav.detach(), A.detach(), eps_clip=0.2, eps_clip_higher=None).loss.sum().backward()
-    assert prox.grad is None
-    assert logp.grad is not None
+def test_cispo_bounds_the_weight_of_a_token_and_keeps_its_gradient():
+    tokens = make_tokens()
+    config = settings("cispo", eps_clip_higher=0.3)
+    cases = []
+    for theta, prox, behav, A in each(tokens):
+        u, w = np.exp(theta - prox), np.exp(prox - behav)
+        r = 1.3 if u > 1.3 else u  # its preset has no lower bound
+        cases.append(Case(w * r * A * theta, w * r * A, u > 1.3))
+    loss, clipped, gradient = evaluate("cispo", tokens, config)
+    assert_equal((loss, clipped, gradient), cases)
+    assert clipped.any()
+    assert (gradient[clipped & (tokens.A.numpy() != 0)] != 0).all()
+
+
+def test_m2po_masks_the_tokens_farthest_from_the_behaviour_policy_until_the_second_moment_is_low():
+    tokens = make_tokens()
+    left = {t: (theta - behav) ** 2 for t, (theta, _, behav, _) in enumerate(each(tokens))}
+    while left and np.mean(list(left.values())) >= 0.04:
+        del left[max(left, key=left.get)]
+    cases = []
+    for t, (theta, _, behav, A) in enumerate(each(tokens)):
+        J = np.exp(theta - behav) * A if t in left else 0.0
+        cases.append(Case(J, J, t not in left))
+    assert_equal(evaluate("m2po", tokens, settings("m2po")), cases)
+    assert 0.1 < len(left) / 400 < 0.9
+
+
+def test_m2po_masks_all_where_even_the_nearest_token_is_too_far_and_none_where_all_are_near():
+    assert not within_second_moment(torch.tensor([0.3, -0.5]), 0.04).any()
+    assert within_second_moment(torch.tensor([0.1, -0.1, 0.25]), 0.04).all()
+
+
+# --- boundaries
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_where_all_policies_are_one_every_gradient_is_that_of_reinforce(name):
+    tokens = make_tokens()
+    tokens = replace(tokens, logp_prox=tokens.logp, logp_behav=tokens.logp)
+    _, clipped, gradient = evaluate(name, tokens, settings(name))
+    np.testing.assert_allclose(gradient, -tokens.A.numpy(), rtol=1e-12)
+    assert not clipped.any()
+
+
+@pytest.mark.parametrize("A", [1.0, -1.0])
+@pytest.mark.parametrize("name", [*SURROGATES, "ppo"])
+def test_just_inside_its_clip_a_token_learns_and_just_outside_it_does_not(name, A):
+    config = settings(name)
+    bound = 1 - config.eps_clip if A < 0 else 1 + (config.eps_clip_higher or config.eps_clip)
+    logp = torch.tensor([np.log(bound * (1 - 1e-9)), np.log(bound * (1 + 1e-9))])
+    zero = torch.zeros(2, dtype=torch.float64)
+    tokens = Tokens(logp, zero, zero, torch.full_like(zero, A), torch.tensor([0, 1]))
+    _, clipped, gradient = evaluate(name, tokens, config)
+    assert clipped.tolist() == [A < 0, A > 0]
+    np.testing.assert_allclose(gradient[~clipped], -bound * A, rtol=1e-8)
+    assert gradient[clipped] == 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_gradient_reaches_the_proximal_or_the_behaviour_policy(name):
+    tokens = make_tokens()
+    leaves = {n: getattr(tokens, n).clone().requires_grad_() for n in ("logp", "logp_prox")}
+    out = LOSSES[name](replace(tokens, **leaves), settings(name))
+    out.loss.sum().backward()
+    assert leaves["logp"].grad is not None
+    assert leaves["logp_prox"].grad is None
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_log_ratios_of_any_size_give_finite_losses_and_gradients(name, kind):
+    far = torch.tensor([-80.0, -20.0, 0.0, 20.0, 80.0])
+    theta, prox, behav, A = torch.cartesian_prod(far, far, far, torch.tensor([-3.0, 0.0, 3.0])).T
+    tokens = Tokens(theta, prox, behav, A, torch.arange(len(A)))
+    loss, _, gradient = evaluate(name, tokens, settings(name, behaviour_weight=kind, eps_clip_dual=3.0))
+    assert loss.dtype == np.float32
+    assert np.isfinite(loss).all()
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_micro_batch_without_tokens_has_an_empty_loss(name):
+    rehearse(settings(name))
+    none = make_tokens(S=0)
+    loss, clipped, gradient = evaluate(name, none, settings(name))
+    assert loss.shape == clipped.shape == gradient.shape == (0,)
+
+
+# --- the penalty for leaving the reference model, and the proximal policy
+
+
+def test_kl_estimators_are_right_on_average_and_k3_is_never_negative():
+    rng = np.random.default_rng(1)
+    p, q = rng.dirichlet(np.ones(9), 2)
+    divergence = (p * np.log(p / q)).sum()
+    logp, logp_ref = torch.tensor(np.log(p)), torch.tensor(np.log(q))
+    for estimator in ("k1", "k3"):
+        assert np.isclose((p * kl(logp, logp_ref, estimator).numpy()).sum(), divergence)
+    np.testing.assert_allclose(kl(logp, logp_ref, "k2"), np.log(p / q) ** 2 / 2)
+    assert (kl(logp, logp_ref, "k3") >= 0).all()
+
+
+@pytest.mark.parametrize(("estimator", "slope"), [("k1", None), ("k2", "kl"), ("k3", "reverse")])
+def test_gradients_of_the_kl_estimators_in_the_loss(estimator, slope):
+    """Expected under pi, k1 pulls nowhere, k2 as KL(pi || ref) does, k3 as KL(ref || pi) does."""
+    rng = np.random.default_rng(2)
+    logits = torch.tensor(rng.normal(0, 1, 9), requires_grad=True)
+    logp, logp_ref = torch.log_softmax(logits, 0), torch.log_softmax(torch.tensor(rng.normal(0, 1, 9)), 0)
+    pull = (logp.exp().detach() * kl(logp, logp_ref, estimator)).sum()
+    (found,) = torch.autograd.grad(pull, logits, retain_graph=True)
+    wanted = {
+        None: torch.zeros(()) * logits.sum(),
+        "kl": (logp.exp() * (logp - logp_ref)).sum(),
+        "reverse": (logp_ref.exp() * (logp_ref - logp)).sum(),
+    }[slope]
+    torch.testing.assert_close(found, *torch.autograd.grad(wanted, logits))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_of_far_away_tokens_is_finite(estimator):
+    logp = torch.tensor([-90.0, -1.0], requires_grad=True)
+    cost = kl(logp, torch.tensor([-1.0, -90.0]), estimator)
+    cost.sum().backward()
+    assert cost.isfinite().all()
+    assert logp.grad.isfinite().all()
+
+
+def test_the_interpolated_proximal_policy_moves_from_the_current_to_the_behaviour_policy_as_a_token_gets_fresher():
+    logp, behav = torch.full((4,), -1.0, requires_grad=True), torch.full((4,), -3.0)
+    prox = interpolated_proximal(logp, behav, torch.tensor([0, 1, 2, 4]))
+    torch.testing.assert_close(prox, torch.tensor([-1.0, -3.0, -2.0, -1.5]))
+    assert not prox.requires_grad
+
+
+# --- the user's own
+
+
+def likelihood(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    return TokenLoss(loss=-tokens.A * tokens.logp, clipped=torch.zeros_like(tokens.A, dtype=torch.bool))
+
+
+def needs_a_setting(tokens, config):
+    return TokenLoss(loss=tokens.logp * (1 + config.eps_clip_higher), clipped=tokens.A > 0)
+
+
+def returns_a_tensor(tokens, config):
+    return tokens.logp
+
+
+def returns_a_mean(tokens, config):
+    return TokenLoss(loss=tokens.logp.mean(), clipped=tokens.A > 0)
+
+
+def returns_numbers(tokens, config):
+    return TokenLoss(loss=tokens.logp, clipped=tokens.A.abs())
+
+
+def returns_a_list(tokens, config):
+    return TokenLoss(loss=tokens.logp, clipped=[False] * len(tokens.A))
+
+
+def detaches(tokens, config):
+    return TokenLoss(loss=tokens.logp.detach(), clipped=tokens.A > 0)
+
+
+def raises(tokens, config):
+    raise KeyError("beta")
+
+
+def needs_tokens(tokens, config):
+    return TokenLoss(loss=tokens.logp - tokens.logp.detach().max(), clipped=tokens.A > 0)
+
+
+not_a_function = 3
+
+
+def own(name):
+    return f"{__name__}:{name}"
+
+
+def test_ones_own_objective_plugs_in_by_its_name():
+    assert resolve_objective(own("likelihood")) is likelihood
+    rehearse(settings(own("likelihood")))
+    rehearse(settings(own("needs_a_setting"), eps_clip_higher=0.3))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("not_a_function", "is of type int: name a function"),
+        ("likelyhood", "did you mean likelihood"),
+        ("returns_a_tensor", "returned a value of type Tensor: return an areal.objectives.TokenLoss"),
+        ("returns_a_mean", "returned a loss of shape []: return one value for each token, [3]"),
+        ("returns_numbers", "returned a clipped of torch.float32: return a bool tensor"),
+        ("returns_a_list", "returned a clipped of type list"),
+        ("detaches", "returned a loss without gradient"),
+        ("raises", "called on 3 tokens, raised KeyError: 'beta'"),
+        ("needs_tokens", "called on 0 tokens, raised"),
+    ],
+)
+def test_a_mistake_in_ones_own_objective_is_told_in_a_sentence_that_names_it(name, sentence):
+    with pytest.raises(UserError) as told:
+        rehearse(settings(own(name)))
+    assert sentence in str(told.value)
+    assert own(name) in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_the_example_of_the_documentation_is_an_objective(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "objectives.md"
+    (tmp_path / "my_losses.py").write_text(page.read_text().split("```python\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    rehearse(settings("my_losses:unclipped"))
+
+
+def test_the_documentation_has_every_objective():
+    page = Path(__file__).parents[2] / "docs" / "objectives.md"
+    rows = re.findall(r"^\| `(\w+)`", page.read_text().split("## ")[0], re.MULTILINE)
+    assert rows == list(LOSSES)
+
+
+# --- settings
+
+
+CONFIG = """
+model: m
+steps: 1
+batch_size: 4
+group_size: 2
+data: {source: addition}
+sampling: {max_new_tokens: 64}
+reward: {functions: [addition]}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG)
+    return lambda *overrides: load_config(file, overrides)
+
+
+def test_every_named_objective_has_a_loss_and_settings():
+    assert OBJECTIVE_SETTINGS.keys() == LOSSES.keys()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_resolved_configuration_reads_back_as_itself(load, tmp_path, name):
+    config = load(f"trainer.objective={name}", "trainer.eps_clip_higher=null")
+    (tmp_path / "resolved.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_objective_brings_its_settings_and_the_users_own_win(load, name):
+    config = load(f"trainer.objective={name}").trainer
+    for key, value in OBJECTIVE_SETTINGS[name].items():
+        assert getattr(config, key) == value
+    config = load(f"trainer.objective={name}", "trainer.advantage_std=batch", "trainer.loss_mean=token").trainer
+    assert (config.advantage_std, config.loss_mean) == ("batch", "token")
+
+
+def test_the_default_is_decoupled_ppo_with_its_weight():
+    config = TrainerConfig()
+    assert (config.objective, config.behaviour_weight) == ("decoupled_ppo", "full")
+
+
+def test_only_ppo_is_without_a_behaviour_weight_unless_asked():
+    assert [name for name in LOSSES if settings(name).behaviour_weight == "none"] == ["ppo"]
+
+
+def test_dapo_filters_groups_without_signal_unless_told_otherwise(load):
+    assert not load().filter_zero_signal
+    assert load("trainer.objective=dapo").filter_zero_signal
+    assert not load("trainer.objective=dapo", "filter_zero_signal=false").filter_zero_signal
+
+
+def test_the_constant_of_the_loss_mean_is_the_longest_completion(load):
+    assert load("trainer.objective=dr_grpo").trainer.loss_tokens == 64
+    assert load("trainer.objective=dr_grpo", "trainer.loss_tokens=10").trainer.loss_tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("trainer.objective=gropo", "Unknown objective 'gropo'"),
+        ("trainer.objective=[grpo]", "trainer.objective is ['grpo']"),
+        ("trainer.behaviour_weight_bounds=[2, 0.5]", "write the lower bound, 0 or more, first"),
+        ("trainer.behaviour_weight=some", "trainer.behaviour_weight is 'some'"),
+        ("trainer.eps_clip_dual=0.9", "trainer.eps_clip_dual is 0.9"),
+        ("reward.overlong_tokens=65", "lower reward.overlong_tokens"),
+    ],
+)
+def test_a_wrong_setting_is_told_in_a_sentence_that_names_it(load, override, sentence):
+    with pytest.raises(UserError) as told:
+        load(override)
+    assert sentence in str(told.value)

@@ -16,11 +16,16 @@ from areal.report import Run, draw, panels, read_run, write_report
 
 TITLES = [
     "Reward, mean",
+    "Groups filtered, without signal",
     "Held-out accuracy",
     "Staleness",
+    "Groups by staleness",
     "Throughput",
     "Step time",
     "Log-prob gap, engine and trainer",
+    "Importance weight",
+    "Effective sample size, share",
+    "KL divergence",
     "Entropy",
     "Loss",
     "Gradient norm",
@@ -32,13 +37,21 @@ def record(step, **changes):
     return {
         "step": step,
         "reward_mean": 0.1 * step,
+        "reward_mean_all": 0.05 * step,
+        "groups_filtered": step,
         "staleness_mean": 1.5,
         "staleness_max": 3,
+        "staleness_histogram": [5, 3, 0, 8],
         "tokens_trained": 900,
         "tokens_generated": 1000,
         "step_seconds": 2.0,
         "trainer_wait_seconds": 0.5,
         "logprob_gap": 1e-4,
+        "weight_mean": 1.01,
+        "weight_max": 4.0,
+        "effective_sample_size": 0.8,
+        "kl_behaviour": 0.02,
+        "kl_reference": 0.1,
         "loss": -0.01,
         "grad_norm": 0.7,
         "entropy": 1.2,
@@ -67,9 +80,18 @@ SUMMARY = {
 }
 
 
-def make_folder(folder, records=(), summary=None, config="name: demo\n"):
+EVALUATIONS = [
+    {"version": 0, "accuracy": 0.025, "pass_at": {"1": 0.02, "2": 0.04, "4": 0.1}},
+    {"version": 3, "accuracy": 0.5, "pass_at": {"1": 0.5, "2": 0.6, "4": 0.8}},
+    {"version": 5, "accuracy": 0.913, "pass_at": {"1": 0.9, "2": 0.95, "4": 1.0}},
+]
+
+
+def make_folder(folder, records=(), summary=None, config="name: demo\n", evaluations=()):
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    if evaluations:
+        (folder / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "config.yaml").write_text(config)
@@ -85,7 +107,8 @@ def folder(tmp_path):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The HTML of the report of a whole run."""
-    run = make_folder(tmp_path_factory.mktemp("runs") / "demo", [record(step) for step in range(1, 6)], SUMMARY)
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    run = make_folder(folder, [record(step) for step in range(1, 6)], SUMMARY, evaluations=EVALUATIONS)
     return write_report(run).read_text()
 
 
@@ -163,7 +186,7 @@ def test_samples_of_one_prompt_stand_side_by_side(folder):
 
 @pytest.mark.parametrize("steps", [1, 300])
 def test_a_run_of_any_length_has_all_figures(folder, steps):
-    run = folder([record(step) for step in range(1, steps + 1)], SUMMARY)
+    run = folder([record(step) for step in range(1, steps + 1)], SUMMARY, evaluations=EVALUATIONS)
     assert report_of(run).tags.count("svg") == len(TITLES)
 
 
@@ -215,6 +238,31 @@ def test_rates_are_per_second_and_step_time_is_split_in_work_and_wait(folder):
     assert math.isnan(by_title["Throughput"].lines[0][2][2])
     assert [values[:2] for _, values in by_title["Step time"].stack] == [[1.5, 0.0], [0.5, 2.0]]
     assert by_title["Staleness"].bound == 8
+
+
+def test_groups_are_counted_by_staleness_where_steps_differ_in_their_oldest_group(folder):
+    run = read_run(folder([record(1, staleness_histogram=[4, 1]), record(2, staleness_histogram=[2, 1, 2])], SUMMARY))
+    panel = next(panel for panel in panels(run) if panel.title == "Groups by staleness")
+    assert panel.stack == [("0", [4, 2]), ("1", [1, 1]), ("2", [0, 2])]
+
+
+def test_a_run_that_filters_nothing_has_one_reward(folder):
+    page = report_of(folder([record(step, groups_filtered=0) for step in (1, 2)], SUMMARY, evaluations=EVALUATIONS))
+    assert not page.says("Groups filtered") and page.says("Reward, mean")
+    assert page.tags.count("svg") == len(TITLES) - 1
+
+
+def test_the_accuracy_of_every_evaluated_version_is_drawn_and_what_the_most_samples_solve(folder):
+    run = read_run(folder([record(1)], SUMMARY, evaluations=EVALUATIONS))
+    (panel,) = [panel for panel in panels(run) if panel.title == "Held-out accuracy"]
+    assert panel.lines == [("mean", [0, 3, 5], [0.025, 0.5, 0.913]), ("pass@4", [0, 3, 5], [0.1, 0.8, 1.0])]
+
+
+def test_with_one_sample_a_row_there_is_one_line_of_accuracy(folder):
+    evaluations = [{"version": 0, "accuracy": 0.5, "pass_at": {"1": 0.5}}]
+    run = read_run(folder([record(1)], evaluations=evaluations))
+    (panel,) = [panel for panel in panels(run) if panel.title == "Held-out accuracy"]
+    assert panel.lines == [("", [0], [0.5])]
 
 
 def test_the_same_run_gives_the_same_report(folder):

@@ -6,7 +6,7 @@ import pytest
 from areal import reasoning_tasks
 from areal.config import DataConfig, UserError
 from areal.data import open_source
-from areal.rewards import BUILT_IN, RewardError, as_score, resolve
+from areal.rewards import BUILT_IN, RewardError, as_score, overlong_penalty, resolve
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 
@@ -120,3 +120,12 @@ def test_only_finite_numbers_are_scores():
     for value in (math.nan, math.inf, None, "1", 10**400):
         with pytest.raises(RewardError):
             as_score(value)
+
+
+def test_an_overlong_completion_loses_its_reward_linearly_over_the_buffer():
+    lengths = (1, 60, 61, 70, 79, 80, 200)
+    assert [overlong_penalty(n, 80, 20) for n in lengths] == [0, 0, 0.05, 0.5, 0.95, 1, 1]
+
+
+def test_without_a_buffer_no_length_costs_anything():
+    assert [overlong_penalty(n, 80, 0) for n in (1, 80, 200)] == [0, 0, 0]

@@ -76,6 +76,19 @@ def test_a_step_has_one_record_however_often_it_is_handed_in(config):
     assert [m["step"] for m in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2, 3]
 
 
+def test_an_evaluated_version_has_one_record_however_often_it_is_handed_in(config):
+    folder = RunFolder.create(config)
+    for version in (0, 0, 3):
+        folder.append_evaluation({"version": version, "accuracy": 0.5})
+    with (config.folder / "evaluations.jsonl").open("a") as evaluations:
+        evaluations.write('{"version": 6, "accu')
+    again = RunFolder.resume(config)
+    for version in (0, 3, 6):
+        again.append_evaluation({"version": version, "accuracy": 0.75})
+    records = read_jsonl(config.folder / "evaluations.jsonl")
+    assert [(e["version"], e["accuracy"]) for e in records] == [(0, 0.5), (3, 0.5), (6, 0.75)]
+
+
 @pytest.mark.parametrize("torn", ['{"step": 2, "stal', '{"step": 2}', "\0\0\0\0", "\n", '{"st\n'])
 def test_a_record_that_was_not_written_to_its_end_is_written_anew(config, torn):
     RunFolder.create(config).append_metrics(record(1))
@@ -109,7 +122,14 @@ def test_a_run_goes_on_with_its_own_configuration(begun, config):
 
 
 def test_a_run_may_go_on_with_more_steps_and_other_machines(begun, config, file):
-    overrides = ["steps=9", "generator.count=3", "reward.workers=2", "master.lease_seconds=5", "trainer.lr=1e-6"]
+    overrides = [
+        "steps=9",
+        "generator.count=3",
+        "reward.workers=2",
+        "master.lease_seconds=5",
+        "trainer.lr=1e-6",
+        "guard.patience=9",
+    ]
     changed = configuration_to_resume(begun, None, overrides)
     assert (changed.steps, changed.generator.count, changed.reward.workers, changed.trainer.lr) == (9, 3, 2, 1e-6)
     assert configuration_to_resume(begun, file, overrides) == changed

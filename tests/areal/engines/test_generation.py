@@ -168,6 +168,16 @@ async def test_the_samples_of_a_group_differ_and_each_is_right(engine: Generatio
         assert np.abs(expected - sample.logprobs).max() < 1e-4
 
 
+async def test_at_temperature_zero_every_token_is_the_likeliest_one(engine: GenerationEngine, models: Models) -> None:
+    greedy = SamplingConfig(temperature=0.0, max_new_tokens=12)
+    first, second = await asyncio.gather(*(collect(engine.generate("greedy", PROMPT, greedy)) for _ in range(2)))
+    assert first.tokens.tolist() == second.tokens.tolist()
+    ids = torch.tensor([[*PROMPT, *first.tokens.tolist()]])
+    with torch.no_grad():
+        logits = Qwen3ForCausalLM.from_pretrained(models[0], dtype=torch.float32)(ids).logits[0, len(PROMPT) - 1 : -1]
+    assert first.tokens.tolist() == logits.argmax(-1).tolist()
+
+
 async def test_chunks_are_typed_and_about_as_long_as_the_stream_interval(engine: GenerationEngine) -> None:
     chunks = [chunk async for chunk in engine.generate("r", PROMPT, SAMPLING, max_new_tokens=10)]
     assert [chunk.finish for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)

@@ -1,0 +1,41 @@
+"""What the scores of an evaluation say: avg@n and pass@k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+
+@dataclass(frozen=True, slots=True)
+class Scorecard:
+    """accuracy: avg@n, the mean over rows of their samples' mean score.
+    pass_at: by k (1, 2, 4, ... up to the samples of a row), the chance that one of k samples is solved; a k that no row
+    has enough scored samples for is left out.
+    failed: rows of which no sample was scored. They count in nothing else.
+    """
+
+    accuracy: float
+    pass_at: dict[str, float]
+    failed: int
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The unbiased estimate of pass@k from n >= k samples of which c are solved: 1 - C(n-c, k) / C(n, k)
+    (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def scorecard(rows: Sequence[Sequence[float]], samples: int, pass_score: float) -> Scorecard:
+    """Of the scores of each row's samples, `samples` of them less those that could not be scored; one is solved from
+    `pass_score` on. Raises ValueError where nothing was scored."""
+    scored = [row for row in rows if row]
+    if not scored:
+        raise ValueError(f"not one sample of {len(rows)} rows could be scored")
+    counts = [(len(row), sum(score >= pass_score for score in row)) for row in scored]
+    pass_at = {}
+    for k in (2**i for i in range(samples.bit_length())):
+        if estimates := [pass_at_k(n, c, k) for n, c in counts if n >= k]:
+            pass_at[f"{k}"] = sum(estimates) / len(estimates)
+    accuracy = sum(sum(row) / len(row) for row in scored) / len(scored)
+    return Scorecard(accuracy, pass_at, failed=len(rows) - len(scored))

@@ -1,0 +1,85 @@
+"""The guard says when a run has gone wrong, and not before."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from areal.config import GuardConfig
+from areal.guard import Guard
+
+SOUND = {
+    "loss": -0.01, "grad_norm": 0.7, "entropy": 1.2, "effective_sample_size": 0.8, "logprob_gap": 1e-4,
+    "kl_reference": None,
+}  # fmt: skip
+
+
+def guard(**limits: float) -> Guard:
+    return Guard(GuardConfig(**{"patience": 3, **limits}))
+
+
+def verdicts(guard: Guard, name: str, values: list[float | None]) -> list[str | None]:
+    return [guard.check(SOUND | {name: value}) for value in values]
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "entropy"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stops_the_run_at_once(name, value):
+    assert guard().check(SOUND) is None
+    assert guard().check(SOUND | {name: value}).startswith(f"{name} is {value}: lower trainer.lr")
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "bad", "side"),
+    [
+        ("effective_sample_size", 0.1, 0.04, "below"),
+        ("effective_sample_size", 0.1, math.nan, "below"),
+        ("entropy", 0.3, 0.2, "below"),
+        ("logprob_gap", 0.5, 0.7, "above"),
+        ("logprob_gap", 0.5, math.inf, "above"),
+    ],
+)
+def test_a_limit_broken_for_patience_steps_in_a_row_stops_the_run(name, limit, bad, side):
+    first, second, third = verdicts(guard(**{name: limit}), name, [bad, bad, bad])
+    assert first is second is None
+    assert third.startswith(f"{name} is {bad:.3g}, for 3 steps in a row {side} guard.{name} = {limit:g}: ")
+    assert third.endswith(".") and "\n" not in third
+
+
+def test_a_value_at_the_limit_is_sound():
+    limits = guard(effective_sample_size=0.1, logprob_gap=0.5, entropy=0.3, patience=1)
+    assert limits.check({"effective_sample_size": 0.1, "logprob_gap": 0.5, "entropy": 0.3}) is None
+    assert not limits.suspicious
+
+
+def test_a_sound_step_ends_a_streak():
+    asked = guard()
+    assert verdicts(asked, "effective_sample_size", [0.04, 0.04, 0.5, 0.04, 0.04]) == [None] * 5
+    assert asked.suspicious
+    assert asked.check(SOUND) is None
+    assert not asked.suspicious
+
+
+def test_streaks_of_different_metrics_do_not_add_up():
+    asked = guard()
+    for name, bad in (("effective_sample_size", 0.04), ("logprob_gap", 0.7), ("effective_sample_size", 0.04)):
+        assert asked.check(SOUND | {name: bad}) is None
+    assert asked.suspicious
+
+
+@pytest.mark.parametrize("unmeasured", [{}, {"logprob_gap": None}])
+def test_a_step_that_did_not_measure_a_metric_neither_ends_nor_lengthens_a_streak(unmeasured):
+    asked = guard()
+    assert asked.check({"logprob_gap": 0.7}) is asked.check({"logprob_gap": 0.7}) is None
+    assert asked.check(unmeasured) is None
+    assert asked.suspicious
+    assert asked.check({"logprob_gap": 0.7}) is not None
+
+
+def test_an_entropy_limit_of_zero_is_off():
+    assert verdicts(guard(), "entropy", [0.0] * 9) == [None] * 9
+
+
+def test_metrics_that_are_not_there_are_not_checked():
+    assert guard(patience=1).check({}) is None
