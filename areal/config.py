@@ -102,6 +102,7 @@ class TrainerConfig(Section):
     grad_clip: float = Field(1.0, gt=0)
     minibatches: int = Field(4, ge=1, description="optimizer steps a training step, each on its share of the batch")
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="cap C of Algorithm 1")
+    prefix_tree: bool = Field(True, description="compute what samples of a group begin with in common once")
     objective: str = "decoupled_ppo"
     eps_clip: float = Field(0.2, gt=0)
     eps_clip_higher: float | None = Field(None, gt=0, description="upper clip, where it differs from eps_clip")
