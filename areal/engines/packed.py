@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 
 FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_sdpa"
 LOGITS_AT_ONCE = 1 << 26
@@ -62,20 +62,22 @@ class FlatBatch:
         if not groups:
             raise ValueError("a batch without groups cannot be trained")
         members = [(i, t) for i, group in enumerate(groups) for t in _ordered(group, prefix_tree)]
-        for i, trajectory in members:
-            if trajectory.sampled[:1].any():
-                raise ValueError(f"group {groups[i].id}: a trajectory without a prompt cannot be trained")
-            if not np.isfinite(trajectory.reward):
-                raise ValueError(f"group {groups[i].id} has a reward that is not finite: {trajectory.reward}")
         trajectories = [t for _, t in members]
+        lengths = np.array([len(t) for t in trajectories], dtype=np.int32)
+        versions = np.concatenate([t.versions for t in trajectories]).astype(np.int32)
+        rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
+        for n in np.flatnonzero(versions[lengths.cumsum() - lengths] != NOT_SAMPLED):
+            raise ValueError(f"group {groups[members[n][0]].id}: a trajectory without a prompt cannot be trained")
+        for n in np.flatnonzero(~np.isfinite(rewards)):
+            raise ValueError(f"group {groups[members[n][0]].id} has a reward that is not finite: {rewards[n]}")
         numbers = np.array([i for i, _ in members], dtype=np.int32)
         return cls(
             tokens=np.concatenate([t.tokens for t in trajectories]).astype(np.int32),
             logprobs=np.concatenate([t.logprobs for t in trajectories]).astype(np.float32),
-            versions=np.concatenate([t.versions for t in trajectories]).astype(np.int32),
-            lengths=np.array([len(t) for t in trajectories], dtype=np.int32),
-            shared=_shared(members) if prefix_tree else np.zeros(len(members), dtype=np.int32),
-            rewards=np.array([t.reward for t in trajectories], dtype=np.float64),
+            versions=versions,
+            lengths=lengths,
+            shared=_shared(members) if prefix_tree else np.zeros_like(lengths),
+            rewards=rewards,
             groups=numbers,
             minibatch=numbers % minibatches,
         )
@@ -113,8 +115,8 @@ def _shared(members: Sequence[tuple[int, Trajectory]]) -> np.ndarray:
     counts = [0]
     for (group, one), (next_group, other) in pairwise(members):
         length = min(len(one), len(other)) if group == next_group else 0
-        different = np.flatnonzero(one.tokens[:length] != other.tokens[:length])
-        counts.append(int(different[0]) if len(different) else length)
+        same = np.append(one.tokens[:length] == other.tokens[:length], False)
+        counts.append(int(same.argmin()))
     return np.array(counts, dtype=np.int32)
 
 

@@ -172,6 +172,7 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
                 "eps": config.adam_eps,
                 "weight_decay": config.weight_decay,
                 "torch_adam": True,  # DeepSpeed's own kernels would be compiled at start-up
+                "fused": not torch.cuda.is_available(),  # the default of a CPU takes several passes over memory
             },
         },
         "steps_per_print": None,
