@@ -6,9 +6,9 @@ before it does not have, and its *path* says where all of its tokens stand. So a
 branch. A token's position is its depth, and it attends to its ancestors and itself: its log-probability and all
 gradients are those of the sequence by itself.
 
-`packed_sdpa` is one kernel call a sequence: queries are the tokens it adds, keys are its path. Measured on one core
-over training steps: 1.3 times as fast as sequences of like length gathered into padded blocks; for trees, 1.2 times as
-fast as a dense mask for each group, and as the whole path for queries too.
+`packed_sdpa` is one kernel call a sequence: queries are the tokens it adds, keys are its path. On trees of the
+quickstart, one core, that makes a training step 1.2 times as fast as each of: a dense mask for each group, whole paths
+for queries too, and paths of like length gathered into padded blocks.
 """
 
 from __future__ import annotations

@@ -69,6 +69,15 @@ def padded_loss(module: torch.nn.Module, members: Sequence[Trajectory], masked: 
     return -(logps * rewards[sampled]).sum()
 
 
+def padding(batches: Sequence[list[Group]], size: int) -> float:
+    """Tokens that are padding, of all that the padded contestant computes."""
+    computed = 0
+    for batch in batches:
+        lengths = sorted((len(t) for group in batch for t in group.trajectories), reverse=True)
+        computed += sum(lengths[start] * len(lengths[start : start + size]) for start in range(0, len(lengths), size))
+    return 1 - tokens_of(batches) / computed
+
+
 def best_size(model: Path, batches: Sequence[list[Group]], *, masked: bool) -> int:
     seconds = interleaved(
         {str(size): padded_trainer(model, batches[:1], size, masked=masked) for size in SIZES}, rounds=2
@@ -145,6 +154,9 @@ def compare(options: argparse.Namespace, model: Path, batches: list[list[Group]]
         "spread": against(seconds["padded"])[1],
         "ratio_unmasked": against(seconds["unmasked"])[0],
         "spread_unmasked": against(seconds["unmasked"])[1],
+        "ratio_with_prefix_tree": ratio(seconds["padded"], seconds["tree"])[0],
+        "spread_with_prefix_tree": ratio(seconds["padded"], seconds["tree"])[1],
+        "padding": padding(batches, sizes[True]),
         "prefix_tree_ratio": ratio(seconds["packed"], seconds["tree"])[0],
         "prefix_tree_spread": ratio(seconds["packed"], seconds["tree"])[1],
         "prefix_tree_tokens_saved": 1 - computed / tokens,
@@ -164,6 +176,8 @@ def compare(options: argparse.Namespace, model: Path, batches: list[list[Group]]
         [
             f"packed / padded {results['ratio']:.2f} {span(results['spread'])}, "
             f"packed / unmasked {results['ratio_unmasked']:.2f} {span(results['spread_unmasked'])}",
+            f"tree / padded {results['ratio_with_prefix_tree']:.2f} {span(results['spread_with_prefix_tree'])}; "
+            f"padding is {results['padding']:.1%} of what is computed {sizes[True]} sequences at a time",
             f"tree / packed {results['prefix_tree_ratio']:.2f} {span(results['prefix_tree_spread'])}; "
             f"tokens saved {results['prefix_tree_tokens_saved']:.1%}",
             f"model forward and backward in the trainer's loop: {results['forward_backward_share']:.1%} "
