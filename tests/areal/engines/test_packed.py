@@ -212,6 +212,7 @@ def test_any_tree_has_the_log_probs_and_gradients_of_its_sequences_alone(model, 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups=TREES)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
 def test_flex_attention_sees_the_same_tree(model, groups):
     row = whole_row(flat_tree(*groups))
