@@ -146,6 +146,7 @@ class TrainerConfig(Section):
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="cap C of Algorithm 1")
     gradient_checkpointing: bool = Field(False, description="compute activations again in the backward pass: memory")
     lora: LoraConfig | None = Field(None, description="train adapters in place of all weights")
+    prefix_tree: bool = Field(True, description="compute what samples of a group begin with in common once")
     objective: str = "decoupled_ppo"
     eps_clip: float = Field(0.2, gt=0, description="lower clip of pi_theta / pi_prox, at 1 - eps_clip; upper at 1 +")
     eps_clip_higher: float | None = Field(None, gt=0, description="upper clip, where it differs from eps_clip")

@@ -1,12 +1,14 @@
 """Dynamic micro-batches: Algorithm 1 of the AReaL paper (arXiv 2505.24298), and its share-out over ranks.
 
 Sequences are packed by length under a token cap, with no padding. Everything here is a pure function of the
-lengths, so every rank computes the same plan by itself.
+lengths and of how much sequences share, so every rank computes the same plan by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 
 def microbatches(lengths: Sequence[int], cap: int, k_min: int = 1) -> list[list[int]]:
@@ -35,28 +37,70 @@ def microbatches(lengths: Sequence[int], cap: int, k_min: int = 1) -> list[list[
     return packed
 
 
-def split_over_ranks(lengths: Sequence[int], ranks: int, cap: int) -> list[list[list[int]]]:
+def split_over_ranks(
+    lengths: Sequence[int], ranks: int, cap: int, shared: Sequence[int] | None = None
+) -> list[list[list[int]]]:
     """Deal sequences to `ranks`, balanced in tokens, and pack each rank's share with `microbatches`.
 
-    Returns one list of micro-batches a rank, largest first. Ranks differ by at most the longest sequence in tokens. All
-    have the same number of micro-batches, since under ZeRO-3 every forward and backward pass is a collective; a rank
-    with too few sequences gets empty ones. Raises ValueError as `microbatches` does.
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        least = tokens.index(min(tokens))
-        shares[least].append(index)
-        tokens[least] += lengths[index]
+    shared: first tokens that each sequence has in common with the one before it; they are computed once where the two
+    are together, and count once. So such sequences are dealt together, in runs as long as the cap and the balance of
+    the ranks allow: of several lengths of run, the one is taken that leaves the fullest rank the fewest tokens.
 
-    rounds, packed = 0, [microbatches([lengths[i] for i in share], cap) for share in shares]
+    Returns one list of micro-batches a rank, largest first. Without shared tokens, ranks differ by at most the longest
+    sequence in tokens. All have the same number of micro-batches, since under ZeRO-3 every forward and backward pass is
+    a collective; a rank with too few sequences gets empty ones. Raises ValueError as `microbatches` does.
+    """
+    shared = [0] * len(lengths) if shared is None else shared
+    limits = [cap >> halvings for halvings in range(cap.bit_length())] if ranks > 1 and any(shared) else [cap]
+    plans = [_dealt(_runs(lengths, shared, limit), ranks, cap) for limit in limits]
+    fullest, rows = min(plans, key=lambda plan: plan[0])
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Sequences `start` to `stop - 1`, and the tokens they have with all shared prefixes computed once."""
+
+    start: int
+    stop: int
+    tokens: int
+
+
+def _runs(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[Run]:
+    """Cut the line of sequences where nothing is shared, and where least is until every run is within the limit."""
+    starts = [i for i, common in enumerate(shared) if i == 0 or common == 0]
+    todo = list(pairwise([*starts, len(lengths)]))
+    runs = []
+    while todo:
+        start, stop = todo.pop()
+        tokens = lengths[start] + sum(lengths[i] - shared[i] for i in range(start + 1, stop))
+        if tokens <= limit or stop - start == 1:
+            runs.append(Run(start, stop, tokens))
+            continue
+        middle = (start + stop) / 2
+        cut = min(range(start + 1, stop), key=lambda i: (shared[i], abs(i - middle)))
+        todo += [(start, cut), (cut, stop)]
+    return sorted(runs, key=lambda run: run.start)
+
+
+def _dealt(runs: Sequence[Run], ranks: int, cap: int) -> tuple[int, list[list[list[int]]]]:
+    """The tokens of the fullest rank, and the micro-batches of every rank."""
+    shares: list[list[Run]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for run in sorted(runs, key=lambda run: -run.tokens):
+        least = tokens.index(min(tokens))
+        shares[least].append(run)
+        tokens[least] += run.tokens
+
+    rounds, packed = 0, [microbatches([run.tokens for run in share], cap) for share in shares]
     while (most := max(map(len, packed))) > rounds:  # spread over more micro-batches, a rank may come to need one more
         rounds = most
-        packed = [microbatches([lengths[i] for i in share], cap, k_min=rounds) for share in shares]
+        packed = [microbatches([run.tokens for run in share], cap, k_min=rounds) for share in shares]
 
     dealt = []
     for share, rows in zip(shares, packed, strict=True):
         own = [[share[i] for i in row] for row in rows]
-        own.sort(key=lambda row: -sum(lengths[i] for i in row))
-        dealt.append(own + [[] for _ in range(rounds - len(own))])
-    return dealt
+        own.sort(key=lambda row: -sum(run.tokens for run in row))
+        members = [[i for run in row for i in range(run.start, run.stop)] for row in own]
+        dealt.append(members + [[] for _ in range(rounds - len(own))])
+    return max(tokens), dealt

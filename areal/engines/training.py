@@ -20,6 +20,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,11 +33,13 @@ from areal.engines.amx import avoid_broken_amx
 from areal.engines.checkpoint import TrainingState
 from areal.engines.lora import FOLDER as ADAPTER
 from areal.engines.lora import add_adapters, merged_tensors, read_adapter, write_adapter
-from areal.engines.packed import PACKED_SDPA, FlatBatch, Row, attention_kwargs, pack, packed_sdpa, token_logprobs
+from areal.engines.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, pack, token_logprobs
 from areal.objectives import TokenLoss, Tokens, interpolated_proximal, kl, rehearse, resolve_objective
 from areal.packing import split_over_ranks
 from areal.trajectory import Group
 from areal.weights import atomic_folder, copy_model_files, write_weights
+
+log = structlog.get_logger()
 
 SILENCE = timedelta(days=7)
 """How long a rank waits for rank 0's next message. A run that waits for data is not broken; lost peers show at once."""
@@ -54,7 +57,8 @@ class StepResult:
     the tokens that as many equal weights would be, (sum w)^2 / (n sum w^2).
     kl_behaviour: KL(pi_behav || pi_prox), nats a token, as is kl_reference: KL(pi_prox || pi_ref) (k3), or None.
     token_staleness_mean: versions between a token's sampling and this step.
-    tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch.
+    tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch. tokens_computed: without those
+    that a prefix tree spared.
     The seconds are rank 0's; forward includes the passes for proximal and reference log-probs.
     """
 
@@ -71,6 +75,7 @@ class StepResult:
     token_staleness_mean: float
     tokens_trained: int
     tokens_total: int
+    tokens_computed: int
     forward_seconds: float
     backward_seconds: float
     optimizer_seconds: float
@@ -80,7 +85,7 @@ class _Tally:
     """Sums over the tokens of a step on one rank, and its clock."""
 
     SUMS = ("loss", "entropy", "clipped", "weight", "weight_squared", "kl_behaviour", "kl_reference", "staleness",
-            "gap", "current")  # fmt: skip
+            "gap", "current", "computed")  # fmt: skip
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=device)
@@ -104,6 +109,7 @@ class _Tally:
             "staleness": version - row.versions,
             "gap": (row.behaviour - logp).abs()[current],
             "current": current,
+            "computed": torch.tensor(sum(row.added) if len(row.places) else 0),
         }
         self.sums += torch.stack([sums[name].sum().double().to(self.sums.device) for name in self.SUMS])
         if len(weight):
@@ -140,6 +146,7 @@ class _Tally:
             token_staleness_mean=sums["staleness"] / count,
             tokens_trained=tokens_trained,
             tokens_total=tokens_total,
+            tokens_computed=int(sums["computed"]),
             **{f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
         )
 
@@ -168,6 +175,7 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
                 "eps": config.adam_eps,
                 "weight_decay": config.weight_decay,
                 "torch_adam": True,  # DeepSpeed's own kernels would be compiled at start-up
+                "fused": not torch.cuda.is_available(),  # the default of a CPU takes several passes over memory
             },
         },
         "steps_per_print": None,
@@ -248,6 +256,10 @@ class TrainingEngine:
         self._stage: int = settings["zero_optimization"]["stage"]
         rehearse(config)
         self._objective = resolve_objective(config.objective)
+        self._attention = choose_attention(config.dtype)
+        self._prefix_tree = config.prefix_tree and self._attention != FLASH  # it has no mask
+        if self.rank == 0:
+            log.info("attention", kind=self._attention, prefix_tree=self._prefix_tree)
         with redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
         with self._spread_over_ranks():
@@ -286,14 +298,10 @@ class TrainingEngine:
             del known_while_it_lives
 
     def _read_model(self, folder: Path, dtype: str) -> torch.nn.Module:
-        from transformers import AttentionInterface, AutoModelForCausalLM
-        from transformers.utils import is_flash_attn_2_available
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
-        AttentionInterface.register(PACKED_SDPA, packed_sdpa)
-        flash = self.config.dtype == "bfloat16" and torch.cuda.is_available() and is_flash_attn_2_available()
-        self._attention = "flash_attention_2" if flash else PACKED_SDPA
         try:
             module = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=getattr(torch, dtype), attn_implementation=self._attention
@@ -353,7 +361,8 @@ class TrainingEngine:
         """Rank 0's groups, flattened, on all ranks."""
         arrays: dict[str, np.ndarray] = {}
         if batch is not None:
-            arrays = FlatBatch.of(batch, minibatches=self.config.minibatches).arrays()
+            flat = FlatBatch.of(batch, minibatches=self.config.minibatches, prefix_tree=self._prefix_tree)
+            arrays = flat.arrays()
         header = self.broadcast({name: [len(a), a.dtype.str] for name, a in arrays.items()} if self.rank == 0 else None)
         return FlatBatch(
             **{
@@ -368,7 +377,10 @@ class TrainingEngine:
         for m in range(int(batch.minibatch.max()) + 1):
             members = np.flatnonzero(batch.minibatch == m)
             ranks = split_over_ranks(
-                batch.lengths[members].tolist(), self.world_size, self.config.max_tokens_per_microbatch
+                batch.lengths[members].tolist(),
+                self.world_size,
+                self.config.max_tokens_per_microbatch,
+                batch.shared[members].tolist(),
             )
             minibatches.append([pack(batch, trained, members[row].tolist(), self.device) for row in ranks[self.rank]])
         return minibatches
@@ -382,7 +394,7 @@ class TrainingEngine:
             use_cache=False,
             **attention_kwargs(row, self._attention),
         ).logits[0]
-        return token_logprobs(logits, row.targets, temperature)
+        return token_logprobs(logits, row.distribution, row.targets, temperature)
 
     def step(
         self,

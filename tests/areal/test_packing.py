@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,3 +69,42 @@ def test_no_rank_is_idle_while_there_are_sequences_enough(lengths, ranks):
 def test_ranks_differ_by_at_most_the_longest_sequence(lengths, ranks, cap):
     tokens = [sum(lengths[i] for row in rank for i in row) for rank in split_over_ranks(lengths, ranks, cap)]
     assert max(tokens) - min(tokens) <= max(lengths)
+
+
+@st.composite
+def shared_lines(draw):
+    """(lengths, shared): a line of sequences of which each may begin like the one before it."""
+    lengths = draw(LENGTHS)
+    shared = [draw(st.integers(0, min(pair))) for pair in zip(lengths[:-1], lengths[1:], strict=True)]
+    return lengths, [0, *shared][: len(lengths)]
+
+
+def computed(row, lengths, shared):
+    """Tokens of a micro-batch, with what neighbours in the line share counted once."""
+    return sum(lengths[i] for i in row) - sum(shared[i] for before, i in pairwise(row) if before + 1 == i)
+
+
+@given(shared_lines(), st.integers(1, 9), CAPS)
+def test_the_cap_counts_shared_tokens_once(line, ranks, cap):
+    rows = [row for rank in split_over_ranks(line[0], ranks, cap, line[1]) for row in rank]
+    assert sorted(i for row in rows for i in row) == list(range(len(line[0])))
+    assert all(computed(row, *line) <= cap or len(row) == 1 for row in rows)
+
+
+@given(shared_lines(), st.integers(1, 9), CAPS)
+def test_sharing_never_makes_the_fullest_rank_fuller(line, ranks, cap):
+    def fullest(lengths, shared):
+        dealt = split_over_ranks(line[0], ranks, cap, shared)
+        return max(sum(computed(row, lengths, shared) for row in rank) for rank in dealt)
+
+    assert fullest(*line) <= fullest(line[0], [0] * len(line[0]))
+
+
+def test_sequences_that_share_stay_together_and_are_cut_where_least_is_shared():
+    lengths, shared = [9, 9, 9, 9, 5], [0, 8, 2, 8, 0]
+    assert split_over_ranks(lengths, 1, 100, shared) == [[[0, 1, 2, 3, 4]]]
+    assert split_over_ranks(lengths, 1, 15, shared) == [[[0, 1, 4], [2, 3]]]
+
+
+def test_ranks_that_would_idle_get_a_part_of_a_group():
+    assert split_over_ranks([20, 20, 20, 20], 2, 100, [0, 5, 5, 5]) == [[[0, 1]], [[2, 3]]]

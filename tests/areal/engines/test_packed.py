@@ -1,9 +1,21 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from areal.engines import packed
-from areal.engines.packed import FlatBatch, pack, packed_sdpa, token_logprobs
+from areal.engines.packed import (
+    PACKED_FLEX,
+    PACKED_SDPA,
+    FlatBatch,
+    attention_kwargs,
+    choose_attention,
+    pack,
+    packed_flex,
+    packed_sdpa,
+    token_logprobs,
+)
 from areal.trajectory import Group, Trajectory
 
 CPU = torch.device("cpu")
@@ -69,23 +81,154 @@ def test_a_trajectory_without_a_prompt_is_refused():
 
 def test_log_probs_in_chunks_equal_those_at_once(monkeypatch):
     torch.manual_seed(0)
-    logits, targets = torch.randn(50, 11, requires_grad=True), torch.randint(0, 11, (50,))
-    weights = torch.randn(50)
+    logits, targets = torch.randn(50, 11, requires_grad=True), torch.randint(0, 11, (70,))
+    weights, which = torch.randn(70), torch.randint(0, 50, (70,))
     results = []
     for at_once in (10_000, 77):
         monkeypatch.setattr(packed, "LOGITS_AT_ONCE", at_once)
-        logps, entropy = token_logprobs(logits, targets, 0.7)
+        logps, entropy = token_logprobs(logits, which, targets, 0.7)
         (gradient,) = torch.autograd.grad((logps * weights).sum(), logits)
         results.append((logps, entropy, gradient))
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(chunked, whole)
-    distribution = torch.distributions.Categorical(logits=logits / 0.7)
+    distribution = torch.distributions.Categorical(logits=logits[which] / 0.7)
     torch.testing.assert_close(results[0][0], distribution.log_prob(targets))
     torch.testing.assert_close(results[0][1], distribution.entropy())
+    (expected,) = torch.autograd.grad((distribution.log_prob(targets) * weights).sum(), logits)
+    torch.testing.assert_close(results[0][2], expected)
 
 
 @pytest.mark.parametrize("kind", [{"sliding_window": 3}, {"softcap": 30.0}])
-def test_attention_that_is_not_supported_is_refused(kind):
-    q = torch.zeros(1, 2, 4, 8)
+@pytest.mark.parametrize("attention", [packed_sdpa, packed_flex])
+def test_attention_that_is_not_supported_is_refused(attention, kind):
+    q, flat = torch.zeros(1, 2, 4, 8), batch()
+    row = pack(flat, flat.trained(None), [0], CPU)
     with pytest.raises(NotImplementedError):
-        packed_sdpa(torch.nn.Module(), q, q, q, None, sequence_lengths=[4], **kind)
+        attention(torch.nn.Module(), q, q, q, None, row=row, mask=None, **kind)
+
+
+# --- prefix trees
+
+TEMPERATURE = 0.8
+
+
+def sample(tokens, prompt):
+    """A trajectory with a prompt of so many tokens."""
+    T = len(tokens)
+    versions = np.where(np.arange(T) < prompt, -1, 3).astype(np.int32)
+    return Trajectory(np.array(tokens, np.int32), np.zeros(T, np.float32), versions, 0.0, "stop")
+
+
+def flat_tree(*groups):
+    """Of (tokens, prompt) pairs."""
+    made = [Group(str(g), g, tuple(sample(*pair) for pair in group)) for g, group in enumerate(groups)]
+    return FlatBatch.of(made, minibatches=1, prefix_tree=True)
+
+
+def whole_row(flat):
+    return pack(flat, flat.trained(None), range(len(flat.lengths)), CPU)
+
+
+def test_tokens_that_samples_of_a_group_begin_with_stand_in_the_row_once():
+    flat = flat_tree([([5, 6, 7, 9], 2), ([5, 6, 7, 8, 1], 2), ([5, 6, 7, 8], 2)], [([5, 6], 1)])
+    assert flat.shared.tolist() == [0, 4, 3, 0]
+    row = whole_row(flat)
+    assert row.tokens.tolist() == [[5, 6, 7, 8, 1, 9, 5, 6]]
+    assert row.positions.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1]]
+    assert row.added == [4, 1, 1, 2]
+    assert row.targets.tolist() == [7, 8, 7, 8, 1, 7, 9, 6]
+    assert row.sequence.tolist() == [0, 0, 1, 1, 1, 2, 2, 3]
+    assert row.predicts[row.distribution].tolist() == [1, 2, 1, 2, 3, 1, 2, 6]
+    assert len(row.predicts) == 4
+
+
+def test_a_prefix_is_shared_only_with_the_neighbour_that_has_it():
+    flat = flat_tree([([5, 6, 1], 1), ([5, 6, 2], 1), ([5, 6, 3], 1)])
+    assert pack(flat, flat.trained(None), [0, 2], CPU).added == [3, 3]
+    assert pack(flat, flat.trained(None), [1, 2], CPU).added == [3, 1]
+
+
+@pytest.fixture(scope="module")
+def model():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    choose_attention("float32")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=7,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.3,
+        attn_implementation=PACKED_SDPA,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def logps_of(model, row, attention=PACKED_SDPA):
+    model.set_attn_implementation(attention)
+    about = attention_kwargs(row, attention)
+    logits = model(
+        input_ids=row.tokens, position_ids=row.positions, logits_to_keep=row.predicts, use_cache=False, **about
+    ).logits[0]
+    return token_logprobs(logits, row.distribution, row.targets, TEMPERATURE)[0]
+
+
+def logps_alone(model, flat):
+    """Of every trained token, from its sequence by itself and with the model's own attention."""
+    model.set_attn_implementation("eager")
+    found = []
+    for tokens, versions in zip(
+        *(np.split(a, flat.lengths.cumsum()[:-1]) for a in (flat.tokens, flat.versions)), strict=True
+    ):
+        tokens = torch.from_numpy(tokens).long()
+        logps = torch.log_softmax(model(input_ids=tokens[None]).logits[0, :-1] / TEMPERATURE, -1)
+        found.append(logps.gather(1, tokens[1:, None])[:, 0][torch.from_numpy(versions[1:] >= 0)])
+    return torch.cat(found)
+
+
+def gradients(model, loss):
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+SEQUENCES = st.lists(st.integers(0, 1), min_size=2, max_size=9)
+PAIRS = SEQUENCES.flatmap(lambda tokens: st.tuples(st.just(tokens), st.integers(1, len(tokens) - 1)))
+TREES = st.lists(st.lists(PAIRS, min_size=1, max_size=6), min_size=1, max_size=3)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(groups=TREES, seed=st.integers(0, 99))
+def test_any_tree_has_the_log_probs_and_gradients_of_its_sequences_alone(model, groups, seed):
+    flat = flat_tree(*groups)
+    expected, found = logps_alone(model, flat), logps_of(model, whole_row(flat))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(len(found), generator=torch.Generator().manual_seed(seed))
+    for one, other in zip(gradients(model, found @ weights), gradients(model, expected @ weights), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(groups=TREES)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_flex_attention_sees_the_same_tree(model, groups):
+    row = whole_row(flat_tree(*groups))
+    torch.testing.assert_close(logps_of(model, row, PACKED_FLEX), logps_of(model, row), rtol=1e-5, atol=1e-5)
+
+
+def test_private_tokens_of_one_sequence_are_nothing_to_the_others(model):
+    found = []
+    for private in (2, 3):
+        flat = flat_tree([([5, 6, 1, 1], 2), ([5, 6, 4, private, private], 2), ([5, 6, 4, 5], 2)])
+        row = whole_row(flat)
+        assert row.added == [4, 3, 1]
+        logps = logps_of(model, row)
+        others = logps[row.sequence != 1]
+        found.append([others, logps[row.sequence == 1], *gradients(model, others.sum())])
+    (others, own, *gradient), (others_then, own_then, *gradient_then) = found
+    assert not torch.allclose(own, own_then)
+    for one, other in zip([others, *gradient], [others_then, *gradient_then], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)

@@ -123,6 +123,26 @@ def test_gradients_are_the_same_for_any_microbatch_cap(engine_of, folder, cap):
     assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
 
 
+def make_tree(seed=0):
+    """As `make_batch`; but samples of a group begin with the same tokens."""
+    batch = make_batch(seed=seed)
+    for group in batch:
+        for trajectory in group.trajectories[1:]:
+            common = min(len(trajectory), len(group.trajectories[0])) - 3
+            trajectory.tokens[:common] = group.trajectories[0].tokens[:common]
+    return batch
+
+
+@pytest.mark.parametrize("cap", [1, 40, 10_000])
+@pytest.mark.parametrize("prefix_tree", [True, False])
+def test_gradients_are_the_same_when_samples_share_tokens(engine_of, folder, cap, prefix_tree):
+    batch = make_tree()
+    engine = engine_of(max_tokens_per_microbatch=cap, prefix_tree=prefix_tree)
+    result, gradients = step_and_gradients(engine, batch)
+    assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
+    assert (result.tokens_computed < result.tokens_total) == (prefix_tree and cap > 1)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_are_the_same_at_any_zero_stage(engine_of, folder, stage):
     batch = make_batch()
@@ -346,10 +366,11 @@ def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):
 
 def test_two_ranks_have_the_gradients_of_one(folder, tmp_path):
     run_worker(__file__, "gradients", folder, tmp_path, ranks=2)
-    many, one = make_batch(), make_batch(1)
+    many, tree, one = make_batch(), make_tree(), make_batch(1)
     model = eager(folder)
     for stage in (0, 2, 3):
         assert_same_gradients(load_file(tmp_path / f"{stage}-many"), reference_gradients(model, many))
+        assert_same_gradients(load_file(tmp_path / f"{stage}-tree"), reference_gradients(model, tree))
         assert_same_gradients(load_file(tmp_path / f"{stage}-one"), reference_gradients(model, one))
         weights = load_file(tmp_path / f"weights-{stage}" / "model.safetensors")
         for name, tensor in load_file(folder / "model.safetensors").items():
@@ -361,7 +382,7 @@ def write_gradients(folder, out):
     for stage in (0, 2, 3):
         engine = TrainingEngine(folder, settings(zero_stage=stage, lr=1e-9, max_tokens_per_microbatch=40), seed=0)
         first = engine.rank == 0
-        for name, batch in {"many": make_batch(), "one": make_batch(1)}.items():
+        for name, batch in {"many": make_batch(), "tree": make_tree(), "one": make_batch(1)}.items():
             result, gradients = step_and_gradients(engine, batch if first else None)
             assert engine.broadcast({"result": repr(result.loss)} if first else None) == {"result": repr(result.loss)}
             if first:

@@ -1,0 +1,121 @@
+"""The training engine's step against a bare PyTorch loop, and what its settings cost.
+
+The bare loop is a plain transformers model and torch's AdamW, without DeepSpeed, on rows that were packed beforehand:
+same rows, attention, log-probabilities, loss and clipping. The engine's step also flattens, plans and packs the batch,
+and computes advantages and metrics. Then the engine's step is timed at each ZeRO stage (one rank), and with four
+minibatches whose proximal policy is recomputed or interpolated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from steps import VERSION, arguments, interleaved, model_and_batches, ratio, settings, show, tokens_of, trainer, write
+from transformers import AutoModelForCausalLM
+
+from areal.engines.packed import PACKED_SDPA, Row, attention_kwargs, token_logprobs
+from areal.engines.training import TrainingEngine
+from areal.objectives import Tokens, decoupled_ppo
+from areal.trajectory import Group
+
+
+def packed_rows(model: Path, batches: Sequence[list[Group]]) -> list[list[Row]]:
+    """The rows of each batch, as the engine makes them."""
+    engine = TrainingEngine(model, settings(), seed=0)
+    found: list[list[Row]] = []
+    train = engine._train_minibatch
+    engine._train_minibatch = lambda rows, *args, **kwargs: (found.append(rows), train(rows, *args, **kwargs))
+    for batch in batches:
+        engine.step(batch, version=VERSION, temperature=1.0)
+    return found
+
+
+def bare_trainer(model: Path, batches: list[list[Row]]) -> Callable[[], None]:
+    """A function that trains on all batches without the engine."""
+    config = settings()
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=PACKED_SDPA).train()
+    optimizer = torch.optim.AdamW(
+        module.parameters(),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+    def train() -> None:
+        for rows in batches:
+            for row in rows:
+                logits = module(
+                    input_ids=row.tokens,
+                    position_ids=row.positions,
+                    logits_to_keep=row.predicts,
+                    use_cache=False,
+                    **attention_kwargs(row, PACKED_SDPA),
+                ).logits[0]
+                logp, _ = token_logprobs(logits, row.distribution, row.targets, 1.0)
+                tokens = Tokens(logp, logp.detach(), row.behaviour, row.advantages, row.sequence)
+                (decoupled_ppo(tokens, config).loss * row.weights).sum().backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), config.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
+def compare(options: argparse.Namespace, model: Path, batches: list[list[Group]]) -> None:
+    minibatches = 2 if options.quick else 4
+    contestants = {
+        "bare loop": bare_trainer(model, packed_rows(model, batches)),
+        "engine": trainer(model, batches),
+        "engine, prefix_tree=false": trainer(model, batches, prefix_tree=False),
+        **{f"engine, zero_stage={stage}": trainer(model, batches, zero_stage=stage) for stage in (1, 2, 3)},
+        **{
+            f"engine, {minibatches} minibatches, {kind}": trainer(
+                model, batches, minibatches=minibatches, proximal=kind
+            )
+            for kind in ("recompute", "interpolate")
+        },
+    }
+    seconds = interleaved(contestants, options.rounds)
+    a_step = {name: median(found) / len(batches) for name, found in seconds.items()}
+    share, spread = ratio(seconds["bare loop"], seconds["engine"])
+    recompute, interpolate = (seconds[name] for name in contestants if "minibatches" in name)
+    proximal, proximal_spread = ratio(recompute, interpolate)
+    of_bare = partial(ratio, seconds["bare loop"])
+    results = {
+        "ratio": share,
+        "spread": spread,
+        "zero_seconds_per_step": [a_step["engine"], *(a_step[f"engine, zero_stage={stage}"] for stage in (1, 2, 3))],
+        "proximal_seconds_per_step": {
+            "recompute": median(recompute) / len(batches),
+            "interpolate": median(interpolate) / len(batches),
+        },
+        "recompute_over_interpolate": proximal,
+        "recompute_over_interpolate_spread": proximal_spread,
+        "tokens": tokens_of(batches),
+        "cpu_seconds": seconds,
+    }
+    tokens = tokens_of(batches)
+    show(
+        f"{len(batches)} steps of {tokens:,} tokens in all, {options.rounds} rounds, one core",
+        ["", "CPU s a step (median)", "tokens / CPU s", "against the bare loop"],
+        [[name, a_step[name], tokens / median(found), of_bare(found)[0]] for name, found in seconds.items()],
+        [
+            f"engine / bare loop {share:.3f} ({spread[0]:.3f} to {spread[1]:.3f})",
+            f"a step with {minibatches} minibatches takes {proximal:.2f} ({proximal_spread[0]:.2f} to "
+            f"{proximal_spread[1]:.2f}) times as long with recomputed as with interpolated proximal log-probs",
+        ],
+    )
+    write(results, options.json)
+
+
+if __name__ == "__main__":
+    options = arguments(__doc__)
+    with model_and_batches(options, count=2) as (model, batches):
+        compare(options, model, batches)
