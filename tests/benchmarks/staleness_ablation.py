@@ -2,9 +2,13 @@
 
     python tests/benchmarks/staleness_ablation.py --json ablation.json
 
-Each cell is a whole run of `run.py`, the same task, model and steps, with as much run-ahead as `max_staleness` (eta)
-allows. The file is written after every run, and a run that is in it already is not made again: a benchmark that was
-stopped goes on with the same command.
+Each cell is a whole run of `run.py`: same model, task and steps, with as much run-ahead as `max_staleness` (eta)
+allows. Accuracy is that of the last version, over several seeds; these runs may share the machine (`--jobs`), which
+changes how long they take and nothing else: with `run_ahead=max` staleness sits at eta. Throughput comes from shorter
+runs that have the machine to themselves.
+
+The file is written after every run, and a run that is in it already is not made again: a benchmark that was stopped
+goes on with the same command.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +30,35 @@ from rich.table import Table
 
 ROOT = Path(__file__).parent.parent.parent
 OBJECTIVES = ("ppo", "decoupled_ppo")
-SETTING = [
-    "run_ahead=max",
-    "batch_size=16",
-    "trainer.minibatches=2",
-    "trainer.lr=1.0e-4",
-]
-# Steps before this share of the run fill the pipeline: they say nothing of its throughput.
-FILLING = 0.25
+# Optimizer steps large enough for the age of the data to matter, small enough for eta 0 to learn. What the guard would
+# stop is to be seen.
+SETTING = ("run_ahead=max", "trainer.minibatches=4", "trainer.lr=3.0e-5", "guard.effective_sample_size=0")
+# Steps before this share of a run fill the pipeline: they say nothing of its throughput.
+FILLING = 0.4
 
 
 def main() -> None:
     options = parse()
     console = Console(width=None if sys.stdout.isatty() else 120)
-    results = json.loads(options.json.read_text()) if options.json.exists() else {}
-    setting = {"overrides": [*SETTING, f"steps={options.steps}", f"data.eval_size={options.eval_size}"]}
-    if results and results["setting"] != setting:
+    setting = {"overrides": [*SETTING], "steps": options.steps, "eval_size": options.eval_size}
+    results = json.loads(options.json.read_text()) if options.json.exists() else {"setting": setting, "runs": []}
+    if results["setting"] != setting:
         sys.exit(f"{options.json} holds results of another setting: give another file, or remove it.")
-    results = {"setting": setting, "runs": results.get("runs", [])}
+    runs = results["runs"]
+
+    def keep(run: dict[str, Any]) -> None:
+        runs.append(run)
+        options.json.write_text(json.dumps({"setting": setting, **summarise(runs), "runs": runs}, indent=1) + "\n")
+        console.print(", ".join(f"{key} {round(value, 3)}" for key, value in run.items() if type(value) is not str))
+
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or make_model(Path(folder))
-        for cell in cells(options):
-            if not any(cell.items() <= run.items() for run in results["runs"]):
-                console.print(
-                    f"eta {cell['eta']:2}, {cell['objective']}, seed {cell['seed']}", end=" ", highlight=False
-                )
-                results["runs"].append(cell | measure(cell, setting["overrides"], model, Path(folder)))
-                console.print("{accuracy:.3f}, {samples_per_second:.1f} samples/s".format(**results["runs"][-1]))
-                write(options.json, results | summarise(results["runs"]))
-    write(options.json, results | summarise(results["runs"]))
-    console.print(table(results["runs"]))
+        for jobs, cells in ((options.jobs, accuracy_cells(options)), (1, speed_cells(options))):
+            missing = [cell for cell in cells if not any(cell.items() <= run.items() for run in runs)]
+            with ThreadPoolExecutor(jobs) as pool:
+                for run in pool.map(lambda cell: cell | measure(cell, options.eval_size, model, Path(folder)), missing):
+                    keep(run)
+    console.print(table(runs))
 
 
 def parse() -> argparse.Namespace:
@@ -62,16 +67,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--etas", type=lambda text: [int(eta) for eta in text.split(",")], default=[0, 1, 2, 4, 8, 16])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each cell")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--speed-steps", type=int, default=25, help="steps of the runs that throughput is taken from")
     parser.add_argument("--eval-size", type=int, default=512, help="held-out problems")
+    parser.add_argument("--jobs", type=int, default=2, help="runs for accuracy at the same time")
     parser.add_argument("--model", type=Path, help="the quickstart's model, if it is there already")
     return parser.parse_args()
 
 
-def cells(options: argparse.Namespace) -> list[dict[str, Any]]:
+def accuracy_cells(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Seed by seed, so that what is there of a stopped benchmark covers all of the table."""
     return [
-        {"eta": eta, "objective": objective, "seed": seed}
+        {"of": "accuracy", "eta": eta, "objective": objective, "seed": seed, "steps": options.steps}
         for seed in range(options.seeds)
+        for eta in options.etas
+        for objective in OBJECTIVES
+    ]
+
+
+def speed_cells(options: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        {"of": "speed", "eta": eta, "objective": objective, "seed": 0, "steps": options.speed_steps}
         for eta in options.etas
         for objective in OBJECTIVES
     ]
@@ -84,11 +99,16 @@ def make_model(folder: Path) -> Path:
     return Path(made.stdout.splitlines()[-1])
 
 
-def measure(cell: dict[str, Any], setting: list[str], model: Path, folder: Path) -> dict[str, float]:
-    name = "eta{eta}-{objective}-{seed}".format(**cell)
+def measure(cell: dict[str, Any], eval_size: int, model: Path, folder: Path) -> dict[str, float]:
+    name = "-".join(str(value) for value in cell.values())
+    eval_size = eval_size if cell["of"] == "accuracy" else 0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [
         sys.executable, str(ROOT / "run.py"), f"run_dir={folder}", f"name={name}", f"model={model.resolve()}",
-        f"max_staleness={cell['eta']}", f"trainer.objective={cell['objective']}", f"seed={cell['seed']}", *setting,
+        f"max_staleness={cell['eta']}", f"trainer.objective={cell['objective']}", f"seed={cell['seed']}",
+        f"steps={cell['steps']}", f"data.eval_size={eval_size}", f"master.address=tcp://127.0.0.1:{port}", *SETTING,
     ]  # fmt: skip
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -98,78 +118,72 @@ def measure(cell: dict[str, Any], setting: list[str], model: Path, folder: Path)
     summary = json.loads((folder / name / "summary.json").read_text())
     steps = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     steady = steps[int(len(steps) * FILLING) :]
-    samples = summary["samples_trained"] / len(steps)
-    return {
-        "accuracy_before": summary["accuracy_before"],
-        "accuracy": summary["accuracy_after"],
-        "samples_per_second": samples * len(steady) / sum(step["step_seconds"] for step in steady),
+    found = {
         "staleness_mean": statistics.fmean(step["staleness_mean"] for step in steady),
         "staleness_max": summary["staleness_max"],
-        "weight_max": max(step["weight_max"] for step in steps),
+    }
+    if cell["of"] == "speed":
+        samples = summary["samples_trained"] / len(steps) * len(steady)
+        return found | {"samples_per_second": samples / sum(step["step_seconds"] for step in steady)}
+    return found | {
+        "accuracy_before": summary["accuracy_before"],
+        "accuracy": summary["accuracy_after"],
+        "effective_sample_size": min(step["effective_sample_size"] for step in steps),
         "clip_fraction": statistics.fmean(step["clip_fraction"] for step in steps),
     }
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each cell over its seeds, and throughput over that of eta 0 with the same objective."""
-    rows = []
-    for eta in sorted({run["eta"] for run in runs}):
-        for objective in OBJECTIVES:
-            if found := of(runs, eta, objective):
-                accuracies = [run["accuracy"] for run in found]
-                rows.append(
-                    {
-                        "eta": eta,
-                        "objective": objective,
-                        "seeds": len(found),
-                        "accuracy": statistics.fmean(accuracies),
-                        "accuracy_error": statistics.stdev(accuracies) / len(found) ** 0.5 if len(found) > 1 else None,
-                        "samples_per_second": median(found, "samples_per_second"),
-                        "throughput_ratio": ratio(runs, eta, objective),
-                        "staleness_mean": median(found, "staleness_mean"),
-                        "weight_max": max(run["weight_max"] for run in found),
-                        "clip_fraction": median(found, "clip_fraction"),
-                    }
-                )
-    return {"rows": rows}
+    """`rows`: each cell over its seeds, its throughput also over that of eta 0 with the same objective. `ratio`: the
+    decoupled objective's accuracy at eta 8 over that at eta 0."""
+    etas = sorted({run["eta"] for run in runs})
+    rows = {(eta, objective): row(runs, eta, objective) for eta in etas for objective in OBJECTIVES}
+    for (_, objective), cell in rows.items():
+        speeds = [cell["samples_per_second"], rows.get((0, objective), {}).get("samples_per_second")]
+        cell["throughput_ratio"] = speeds[0] / speeds[1] if all(speeds) else None
+    stale, fresh = (rows.get((eta, "decoupled_ppo"), {}).get("accuracy") for eta in (8, 0))
+    return {"ratio": stale / fresh if stale and fresh else None, "rows": list(rows.values())}
 
 
-def of(runs: list[dict[str, Any]], eta: int, objective: str) -> list[dict[str, Any]]:
-    return [run for run in runs if (run["eta"], run["objective"]) == (eta, objective)]
+def row(runs: list[dict[str, Any]], eta: int, objective: str) -> dict[str, Any]:
+    cell = {"eta": eta, "objective": objective}
+    own = [run for run in runs if cell.items() <= run.items()]
+    accuracy, speed = ([run for run in own if run["of"] == of] for of in ("accuracy", "speed"))
+    accuracies = [run["accuracy"] for run in accuracy]
+    return cell | {
+        "seeds": len(accuracies),
+        "accuracy": mean(accuracies),
+        "accuracy_error": statistics.stdev(accuracies) / len(accuracies) ** 0.5 if len(accuracies) > 1 else None,
+        "samples_per_second": mean([run["samples_per_second"] for run in speed]),
+        "staleness_mean": mean([run["staleness_mean"] for run in accuracy]),
+        "effective_sample_size": min((run["effective_sample_size"] for run in accuracy), default=None),
+        "clip_fraction": mean([run["clip_fraction"] for run in accuracy]),
+    }
 
 
-def median(runs: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(run[key] for run in runs)
-
-
-def ratio(runs: list[dict[str, Any]], eta: int, objective: str) -> float | None:
-    synchronous = of(runs, 0, objective)
-    if not synchronous:
-        return None
-    return median(of(runs, eta, objective), "samples_per_second") / median(synchronous, "samples_per_second")
+def mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def table(runs: list[dict[str, Any]]) -> Table:
-    shown = Table(title=f"held-out accuracy before: {statistics.fmean(run['accuracy_before'] for run in runs):.3f}")
-    for name in ("eta", "objective", "seeds", "accuracy", "± s.e.", "samples/s", "over eta 0", "staleness", "max w"):
-        shown.add_column(name, justify="left" if name == "objective" else "right")
-    for row in summarise(runs)["rows"]:
-        values = (
-            "accuracy",
-            "accuracy_error",
-            "samples_per_second",
-            "throughput_ratio",
-            "staleness_mean",
-            "weight_max",
-        )
-        digits = (3, 3, 1, 2, 1, 1)
-        numbers = ["–" if row[v] is None else f"{row[v]:.{d}f}" for v, d in zip(values, digits, strict=True)]
-        shown.add_row(str(row["eta"]), row["objective"], str(row["seeds"]), *numbers)
+    before = mean([run["accuracy_before"] for run in runs if run["of"] == "accuracy"])
+    shown = Table(title=f"held-out accuracy before: {before:.3f}")
+    columns = {
+        "eta": "eta", "objective": "objective", "seeds": "seeds", "accuracy": "accuracy", "accuracy_error": "± s.e.",
+        "samples_per_second": "samples/s", "throughput_ratio": "over eta 0", "staleness_mean": "staleness",
+        "effective_sample_size": "least ESS", "clip_fraction": "clipped",
+    }  # fmt: skip
+    for key, title in columns.items():
+        shown.add_column(title, justify="left" if key == "objective" else "right")
+    for cell in summarise(runs)["rows"]:
+        shown.add_row(*(show(cell[key]) for key in columns))
     return shown
 
 
-def write(file: Path, results: dict[str, Any]) -> None:
-    file.write_text(json.dumps(results, indent=1) + "\n")
+def show(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":
