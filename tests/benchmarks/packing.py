@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -148,14 +147,14 @@ def compare(options: argparse.Namespace, model: Path, batches: list[list[Group]]
     computed = sum(engine.step(batch, version=VERSION, temperature=1.0).tokens_computed for batch in batches)
     with tempfile.TemporaryDirectory() as folder:
         share = asyncio.run(shares(model, batches, options.rounds, Path(folder)))
-    against = partial(ratio, fast=seconds["packed"])
+    # The headline is what a user gets: the engine as it is configured by default.
     results = {
-        "ratio": against(seconds["padded"])[0],
-        "spread": against(seconds["padded"])[1],
-        "ratio_unmasked": against(seconds["unmasked"])[0],
-        "spread_unmasked": against(seconds["unmasked"])[1],
-        "ratio_with_prefix_tree": ratio(seconds["padded"], seconds["tree"])[0],
-        "spread_with_prefix_tree": ratio(seconds["padded"], seconds["tree"])[1],
+        "ratio": ratio(seconds["padded"], seconds["tree"])[0],
+        "spread": ratio(seconds["padded"], seconds["tree"])[1],
+        "ratio_without_tree": ratio(seconds["padded"], seconds["packed"])[0],
+        "spread_without_tree": ratio(seconds["padded"], seconds["packed"])[1],
+        "ratio_unmasked": ratio(seconds["unmasked"], seconds["tree"])[0],
+        "spread_unmasked": ratio(seconds["unmasked"], seconds["tree"])[1],
         "padding": padding(batches, sizes[True]),
         "prefix_tree_ratio": ratio(seconds["packed"], seconds["tree"])[0],
         "prefix_tree_spread": ratio(seconds["packed"], seconds["tree"])[1],
@@ -174,9 +173,9 @@ def compare(options: argparse.Namespace, model: Path, batches: list[list[Group]]
             for name, found in seconds.items()
         ],
         [
-            f"packed / padded {results['ratio']:.2f} {span(results['spread'])}, "
-            f"packed / unmasked {results['ratio_unmasked']:.2f} {span(results['spread_unmasked'])}",
-            f"tree / padded {results['ratio_with_prefix_tree']:.2f} {span(results['spread_with_prefix_tree'])}; "
+            f"tree / padded {results['ratio']:.2f} {span(results['spread'])}, "
+            f"tree / unmasked {results['ratio_unmasked']:.2f} {span(results['spread_unmasked'])}",
+            f"packed / padded {results['ratio_without_tree']:.2f} {span(results['spread_without_tree'])}; "
             f"padding is {results['padding']:.1%} of what is computed {sizes[True]} sequences at a time",
             f"tree / packed {results['prefix_tree_ratio']:.2f} {span(results['prefix_tree_spread'])}; "
             f"tokens saved {results['prefix_tree_tokens_saved']:.1%}",
