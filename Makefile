@@ -12,7 +12,7 @@ run: setup
 	$(BIN)/python run.py $(ARGS)
 
 test: setup
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

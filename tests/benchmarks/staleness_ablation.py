@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
     parser.add_argument("--etas", type=lambda text: [int(eta) for eta in text.split(",")], default=[0, 1, 2, 4, 8, 16])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each cell")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--speed-steps", type=int, default=25, help="steps of the runs that throughput is taken from")
     parser.add_argument("--eval-size", type=int, default=512, help="held-out problems")
     parser.add_argument("--jobs", type=int, default=2, help="runs for accuracy at the same time")
