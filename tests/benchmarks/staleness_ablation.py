@@ -49,7 +49,7 @@ def main() -> None:
     def keep(run: dict[str, Any]) -> None:
         runs.append(run)
         options.json.write_text(json.dumps({"setting": setting, **summarise(runs), "runs": runs}, indent=1) + "\n")
-        console.print(", ".join(f"{key} {round(value, 3)}" for key, value in run.items() if type(value) is not str))
+        console.print(", ".join(f"{key} {show(value)}" for key, value in run.items()), soft_wrap=True)
 
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or make_model(Path(folder))
