@@ -1,4 +1,4 @@
-"""Training with DeepSpeed. This is the only module (with `checkpoint`, for what it keeps) that knows it.
+"""Training with DeepSpeed. Only this module knows it, `optimizer` (how it is set up) and `checkpoint` (what it keeps).
 
 One `TrainingEngine` a rank. Every method that says *all ranks* is a collective: each rank calls it, in the same order.
 Where one raises on any rank, training is over for all: the others wait inside it and have to be ended.
@@ -9,11 +9,9 @@ from __future__ import annotations
 import atexit
 import io
 import os
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,6 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from areal.advantages import advantages
 from areal.config import TrainerConfig, UserError
@@ -33,8 +29,10 @@ from areal.engines.amx import avoid_broken_amx
 from areal.engines.checkpoint import TrainingState
 from areal.engines.lora import FOLDER as ADAPTER
 from areal.engines.lora import add_adapters, merged_tensors, read_adapter, write_adapter
+from areal.engines.optimizer import deepspeed_config, learning_rates
 from areal.engines.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, pack, token_logprobs
-from areal.objectives import TokenLoss, Tokens, interpolated_proximal, kl, rehearse, resolve_objective
+from areal.engines.tally import StepResult, Tally
+from areal.objectives import Tokens, interpolated_proximal, kl, rehearse, resolve_objective
 from areal.packing import split_over_ranks
 from areal.trajectory import Group
 from areal.weights import atomic_folder, copy_model_files, write_weights
@@ -43,165 +41,6 @@ log = structlog.get_logger()
 
 SILENCE = timedelta(days=7)
 """How long a rank waits for rank 0's next message. A run that waits for data is not broken; lost peers show at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one training step did, over all ranks.
-
-    loss: per optimizer step, averaged as `trainer.loss_mean` says. grad_norm: before clipping, mean over the optimizer
-    steps. entropy: nats, mean over the tokens trained, as is clip_fraction: the share that a clip or mask held back.
-    logprob_gap: mean |log pi_behav - log pi_theta| on tokens of the current version in the first minibatch, where
-    pi_theta is that version; None where there are none.
-    weight_mean, weight_max: of pi_prox / pi_behav, before an objective bounds it. effective_sample_size: the share of
-    the tokens that as many equal weights would be, (sum w)^2 / (n sum w^2).
-    kl_behaviour: KL(pi_behav || pi_prox), nats a token, as is kl_reference: KL(pi_prox || pi_ref) (k3), or None.
-    token_staleness_mean: versions between a token's sampling and this step.
-    tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch. tokens_computed: without those
-    that a prefix tree spared.
-    The seconds are rank 0's; forward includes the passes for proximal and reference log-probs.
-    """
-
-    loss: float
-    grad_norm: float
-    entropy: float
-    clip_fraction: float
-    logprob_gap: float | None
-    weight_mean: float
-    weight_max: float
-    effective_sample_size: float
-    kl_behaviour: float
-    kl_reference: float | None
-    token_staleness_mean: float
-    tokens_trained: int
-    tokens_total: int
-    tokens_computed: int
-    forward_seconds: float
-    backward_seconds: float
-    optimizer_seconds: float
-
-
-class _Tally:
-    """Sums over the tokens of a step on one rank, and its clock."""
-
-    SUMS = ("loss", "entropy", "clipped", "weight", "weight_squared", "kl_behaviour", "kl_reference", "staleness",
-            "gap", "current", "computed")  # fmt: skip
-
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=device)
-        self.weight_max = torch.zeros(1, dtype=torch.float64, device=device)
-        self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        self.grad_norms: list[float] = []
-
-    @torch.no_grad()
-    def add(self, row: Row, logp: Tensor, entropy: Tensor, out: TokenLoss, version: int, *, first: bool) -> None:
-        """Count a row's tokens. first: before the first optimizer step, `logp` is still that of `version`."""
-        weight = torch.exp((row.proximal - row.behaviour).double())
-        current = (row.versions == version) & first
-        sums = {
-            "loss": out.loss * row.weights,
-            "entropy": entropy,
-            "clipped": out.clipped,
-            "weight": weight,
-            "weight_squared": weight.square(),
-            "kl_behaviour": row.behaviour - row.proximal,
-            "kl_reference": torch.zeros(()) if row.reference is None else kl(row.proximal, row.reference, "k3"),
-            "staleness": version - row.versions,
-            "gap": (row.behaviour - logp).abs()[current],
-            "current": current,
-            "computed": torch.tensor(sum(row.added) if len(row.places) else 0),
-        }
-        self.sums += torch.stack([sums[name].sum().double().to(self.sums.device) for name in self.SUMS])
-        if len(weight):
-            self.weight_max = torch.maximum(self.weight_max, weight.max())
-
-    @contextmanager
-    def clock(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        if self.sums.is_cuda:
-            torch.cuda.synchronize()
-        self.seconds[phase] += time.perf_counter() - started
-
-    def result(
-        self, control: dist.ProcessGroup, *, tokens_trained: int, tokens_total: int, reference: bool
-    ) -> StepResult:
-        """The step's result, the same on all ranks but for the seconds (all ranks)."""
-        totals, weight_max = self.sums.cpu(), self.weight_max.cpu()
-        dist.all_reduce(totals, group=control)
-        dist.all_reduce(weight_max, op=dist.ReduceOp.MAX, group=control)
-        count = max(1, tokens_trained)
-        sums = dict(zip(self.SUMS, totals.tolist(), strict=True))
-        return StepResult(
-            loss=sums["loss"] / len(self.grad_norms),
-            grad_norm=float(np.mean(self.grad_norms)),
-            entropy=sums["entropy"] / count,
-            clip_fraction=sums["clipped"] / count,
-            logprob_gap=sums["gap"] / sums["current"] if sums["current"] else None,
-            weight_mean=sums["weight"] / count,
-            weight_max=weight_max.item(),
-            effective_sample_size=sums["weight"] ** 2 / (count * sums["weight_squared"] or 1),
-            kl_behaviour=sums["kl_behaviour"] / count,
-            kl_reference=sums["kl_reference"] / count if reference else None,
-            token_staleness_mean=sums["staleness"] / count,
-            tokens_trained=tokens_trained,
-            tokens_total=tokens_total,
-            tokens_computed=int(sums["computed"]),
-            **{f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
-        )
-
-
-def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration of a run.
-
-    Its own gradient accumulation stays at 1, since the number of micro-batches changes with every step. bf16 needs
-    ZeRO 1 at least, where DeepSpeed keeps fp32 master weights: steps of a small learning rate are lost in bf16 ones.
-    ZeRO 0 clips in `TrainingEngine`, because DeepSpeed then reports no gradient norm.
-    """
-    bf16 = config.dtype == "bfloat16"
-    stage = max(config.zero_stage, 1) if bf16 else config.zero_stage
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": bf16},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "gradient_clipping": config.grad_clip if stage else 0.0,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": config.lr,
-                "betas": list(config.betas),
-                "eps": config.adam_eps,
-                "weight_decay": config.weight_decay,
-                "torch_adam": True,  # DeepSpeed's own kernels would be compiled at start-up
-                "fused": not torch.cuda.is_available(),  # the default of a CPU takes several passes over memory
-            },
-        },
-        "steps_per_print": None,
-    }
-
-
-def learning_rates(optimizer: Optimizer, config: TrainerConfig, optimizer_steps: int) -> LambdaLR:
-    """The schedule of a run of so many optimizer steps; a function of the count alone, so that it can be set anywhere.
-
-    Warm-up ends at the full rate, and the last step of the run has the share `config.lr_final` of it.
-    """
-    from transformers.optimization import get_constant_schedule_with_warmup, get_wsd_schedule
-
-    if config.lr_schedule == "constant":
-        schedule = get_constant_schedule_with_warmup(optimizer, config.warmup_steps)
-    else:
-        schedule = get_wsd_schedule(
-            optimizer,
-            config.warmup_steps,
-            max(1, optimizer_steps - config.warmup_steps),
-            num_stable_steps=0,
-            decay_type=config.lr_schedule,
-            min_lr_ratio=config.lr_final,
-        )
-    # Theirs gives the first step a rate of 0, or in a decay without warm-up the full one: ours is one step ahead.
-    return LambdaLR(optimizer, lambda step, rate=schedule.lr_lambdas[0]: rate(step + 1))
 
 
 def _join_ranks() -> None:
@@ -415,7 +254,7 @@ class TrainingEngine:
         flat = self._share(batch)
         trained = flat.trained(mask_older_than)
         minibatches = self._plan(flat, trained)
-        tally = _Tally(self.device)
+        tally = Tally(self.device)
         rows = [row for minibatch in minibatches for row in minibatch]
         self._look_at_reference(rows, temperature, tally)
         self._value(rows, flat, trained)
@@ -443,7 +282,7 @@ class TrainingEngine:
         dist.all_reduce(total, group=self._control)
         return total.item() / int(trained.sum())
 
-    def _look_at_reference(self, rows: list[Row], temperature: float, tally: _Tally) -> None:
+    def _look_at_reference(self, rows: list[Row], temperature: float, tally: Tally) -> None:
         if not self.config.kl_coef:
             return
         without_adapters = self._module.disable_adapter() if self._reference is None else nullcontext()
@@ -478,15 +317,13 @@ class TrainingEngine:
         dist.all_reduce(penalties, group=self._control)
         return penalties.numpy()
 
-    def _recompute_proximal(self, rows: list[Row], temperature: float, tally: _Tally) -> None:
+    def _recompute_proximal(self, rows: list[Row], temperature: float, tally: Tally) -> None:
         with torch.no_grad(), tally.clock("forward"):
             for row in rows:
                 row.proximal, _ = self._forward(row, temperature)
                 self.work_done += 1
 
-    def _train_minibatch(
-        self, rows: list[Row], version: int, temperature: float, tally: _Tally, *, first: bool
-    ) -> None:
+    def _train_minibatch(self, rows: list[Row], version: int, temperature: float, tally: Tally, *, first: bool) -> None:
         """One optimizer step. first: none has been made on this batch."""
         for i, row in enumerate(rows):
             self._deepspeed.set_gradient_accumulation_boundary(i == len(rows) - 1)

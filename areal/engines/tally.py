@@ -1,0 +1,122 @@
+"""What one training step did: sums over its tokens on every rank, put together at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal.engines.packed import Row
+from areal.objectives import TokenLoss, kl
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one training step did, over all ranks.
+
+    loss: per optimizer step, averaged as `trainer.loss_mean` says. grad_norm: before clipping, mean over the optimizer
+    steps. entropy: nats, mean over the tokens trained, as is clip_fraction: the share that a clip or mask held back.
+    logprob_gap: mean |log pi_behav - log pi_theta| on tokens of the current version in the first minibatch, where
+    pi_theta is that version; None where there are none.
+    weight_mean, weight_max: of pi_prox / pi_behav, before an objective bounds it. effective_sample_size: the share of
+    the tokens that as many equal weights would be, (sum w)^2 / (n sum w^2).
+    kl_behaviour: KL(pi_behav || pi_prox), nats a token, as is kl_reference: KL(pi_prox || pi_ref) (k3), or None.
+    token_staleness_mean: versions between a token's sampling and this step.
+    tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch. tokens_computed: without those
+    that a prefix tree spared.
+    The seconds are rank 0's; forward includes the passes for proximal and reference log-probs.
+    """
+
+    loss: float
+    grad_norm: float
+    entropy: float
+    clip_fraction: float
+    logprob_gap: float | None
+    weight_mean: float
+    weight_max: float
+    effective_sample_size: float
+    kl_behaviour: float
+    kl_reference: float | None
+    token_staleness_mean: float
+    tokens_trained: int
+    tokens_total: int
+    tokens_computed: int
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+
+
+class Tally:
+    """Sums over the tokens of a step on one rank, and its clock."""
+
+    SUMS = ("loss", "entropy", "clipped", "weight", "weight_squared", "kl_behaviour", "kl_reference", "staleness",
+            "gap", "current", "computed")  # fmt: skip
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=device)
+        self.weight_max = torch.zeros(1, dtype=torch.float64, device=device)
+        self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        self.grad_norms: list[float] = []
+
+    @torch.no_grad()
+    def add(self, row: Row, logp: Tensor, entropy: Tensor, out: TokenLoss, version: int, *, first: bool) -> None:
+        """Count a row's tokens. first: before the first optimizer step, `logp` is still that of `version`."""
+        weight = torch.exp((row.proximal - row.behaviour).double())
+        current = (row.versions == version) & first
+        sums = {
+            "loss": out.loss * row.weights,
+            "entropy": entropy,
+            "clipped": out.clipped,
+            "weight": weight,
+            "weight_squared": weight.square(),
+            "kl_behaviour": row.behaviour - row.proximal,
+            "kl_reference": torch.zeros(()) if row.reference is None else kl(row.proximal, row.reference, "k3"),
+            "staleness": version - row.versions,
+            "gap": (row.behaviour - logp).abs()[current],
+            "current": current,
+            "computed": torch.tensor(sum(row.added) if len(row.places) else 0),
+        }
+        self.sums += torch.stack([sums[name].sum().double().to(self.sums.device) for name in self.SUMS])
+        if len(weight):
+            self.weight_max = torch.maximum(self.weight_max, weight.max())
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if self.sums.is_cuda:
+            torch.cuda.synchronize()
+        self.seconds[phase] += time.perf_counter() - started
+
+    def result(
+        self, control: dist.ProcessGroup, *, tokens_trained: int, tokens_total: int, reference: bool
+    ) -> StepResult:
+        """The step's result, the same on all ranks but for the seconds (all ranks)."""
+        totals, weight_max = self.sums.cpu(), self.weight_max.cpu()
+        dist.all_reduce(totals, group=control)
+        dist.all_reduce(weight_max, op=dist.ReduceOp.MAX, group=control)
+        count = max(1, tokens_trained)
+        sums = dict(zip(self.SUMS, totals.tolist(), strict=True))
+        return StepResult(
+            loss=sums["loss"] / len(self.grad_norms),
+            grad_norm=float(np.mean(self.grad_norms)),
+            entropy=sums["entropy"] / count,
+            clip_fraction=sums["clipped"] / count,
+            logprob_gap=sums["gap"] / sums["current"] if sums["current"] else None,
+            weight_mean=sums["weight"] / count,
+            weight_max=weight_max.item(),
+            effective_sample_size=sums["weight"] ** 2 / (count * sums["weight_squared"] or 1),
+            kl_behaviour=sums["kl_behaviour"] / count,
+            kl_reference=sums["kl_reference"] / count if reference else None,
+            token_staleness_mean=sums["staleness"] / count,
+            tokens_trained=tokens_trained,
+            tokens_total=tokens_total,
+            tokens_computed=int(sums["computed"]),
+            **{f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
+        )
