@@ -84,6 +84,10 @@ class Scheduler:
         heapify(moved)
         self.timers[:] = moved
 
+    def enter(self, loop: ProcessLoop | None) -> None:
+        """The callbacks that follow are of this process, or of the world itself."""
+        _set_running_loop(loop)
+
     def run(self, until: float) -> None:
         """Run until virtual time `until`, `stopped` is set, or nothing is left to do. Raises Stuck."""
         ready, timers, current = self.ready, self.timers, None
@@ -97,7 +101,7 @@ class Scheduler:
                         continue
                     if loop is not current:
                         current = loop
-                        _set_running_loop(loop)
+                        self.enter(loop)
                     if loop is None:
                         callback(*args)
                     elif loop.state is RUNNING:

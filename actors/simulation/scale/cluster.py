@@ -1,0 +1,285 @@
+"""The real actors of one run, each a process on virtual time, and what they did."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import structlog
+
+from actors.generator import Generator
+from actors.master import Master
+from actors.reward import Reward
+from actors.rollout_manager import RolloutManager
+from actors.simulation.engines import Mishaps, Pace, SimRewards, SimSource, SimTokenizer
+from actors.simulation.loop import ProcessLoop, Scheduler
+from actors.simulation.network import SimNetwork, Weather, Wire
+from actors.simulation.quiet import garbage_kept, replaced
+from actors.simulation.scale.costs import Costs
+from actors.simulation.scale.engines import CHUNK, ModelEngine, ModelLearner
+from actors.simulation.scale.lengths import Lengths
+from actors.simulation.scale.setups import GRAIN, Setup
+from actors.trainer import Trainer
+from areal.config import Config
+from areal.journal import Journal
+from areal.spool import Spool
+from protocols import transport
+from protocols.network import Frame
+from protocols.transport import Bus
+
+# Time between keep-alives of a stream: 2 s in a real run. It only spares the simulation's own time.
+SPACED = {"KEEP_ALIVE_SECONDS": 60.0, "STREAM_SILENCE_SECONDS": 200.0}
+
+MASTER = "tcp://master:5555"
+# A commit of the journal or of the spool on a local NVMe disk, and a message within a data centre.
+DISK_SECONDS = 0.002
+WEATHER = Weather(latency=0.0002, jitter=0.0002)
+# What no run of this model may take: something hangs.
+LONGEST_STEP_SECONDS = 200_000.0
+# Within which all processes start.
+START_SECONDS = 10.0
+
+
+class MeteredScheduler(Scheduler):
+    """Adds up the time of each process: of its callbacks and its work in executors, with the simulated network in place
+    of ZeroMQ, and without the threads that a real process has beside its loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real_seconds: Counter[str] = Counter()
+        self._begun = 0.0
+        self._entered = 0.0
+        self._current = ""
+
+    def cpu(self) -> Counter[str]:
+        """CPU seconds of each process so far. The clock of the CPU is slow to read, so it is read here only, and what
+        others took of this core meanwhile is shared out evenly."""
+        share = (time.thread_time() - self._begun) / (self.real_seconds.total() or 1.0)
+        return Counter({name: seconds * share for name, seconds in self.real_seconds.items()})
+
+    def run(self, until: float) -> None:
+        self._begun, self._entered = time.thread_time(), time.perf_counter()
+        super().run(until)
+
+    def enter(self, loop: ProcessLoop | None) -> None:
+        now = time.perf_counter()
+        self.real_seconds[self._current] += now - self._entered
+        self._entered, self._current = now, loop.name if loop else ""
+        super().enter(loop)
+
+
+class _Folder:
+    """The run folder: keeps the metrics of each step, and tells the cluster."""
+
+    path = Path("runs/scale")
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def append_metrics(self, metrics: dict[str, Any]) -> None:
+        self._cluster.stepped(metrics)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        self._cluster.fail(f"the run ended early: {summary['reason']}")
+
+
+@dataclass(slots=True)
+class Mark:
+    """Totals at one moment."""
+
+    now: float
+    cpu: Counter[str]
+    messages: Counter[str]
+    engines: Counter[str]
+    learner: Counter[str]
+    tokens: int
+    logged: Counter[str]
+
+
+class Cluster:
+    """All processes of one set-up, from their start until the last step that counts."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.costs = Costs(setup)
+        self.config = config_of(setup)
+        self.scheduler = MeteredScheduler()
+        self.wire = Wire(self.scheduler, Random(setup.seed))
+        self.wire.weather = WEATHER
+        self.wire.watch = self._count
+        self.messages: Counter[str] = Counter()
+        self.logged: Counter[str] = Counter()
+        self.steps: list[dict[str, Any]] = []
+        self.engines: list[ModelEngine] = []
+        self.learner = ModelLearner(self.costs)
+        self.master: Master
+        self._lengths = Lengths(setup)
+        self._random = Random(setup.seed)
+        self._loops: list[ProcessLoop] = []
+        self._tasks: list[asyncio.Task] = []
+        self._marks: list[Mark] = []
+        self._failure: str | None = None
+
+    def run(self) -> tuple[Mark, Mark, float]:
+        """Returns the totals where the steps that count begin and end, and the CPU seconds of the simulation. Raises
+        RuntimeError where an actor fails or the run does not get on, and Stuck."""
+        setup = self.setup
+        self._start("master", 0, 0.0)
+        for role, number in (
+            ("trainer", 1), ("reward", setup.rewards), ("generator", setup.generators),
+            ("rollout_manager", setup.managers),
+        ):  # fmt: skip
+            for index in range(number):
+                self._start(role, index, 0.1 + self._random.random() * START_SECONDS)
+        begun = time.thread_time()
+        with _quiet(self.logged), replaced(transport, **SPACED):
+            try:
+                self.scheduler.run((setup.warm_up + setup.steps) * LONGEST_STEP_SECONDS)
+            finally:
+                for loop in self._loops:
+                    loop.bury()
+        if self._failure is not None or len(self._marks) < 2:
+            raise RuntimeError(self._failure or f"nothing moves any more after {len(self.steps)} steps")
+        start, end = self._marks
+        return start, end, time.thread_time() - begun
+
+    def fail(self, why: str) -> None:
+        self._failure = self._failure or why
+        self.scheduler.stopped = True
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self.steps.append(metrics)
+        if len(self.steps) == self.setup.warm_up:
+            self._mark()
+        if len(self.steps) == self.setup.warm_up + self.setup.steps:
+            self._mark()
+            self.scheduler.stopped = True
+
+    def _mark(self) -> None:
+        engines: Counter[str] = Counter()
+        for engine in self.engines:
+            engines.update(engine.account())
+        learner = self.learner
+        self._marks.append(
+            Mark(
+                self.scheduler.now, self.scheduler.cpu(), self.messages.copy(), engines, learner.shares.copy(),
+                learner.tokens, self.logged.copy(),
+            )
+        )  # fmt: skip
+
+    def _count(self, source: SimNetwork, target: SimNetwork, frames: list[Frame], fate: str) -> None:
+        self.messages[source.name] += 1
+        self.messages[target.name] += 1
+
+    # --- processes
+
+    def _start(self, role: str, index: int, at: float) -> None:
+        name = f"{role}-{index}"
+        loop = ProcessLoop(self.scheduler, name, 0.0, lambda: DISK_SECONDS)
+        loop.on_exception = lambda loop, context: self.fail(f"{loop.name}: {context.get('exception')!r}")
+        self._loops.append(loop)
+        identity = f"{role}/{'0' if role == 'master' else '?'}#{index:08x}"
+        bus = Bus(identity, SimNetwork(self.wire, name, loop))
+        self.scheduler.call_at(at, self._begin, role, index, bus, loop=loop)
+
+    def _begin(self, role: str, index: int, bus: Bus) -> None:
+        actor = self._make(role, index, bus)
+        task = asyncio.get_running_loop().create_task(actor.run())
+        task.add_done_callback(lambda task: self._ended(role, task))
+        self._tasks.append(task)
+
+    def _make(self, role: str, index: int, bus: Bus) -> Any:
+        common = {"index": index, "host": f"{role}-{index}", "keep_log": lambda path: None}
+        match role:
+            case "master":
+                journal = Journal(_memory())
+                self.master = Master(bus, self.config, journal=journal, folder=_Folder(self))  # type: ignore[arg-type]
+                return self.master
+            case "trainer":
+                return Trainer(
+                    bus, MASTER, **common, start_learner=self._start_learner, open_spool=lambda path: Spool(_memory())
+                )
+            case "generator":
+                return Generator(bus, MASTER, **common, start_engine=self._start_engine)
+            case "reward":
+                return Reward(bus, MASTER, **common, make_pool=self._make_pool)
+        source, tokenizer = SimSource(), SimTokenizer()
+        return RolloutManager(
+            bus, MASTER, **common, open_source=lambda config, seed: source, load_tokenizer=lambda name: tokenizer
+        )
+
+    async def _start_engine(self, model: Path, config: Any, *, version: int, seed: int) -> Any:
+        engine = ModelEngine(self.costs, self._lengths)
+        self.engines.append(engine)
+        return engine
+
+    async def _start_learner(self, config: Config) -> Any:
+        return self.learner
+
+    def _make_pool(self, *args: Any) -> Any:
+        return SimRewards(Pace(), Mishaps(), self._random)
+
+    def _ended(self, role: str, task: asyncio.Task) -> None:
+        error = None if task.cancelled() else task.exception()
+        self.fail(f"a {role} ended: {error!r}" if error else f"a {role} ended: {task.result().reason}")
+
+
+def config_of(setup: Setup) -> Config:
+    """The run's configuration; lengths in it are in tokens of messages."""
+    return Config.model_validate(
+        {
+            "name": "scale",
+            "model": "model",
+            "seed": setup.seed,
+            # Of steps that never come: the end of a run, at which nothing new begins, is not what is measured.
+            "steps": setup.warm_up + setup.steps + 2 * (setup.max_staleness + 1),
+            "batch_size": setup.batch_size,
+            "group_size": setup.group_size,
+            "max_staleness": setup.max_staleness,
+            "run_ahead": setup.run_ahead,
+            "data": {"source": "addition", "eval_size": 0},
+            "sampling": {"max_new_tokens": setup.max_new_tokens // GRAIN},
+            "reward": {"functions": ["addition"], "count": setup.rewards},
+            "generator": {
+                "count": setup.generators,
+                "max_concurrent_rollouts": setup.concurrent,
+                "stream_interval": CHUNK // GRAIN,
+                "tensor_parallel": setup.llm.devices_an_engine,
+            },
+            "rollout_manager": {"count": setup.managers, "max_concurrent_groups": setup.groups_a_manager},
+            "trainer": {"minibatches": setup.minibatches, "checkpoint_every": 1_000_000},
+            "master": {"address": MASTER},
+        }
+    )
+
+
+def _memory() -> sqlite3.Connection:
+    return sqlite3.connect(":memory:", check_same_thread=False)
+
+
+@contextlib.contextmanager
+def _quiet(logged: Counter[str]) -> Iterator[None]:
+    """The actors' logs are only counted, garbage waits until the run is over, and what is cut off ends silently."""
+
+    def tally(logger: Any, method: str, event: dict[str, Any]) -> Any:
+        logged[f"{method}: {event['event']}"] += 1
+        raise structlog.DropEvent
+
+    logging, unraisable = structlog.get_config(), sys.unraisablehook
+    structlog.configure(processors=[tally], cache_logger_on_first_use=False)
+    sys.unraisablehook = lambda unraisable: None
+    try:
+        with garbage_kept(lambda stream: None):
+            yield
+    finally:
+        structlog.configure(**logging)
+        sys.unraisablehook = unraisable

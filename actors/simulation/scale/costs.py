@@ -1,0 +1,88 @@
+"""The formulas: what each thing takes in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+
+from actors.simulation.scale.setups import Setup
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What things take in seconds, for one set-up."""
+
+    setup: Setup
+
+    def decode_step(self, sequences: int, context: float) -> float:
+        """One token for each of `sequences`, which have `context` tokens together: reads all weights and their KV."""
+        llm, hardware, n = self.setup.llm, self.setup.hardware, self.setup.llm.devices_an_engine
+        read = (llm.weight_bytes + context * llm.kv_bytes) / (
+            n * hardware.memory_bandwidth * hardware.bandwidth_reached
+        )
+        compute = 2 * llm.parameters * sequences / (n * hardware.peak_flops * hardware.prefill_utilisation)
+        talk = 2 * llm.layers * hardware.allreduce if n > 1 else 0.0
+        return hardware.decode_overhead + talk + max(read, compute)
+
+    def prefill(self, tokens: float) -> float:
+        llm, hardware = self.setup.llm, self.setup.hardware
+        flops = 2 * llm.parameters * tokens
+        return flops / (llm.devices_an_engine * hardware.peak_flops * hardware.prefill_utilisation)
+
+    @property
+    def kv_capacity(self) -> float:
+        """Tokens that an engine has room for."""
+        llm, hardware = self.setup.llm, self.setup.hardware
+        room = llm.devices_an_engine * hardware.memory * hardware.memory_share - llm.weight_bytes
+        return room / llm.kv_bytes
+
+    @property
+    def load(self) -> float:
+        """All engines read the new weights at about the same time, each node once."""
+        setup, hardware = self.setup, self.setup.hardware
+        nodes = max(1.0, setup.generators * setup.llm.devices_an_engine / hardware.devices_a_node)
+        each = min(hardware.read_bandwidth, hardware.storage_bandwidth / nodes)
+        return hardware.pause_seconds + setup.llm.weight_bytes / each
+
+    @property
+    def publish(self) -> float:
+        """Rank 0 gathers the weights and writes them."""
+        hardware = self.setup.hardware
+        return self.setup.llm.weight_bytes * (1 / hardware.network_bandwidth + 1 / hardware.write_bandwidth)
+
+    @property
+    def gradients(self) -> float:
+        """The optimizer steps' all-reduces of fp32 gradients, over a ring of nodes."""
+        setup, hardware = self.setup, self.setup.hardware
+        if setup.trainer_devices == 1:
+            return 0.0
+        at_once = min(setup.trainer_devices, hardware.devices_a_node) * hardware.network_bandwidth
+        return setup.minibatches * 2 * 4 * setup.llm.parameters / at_once
+
+    def fetch(self, tokens: int) -> float:
+        return 12 * tokens / self.setup.hardware.spool_bandwidth
+
+    def training(self, lengths: Sequence[int]) -> tuple[float, float]:
+        """Seconds of computing, and those that even shares would take. Dealt out as areal.packing does: longest first,
+        to the rank with the fewest tokens."""
+        setup, llm = self.setup, self.setup.llm
+        rate = setup.hardware.peak_flops * llm.training_utilisation
+        seconds = even = 0.0
+        part = -(-len(lengths) // setup.minibatches)
+        for first in range(0, len(lengths), part):
+            ranks = [(0, rank) for rank in range(setup.trainer_devices)]
+            work = [0.0] * setup.trainer_devices
+            for tokens in sorted(lengths[first : first + part], reverse=True):
+                load, rank = ranks[0]
+                heapreplace(ranks, (load + tokens, rank))
+                work[rank] += llm.training_flops(tokens)
+            seconds += max(work) / rate
+            even += sum(work) / len(work) / rate
+        return seconds, even
+
+    def generating_bound(self, mean_context: float) -> float:
+        """Tokens/s of all engines, each full and never interrupted."""
+        setup = self.setup
+        sequences = min(setup.concurrent, int(self.kv_capacity / mean_context))
+        return setup.generators * sequences / self.decode_step(sequences, sequences * mean_context)

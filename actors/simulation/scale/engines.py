@@ -1,0 +1,270 @@
+"""An engine that samples and one that trains: they take the time of the formulas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.simulation.scale.costs import Costs
+from actors.simulation.scale.lengths import Lengths
+from actors.simulation.scale.setups import GRAIN
+from areal.config import SamplingConfig
+from areal.engines.generation import Chunk, EngineError, EngineStats, LoadTimes
+from areal.trajectory import Group
+
+# Tokens of a sequence in one message. The default of `generator.stream_interval` is 16: more messages, to the managers
+# alone. It only spares the simulation's own time.
+CHUNK = 1024
+# A device takes 3.6 s for a micro-batch of 16k tokens with 7B.
+MICROBATCH_SECONDS = 3.6
+
+
+class _Stream:
+    """One sequence in an engine: `left` tokens after the chunk that is being sampled, which is done at `begin + due`
+    steps of the engine. `parts` of it are of earlier versions."""
+
+    __slots__ = ("begin", "chunks", "context", "cut", "due", "labelled", "left", "parts", "waiter")
+
+    def __init__(self, context: int, length: int, cut: bool) -> None:
+        self.context = context
+        self.left = length
+        self.cut = cut
+        self.begin = 0.0
+        self.due = 0
+        self.labelled = 0
+        self.parts: list[tuple[int, int]] = []
+        self.chunks: deque[Chunk] = deque()
+        self.waiter: asyncio.Future | None = None
+
+    def go_on(self, begin: float, most: int) -> float:
+        """Sample the next chunk from engine step `begin`; returns the step at which it is there."""
+        self.begin, self.due = begin, min(most, self.left)
+        self.left -= self.due
+        self.labelled = 0
+        return begin + self.due
+
+    def label(self, done: int, version: int) -> None:
+        """The first `done` tokens of this chunk are there; those without a version were sampled by this one."""
+        new = done // GRAIN - self.labelled
+        if new > 0:
+            self.parts.append((version, new))
+            self.labelled += new
+
+    def emit(self, version: int) -> None:
+        self.label(self.due, version)
+        versions, counts = np.array(self.parts, np.int32).T
+        versions = np.repeat(versions, counts)
+        self.parts.clear()
+        n = len(versions)
+        finish = None if self.left else ("length" if self.cut else "stop")
+        self.chunks.append(Chunk(np.zeros(n, np.int32), np.zeros(n, np.float32), versions, finish))
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class ModelEngine:
+    """Processor sharing: every running sequence gets a token in each decoding step, and the step takes the longer the
+    more run. Time is told in steps, so that one timer, for the next chunk that will be done, is enough."""
+
+    def __init__(self, costs: Costs, lengths: Lengths) -> None:
+        self.version = 0
+        self.tokens = 0.0
+        self.sequence_seconds = self.busy_seconds = self.load_seconds = 0.0
+        self._costs = costs
+        self._setup = costs.setup
+        self._lengths = lengths
+        self._loop = asyncio.get_running_loop()
+        self._running: dict[_Stream, None] = {}
+        self._waiting: dict[_Stream, None] = {}
+        self._due: list[tuple[float, int, _Stream]] = []
+        self._serial = count()
+        self._steps = 0.0
+        self._context = 0.0
+        self._at = self._loop.time()
+        self._step_seconds = 1.0
+        self._stalled_until = 0.0
+        self._paused = False
+        self._timer: Any = None
+        self._error: EngineError | None = None
+
+    async def generate(self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig) -> AsyncIterator[Chunk]:
+        prompt = tokens[1]  # SimTokenizer's prompts are their number between two marks
+        stream = _Stream(self._setup.prompt_tokens, *self._lengths.next(prompt))
+        self._waiting[stream] = None
+        self._advance()
+        self._admit()
+        self._plan()
+        try:
+            while True:
+                while not stream.chunks:
+                    if self._error is not None:
+                        raise self._error
+                    stream.waiter = self._loop.create_future()
+                    await stream.waiter
+                chunk = stream.chunks.popleft()
+                yield chunk
+                if chunk.finish is not None:
+                    return
+        finally:
+            self._forget(stream)
+
+    async def load(self, folder: Path, version: int) -> LoadTimes:
+        """Pause, read, and prefill every running sequence again."""
+        self._advance()
+        self._paused = True
+        self._plan()
+        await asyncio.sleep(self._costs.load)
+        self._advance()
+        interrupted = len(self._running)
+        for stream in self._running:
+            stream.label(min(stream.due, int(self._steps - stream.begin)), self.version)
+        self.version = version
+        self._paused = False
+        prefill = self._costs.prefill(self._context)
+        self._stall(prefill)
+        self._admit()
+        self._plan()
+        self.load_seconds += self._costs.load + prefill
+        return LoadTimes(0.0, self._costs.load, prefill, interrupted)
+
+    def stats(self) -> EngineStats:
+        use = self._context / self._costs.kv_capacity
+        return EngineStats(len(self._running), len(self._waiting), use, int(self.tokens))
+
+    async def close(self) -> None:
+        self._error = EngineError("The engine was closed.")
+        for stream in [*self._running, *self._waiting]:
+            if stream.waiter is not None and not stream.waiter.done():
+                stream.waiter.set_result(None)
+
+    def account(self) -> dict[str, float]:
+        """Totals up to now."""
+        self._advance()
+        return {
+            "tokens": self.tokens,
+            "sequence_seconds": self.sequence_seconds,
+            "busy_seconds": self.busy_seconds,
+            "load_seconds": self.load_seconds,
+        }
+
+    def _advance(self) -> None:
+        """Count the steps until now."""
+        now, n = self._loop.time(), len(self._running)
+        self.sequence_seconds += n * (now - self._at)
+        if n:
+            self.busy_seconds += now - self._at
+        began = max(self._at, self._stalled_until)
+        if n and not self._paused and now > began:
+            steps = (now - began) / self._step_seconds
+            self._steps += steps
+            self._context += steps * n
+            self.tokens += steps * n
+        self._at = now
+
+    def _plan(self) -> None:
+        """Be called when the next chunk is done, if nothing changes before."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._due and self._due[0][2] not in self._running:
+            heappop(self._due)
+        if self._paused or not self._due:
+            return
+        self._step_seconds = self._costs.decode_step(len(self._running), self._context)
+        begins = max(self._at, self._stalled_until)
+        left = max(0.0, self._due[0][0] - self._steps)
+        self._timer = self._loop.call_at(begins + left * self._step_seconds, self._chunk_done)
+
+    def _chunk_done(self) -> None:
+        self._timer = None
+        self._advance()
+        self._steps = max(self._steps, self._due[0][0])
+        while self._due and self._due[0][0] <= self._steps:
+            at, _, stream = heappop(self._due)
+            if stream not in self._running:
+                continue
+            stream.context += stream.due
+            stream.emit(self.version)
+            if stream.left:
+                heappush(self._due, (stream.go_on(at, CHUNK), next(self._serial), stream))
+            else:
+                self._forget(stream)
+        self._admit()
+        self._plan()
+
+    def _admit(self) -> None:
+        """Begin what waits, while there is room. A first, short chunk tells at once which version has begun it."""
+        setup = self._setup
+        while self._waiting and len(self._running) < setup.concurrent and not self._paused:
+            stream = next(iter(self._waiting))
+            if self._running and self._context + stream.context > self._costs.kv_capacity:
+                return
+            del self._waiting[stream]
+            self._running[stream] = None
+            self._context += stream.context
+            heappush(self._due, (stream.go_on(self._steps, GRAIN), next(self._serial), stream))
+            self._stall(self._costs.prefill(setup.prompt_tokens) / setup.group_size)  # the group shares its prompt
+
+    def _stall(self, seconds: float) -> None:
+        self._stalled_until = max(self._stalled_until, self._at) + seconds
+
+    def _forget(self, stream: _Stream) -> None:
+        self._waiting.pop(stream, None)
+        if stream in self._running:
+            del self._running[stream]
+            self._context = max(0.0, self._context - stream.context)
+
+
+class ModelLearner:
+    """Takes the time that training takes. `shares`: where the seconds went."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.shares: Counter[str] = Counter()
+        self.tokens = 0
+        self._costs = costs
+        self._work_done = 0.0
+        self._since: float | None = None
+
+    @property
+    def work_done(self) -> int:
+        """Micro-batches, about one every MICROBATCH_SECONDS while a step is computed."""
+        running = 0.0 if self._since is None else asyncio.get_running_loop().time() - self._since
+        return int(self._work_done + running / MICROBATCH_SECONDS)
+
+    async def step(
+        self, groups: Sequence[Group], *, version: int, temperature: float, mask_older_than: int | None
+    ) -> dict[str, float | None]:
+        setup = self._costs.setup
+        sampled = [int(t.sampled.sum()) * GRAIN for group in groups for t in group.trajectories]
+        lengths = [setup.prompt_tokens + n for n in sampled]
+        seconds, even = self._costs.training(lengths)
+        shares = {
+            "computing": even,
+            "uneven shares": seconds - even,
+            "gradients": self._costs.gradients,
+            "fetching": self._costs.fetch(sum(lengths)),
+        }
+        self._since = asyncio.get_running_loop().time()
+        await asyncio.sleep(sum(shares.values()))
+        self._since = None
+        self._work_done += 1 + sum(shares.values()) / MICROBATCH_SECONDS
+        self.shares.update(shares)
+        self.tokens += sum(sampled)
+        return {"loss": 0.0}
+
+    async def publish(self, folder: Path) -> None:
+        await asyncio.sleep(self._costs.publish)
+        self.shares["publishing"] += self._costs.publish
+
+    async def forget(self, folder: Path) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,29 @@
+"""How long each completion gets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+from actors.simulation.scale.setups import GRAIN, Setup
+
+
+class Lengths:
+    """How long each completion gets: a function of the seed, the prompt, and which sample of it this is. So runs that
+    differ in their devices or settings have the same work to do."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._asked: Counter[int] = Counter()
+
+    def next(self, prompt: int) -> tuple[int, bool]:
+        """Of the next sample of this prompt: tokens, a multiple of GRAIN, and whether it was cut."""
+        setup, sample = self._setup, self._asked[prompt]
+        self._asked[prompt] += 1
+        between, within = setup.length_sigma
+        of_prompt = Random(f"{setup.seed}:{prompt}").gauss(0.0, between)
+        of_sample = Random(f"{setup.seed}:{prompt}:{sample}").gauss(0.0, within)
+        wanted = setup.length_median * 2.718281828 ** (of_prompt + of_sample)
+        if wanted > setup.max_new_tokens:
+            return setup.max_new_tokens, True
+        return max(1, round(wanted / GRAIN)) * GRAIN, False
