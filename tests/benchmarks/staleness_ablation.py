@@ -30,8 +30,9 @@ from rich.table import Table
 
 ROOT = Path(__file__).parent.parent.parent
 OBJECTIVES = ("ppo", "decoupled_ppo")
-# What it takes for the age of the data to matter to a model this small: with eps_clip 0.2 hardly any token of it is ever
-# clipped, and at larger learning rates stale data harms with either objective. What the guard would stop is to be seen.
+# What it takes for the age of the data to matter to a model this small: with eps_clip 0.2 hardly any of its tokens is
+# ever clipped, and at larger learning rates stale data harms with either objective. What the guard would stop is to be
+# seen.
 SETTING = (
     "run_ahead=max", "trainer.minibatches=4", "trainer.lr=3.0e-5", "trainer.eps_clip=0.03",
     "guard.effective_sample_size=0",
