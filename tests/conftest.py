@@ -20,11 +20,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-seed", type=int, help="what is killed when (default: something else each time)")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs first: on several workers, what is left for the end is then short."""
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: the quickstart's architecture after a few steps of its warm start."""
