@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRA := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
 # Where pip finds PyTorch's CPU build, if not where it looks anyway.
 TORCH_INDEX ?=
 
