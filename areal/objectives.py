@@ -196,8 +196,8 @@ def resolve_objective(name: str) -> Objective:
     return function
 
 
-def rehearse(config: TrainerConfig) -> None:
-    """Call the objective on a micro-batch of three tokens, and on one without: a rank without work has such.
+def rehearse(config: TrainerConfig) -> Objective:
+    """The objective, called before on a micro-batch of three tokens, and on one without: a rank without work has such.
 
     Raises UserError where it does not load, raises, or returns no `TokenLoss` as described there.
     """
@@ -215,6 +215,7 @@ def rehearse(config: TrainerConfig) -> None:
             ) from error
         if flaw := _flaw(out, size):
             raise UserError(f"{called} {flaw}.")
+    return objective
 
 
 def _flaw(out: object, size: int) -> str | None:

@@ -32,7 +32,7 @@ from areal.engines.lora import add_adapters, merged_tensors, read_adapter, write
 from areal.engines.optimizer import deepspeed_config, learning_rates
 from areal.engines.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, pack, token_logprobs
 from areal.engines.tally import StepResult, Tally
-from areal.objectives import Tokens, interpolated_proximal, kl, rehearse, resolve_objective
+from areal.objectives import Tokens, interpolated_proximal, kl, rehearse
 from areal.packing import split_over_ranks
 from areal.trajectory import Group
 from areal.weights import atomic_folder, copy_model_files, write_weights
@@ -93,8 +93,7 @@ class TrainingEngine:
         self._zero = deepspeed.zero
         settings = deepspeed_config(config)
         self._stage: int = settings["zero_optimization"]["stage"]
-        rehearse(config)
-        self._objective = resolve_objective(config.objective)
+        self._objective = rehearse(config)
         self._attention = choose_attention(config.dtype)
         self._prefix_tree = config.prefix_tree and self._attention != FLASH  # it has no mask
         if self.rank == 0:
