@@ -28,6 +28,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from areal import quickstart
+
 ROOT = Path(__file__).parent.parent.parent
 OBJECTIVES = ("ppo", "decoupled_ppo")
 # What it takes for the age of the data to matter to a model this small: with eps_clip 0.2 hardly any of its tokens is
@@ -56,7 +58,7 @@ def main() -> None:
         console.print(", ".join(f"{key} {show(value)}" for key, value in run.items()), soft_wrap=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        model = options.model or make_model(Path(folder))
+        model = options.model or quickstart.ensure(Path(folder) / "models")
         for jobs, cells in ((options.jobs, accuracy_cells(options)), (1, speed_cells(options))):
             missing = [cell for cell in cells if not any(cell.items() <= run.items() for run in runs)]
             with ThreadPoolExecutor(jobs) as pool:
@@ -94,13 +96,6 @@ def speed_cells(options: argparse.Namespace) -> list[dict[str, Any]]:
         for eta in options.etas
         for objective in OBJECTIVES
     ]
-
-
-def make_model(folder: Path) -> Path:
-    """The same warm start for every run."""
-    command = [sys.executable, "-m", "areal", "quickstart-model", str(folder / "models")]
-    made = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return Path(made.stdout.splitlines()[-1])
 
 
 def measure(cell: dict[str, Any], eval_size: int, model: Path, folder: Path) -> dict[str, float]:

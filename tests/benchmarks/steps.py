@@ -23,10 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from areal import addition, quickstart
-from areal.config import TrainerConfig
+from areal.config import TrainerConfig, load_config
 from areal.engines.training import TrainingEngine
 from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 16, 8, 210
 VERSION = 3
 
@@ -104,16 +105,9 @@ def sample_batches(folder: Path, seed: int, count: int, groups: int, size: int, 
 
 
 def settings(**changes: Any) -> TrainerConfig:
-    """The quickstart's, changed."""
-    quickstarts = {
-        "lr": 6e-5,
-        "minibatches": 1,
-        "max_tokens_per_microbatch": 2048,
-        "advantage_mean": "group",
-        "advantage_std": "group",
-        "weight_decay": 0.0,
-    }
-    return TrainerConfig.model_validate(quickstarts | changes)
+    """The quickstart's, changed; with one minibatch, so that a step is one pass over the batch."""
+    quickstarts = load_config(QUICKSTART).trainer.model_dump()
+    return TrainerConfig.model_validate(quickstarts | {"minibatches": 1} | changes)
 
 
 def trainer(model: Path, batches: Sequence[list[Group]], **changes: Any) -> Callable[[], None]:
