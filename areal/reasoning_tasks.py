@@ -15,6 +15,7 @@ import difflib
 import functools
 import json
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,7 +93,10 @@ def score(answer: str, row: Mapping[str, Any]) -> float:
 @functools.cache
 def load() -> dict[str, tuple[Any, Any]]:
     """The library's registry: (data set, configuration) classes by task."""
-    from reasoning_gym.factory import DATASETS
+    with warnings.catch_warnings():
+        # Python warns of the source of a library it imports where it compiles it for the first time.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        from reasoning_gym.factory import DATASETS
 
     for task in EVALUATING:
         # A module's own name hides the builtin: what a model writes is read, never run.
