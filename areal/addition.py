@@ -7,7 +7,7 @@ and adds `carry, sum`. For 347 + 85:
     prompt      a75b48c30=
     completion  a7512b4813c3004     7+5 = 12, 4+8+1 = 13, 3+0+1 = 04: the answer is 432
 
-The number of columns is heavy-tailed (probability ~ n^-1.5), as lengths of reasoning are.
+The number of columns is heavy-tailed (probability ~ n^-1.5 unless told otherwise), as lengths of reasoning are.
 
 Held-out rows never coincide with training rows, whatever their seeds: a checksum of the prompt says to which side a
 problem belongs (one in sixteen is held out), and a row is drawn again until it lies on the side asked for.
@@ -20,6 +20,7 @@ import string
 import zlib
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 LABELS = string.ascii_letters[:40]
 ALPHABET = string.digits + LABELS + "="
@@ -28,7 +29,7 @@ COLUMN_CHARACTERS = 5
 
 _WORKING = re.compile(r"(?:[a-zA-Z][0-9]{4})+")
 _HELD_OUT_SHARE = 16
-_LENGTH_EXPONENT = 1.5
+LENGTH_EXPONENT = 1.5
 
 # The teacher misremembers these sums more often than not. Slips that fall anywhere leave the most likely answer right,
 # so that greedy decoding would have nothing to learn.
@@ -36,27 +37,27 @@ HARD_PAIRS = frozenset({(7, 8), (8, 7), (6, 9), (9, 6)})
 HARD_SLIP = 0.55
 
 
-def rows(
-    seed: int, count: int, *, min_digits: int = 2, max_digits: int = MAX_DIGITS, held_out: bool = False
-) -> Iterator[dict[str, str]]:
-    """Rows 0 to `count - 1` of the endless sequence that `seed` names; see `make_row`."""
+def rows(seed: int, count: int, **options: Any) -> Iterator[dict[str, str]]:
+    """Rows 0 to `count - 1` of the endless sequence that `seed` names; `options` are those of `make_row`."""
     for index in range(count):
-        yield make_row(seed, index, min_digits=min_digits, max_digits=max_digits, held_out=held_out)
+        yield make_row(seed, index, **options)
 
 
 def make_row(
-    seed: int, index: int, *, min_digits: int = 2, max_digits: int = MAX_DIGITS, held_out: bool = False
-) -> dict[str, str]:
+    seed: int, index: int, *, min_digits: int = 2, max_digits: int = MAX_DIGITS,
+    length_exponent: float = LENGTH_EXPONENT, held_out: bool = False,
+) -> dict[str, str]:  # fmt: skip
     """One problem: `prompt` as in the module's text and `answer`, the sum in decimal. Depends on the arguments only.
 
-    `min_digits` and `max_digits` bound the digits of the longer summand. Short problems repeat within a side, never
-    across sides. Raises ValueError unless 2 <= min_digits <= max_digits <= 40.
+    `min_digits` and `max_digits` bound the digits n of the longer summand, which have the probability
+    n^-`length_exponent`. Short problems repeat within a side, never across sides. Raises ValueError unless
+    2 <= min_digits <= max_digits <= 40.
     """
     if not 2 <= min_digits <= max_digits <= MAX_DIGITS:
         raise ValueError(f"digits must satisfy 2 <= min <= max <= {MAX_DIGITS}, not {min_digits} and {max_digits}")
     random = Random(f"{seed}/{index}")
     lengths = range(min_digits, max_digits + 1)
-    digits = random.choices(lengths, [n**-_LENGTH_EXPONENT for n in lengths])[0]
+    digits = random.choices(lengths, [n**-length_exponent for n in lengths])[0]
     while True:
         row = _problem(random, digits)
         if is_held_out(row["prompt"]) == held_out:

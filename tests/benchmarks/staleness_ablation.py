@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +24,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from runs import run
 
 from areal import quickstart
 
-ROOT = Path(__file__).parent.parent.parent
 OBJECTIVES = ("ppo", "decoupled_ppo")
 # What it takes for the age of the data to matter to a model this small: with eps_clip 0.2 hardly any of its tokens is
 # ever clipped, and at larger learning rates stale data harms with either objective. What the guard would stop is to be
@@ -39,8 +36,6 @@ SETTING = (
     "run_ahead=max", "trainer.minibatches=4", "trainer.lr=3.0e-5", "trainer.eps_clip=0.03",
     "guard.effective_sample_size=0",
 )  # fmt: skip
-# Steps before this share of a run fill the pipeline: they say nothing of its throughput.
-FILLING = 0.4
 
 
 def main() -> None:
@@ -62,8 +57,10 @@ def main() -> None:
         for jobs, cells in ((options.jobs, accuracy_cells(options)), (1, speed_cells(options))):
             missing = [cell for cell in cells if not any(cell.items() <= run.items() for run in runs)]
             with ThreadPoolExecutor(jobs) as pool:
-                for run in pool.map(lambda cell: cell | measure(cell, options.eval_size, model, Path(folder)), missing):
-                    keep(run)
+                for done in pool.map(
+                    lambda cell: cell | measure(cell, options.eval_size, model, Path(folder)), missing
+                ):
+                    keep(done)
     console.print(table(runs))
 
 
@@ -98,37 +95,22 @@ def speed_cells(options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def measure(cell: dict[str, Any], eval_size: int, model: Path, folder: Path) -> dict[str, float]:
-    name = "-".join(str(value) for value in cell.values())
-    eval_size = eval_size if cell["of"] == "accuracy" else 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable, str(ROOT / "run.py"), f"run_dir={folder}", f"name={name}", f"model={model.resolve()}",
-        f"max_staleness={cell['eta']}", f"trainer.objective={cell['objective']}", f"seed={cell['seed']}",
-        f"steps={cell['steps']}", f"data.eval_size={eval_size}", f"master.address=tcp://127.0.0.1:{port}", *SETTING,
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}")
-    summary = json.loads((folder / name / "summary.json").read_text())
-    steps = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    steady = steps[int(len(steps) * FILLING) :]
-    found = {
-        "staleness_mean": statistics.fmean(step["staleness_mean"] for step in steady),
-        "staleness_max": summary["staleness_max"],
-    }
+def measure(cell: dict[str, Any], eval_size: int, model: Path, folder: Path) -> dict[str, Any]:
+    done = run(
+        model, folder, "-".join(str(value) for value in cell.values()),
+        [
+            f"max_staleness={cell['eta']}", f"trainer.objective={cell['objective']}", f"seed={cell['seed']}",
+            f"steps={cell['steps']}", f"data.eval_size={eval_size if cell['of'] == 'accuracy' else 0}", *SETTING,
+        ],
+    )  # fmt: skip
+    found = cell | {"staleness_mean": done.mean("staleness_mean"), "staleness_max": done.summary["staleness_max"]}
     if cell["of"] == "speed":
-        samples = summary["samples_trained"] / len(steps) * len(steady)
-        return found | {"samples_per_second": samples / sum(step["step_seconds"] for step in steady)}
+        return found | {"samples_per_second": done.samples_per_second}
     return found | {
-        "accuracy_before": summary["accuracy_before"],
-        "accuracy": summary["accuracy_after"],
-        "effective_sample_size": min(step["effective_sample_size"] for step in steps),
-        "clip_fraction": statistics.fmean(step["clip_fraction"] for step in steps),
+        "accuracy_before": done.summary["accuracy_before"],
+        "accuracy": done.summary["accuracy_after"],
+        "effective_sample_size": min(step["effective_sample_size"] for step in done.steps),
+        "clip_fraction": statistics.fmean(step["clip_fraction"] for step in done.steps),
     }
 
 
