@@ -99,11 +99,13 @@ class Trainer(Actor):
 
     async def main(self) -> None:
         await self.become_healthy()
-        while (batch := await self._next_batch()) is not None:
-            self.activity = f"training step {self._version + 1}"
-            metrics = await self._train(batch)
-            await self._hand_out(metrics)
+        while True:
             await self._save_if_due()
+            batch = await self._next_batch()
+            if batch is None:
+                break
+            self.activity = f"training step {self._version + 1}"
+            await self._hand_out(await self._train(batch))
         await self._published()
         if self._saved < self._version:
             await self._save()
@@ -236,8 +238,7 @@ class Trainer(Actor):
         The snapshot takes the place of the one before, which has to be published by then: so generators are at most one
         committed version behind, and there is never more than one to write.
         """
-        with self._clock("publish_wait"):
-            await self._published()
+        await self._published()
         with self._clock("snapshot"):
             await self._learner.snapshot()
         spent = {f"{what}_seconds": self._seconds[what] for what in CLOCKS}
@@ -246,7 +247,8 @@ class Trainer(Actor):
 
     async def _published(self) -> None:
         if self._publication is not None:
-            await self._publication
+            with self._clock("publish_wait"):
+                await self._publication
 
     async def _publish(self, metrics: dict[str, Any]) -> None:
         policy = self._policy()
@@ -270,7 +272,8 @@ class Trainer(Actor):
         return self.config.folder / "weights" / f"l{lineage}-v{version:06}"
 
     async def _save_if_due(self) -> None:
-        if self._version % self.config.trainer.checkpoint_every == 0 and not self._guard.suspicious:
+        due = self._version > self._saved and self._version % self.config.trainer.checkpoint_every == 0
+        if due and not self._guard.suspicious:
             await self._published()
             await self._save()
 

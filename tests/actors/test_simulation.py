@@ -19,7 +19,7 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.simulation import faults
-from actors.simulation.engines import Mishaps
+from actors.simulation.engines import Mishaps, Pace
 from actors.simulation.faults import HANDLERS, FailPoint, Kill, Plan
 from actors.simulation.loop import ProcessLoop, Scheduler, Stuck
 from actors.simulation.mutants import MUTANTS
@@ -345,6 +345,29 @@ def test_a_trainer_killed_in_the_middle_redoes_what_no_checkpoint_covers() -> No
     book = world.oracle.disk
     assert book.lineage == 1
     assert book.version == 4
+
+
+def test_the_next_step_does_not_wait_for_the_weights_to_be_written() -> None:
+    model = Model(steps=6, max_staleness=2, checkpoint_every=100, generators=3, pace=Pace(step=0.3, write=0.25))
+    world = World(1, model, Plan())
+    assert world.run().ok
+    order = [(kind, body.get("version", body.get("policy", {}).get("version"))) for kind, body in world.oracle.events]
+    for version in range(1, model.steps):
+        assert order.index(("batch_logged", version)) < order.index(("published", version))
+
+
+def test_a_trainer_killed_between_a_commit_and_its_publication_has_it_published_by_its_successor() -> None:
+    model = Model(steps=4, checkpoint_every=3, max_staleness=1, pace=Pace(write=0.4))
+    left_over = 0
+    for tenths in range(8, 24):
+        world = World(3, model, Plan(until=5.0, faults=[Kill(tenths / 10, "trainer-0", 0.3)]))
+        result = world.run()
+        assert result.ok, result.story
+        policies = world.oracle.disk.policies
+        assert {version for _, version in policies} >= set(range(1, model.steps + 1))
+        restored = min(version for lineage, version in policies if lineage == 1)
+        left_over += restored > 0 and (0, restored) not in policies
+    assert left_over
 
 
 @pytest.mark.parametrize("killed_at", [None, 1.4, 1.7, 2.0, 2.3, 2.6])
