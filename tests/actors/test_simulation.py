@@ -28,6 +28,7 @@ from actors.simulation.runner import parse_seeds, run_one, run_seeds
 from actors.simulation.world import Model, World, simulate
 from actors.trainer import Trainer
 from areal.config import UserError
+from areal.spool import Spool
 from protocols.network import Full
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -356,10 +357,22 @@ def test_the_next_step_does_not_wait_for_the_weights_to_be_written() -> None:
         assert order.index(("batch_logged", version)) < order.index(("published", version))
 
 
+def test_only_a_trainer_that_was_started_again_reads_groups_from_its_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    get = Spool.get
+    monkeypatch.setattr(Spool, "get", lambda spool, ids: read.extend(ids) or get(spool, ids))
+    model = Model(steps=4, checkpoint_every=3, max_staleness=0)
+    assert World(3, model, Plan()).run().ok
+    assert not read
+    world = World(3, model, Plan(until=5.0, faults=[Kill(2.6, "trainer-0", 0.5)]))
+    assert world.run().ok
+    assert {group for batch in world.oracle.disk.batches.values() for group in batch} >= set(read) > set()
+
+
 def test_a_trainer_killed_between_a_commit_and_its_publication_has_it_published_by_its_successor() -> None:
     model = Model(steps=4, checkpoint_every=3, max_staleness=1, pace=Pace(write=0.4))
     left_over = 0
-    for tenths in range(8, 24):
+    for tenths in (9, 12, 15, 18, 21):
         world = World(3, model, Plan(until=5.0, faults=[Kill(tenths / 10, "trainer-0", 0.3)]))
         result = world.run()
         assert result.ok, result.story
