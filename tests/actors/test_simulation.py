@@ -364,7 +364,7 @@ def test_only_a_trainer_that_was_started_again_reads_groups_from_its_disk(monkey
     model = Model(steps=4, checkpoint_every=3, max_staleness=0)
     assert World(3, model, Plan()).run().ok
     assert not read
-    world = World(3, model, Plan(until=5.0, faults=[Kill(2.6, "trainer-0", 0.5)]))
+    world = World(3, model, Plan(until=5.0, faults=[Kill(2.3, "trainer-0", 0.5)]))
     assert world.run().ok
     assert {group for batch in world.oracle.disk.batches.values() for group in batch} >= set(read) > set()
 
