@@ -55,7 +55,7 @@ from protocols.messages import (
     Permits,
     Policy,
     PolicyPublished,
-    PolicyRestored,
+    PublishPolicy,
     Recovery,
     RenewLeases,
     Shutdown,
@@ -286,6 +286,8 @@ class Master(HandlesRequests):
         """Healthy members that the run waits for. One that is still starting is given its time."""
         if not self._evaluated(0) or self.ledger.version == self.config.steps:
             roles = {"evaluator", "generator", "reward", "trainer"}
+        elif self.state.policy.version < self.ledger.version:
+            roles = {"trainer"}
         elif self.ledger.waiting:
             roles = {"rollout_manager", "generator", "reward"}
         else:
@@ -479,18 +481,6 @@ class Master(HandlesRequests):
             drop=tuple(group for group in request.message.spooled if not self.ledger.knows(group)),
         )
 
-    @handles(PolicyRestored)
-    async def policy_restored(self, request: Request) -> Done:
-        policy: Policy = request.message.policy
-        self._trainer(request, policy.lineage)
-        if policy != self.state.policy:
-            if policy.version != self.ledger.version:
-                raise RefusedError(f"version {policy.version} is restored, but the run is at {self.ledger.version}")
-            self.state.emit("policy_restored", policy=policy.model_dump())
-            self._send_out(PolicyPublished(policy=policy))
-            self._progress()
-        return Done()
-
     @handles(GroupReady)
     async def group_ready(self, request: Request) -> GroupAccepted:
         ready: GroupReady = request.message
@@ -517,6 +507,8 @@ class Master(HandlesRequests):
     @handles(AskBatch)
     async def ask_batch(self, request: Request) -> BatchAnswer:
         def decided() -> Batch | RunEnded | None:
+            if version > self.ledger.version:  # its commit is still on its way
+                return None
             found = self.ledger.next_batch(version)
             if version == self.ledger.version:
                 self._note_hunger(found)
@@ -548,18 +540,16 @@ class Master(HandlesRequests):
     @handles(CommitStep)
     async def commit_step(self, request: Request) -> Done:
         commit: CommitStep = request.message
-        self._trainer(request, commit.policy.lineage)
-        if commit.policy.version == self.state.policy.version:
+        self._trainer(request, commit.lineage)
+        if commit.version <= self.ledger.version:
             return Done()
-        record = self.ledger.commit(commit.policy.version - 1)
+        if self.state.policy.version < self.ledger.version:
+            raise RefusedError(f"version {self.ledger.version} is not published, and {commit.version} is committed")
+        record = self.ledger.commit(commit.version - 1)
         metrics = self._metrics(commit, record)
-        self.state.emit(
-            "stepped", policy=commit.policy.model_dump(), metrics=metrics, groups=list(record.batch.group_ids)
-        )
-        self._plan_evaluation(commit.policy)
+        self.state.emit("stepped", metrics=metrics, groups=list(record.batch.group_ids))
         self.state.compact_if_due()
         self._filtered_in_a_row = 0
-        self._send_out(PolicyPublished(policy=commit.policy))
         self._progress()
         self._changed.notify()
         await self.journal.durable()
@@ -574,7 +564,7 @@ class Master(HandlesRequests):
         groups = record.batch.group_ids
         rewards = [state.rewards[group] for group in groups]
         metrics = {
-            "step": commit.policy.version,
+            "step": commit.version,
             "reward_mean": sum(rewards) / len(rewards),
             "reward_mean_all": state.score / state.scored if state.scored else None,
             "groups_filtered": sum(reason == ZERO_SIGNAL for _, reason in state.discarded),
@@ -597,6 +587,23 @@ class Master(HandlesRequests):
         self._generated, self._step_begun = 0.0, now
         self._starved, self._left_over = 0.0, None
         return metrics
+
+    @handles(PublishPolicy)
+    async def publish_policy(self, request: Request) -> Done:
+        policy: Policy = request.message.policy
+        self._trainer(request, policy.lineage)
+        before = self.state.policy
+        if (policy.lineage, policy.version) <= (before.lineage, before.version):
+            return Done()
+        if policy.version != self.ledger.version:
+            raise RefusedError(f"version {policy.version} is published, but the run is at {self.ledger.version}")
+        self.state.emit("published", policy=policy.model_dump())
+        if policy.version > before.version:
+            self._plan_evaluation(policy)
+        self._send_out(PolicyPublished(policy=policy))
+        self._progress()
+        self._changed.notify()
+        return Done()
 
     @handles(CheckpointSaved)
     async def checkpoint_saved(self, request: Request) -> Done:
@@ -665,7 +672,7 @@ class Master(HandlesRequests):
     def _evaluation_due(self) -> EvaluationAnswer | None:
         if holder := self.state.holder:
             return EvaluationAnswer(version=holder.held.version, holder=holder)
-        version = self.ledger.version
+        version = self.state.policy.version
         due = version in (0, self.config.steps) and not self._evaluated(version)
         return EvaluationAnswer(version=version) if due else None
 
@@ -738,7 +745,8 @@ class Master(HandlesRequests):
         if self.ledger.version == self.config.steps:
             return "everyone waits for the last checkpoint and evaluation"
         if waiting := self.ledger.waiting:
-            return f"the trainer waits: {waiting}"
+            late = self.state.policy.version < self.ledger.version
+            return f"the trainer waits: {waiting}{', and has its last version to publish' if late else ''}"
         if not self._free():
             return f"the rollout managers wait for the trainer, which is {self._activity('trainer')}"
         return "nobody waits"

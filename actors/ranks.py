@@ -50,12 +50,16 @@ class Ranks:
         command = {"version": version, "temperature": temperature, "mask_older_than": mask_older_than}
         return asdict(await self._on_all_ranks({"do": "step", **command}, groups))
 
-    async def publish(self, folder: Path) -> None:
-        """Write the weights for generators."""
-        await self._on_all_ranks({"do": "publish", "folder": str(folder)})
+    async def snapshot(self) -> None:
+        """Copy the weights as they are, for `write`. No write may be going on."""
+        await self._on_all_ranks({"do": "snapshot"})
+
+    async def write(self, folder: Path) -> None:
+        """Write the last snapshot for generators, beside whatever else is going on."""
+        await asyncio.to_thread(self._engine.write, folder)
 
     async def save(self, folder: Path) -> None:
-        """Write a checkpoint: a model folder, and all that `load` needs."""
+        """Write a checkpoint: a model folder, and all that `load` needs. No write may be going on."""
         await self._on_all_ranks({"do": "save", "folder": str(folder)})
 
     async def load(self, folder: Path) -> None:
@@ -97,9 +101,9 @@ def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group
     arguments = {key: value for key, value in command.items() if key != "do"}
     if command["do"] == "step":
         return engine.step(groups, **arguments)
-    return {"publish": engine.publish, "save": engine.save, "load": engine.load}[command["do"]](
-        Path(arguments["folder"])
-    )
+    if command["do"] == "snapshot":
+        return engine.snapshot()
+    return {"save": engine.save, "load": engine.load}[command["do"]](Path(arguments["folder"]))
 
 
 def follow(config: Config) -> None:

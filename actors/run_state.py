@@ -108,7 +108,7 @@ class RunState:
                 del self.members[body["identity"]]
             case "lineage_opened":
                 self.lineage, self.trainer = body["lineage"], body["trainer"]
-            case "policy_restored":
+            case "published":
                 self.policy = Policy.model_validate(body["policy"])
             case "rewarded":
                 self.scored, self.score = self.scored + 1, self.score + body["mean"]
@@ -129,7 +129,6 @@ class RunState:
                 raise ValueError(f"the journal holds an event of unknown kind {kind!r}")
 
     def _apply_stepped(self, body: dict[str, Any]) -> None:
-        self.policy = Policy.model_validate(body["policy"])
         self.last_step = body["metrics"]
         self.seconds += self.last_step["step_seconds"]
         for group in body["groups"]:

@@ -1,5 +1,8 @@
 """The trainer: keeps finished groups on disk, asks the master which batch to train, and publishes the weights.
 
+    step v ── snapshot ──▶ step v + 1 ── wait for the publication of v ── snapshot ──▶ ...
+                  └──▶ commit v, write ──▶ publish v
+
 A group is acknowledged once it is in the spool on disk, and stays there until a checkpoint covers the step that trained
 it. So a trainer that was killed loses nothing: it loads the last checkpoint, redoes the batches that the master has
 logged since, in order, and publishes the version where the run stands, under a new lineage.
@@ -8,7 +11,9 @@ logged since, in order, and publishes the version where the run stands, under a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -31,7 +36,7 @@ from protocols.messages import (
     GroupAccepted,
     GroupReady,
     Policy,
-    PolicyRestored,
+    PublishPolicy,
     Recovery,
     StoreGroup,
     TrainingFailed,
@@ -45,6 +50,9 @@ REPEAT_SECONDS = 5.0
 # A generator may still be reading the version before the newest, or be about to.
 VERSIONS_KEPT = 4
 
+# What the seconds of a step are counted for. Those of `write` were spent beside it, on the version before.
+CLOCKS = ("trainer_wait", "fetch", "train", "publish_wait", "snapshot", "write", "save")
+
 log = structlog.get_logger()
 
 
@@ -56,7 +64,8 @@ class Learner(Protocol):
     async def step(
         self, groups: list[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]: ...
-    async def publish(self, folder: Path) -> None: ...
+    async def snapshot(self) -> None: ...
+    async def write(self, folder: Path) -> None: ...
     async def save(self, folder: Path) -> None: ...
     async def load(self, folder: Path) -> None: ...
     async def forget(self, folder: Path) -> None: ...
@@ -77,6 +86,9 @@ class Trainer(Actor):
         self._open_spool = open_spool
         self._lineage = 0
         self._trained: dict[int, tuple[str, ...]] = {}  # groups by step, as far as no checkpoint covers it
+        self._fresh: dict[str, Group] = {}  # of the spool's groups those that are in memory still, oldest first
+        self._publication: asyncio.Task[None] | None = None  # the last one, of which the next step need not wait
+        self._seconds: Counter[str] = Counter()  # since the last commit, by what they were spent on
 
     async def setup(self) -> None:
         self.activity = "starting DeepSpeed"
@@ -87,17 +99,14 @@ class Trainer(Actor):
 
     async def main(self) -> None:
         await self.become_healthy()
-        loop = asyncio.get_running_loop()
         while True:
             await self._save_if_due()
-            asked = loop.time()
             batch = await self._next_batch()
             if batch is None:
                 break
-            waited = loop.time() - asked
-            policy, metrics = await self._step(batch)
-            await self.ask_master(CommitStep(policy=policy, metrics=metrics | {"trainer_wait_seconds": waited}), Done)
-            await self._learner.forget(self._weights(self._version - VERSIONS_KEPT))
+            self.activity = f"training step {self._version + 1}"
+            await self._hand_out(await self._train(batch))
+        await self._published()
         if self._saved < self._version:
             await self._save()
         self.activity = "finished"
@@ -129,6 +138,7 @@ class Trainer(Actor):
         except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
         await asyncio.to_thread(self._spool.put, group)
+        self._remember(group)
         ready = GroupReady(
             group=group.id,
             start_version=start_version,
@@ -136,8 +146,21 @@ class Trainer(Actor):
             signal=group.has_signal,
         )
         if not (await self.ask_master(ready, GroupAccepted)).accepted:
+            self._fresh.pop(group.id, None)
             await asyncio.to_thread(self._spool.forget, [group.id])
         return Done()
+
+    def _remember(self, group: Group) -> None:
+        """Spare the next steps the disk. No more groups than may be alive are kept, whatever was stored twice."""
+        self._fresh.setdefault(group.id, group)
+        while len(self._fresh) > (self.config.max_staleness + 1) * self.config.batch_size:
+            del self._fresh[next(iter(self._fresh))]
+
+    async def _fetch(self, ids: Sequence[str]) -> list[Group]:
+        fresh = {group: self._fresh.pop(group) for group in ids if group in self._fresh}
+        if missing := [group for group in ids if group not in fresh]:
+            fresh |= {group.id: group for group in await asyncio.to_thread(self._spool.get, missing)}
+        return [fresh[group] for group in ids]
 
     # --- recovery
 
@@ -157,12 +180,14 @@ class Trainer(Actor):
             await self._train(batch)
         if recovery.lineage:
             await self._publish_restored(self.policy)
+        self._seconds.clear()
 
     async def _publish_restored(self, before: Policy) -> None:
-        policy = Policy(lineage=self._lineage, version=self._version, folder=self.config.model)
+        policy = self._policy()
         if self._version:
-            policy = await self._publish()
-        await self.ask_master(PolicyRestored(policy=policy), Done)
+            await self._learner.snapshot()
+            await self._write(policy)
+        await self.ask_master(PublishPolicy(policy=policy), Done)
         log.info("restored", lineage=policy.lineage, version=policy.version)
         for lineage in range(before.lineage, self._lineage):
             for version in range(self._version - VERSIONS_KEPT, self._version + 2):
@@ -173,28 +198,26 @@ class Trainer(Actor):
     async def _next_batch(self) -> BatchAnswer | None:
         """None: the run has reached its end."""
         self.activity = f"waiting for batch {self._version}"
-        while True:
-            batch = await self.ask_master(AskBatch(version=self._version), BatchAnswer, ASK_BATCH_SECONDS)
-            if batch.status == "ended":
-                return None
-            if batch.status == "ready":
-                return batch
-
-    async def _step(self, batch: BatchAnswer) -> tuple[Policy, dict[str, Any]]:
-        self.activity = f"training step {self._version + 1}"
-        metrics = await self._train(batch)
-        return await self._publish(), metrics
+        with self._clock("trainer_wait"):
+            while True:
+                batch = await self.ask_master(AskBatch(version=self._version), BatchAnswer, ASK_BATCH_SECONDS)
+                if batch.status == "ended":
+                    return None
+                if batch.status == "ready":
+                    return batch
 
     async def _train(self, batch: BatchAnswer) -> dict[str, Any]:
         """Take a step, or take it again. One that the guard does not pass is the last: nothing of it is published,
         committed or saved."""
-        groups = await asyncio.to_thread(self._spool.get, batch.groups)
-        metrics = await self._learner.step(
-            groups,
-            version=self._version,
-            temperature=self.config.sampling.temperature,
-            mask_older_than=batch.mask_older_than,
-        )
+        with self._clock("fetch"):
+            groups = await self._fetch(batch.groups)
+        with self._clock("train"):
+            metrics = await self._learner.step(
+                groups,
+                version=self._version,
+                temperature=self.config.sampling.temperature,
+                mask_older_than=batch.mask_older_than,
+            )
         if verdict := self._guard.check(metrics):
             await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
         self._trained[self._version] = batch.groups
@@ -209,9 +232,39 @@ class Trainer(Actor):
             await self.ask_master(TrainingFailed(reason=reason), Done)
             await asyncio.sleep(REPEAT_SECONDS)
 
-    async def _publish(self) -> Policy:
-        folder = self._weights(self._version)
-        await self._learner.publish(folder)
+    async def _hand_out(self, metrics: dict[str, Any]) -> None:
+        """Have the step committed and its weights published while the next one is under way.
+
+        The snapshot takes the place of the one before, which has to be published by then: so generators are at most one
+        committed version behind, and there is never more than one to write.
+        """
+        await self._published()
+        with self._clock("snapshot"):
+            await self._learner.snapshot()
+        spent = {f"{what}_seconds": self._seconds[what] for what in CLOCKS}
+        self._seconds.clear()
+        self._publication = self.spawn(self._publish(metrics | spent), "publish")
+
+    async def _published(self) -> None:
+        if self._publication is not None:
+            with self._clock("publish_wait"):
+                await self._publication
+
+    async def _publish(self, metrics: dict[str, Any]) -> None:
+        policy = self._policy()
+        writing = self.spawn(self._write(policy), "write")
+        await self.ask_master(CommitStep(lineage=policy.lineage, version=policy.version, metrics=metrics), Done)
+        await writing
+        await self.ask_master(PublishPolicy(policy=policy), Done)
+        await self._learner.forget(self._weights(policy.version - VERSIONS_KEPT))
+
+    async def _write(self, policy: Policy) -> None:
+        with self._clock("write"):
+            await self._learner.write(Path(policy.folder))
+
+    def _policy(self) -> Policy:
+        """Where the trainer stands, in the place where the weights are to be."""
+        folder = self._weights(self._version) if self._version else self.config.model
         return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
 
     def _weights(self, version: int, lineage: int | None = None) -> Path:
@@ -221,19 +274,27 @@ class Trainer(Actor):
     async def _save_if_due(self) -> None:
         due = self._version > self._saved and self._version % self.config.trainer.checkpoint_every == 0
         if due and not self._guard.suspicious:
+            await self._published()
             await self._save()
 
     async def _save(self) -> None:
         """A checkpoint of the current version; what only the steps before it needed goes."""
         self.activity = f"saving version {self._version}"
         folder = self._checkpoint(self._version)
-        await self._learner.save(folder)
+        with self._clock("save"):
+            await self._learner.save(folder)
         await self.ask_master(CheckpointSaved(version=self._version, folder=str(folder)), Done)
         self._saved = self._version
         done = [group for version in list(self._trained) for group in self._trained.pop(version)]
         await asyncio.to_thread(self._spool.forget, done)
         every, kept = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
         await self._learner.forget(self._checkpoint((self._version - 1) // every * every - (kept - 1) * every))
+
+    @contextmanager
+    def _clock(self, what: str) -> Iterator[None]:
+        began = asyncio.get_running_loop().time()
+        yield
+        self._seconds[what] += asyncio.get_running_loop().time() - began
 
     def _checkpoint(self, version: int) -> Path:
         return self.config.folder / "checkpoints" / f"step_{version:06}"

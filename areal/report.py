@@ -115,6 +115,7 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             _shown(summary, "staleness_max", "g"),
         ),
         ("log-prob gap, max", _shown(summary, "logprob_gap_max", ".1e")),
+        ("trainer idle", _shown(summary, "trainer_idle", ".1%")),
         ("training steps", _shown(summary, "steps", ",.0f")),
         ("samples trained", _shown(summary, "samples_trained", ",.0f")),
         ("seconds", _shown(summary, "seconds", ",.0f")),
@@ -129,9 +130,11 @@ def panels(run: Run) -> list[Panel]:
     filtered = run.series("groups_filtered")
     filters = any(n > 0 for n in filtered)
     seconds = run.series("step_seconds")
-    # Two clocks: the trainer measures its wait, the master the step.
+    # Two clocks: the trainer measures what it does, the master the step.
     waits = [min(wait, step) for wait, step in zip(run.series("trainer_wait_seconds"), seconds, strict=True)]
-    works = [step - wait for wait, step in zip(waits, seconds, strict=True)]
+    lefts = [step - wait for wait, step in zip(waits, seconds, strict=True)]
+    trains = [min(train, left) for train, left in zip(run.series("train_seconds"), lefts, strict=True)]
+    others = [left - train for train, left in zip(trains, lefts, strict=True)]
 
     def plain(title: str, key: str, **options: Any) -> Panel:
         return Panel(title, lines=[("", steps, run.series(key))], **options)
@@ -166,7 +169,12 @@ def panels(run: Run) -> list[Panel]:
             ],
             limits=(0, None),
         ),
-        Panel("Step time", unit="s", steps=steps, stack=[("work", works), ("waiting for data", waits)]),
+        Panel(
+            "Step time",
+            unit="s",
+            steps=steps,
+            stack=[("training", trains), ("waiting for data", waits), ("other", others)],
+        ),
         plain("Log-prob gap, engine and trainer", "logprob_gap", log=True),
         Panel(
             "Importance weight",

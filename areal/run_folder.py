@@ -22,6 +22,9 @@ MAY_CHANGE = (
     "trainer.checkpoint_every", "trainer.checkpoints_kept",
 )  # fmt: skip
 
+# The first groups take their time: the steps before this one say nothing about waiting.
+STEADY = 3
+
 
 class RunFolder:
     """Where a run leaves what it made, for its master to write."""
@@ -31,6 +34,7 @@ class RunFolder:
         self._step = 0
         self._staleness_max = 0
         self._logprob_gap_max: float | None = None
+        self._seconds = self._idle = 0.0  # of the trainer, from step STEADY on
         replace(self.path / "config.yaml", dump_config(config))
         self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
         self._evaluations = self.path / "evaluations.jsonl"
@@ -86,11 +90,18 @@ class RunFolder:
         gap = metrics.get("logprob_gap")
         if gap is not None:
             self._logprob_gap_max = max(gap, self._logprob_gap_max or 0.0)
+        if self._step >= STEADY:
+            self._seconds += metrics["step_seconds"]
+            self._idle += metrics["trainer_wait_seconds"] + metrics["publish_wait_seconds"]
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """summary.json, atomically, with the extremes over all steps. It says that the run is over."""
-        extremes = {"staleness_max": self._staleness_max, "logprob_gap_max": self._logprob_gap_max}
-        replace(self.path / "summary.json", json.dumps(summary | extremes, indent=2) + "\n")
+        """summary.json, atomically, with what follows from all steps. It says that the run is over."""
+        over_steps = {
+            "staleness_max": self._staleness_max,
+            "logprob_gap_max": self._logprob_gap_max,
+            "trainer_idle": self._idle / self._seconds if self._seconds else None,
+        }
+        replace(self.path / "summary.json", json.dumps(summary | over_steps, indent=2) + "\n")
 
 
 def _whole_records(path: Path) -> list[dict[str, Any]]:

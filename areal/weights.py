@@ -56,9 +56,11 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that a reader may look for: it is gone at once, and never torn. A missing one is fine."""
+    """Remove a folder that a reader may look for: it is gone at once, and never torn. A missing one is fine. So are
+    the leftovers of a writer of the name that was killed; none may be at work."""
     if folder.exists():
         os.replace(folder, _hidden(folder))
+    if folder.parent.exists():
         _remove_leftovers(folder)
 
 

@@ -14,10 +14,10 @@
 | rollout_manager | reward | Score | Scored |
 | rollout_manager | trainer | StoreGroup | Done |
 | trainer | master | AskRecovery | Recovery |
-| trainer | master | PolicyRestored | Done |
 | trainer | master | GroupReady | GroupAccepted |
 | trainer | master | AskBatch | BatchAnswer |
 | trainer | master | CommitStep | Done |
+| trainer | master | PublishPolicy | Done |
 | trainer | master | CheckpointSaved | Done |
 | trainer | master | TrainingFinished, TrainingFailed | Done |
 | evaluator | master | AskEvaluation | EvaluationAnswer |
@@ -37,7 +37,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Array = InstanceOf[np.ndarray]
 Name = Annotated[str, Field(max_length=256)]
@@ -287,12 +287,6 @@ class Recovery(Message):
     drop: tuple[Name, ...]
 
 
-class PolicyRestored(Message):
-    """The current version stands again, under a new lineage."""
-
-    policy: Policy
-
-
 class GroupReady(Message):
     """The group's payload is on the trainer's disk. `signal`: the rewards of its samples differ."""
 
@@ -309,7 +303,8 @@ class GroupAccepted(Message):
 
 
 class AskBatch(Message):
-    """The batch of the step that leads from `version` to `version + 1`; answered once it may start."""
+    """The batch of the step that leads from `version` to `version + 1`; answered once it may start, which is after
+    `version` is committed."""
 
     version: int
 
@@ -324,10 +319,18 @@ class BatchAnswer(Message):
 
 
 class CommitStep(Message):
-    """The step on `policy.version - 1` is done and its weights stand in `policy.folder`."""
+    """The step that leads to `version` is done. The version before it is published by then."""
+
+    lineage: int
+    version: int
+    metrics: dict[str, float | None]
+
+
+class PublishPolicy(Message):
+    """The weights of the committed version stand in `policy.folder`: for the first time, or again under the lineage of
+    a trainer that took over."""
 
     policy: Policy
-    metrics: dict[str, float | None]
 
 
 class CheckpointSaved(Message):

@@ -13,12 +13,12 @@ from helpers import processes_mentioning, read_jsonl
 CONFIG = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
 METRICS = {
     "step", "reward_mean", "staleness_mean", "staleness_max", "tokens_trained", "tokens_generated", "step_seconds",
-    "trainer_wait_seconds", "logprob_gap", "loss", "grad_norm", "entropy", "clip_fraction", "reward_mean_all",
-    "groups_filtered", "staleness_histogram",
+    "trainer_wait_seconds", "train_seconds", "publish_wait_seconds", "write_seconds", "logprob_gap", "loss",
+    "grad_norm", "entropy", "clip_fraction", "reward_mean_all", "groups_filtered", "staleness_histogram",
 }  # fmt: skip
 SUMMARY = {
     "steps", "accuracy_before", "accuracy_after", "staleness_max", "max_staleness", "logprob_gap_max",
-    "samples_trained", "samples_per_second", "seconds",
+    "samples_trained", "samples_per_second", "seconds", "trainer_idle",
 }  # fmt: skip
 
 

@@ -74,7 +74,8 @@ class Pace:
     first_token: float = 0.02
     load: float = 0.05
     step: float = 0.3
-    publish: float = 0.05
+    snapshot: float = 0.01
+    write: float = 0.2
     save: float = 0.1
     score: float = 0.02
     start: float = 0.2
@@ -299,7 +300,7 @@ class SimLearner:
         self._pace = pace
         self._random = random
         self._doubtful = doubtful
-        self._content = files.model.content
+        self._content = self._snapshot = files.model.content
         self.work_done = 0
 
     async def step(
@@ -313,9 +314,14 @@ class SimLearner:
         share = 0.0 if is_doubtful(self._content, self._doubtful) else 1.0
         return {"loss": 0.0, "effective_sample_size": share, "logprob_gap": None}
 
-    async def publish(self, folder: Path) -> None:
-        await self._take(self._pace.publish)
-        self._judge.published(self._writer, self._files.write(str(folder), self._content, self._writer))
+    async def snapshot(self) -> None:
+        await self._take(self._pace.snapshot)
+        self._snapshot = self._content
+
+    async def write(self, folder: Path) -> None:
+        await self._take(self._pace.write)
+        # What has taken the place of the snapshot meanwhile is what a reader finds.
+        self._judge.published(self._writer, self._files.write(str(folder), self._snapshot, self._writer))
 
     async def save(self, folder: Path) -> None:
         await self._take(self._pace.save)

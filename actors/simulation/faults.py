@@ -17,7 +17,7 @@ from actors.simulation.network import Weather
 HANDLERS: dict[str, tuple[str, ...]] = {
     "master": (
         "join", "heartbeat", "leave", "ask_snapshot", "ask_permits", "renew_leases", "group_started", "group_failed",
-        "ask_recovery", "policy_restored", "group_ready", "ask_batch", "commit_step", "checkpoint_saved",
+        "ask_recovery", "publish_policy", "group_ready", "ask_batch", "commit_step", "checkpoint_saved",
         "training_finished", "training_failed", "ask_evaluation", "evaluation_done", "evaluation_abandoned",
     ),
     "trainer": ("store_group",),
@@ -297,7 +297,7 @@ _PROVOKED_BY = {
     "ask_recovery": _draw_trainer_kill,
     "group_failed": _draw_scores,
     "leave": _draw_leaves,
-    "policy_restored": _draw_trainer_kill,
+    "publish_policy": _draw_trainer_kill,
     "renew_leases": _draw_stragglers,
 }
 

@@ -149,6 +149,25 @@ def hold_ignored() -> AbstractContextManager[None]:
     return replaced(Generator, _wanted=lambda generator: generator.policy)
 
 
+def published_before_it_is_written() -> AbstractContextManager[None]:
+    """The trainer has a version published as soon as it is committed."""
+    write = Trainer._write
+
+    async def begin_to_write(trainer: Trainer, policy: Any) -> None:
+        trainer.spawn(write(trainer, policy), "write")
+
+    return replaced(Trainer, _write=begin_to_write)
+
+
+def no_wait_for_the_write() -> AbstractContextManager[None]:
+    """The trainer takes the next snapshot, and has its step committed, whatever is still being written."""
+
+    async def at_once(trainer: Trainer) -> None:
+        pass
+
+    return replaced(Trainer, _published=at_once)
+
+
 @contextmanager
 def _added(owner: type, name: str, value: Any) -> Iterator[None]:
     """Like `replaced`, for a method that the class inherits."""
@@ -174,4 +193,6 @@ MUTANTS: dict[str, Mutant] = {
     "no filter": no_filter,
     "checkpoints in a streak": checkpoints_in_a_streak,
     "hold ignored": hold_ignored,
+    "published before it is written": published_before_it_is_written,
+    "no wait for the write": no_wait_for_the_write,
 }

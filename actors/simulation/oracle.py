@@ -134,6 +134,8 @@ class Book:
             prompt = self.rows.pop(group_id).prompt
             self._hold(prompt not in self.trained, f"prompt {prompt} is trained twice", group_id)
             self.trained[prompt] = version
+        late = self.policy[1] < version
+        self._hold(not late, f"version {version + 1} is committed when {self.policy} is the newest that is published")
         self.version += 1
 
     def _checkpoint_saved(self, version: int, folder: str) -> None:
@@ -144,12 +146,12 @@ class Book:
         self._hold(lineage == self.lineage + 1, f"lineage {lineage} follows {self.lineage}", trainer)
         self.lineage, self.trainer = lineage, trainer
 
-    def _stepped(self, policy: dict[str, Any], **_: Any) -> None:
-        self._announce(policy)
-        self._hold(policy["version"] == self.version, f"{policy} is announced at version {self.version}")
-
-    def _policy_restored(self, policy: dict[str, Any]) -> None:
-        self._announce(policy)
+    def _published(self, policy: dict[str, Any]) -> None:
+        identity, folder = (policy["lineage"], policy["version"]), policy["folder"]
+        self._hold(identity not in self.policies, f"{identity} is announced twice", folder)
+        self._hold(policy["lineage"] == self.lineage, f"{identity} is of a dead lineage", folder)
+        self._hold(policy["version"] == self.version, f"{identity} is announced at {self.version}", folder)
+        self.policies[identity] = folder
 
     def _member_changed(self, member: dict[str, Any]) -> None:
         identity, held = member["identity"], member["held"]
@@ -175,13 +177,6 @@ class Book:
     def _conclude(self, version: int, result: bool) -> None:
         self._hold(version not in self.evaluated, f"version {version} has two fates of its evaluation")
         self.evaluated[version] = result
-
-    def _announce(self, policy: dict[str, Any]) -> None:
-        identity = policy["lineage"], policy["version"]
-        self._hold(identity not in self.policies, f"{identity} is announced twice", policy["folder"])
-        self._hold(policy["lineage"] == self.lineage, f"{identity} is of a dead lineage", policy["folder"])
-        self._hold(policy["version"] == self.version, f"{identity} is announced at {self.version}", policy["folder"])
-        self.policies[identity] = policy["folder"]
 
     def _row(self, group_id: str) -> Row:
         self._hold(group_id in self.rows, f"something happens to {group_id}, which is not alive", group_id)
@@ -243,6 +238,8 @@ class Oracle:
                 self._guard(self._check_passed, body["version"] + 1)
             case "checkpoint_saved":
                 self._guard(self._check_saved, body["version"])
+            case "published":
+                self._guard(self._check_published, body["policy"])
         self.scheduler.changed = True
 
     def _check_ready(self, group: str) -> None:
@@ -257,6 +254,11 @@ class Oracle:
     def _check_passed(self, version: int) -> None:
         if self._is_stopped_at(version):
             raise Violation(f"version {version} is committed, though the guard had to stop the run")
+
+    def _check_published(self, policy: dict[str, Any]) -> None:
+        weights = self.files.folders.get(policy["folder"])
+        if weights is None or weights.content != self.contents[policy["version"]]:
+            raise Violation(f"{policy} is published, but {weights} is what stands there", policy["folder"])
 
     def _is_stopped_at(self, version: int) -> bool:
         """Whether the step that leads to this version is the guard's last."""
@@ -410,6 +412,8 @@ class Oracle:
         steps = self.config.steps
         if book.version != steps:
             self.fail(Violation(f"the run ends at version {book.version} of {steps}"))
+        elif book.policy[1] != steps:
+            self.fail(Violation(f"the last version that is published is {book.policy}, not {steps}"))
         elif book.checkpoint != steps:
             self.fail(Violation(f"the last checkpoint is of version {book.checkpoint}, not {steps}"))
         elif len(book.trained) != steps * book.batch_size:

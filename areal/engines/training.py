@@ -117,6 +117,7 @@ class TrainingEngine:
         self._state = TrainingState(self._deepspeed, self._trained, self._stage, self._control)
         self.device: torch.device = self._deepspeed.device
         self._reference = self._start_reference()
+        self._snapshot: dict[str, Tensor] = {}
         self.work_done = 0
         """Micro-batches computed and parameters gathered since the start: tells long work from work that hangs."""
 
@@ -354,41 +355,54 @@ class TrainingEngine:
     def _clip(self) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)
 
-    def _gather(self) -> dict[str, Tensor]:
-        """The trained weights, copied to the CPU, on rank 0; nothing elsewhere (all ranks).
+    def snapshot(self) -> None:
+        """Copy the weights as they are now into host memory of rank 0, for `write` (all ranks).
 
-        By their Hugging Face names, or adapters by those of their parameters. They are gathered one after another, all
-        ranks in step. Nothing may be sent or written in between: under ZeRO-3 a rank that is late for a gather hangs
-        the others. Tied parameters appear once.
+        The memory is that of the snapshot before, which must not be in use any more. Parameters are gathered one after
+        another, all ranks in step. Nothing may be sent or written in between: under ZeRO-3 a rank that is late for a
+        gather hangs the others. Tied parameters appear once.
         """
-        from transformers.core_model_loading import revert_weight_conversion
-
-        tensors: dict[str, Tensor] = {}
         for name, parameter in self._trained.items():
             with self._zero.GatheredParameters([parameter], enabled=self._stage == 3):
-                if self.rank == 0:
-                    tensors[name] = parameter.detach().to("cpu", copy=True)
+                self._keep(name, parameter)
             self.work_done += 1
-        if self.rank != 0 or self.config.lora:
-            return tensors
-        saved = self._module.state_dict().keys()
-        tensors |= {name: b.detach().to("cpu", copy=True) for name, b in self._module.named_buffers() if name in saved}
-        return revert_weight_conversion(self._module, tensors)
+        if not self.config.lora:
+            saved = self._module.state_dict().keys()
+            for name, buffer in self._module.named_buffers():
+                if name in saved:
+                    self._keep(name, buffer)
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        if self.rank != 0:
+            return
+        if name not in self._snapshot:
+            self._snapshot[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._snapshot[name].copy_(tensor.detach())
+
+    def _copied(self) -> dict[str, Tensor]:
+        """The snapshot by Hugging Face names, or adapters by those of their parameters."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return self._snapshot if self.config.lora else revert_weight_conversion(self._module, self._snapshot)
+
+    def write(self, folder: Path) -> None:
+        """Write the last snapshot as `folder`/model.safetensors in the model's dtype (rank 0, from any thread).
+
+        Steps may be computed meanwhile. Adapters are written as peft does, without the weights they belong to. All is
+        on disk on return. The folder appears complete or not at all, and takes the place of one of that name.
+        """
+        with atomic_folder(folder) as partial:
+            if self.config.lora:
+                write_adapter(self._module, self._copied(), partial)
+            else:
+                write_weights(self._copied(), partial)
 
     def publish(self, folder: Path) -> Path:
-        """Write the weights as `folder`/model.safetensors in the model's dtype; returns `folder` (all ranks).
-
-        Adapters are written as peft does, without the weights they belong to. Rank 0 writes, and returns when all is on
-        disk; the others return at once. The folder appears complete or not at all, and takes the place of one of that
-        name.
-        """
-        tensors = self._gather()
+        """Write the weights as they are now, as `write` does; returns `folder` (all ranks, of which only rank 0 waits
+        for the disk)."""
+        self.snapshot()
         if self.rank == 0:
-            with atomic_folder(folder) as partial:
-                if self.config.lora:
-                    write_adapter(self._module, tensors, partial)
-                else:
-                    write_weights(tensors, partial)
+            self.write(folder)
         return folder
 
     def save(self, folder: Path) -> Path:
@@ -397,25 +411,25 @@ class TrainingEngine:
         Appears as with `publish`. On the same ranks, threads and ZeRO stage, fp32 training on the CPU goes on from it
         to the same bits as if it had never stopped.
         """
+        self.snapshot()
         with atomic_folder(folder) if self.rank == 0 else nullcontext() as partial:
-            tensors = self._gather()
             if partial:
-                self._write_model(tensors, partial)
-            del tensors  # before the next ones are gathered
+                self._write_model(partial)
             self._state.save(partial)
         return folder
 
     def export(self, folder: Path) -> Path:
         """Write a model folder to load by itself, as a checkpoint is, but not to go on from (all ranks)."""
-        tensors = self._gather()
+        self.snapshot()
         if self.rank == 0:
             with atomic_folder(folder) as partial:
-                self._write_model(tensors, partial)
+                self._write_model(partial)
         return folder
 
-    def _write_model(self, tensors: dict[str, Tensor], folder: Path) -> None:
-        """A model folder of `_gather`'s tensors. Adapters are merged, and lie in a folder in it as well."""
+    def _write_model(self, folder: Path) -> None:
+        """A model folder of the snapshot. Adapters are merged, and lie in a folder in it as well."""
         copy_model_files(self.source, folder, dtype=self.config.dtype)
+        tensors = self._copied()
         if self.config.lora:
             (folder / ADAPTER).mkdir()
             write_adapter(self._module, tensors, folder / ADAPTER)

@@ -33,7 +33,7 @@ from protocols.messages import (
     MembersChanged,
     Policy,
     PolicyPublished,
-    PolicyRestored,
+    PublishPolicy,
     RenewLeases,
     TrainingFailed,
     TrainingFinished,
@@ -42,7 +42,9 @@ from protocols.network import ZmqNetwork
 from protocols.transport import Bus
 
 SECONDS = 5.0
-METRICS = {"trainer_wait_seconds": 0.0, "tokens_trained": 10.0, "logprob_gap": 1e-6}
+METRICS = {
+    "trainer_wait_seconds": 0.0, "publish_wait_seconds": 0.0, "tokens_trained": 10.0, "logprob_gap": 1e-6,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -120,8 +122,16 @@ def result(version: int, accuracy: float = 0.5) -> EvaluationDone:
 async def train(trainer: Caller, version: int, folder: str) -> None:
     batch = await trainer.ask(AskBatch(version=version))
     assert batch.status == "ready"
-    policy = Policy(lineage=0, version=version + 1, folder=folder)
-    await trainer.ask(CommitStep(policy=policy, metrics=METRICS))
+    await commit(trainer, version + 1)
+    await publish(trainer, version + 1, folder)
+
+
+async def commit(trainer: Caller, version: int, lineage: int = 0) -> None:
+    await trainer.ask(CommitStep(lineage=lineage, version=version, metrics=METRICS))
+
+
+async def publish(trainer: Caller, version: int, folder: str = "weights", lineage: int = 0) -> None:
+    await trainer.ask(PublishPolicy(policy=Policy(lineage=lineage, version=version, folder=folder)))
 
 
 async def recover(trainer: Caller):
@@ -528,7 +538,8 @@ async def test_a_master_started_again_goes_on_where_the_killed_one_was(config):
             assert (await manager.beat()).sequence > before.snapshot.sequence  # still members, with newer events
             assert (await manager.ask(RenewLeases(groups=tuple(batchless)))).groups == ()
             # What was answered before is answered the same again.
-            await trainer.ask(CommitStep(policy=Policy(lineage=0, version=1, folder="weights"), metrics=METRICS))
+            await commit(trainer, 1)
+            await publish(trainer, 1)
             assert (await trainer.ask(AskBatch(version=0))).groups == tuple(groups)
     steps = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1]
@@ -583,11 +594,12 @@ async def test_a_new_trainer_is_told_what_to_redo_and_the_old_one_is_fenced(conf
         assert (recovery.lineage, recovery.version, recovery.checkpoint_version) == (1, 1, 0)
         assert recovery.drop == ("g999.0",)
         assert (await new.ask(AskBatch(version=0))).groups == tuple(groups)
-        await new.ask(PolicyRestored(policy=Policy(lineage=1, version=1, folder="again")))
+        await publish(new, 1, "again", lineage=1)
         assert (await new.beat()).policy.lineage == 1
         assert (await new.ask(AskBatch(version=1))).groups == logged  # a logged batch never changes
         for asked in (
-            CommitStep(policy=Policy(lineage=0, version=2, folder="dead"), metrics=METRICS),
+            CommitStep(lineage=0, version=2, metrics=METRICS),
+            PublishPolicy(policy=Policy(lineage=0, version=2, folder="dead")),
             GroupReady(group=ready[0], start_version=1, reward_mean=0.0, signal=True),
             TrainingFailed(reason="long ago"),
             CheckpointSaved(version=1, folder="dead"),
@@ -607,3 +619,66 @@ async def test_a_checkpoint_shortens_what_has_to_be_redone(config):
         recovery = await trainer.ask(AskRecovery(spooled=tuple(groups)))
         assert (recovery.checkpoint, recovery.checkpoint_version, recovery.version) == ("step_1", 1, 1)
         assert recovery.drop == tuple(groups)
+
+
+# --- a version is committed first, and published once its files stand
+
+
+async def test_what_is_committed_and_not_published_yet_is_asked_of_new_groups_and_told_to_nobody(config):
+    config = without_evaluation(config)
+    async with master_of(config), callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        await recover(trainer)
+        await make_ready(manager, trainer, 0)
+        await trainer.ask(AskBatch(version=0))
+        await commit(trainer, 1)
+        assert (await trainer.beat()).policy.version == 0
+        assert {permit.min_version for permit in (await manager.ask(AskPermits(count=1))).permits} == {1}
+        await publish(trainer, 1)
+        assert (await trainer.beat()).policy.version == 1
+
+
+async def test_no_step_is_committed_before_the_last_one_is_published_nor_anything_published_before_its_commit(config):
+    config = without_evaluation(config)
+    async with master_of(config), callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        await recover(trainer)
+        await make_ready(manager, trainer, 0)
+        await trainer.ask(AskBatch(version=0))
+        with pytest.raises(RefusedError, match="version 1 is published, but the run is at 0"):
+            await publish(trainer, 1)
+        await commit(trainer, 1)
+        await make_ready(manager, trainer, 1)
+        await trainer.ask(AskBatch(version=1))
+        with pytest.raises(RefusedError, match="version 1 is not published"):
+            await commit(trainer, 2)
+
+
+async def test_a_batch_may_be_asked_for_before_the_step_that_leads_to_it_is_committed(config):
+    config = without_evaluation(config)
+    async with master_of(config), callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        await recover(trainer)
+        await make_ready(manager, trainer, 0)
+        await trainer.ask(AskBatch(version=0))
+        groups = await make_ready(manager, trainer, 0)
+        asked = asyncio.create_task(trainer.ask(AskBatch(version=1), 60.0))
+        await trainer.beat()  # comes after it
+        assert not asked.done()
+        await commit(trainer, 1)
+        assert (await asked).groups == tuple(groups)
+
+
+async def test_a_trainer_that_takes_over_publishes_what_the_dead_one_had_only_committed(config):
+    config = evaluating(config)
+    async with evaluated_at_0(config) as actors:
+        old, manager = actors[:2]
+        await make_ready(manager, old, 0)
+        await old.ask(AskBatch(version=0))
+        await commit(old, 1)
+        new = Caller("trainer", config.master.address, mark="new")
+        await new.join()
+        assert (await recover(new)).version == 1
+        await publish(new, 1, "again", lineage=1)
+        policy = (await new.beat()).policy
+        assert (policy.lineage, policy.version, policy.folder) == (1, 1, "again")
+        holders = [member.held for member in (await new.ask(AskSnapshot())).members if member.held]
+        assert holders == [policy]  # what is due at version 1 is decided when it is published
+        await new.bus.close()

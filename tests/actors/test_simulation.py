@@ -19,7 +19,7 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.simulation import faults
-from actors.simulation.engines import Mishaps
+from actors.simulation.engines import Mishaps, Pace
 from actors.simulation.faults import HANDLERS, FailPoint, Kill, Plan
 from actors.simulation.loop import ProcessLoop, Scheduler, Stuck
 from actors.simulation.mutants import MUTANTS
@@ -28,6 +28,7 @@ from actors.simulation.runner import parse_seeds, run_one, run_seeds
 from actors.simulation.world import Model, World, simulate
 from actors.trainer import Trainer
 from areal.config import UserError
+from areal.spool import Spool
 from protocols.network import Full
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -291,11 +292,11 @@ def test_training_goes_on_while_a_version_is_evaluated_on_another_generator() ->
     world = World(1, Model(steps=6, max_staleness=2, generators=2, eval_size=20, every=2), Plan())
     assert world.run().ok
     events = [
-        (kind, body["policy"]["version"] if kind == "stepped" else body["evaluation"]["version"])
+        (kind, body["policy"]["version"] if kind == "published" else body["evaluation"]["version"])
         for kind, body in world.oracle.events
-        if kind in ("stepped", "evaluated")
+        if kind in ("published", "evaluated")
     ]
-    assert events.index(("evaluated", 2)) > events.index(("stepped", 3))
+    assert events.index(("evaluated", 2)) > events.index(("published", 3))
     assert world.summary["accuracy_after"] is not None
 
 
@@ -347,6 +348,41 @@ def test_a_trainer_killed_in_the_middle_redoes_what_no_checkpoint_covers() -> No
     assert book.version == 4
 
 
+def test_the_next_step_does_not_wait_for_the_weights_to_be_written() -> None:
+    model = Model(steps=6, max_staleness=2, checkpoint_every=100, generators=3, pace=Pace(step=0.3, write=0.25))
+    world = World(1, model, Plan())
+    assert world.run().ok
+    order = [(kind, body.get("version", body.get("policy", {}).get("version"))) for kind, body in world.oracle.events]
+    for version in range(1, model.steps):
+        assert order.index(("batch_logged", version)) < order.index(("published", version))
+
+
+def test_only_a_trainer_that_was_started_again_reads_groups_from_its_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    get = Spool.get
+    monkeypatch.setattr(Spool, "get", lambda spool, ids: read.extend(ids) or get(spool, ids))
+    model = Model(steps=4, checkpoint_every=3, max_staleness=0)
+    assert World(3, model, Plan()).run().ok
+    assert not read
+    world = World(3, model, Plan(until=5.0, faults=[Kill(2.3, "trainer-0", 0.5)]))
+    assert world.run().ok
+    assert {group for batch in world.oracle.disk.batches.values() for group in batch} >= set(read) > set()
+
+
+def test_a_trainer_killed_between_a_commit_and_its_publication_has_it_published_by_its_successor() -> None:
+    model = Model(steps=4, checkpoint_every=3, max_staleness=1, pace=Pace(write=0.4))
+    left_over = 0
+    for tenths in (9, 12, 15, 18, 21):
+        world = World(3, model, Plan(until=5.0, faults=[Kill(tenths / 10, "trainer-0", 0.3)]))
+        result = world.run()
+        assert result.ok, result.story
+        policies = world.oracle.disk.policies
+        assert {version for _, version in policies} >= set(range(1, model.steps + 1))
+        restored = min(version for lineage, version in policies if lineage == 1)
+        left_over += restored > 0 and (0, restored) not in policies
+    assert left_over
+
+
 @pytest.mark.parametrize("killed_at", [None, 1.4, 1.7, 2.0, 2.3, 2.6])
 def test_a_trainer_that_redoes_its_steps_hears_the_same_verdict_of_the_guard(killed_at: float | None) -> None:
     """Every step is beyond a limit, and the fourth is too many: also for whoever redoes the ones before it."""
@@ -378,6 +414,8 @@ CAUGHT_WITHIN = {
     "no filter": 120,
     "checkpoints in a streak": 120,
     "hold ignored": 400,
+    "published before it is written": 10,
+    "no wait for the write": 10,
 }
 
 

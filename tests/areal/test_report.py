@@ -46,6 +46,7 @@ def record(step, **changes):
         "tokens_generated": 1000,
         "step_seconds": 2.0,
         "trainer_wait_seconds": 0.5,
+        "train_seconds": 1.25,
         "logprob_gap": 1e-4,
         "weight_mean": 1.01,
         "weight_max": 4.0,
@@ -72,6 +73,7 @@ SUMMARY = {
     "staleness_max": 3,
     "max_staleness": 8,
     "logprob_gap_max": 1.5e-4,
+    "trainer_idle": 0.031,
     "samples_trained": 12_800,
     "samples_per_second": 37.25,
     "seconds": 343.6,
@@ -231,12 +233,12 @@ def test_a_gap_of_zero_has_no_place_on_a_log_axis(folder):
     assert not page.says("Log-prob gap, engine and trainer")
 
 
-def test_rates_are_per_second_and_step_time_is_split_in_work_and_wait(folder):
+def test_rates_are_per_second_and_step_time_is_split_in_work_wait_and_the_rest(folder):
     run = read_run(folder([record(1), record(2, trainer_wait_seconds=9.0), record(3, step_seconds=0.0)], SUMMARY))
     by_title = {panel.title: panel for panel in panels(run)}
     assert by_title["Throughput"].lines[0][2][:2] == [500.0, 500.0]
     assert math.isnan(by_title["Throughput"].lines[0][2][2])
-    assert [values[:2] for _, values in by_title["Step time"].stack] == [[1.5, 0.0], [0.5, 2.0]]
+    assert [values[:2] for _, values in by_title["Step time"].stack] == [[1.25, 0.0], [0.5, 2.0], [0.25, 0.0]]
     assert by_title["Staleness"].bound == 8
 
 

@@ -54,8 +54,9 @@ def begun(config) -> Path:
     return folder
 
 
-def record(step: int, staleness: int = 0, gap: float | None = 0.0) -> dict:
-    return {"step": step, "staleness_max": staleness, "logprob_gap": gap}
+def record(step: int, staleness: int = 0, gap: float | None = 0.0, wait: float = 0.0, write: float = 0.0) -> dict:
+    seconds = {"step_seconds": 2.0, "trainer_wait_seconds": wait, "publish_wait_seconds": write}
+    return {"step": step, "staleness_max": staleness, "logprob_gap": gap, **seconds}
 
 
 def test_a_new_run_moves_an_old_one_of_its_name_aside(config):
@@ -105,7 +106,19 @@ def test_the_extremes_of_a_summary_are_those_of_all_steps_also_of_earlier_starts
     second = RunFolder.resume(config)
     second.append_metrics(record(2, staleness=1, gap=None))
     second.write_summary({"ok": True})
-    assert read_summary(config.folder) == {"ok": True, "staleness_max": 3, "logprob_gap_max": 0.5}
+    extremes = {"staleness_max": 3, "logprob_gap_max": 0.5, "trainer_idle": None}
+    assert read_summary(config.folder) == {"ok": True, **extremes}
+
+
+def test_the_trainer_was_idle_where_it_waited_for_a_batch_or_a_write_the_first_two_steps_apart(config):
+    first = RunFolder.create(config)
+    for step in (1, 2):
+        first.append_metrics(record(step, wait=2.0))
+    first.append_metrics(record(3, wait=0.5))
+    second = RunFolder.resume(config)
+    second.append_metrics(record(4, write=0.5))
+    second.write_summary({"ok": True})
+    assert read_summary(config.folder)["trainer_idle"] == 0.25
 
 
 def test_a_run_that_goes_on_is_not_over(config):

@@ -109,3 +109,10 @@ def test_a_removed_folder_leaves_nothing_behind(tmp_path):
     remove_folder(folder)
     remove_folder(folder)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_writer_left_goes_with_the_name_that_it_wrote(tmp_path):
+    (tmp_path / ".7.abc").mkdir()
+    (tmp_path / ".8.abc").mkdir()
+    remove_folder(tmp_path / "7")
+    assert [path.name for path in tmp_path.iterdir()] == [".8.abc"]

@@ -46,10 +46,14 @@ class Costs:
         return hardware.pause_seconds + setup.llm.weight_bytes / each
 
     @property
-    def publish(self) -> float:
-        """Rank 0 gathers the weights and writes them."""
-        hardware = self.setup.hardware
-        return self.setup.llm.weight_bytes * (1 / hardware.network_bandwidth + 1 / hardware.write_bandwidth)
+    def snapshot(self) -> float:
+        """Rank 0 gathers the weights."""
+        return self.setup.llm.weight_bytes / self.setup.hardware.network_bandwidth
+
+    @property
+    def write(self) -> float:
+        """Rank 0 writes them, beside the next step."""
+        return self.setup.llm.weight_bytes / self.setup.hardware.write_bandwidth
 
     @property
     def gradients(self) -> float:

@@ -259,9 +259,12 @@ class ModelLearner:
         self.tokens += sum(sampled)
         return {"loss": 0.0}
 
-    async def publish(self, folder: Path) -> None:
-        await asyncio.sleep(self._costs.publish)
-        self.shares["publishing"] += self._costs.publish
+    async def snapshot(self) -> None:
+        await asyncio.sleep(self._costs.snapshot)
+        self.shares["publishing"] += self._costs.snapshot
+
+    async def write(self, folder: Path) -> None:
+        await asyncio.sleep(self._costs.write)
 
     async def forget(self, folder: Path) -> None:
         pass

@@ -68,6 +68,7 @@ class Report:
         waited = sum(step["trainer_wait_seconds"] for step in steps)
         starved = min(waited, sum(step["starved_seconds"] for step in steps))
         spent = dict(learner) | {"starved": starved, "stragglers": waited - starved}
+        spent["publishing"] += sum(step["publish_wait_seconds"] for step in steps)
         spent["control"] = seconds - sum(spent.values())
         engine_seconds = seconds * setup.generators
         sequences = engines["sequence_seconds"] / engine_seconds

@@ -359,6 +359,16 @@ def test_published_weights_are_complete_and_replace_those_of_the_name(engine_of,
     assert [path.name for path in version.parent.iterdir()] == ["0"]
 
 
+def test_a_snapshot_is_what_is_written_whatever_is_trained_meanwhile(engine_of, folder, tmp_path):
+    engine = engine_of()
+    engine.snapshot()
+    train(engine, BATCHES[:1])
+    engine.write(tmp_path / "before")
+    assert tensors_equal(tmp_path / "before" / "model.safetensors", folder / "model.safetensors")
+    after = engine.publish(tmp_path / "after")
+    assert not tensors_equal(after / "model.safetensors", folder / "model.safetensors")
+
+
 def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match=str(tmp_path)):
         TrainingEngine(tmp_path, settings(), seed=0)
