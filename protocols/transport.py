@@ -92,7 +92,7 @@ class Server:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _receive(self, frames: list[bytes]) -> None:
+    def _receive(self, frames: list[Frame]) -> None:
         route, *frames = frames
         try:
             header = decode_header(frames)
@@ -119,7 +119,7 @@ class Server:
         else:
             self._start(key, route, header, frames)
 
-    def _control(self, key: _Key, header: Header, frames: list[bytes]) -> None:
+    def _control(self, key: _Key, header: Header, frames: list[Frame]) -> None:
         call = self._calls.get(key)
         if call is None:
             return
@@ -131,7 +131,7 @@ class Server:
             except MalformedError as error:
                 self.counts[error.code] += 1
 
-    def _start(self, key: _Key, route: bytes, header: Header, frames: list[bytes]) -> None:
+    def _start(self, key: _Key, route: bytes, header: Header, frames: list[Frame]) -> None:
         sender = header.sender
         open_already = self._pending.get(sender, 0)
         try:
@@ -379,7 +379,7 @@ class Peer:
         with contextlib.suppress(Full, Unreachable):
             self._link.send(encode(Header(message.kind, sender, self.run, reply_to=reply_to), message))
 
-    def _receive(self, frames: list[bytes]) -> None:
+    def _receive(self, frames: list[Frame]) -> None:
         try:
             header = decode_header(frames)
             message = decode_body(header.kind, frames)
@@ -497,7 +497,7 @@ class Subscriber:
         self._on_event = on_event
         self._link = network.subscribe(address, self._receive, on_crash)
 
-    def _receive(self, frames: list[bytes]) -> None:
+    def _receive(self, frames: list[Frame]) -> None:
         try:
             header = decode_header(frames)
             event = decode_body(header.kind, frames)

@@ -25,7 +25,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from steps import VERSION, arguments, interleaved, model_and_batches, ratio, settings, show, tokens_of, trainer, write
+from results import ratio, show, write
+from steps import VERSION, arguments, interleaved, model_and_batches, settings, tokens_of, trainer
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of training steps share: the quickstart's batches, clocks, and results as table and JSON.
+"""What the benchmarks of training steps share: the quickstart's batches and a clock.
 
 Batches are groups of 8 completions that the quickstart's model samples at temperature 1 for the quickstart's prompts,
 with transformers and a seed: the lengths and the common prefixes are those of a run's first steps.
@@ -7,20 +7,16 @@ with transformers and a seed: the lengths and the common prefixes are those of a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from areal import addition, quickstart
 from areal.config import TrainerConfig, load_config
@@ -136,26 +132,3 @@ def interleaved(contestants: Mapping[str, Callable[[], None]], rounds: int) -> d
         run()
         seconds[name].append(time.process_time() - started)
     return {name: measured[1:] for name, measured in seconds.items()}
-
-
-def ratio(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, list[float]]:
-    """Median over the rounds of slow / fast, and the least and the greatest."""
-    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
-    return median(ratios), [min(ratios), max(ratios)]
-
-
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], remarks: Sequence[str]) -> None:
-    table = Table(title=title)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
-    for row in rows:
-        table.add_row(*(f"{cell:,.3f}" if isinstance(cell, float) else str(cell) for cell in row))
-    console = Console(width=max(100, Console().width))
-    console.print(table)
-    for remark in remarks:
-        console.print(remark)
-
-
-def write(results: Mapping[str, Any], file: Path | None) -> None:
-    if file:
-        file.write_text(json.dumps(results, indent=2) + "\n")

@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from steps import VERSION, arguments, interleaved, model_and_batches, ratio, settings, show, tokens_of, trainer, write
+from results import ratio, show, write
+from steps import VERSION, arguments, interleaved, model_and_batches, settings, tokens_of, trainer
 from transformers import AutoModelForCausalLM
 
 from areal.engines.packed import PACKED_SDPA, Row, attention_kwargs, token_logprobs

@@ -35,7 +35,7 @@ from protocols.messages import (
     Shutdown,
     TokenChunk,
 )
-from protocols.network import DRAIN, ZmqNetwork
+from protocols.network import DRAIN, SHARED_BYTES, ZmqNetwork
 from protocols.transport import STREAM_CREDIT, Bus
 
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -728,3 +728,17 @@ async def test_an_address_in_use_is_said_so(net):
 def test_a_failure_of_an_unknown_code_is_still_a_bus_error():
     assert type(transport.from_code("of a later version", "x")) is BusError
     assert Failure(code="x", text="y").kind == "failure"
+
+
+async def test_a_large_array_arrives_whole_and_cannot_be_changed(net):
+    sent = np.arange(SHARED_BYTES, dtype=np.int32)
+
+    async def handle(request):
+        none = sent[:0]
+        return TokenChunk(tokens=request.message.tokens[::-1], logprobs=none, versions=none, finish=None)
+
+    _, address = net.serve(handle)
+    asked = generate().model_copy(update={"tokens": sent})
+    answer = await net.peer(address).ask(asked, PATIENCE)
+    assert np.array_equal(answer.tokens, sent[::-1])
+    assert not answer.tokens.flags.writeable

@@ -1,0 +1,35 @@
+"""What a benchmark found, as ratios, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def ratio(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, list[float]]:
+    """Median over the rounds of slow / fast, and the least and the greatest."""
+    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+    return median(ratios), [min(ratios), max(ratios)]
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], remarks: Sequence[str]) -> None:
+    table = Table(title=title)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*(f"{cell:,.3f}" if isinstance(cell, float) else str(cell) for cell in row))
+    console = Console(width=max(100, Console().width))
+    console.print(table)
+    for remark in remarks:
+        console.print(remark)
+
+
+def write(results: Mapping[str, Any], file: Path | None) -> None:
+    if file:
+        file.write_text(json.dumps(results, indent=2) + "\n")

@@ -1,0 +1,18 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_the_benchmark_of_the_bus_runs_and_writes_its_results(tmp_path):
+    here = Path(__file__).parent
+    file = tmp_path / "results.json"
+    subprocess.run(
+        [sys.executable, here / "bus.py", "--quick", "--json", file],
+        env={"PYTHONPATH": str(here.parents[1])},
+        check=True,
+        timeout=240,
+    )
+    results = json.loads(file.read_text())
+    assert results["ratio"] > 0 and len(results["spread"]) == 2
+    assert {"ours", "pyzmq asyncio"} <= results["rows"][0]["rates"].keys()

@@ -1,0 +1,170 @@
+"""Whole runs of this system against TRL's GRPOTrainer and its experimental AsyncGRPOTrainer, on the quickstart's task.
+
+    python tests/benchmarks/vs_trl.py --json vs_trl.json
+
+Same model, prompts, reward, group size, batch, minibatches, learning rate and number of training steps, float32, two
+cores. Ours is the quickstart as it stands. TRL's modes (`trl_runs.py` holds their settings and what makes them run on a
+CPU):
+
+  generate        GRPOTrainer, generation with transformers
+  colocate        GRPOTrainer, vLLM in the trainer's process, two threads; with one: colocate-1
+  async           AsyncGRPOTrainer with its defaults: samples older than 4 versions are thrown away
+  async-unbiased  the same with room for old samples (256 in flight, 16 versions), so that hardly any is thrown away
+
+GRPOTrainer with a vLLM server is left out: the server's core idles while the trainer's works, and the other way round,
+where colocated vLLM has both. Runs follow one another, each contestant once a round, with the machine to themselves.
+Samples per second are those trained in the steps after the first of them, which fill pipelines. A token is unused if it
+was generated and never trained on. Accuracy is held out, after the last step.
+
+`ratio` is ours over the fastest synchronous mode, `ratio_async` ours over each asynchronous one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from results import ratio, show, write
+
+from areal import quickstart
+from areal.config import load_config
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+SYNCHRONOUS = ("generate", "colocate", "colocate-1")
+ASYNCHRONOUS = {"async": "fastest", "async-unbiased": "no_length_bias"}
+OURS = "ours"
+# Steps before this share of a run fill the pipeline: they say nothing of its throughput.
+FILLING = 0.4
+RUN_SECONDS = 3600
+COLUMNS = ("samples_per_second", "unused_share", "generated_length", "trained_length", "accuracy_after")
+
+
+def run(mode: str, seed: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What `COLUMNS` name, of one run."""
+    print(f"{mode}, seed {seed}", file=sys.stderr)
+    folder.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    if mode == OURS:
+        settings = [f"run_dir={folder}", "name=run", f"model={options.model.resolve()}", f"seed={seed}"]
+        settings += [f"steps={options.steps}", f"data.eval_size={options.eval_size}"]
+        start([ROOT / "run.py", "--config", QUICKSTART, *settings, f"master.address=tcp://127.0.0.1:{port}"])
+        return ours(folder / "run")
+    settings = ["--model", options.model.resolve(), "--steps", options.steps, "--eval-size", options.eval_size]
+    start([Path(__file__).with_name("trl_runs.py"), mode, *settings, "--seed", seed, "--port", port, "--out", folder])
+    return trls(folder)
+
+
+def start(arguments: Sequence[Any]) -> None:
+    command = [sys.executable, *map(str, arguments)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    log = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=RUN_SECONDS
+    )
+    if log.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{log.stdout[-3000:]}")
+
+
+def ours(folder: Path) -> dict[str, Any]:
+    """Every group is trained or discarded: there is no third way for a token."""
+    summary = json.loads((folder / "summary.json").read_text())
+    steps = records(folder / "metrics.jsonl")
+    steady = steps[int(len(steps) * FILLING) :]
+    size = load_config(QUICKSTART).group_size
+    trained, discarded = sum(step["groups_trained"] for step in steps), sum(summary["groups_discarded"].values())
+    length = fmean(step["completion_tokens_mean"] for step in steady)
+    return {
+        "samples_per_second": size * sum(s["groups_trained"] for s in steady) / sum(s["step_seconds"] for s in steady),
+        "unused_share": discarded / (trained + discarded),
+        "generated_length": None if discarded else length,
+        "trained_length": length,
+        "accuracy_after": summary.get("accuracy_after"),
+    }
+
+
+def trls(folder: Path) -> dict[str, Any]:
+    steps = records(folder / "steps.jsonl")
+    # Its records are totals at the end of steps.
+    first, last = steps[min(int(len(steps) * FILLING), len(steps) - 2)], steps[-1]
+    of = {key: last[key] - first[key] for key in last}
+    return {
+        "samples_per_second": of["samples_trained"] / of["time"],
+        "unused_share": max(0.0, 1 - of["tokens_trained"] / of["tokens_generated"]),
+        "generated_length": of["tokens_generated"] / of["samples_generated"],
+        "trained_length": of["tokens_trained"] / of["samples_trained"],
+    } | json.loads((folder / "result.json").read_text())
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def compare(options: argparse.Namespace, folder: Path) -> None:
+    modes = [OURS, *SYNCHRONOUS, *ASYNCHRONOUS]
+    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
+    for seed in range(options.rounds):
+        for mode in modes:
+            found[mode].append(run(mode, seed, options, folder / f"{mode}-{seed}"))
+    speeds = {mode: [one["samples_per_second"] for one in runs] for mode, runs in found.items()}
+    ratios = {mode: ratio(speeds[OURS], speeds[mode]) for mode in modes}
+    best = max(SYNCHRONOUS, key=lambda mode: median(speeds[mode]))
+    rows = {mode: {key: middle(one[key] for one in runs) for key in COLUMNS} for mode, runs in found.items()}
+    results = {
+        "ratio": ratios[best][0],
+        "spread": ratios[best][1],
+        "best_synchronous": best,
+        "ratio_async": {name: ratios[mode][0] for mode, name in ASYNCHRONOUS.items()},
+        "spread_async": {name: ratios[mode][1] for mode, name in ASYNCHRONOUS.items()},
+        "rows": rows,
+        "runs": found,
+    }
+    show(
+        f"{options.rounds} rounds of {options.steps} training steps",
+        ["", "samples/s", "tokens unused", "tokens generated", "trained", "accuracy after", "ours is faster by"],
+        [
+            [mode, *("–" if row[key] is None else row[key] for key in COLUMNS), ratios[mode][0]]
+            for mode, row in rows.items()
+        ],
+        [f"ours / TRL's fastest synchronous mode ({best}): {ratios[best][0]:.2f}"],
+    )
+    write(results, options.json)
+
+
+def middle(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="the quickstart's model (default: it is built, 80 s on two cores)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of every contestant, each with a seed of its own")
+    parser.add_argument("--steps", type=int, default=30, help="training steps of a run")
+    parser.add_argument("--eval-size", type=int, default=512, help="held-out problems; 0: no accuracy")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument("--quick", action="store_true", help="one round of three steps: does it run?")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.steps, options.eval_size = 1, 3, 16
+    return options
+
+
+if __name__ == "__main__":
+    options = arguments()
+    if not importlib.util.find_spec("trl"):
+        sys.exit("This benchmark needs TRL, which is not installed: pip install -e '.[bench]'")
+    with tempfile.TemporaryDirectory() as folder:
+        options.model = options.model or quickstart.ensure(Path(folder) / "models")
+        compare(options, Path(folder))
