@@ -166,6 +166,12 @@ def panels(run: Run) -> list[Panel]:
             ],
             limits=(0, None),
         ),
+        Panel(
+            "Weight updates of all generators",
+            unit="s",
+            steps=steps,
+            stack=[(part, run.series(f"{part}_seconds")) for part in ("pause", "load", "resume")],
+        ),
         Panel("Step time", unit="s", steps=steps, stack=[("work", works), ("waiting for data", waits)]),
         plain("Log-prob gap, engine and trainer", "logprob_gap", log=True),
         Panel(

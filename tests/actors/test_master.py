@@ -607,3 +607,21 @@ async def test_a_checkpoint_shortens_what_has_to_be_redone(config):
         recovery = await trainer.ask(AskRecovery(spooled=tuple(groups)))
         assert (recovery.checkpoint, recovery.checkpoint_version, recovery.version) == ("step_1", 1, 1)
         assert recovery.drop == tuple(groups)
+
+
+async def test_what_weight_updates_cost_is_summed_over_the_generators_and_told_step_by_step(config):
+    config = without_evaluation(config)
+    async with master_of(config), callers(config, "trainer", "rollout_manager", "generator", "generator") as actors:
+        trainer, manager, *generators = actors
+        await recover(trainer)
+        for version, reloads in enumerate((1, 3)):
+            for generator in generators:
+                await generator.beat(
+                    reloads=reloads, pause_seconds=0.25 * reloads, load_seconds=0.5 * reloads, resume_seconds=0.0,
+                    sequences_interrupted=4 * reloads, tokens_recomputed=100 * reloads,
+                )  # fmt: skip
+            await make_ready(manager, trainer, version)
+            await train(trainer, version, "weights")
+    steps = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    names = ("reloads", "pause_seconds", "load_seconds", "resume_seconds", "sequences_interrupted", "tokens_recomputed")
+    assert [[step[name] for name in names] for step in steps] == [[2, 0.5, 1, 0, 8, 200], [4, 1, 2, 0, 16, 400]]
