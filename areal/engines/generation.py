@@ -269,10 +269,11 @@ class GenerationEngine:
         recomputed = 0 if keep else sum(stream.prompt + stream.sampled for stream in stopped)
         paused = time.perf_counter()
         await self._call(self._core.collective_rpc_async("load_policy", args=(str(folder), str(self._model.folder))))
-        await self._call(self._core.set_weight_version_async(str(version)))
         self._version = version
         loaded = time.perf_counter()
-        await self._call(self._core.resume_scheduler_async())
+        # Sent at once, in this order: one round trip less, during which nothing would run.
+        labelled, resumed = self._core.set_weight_version_async(str(version)), self._core.resume_scheduler_async()
+        await asyncio.gather(self._call(labelled), self._call(resumed))
         return LoadTimes(paused - start, loaded - paused, time.perf_counter() - loaded, len(stopped), recomputed)
 
     async def _call(self, call: Awaitable[T]) -> T:
