@@ -1,8 +1,9 @@
 """The generator: one vLLM engine. Every token it streams carries its log-prob and the version that sampled it.
 
 STALE until it has the newest published policy, HEALTHY from then on. It follows new policies on its own schedule:
-running sequences stop, the weights change under them, and they go on. One that *holds* a policy, to be evaluated there,
-goes no further until it holds it no more. It knows nothing of tasks or rewards.
+running sequences stop, the weights change under them, and they go on; or, with `generator.interrupt: false`, they
+finish first, while what comes meanwhile waits. One that *holds* a policy, to be evaluated there, goes no further until
+it holds it no more. It knows nothing of tasks or rewards.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +49,7 @@ class Generator(Actor):
         self._streams = 0
         self._lineage = 0
         self._requests = itertools.count()
-        self._pause_seconds = self._load_seconds = 0.0
-        self._loads = self._interrupted = 0
+        self._reloads: Counter[str] = Counter()
         self._engine = await self._start_engine(
             Path(self.config.model), self.config.generator, version=0, seed=self.config.seed + (self.index or 0)
         )
@@ -81,10 +83,7 @@ class Generator(Actor):
             "kv_use": stats.kv_use,
             "tokens_generated": stats.tokens_generated,
             "version": self._engine.version,
-            "loads": self._loads,
-            "interrupted": self._interrupted,
-            "pause_seconds": self._pause_seconds,
-            "load_seconds": self._load_seconds,
+            **self._reloads,
         }
 
     @handles(Generate)
@@ -142,8 +141,5 @@ class Generator(Actor):
                 wanted = self._wanted()
                 policy = self.policy if policy == wanted else wanted
         self._lineage = policy.lineage
-        self._loads += 1
-        self._interrupted += times.interrupted
-        self._pause_seconds += times.pause_seconds + times.load_seconds + times.resume_seconds
-        self._load_seconds += times.load_seconds
+        self._reloads.update({"reloads": 1, **asdict(times)})
         self._loaded.notify()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,16 +81,21 @@ EVENTS_OF_ONE_MASTER = 1 << 32
 # Batches' worth of filtered groups in a row, with no other group between, after which no batch is to be hoped for.
 FILTERED_LIMIT = 100
 ROLES = ("trainer", "generator", "reward", "rollout_manager")
+# What generators count from their start on; a step's metrics have the sums over all of them.
+COUNTERS = (
+    "tokens_generated", "reloads", "pause_seconds", "load_seconds", "resume_seconds", "sequences_interrupted",
+    "tokens_recomputed",
+)  # fmt: skip
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
 class _Pulse:
-    """What a member's last heartbeat said. `tokens`: its counter then, None before the first one."""
+    """What a member's last heartbeat said. `counters`: its COUNTERS then, None before the first one."""
 
     heard: float
-    tokens: float | None
+    counters: Counter[str] | None
     activity: str = "starting"
     stats: dict[str, float] = field(default_factory=dict)
 
@@ -111,7 +116,7 @@ class Master(HandlesRequests):
         self._outbox: deque[Message] = deque()
         self._mail = Signal()
         self._events: Publisher
-        self._generated = 0.0
+        self._counted: Counter[str] = Counter()
         self._starved = 0.0
         self._hungry_since: float | None = None
         self._left_over: int | None = None
@@ -358,7 +363,7 @@ class Master(HandlesRequests):
             self._remove(other, f"replaced by {identity}")
         member = Member(identity=identity, role=asked.role, index=index, address=asked.address, state="stale")
         self.state.emit("joined", member=member.model_dump())
-        self._pulses[identity] = _Pulse(self._now(), 0.0)
+        self._pulses[identity] = _Pulse(self._now(), Counter())
         self._send_out(MembersChanged(changed=(member,)))
         log.info("joined", actor=identity, address=asked.address)
         return member
@@ -377,13 +382,13 @@ class Master(HandlesRequests):
         return HeartbeatAnswer(policy=self.state.policy, sequence=self._events.sequence, ended=self._end.done())
 
     def _listen(self, pulse: _Pulse, beat: Heartbeat) -> None:
-        tokens = beat.stats.get("tokens_generated", 0.0)
+        counters = Counter({name: beat.stats.get(name, 0.0) for name in COUNTERS})
         # The first beat that a new master hears tells nothing about the time before.
-        fresh = 0.0 if pulse.tokens is None else tokens - pulse.tokens
-        self._generated += fresh
-        if fresh > 0 or beat.stats.get("work_done", 0.0) > pulse.stats.get("work_done", 0.0):
+        fresh = Counter() if pulse.counters is None else counters - pulse.counters
+        self._counted += fresh
+        if fresh["tokens_generated"] or beat.stats.get("work_done", 0.0) > pulse.stats.get("work_done", 0.0):
             self._progress()
-        pulse.heard, pulse.tokens, pulse.activity, pulse.stats = self._now(), tokens, beat.activity, beat.stats
+        pulse.heard, pulse.counters, pulse.activity, pulse.stats = self._now(), counters, beat.activity, beat.stats
 
     @handles(Leave)
     async def leave(self, request: Request) -> Done:
@@ -571,7 +576,7 @@ class Master(HandlesRequests):
             "staleness_mean": record.mean_staleness,
             "staleness_max": record.max_staleness,
             "staleness_histogram": record.staleness_histogram,
-            "tokens_generated": int(self._generated),
+            **{name: n if name.endswith("_seconds") else int(n) for name in COUNTERS for n in [self._counted[name]]},
             "step_seconds": now - self._step_begun if self._step_begun is not None else 0.0,
             "groups_trained": len(groups),
             "groups_ready": self.ledger.ready_count,
@@ -584,7 +589,7 @@ class Master(HandlesRequests):
         }
         # Before its first step the trainer also waits for the others to start, which is no part of the step.
         metrics["trainer_wait_seconds"] = min(metrics["trainer_wait_seconds"], metrics["step_seconds"])
-        self._generated, self._step_begun = 0.0, now
+        self._counted, self._step_begun = Counter(), now
         self._starved, self._left_over = 0.0, None
         return metrics
 

@@ -100,6 +100,9 @@ def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, ...]]
              f"{m['staleness_mean']:.1f} / {m['staleness_max']} / {status['max_staleness']}"),
             ("[dim]tok/s generated / trained[/]", f"{_rate(m, 'tokens_generated')} / {_rate(m, 'tokens_trained')}",
              "[dim]step / waited[/]", f"{m['step_seconds']:.2f} s / {m['trainer_wait_seconds']:.2f} s"),
+            ("[dim]reloads / s each[/]", f"{m['reloads']} / {_reload_seconds(m):.3f}",
+             "[dim]sequences interrupted / tokens recomputed[/]",
+             f"{m['sequences_interrupted']:,} / {m['tokens_recomputed']:,}"),
         ]  # fmt: skip
     return rows
 
@@ -119,6 +122,10 @@ def _filtered(metrics: dict[str, Any]) -> str:
 
 def _rate(metrics: dict[str, Any], key: str) -> str:
     return f"{metrics[key] / max(metrics['step_seconds'], 1e-9):,.0f}"
+
+
+def _reload_seconds(metrics: dict[str, Any]) -> float:
+    return sum(metrics[f"{part}_seconds"] for part in ("pause", "load", "resume")) / max(metrics["reloads"], 1)
 
 
 def print_summary(folder: Path, console: Console) -> None:

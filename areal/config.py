@@ -75,6 +75,14 @@ class GeneratorConfig(Section):
     kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on the CPU, GiB")
     tensor_parallel: int = Field(1, ge=1)
     stream_interval: int = Field(16, ge=1, description="tokens of a sequence in one streamed chunk")
+    interrupt: bool = Field(
+        True, description="stop sequences mid-way for new weights; false: finish what runs, begin nothing, then load"
+    )
+    kv_on_update: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="what the KV cache of stopped sequences becomes: computed again under the new weights "
+        "(the paper), or left as the old ones made it (PipelineRL, arXiv 2509.19128)",
+    )
     enforce_eager: bool = Field(False, description="no CUDA graphs, no compilation")
 
 

@@ -175,6 +175,12 @@ def panels(run: Run) -> list[Panel]:
             steps=steps,
             stack=[("training", trains), ("waiting for data", waits), ("other", others)],
         ),
+        Panel(
+            "Weight updates of all generators",
+            unit="s",
+            steps=steps,
+            stack=[(part, run.series(f"{part}_seconds")) for part in ("pause", "load", "resume")],
+        ),
         plain("Log-prob gap, engine and trainer", "logprob_gap", log=True),
         Panel(
             "Importance weight",

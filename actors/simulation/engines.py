@@ -27,6 +27,8 @@ from areal.trajectory import Group
 SCALE = 4096.0
 # Times a straggler's tokens are slower. Without a limit "it takes for ever" and "it hangs" would look the same.
 SLOWEST = 30.0
+# How often an engine that finishes what runs before it loads looks whether it is done.
+FINISH_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +129,15 @@ class SimEngine:
         self._serial = itertools.count()
         self._tokens_generated = 0
         self._paused = False
+        self._finishes_first = not config.interrupt
+        self._admits = asyncio.Event()
+        self._admits.set()
         self._error: EngineError | None = None
 
     async def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None
     ) -> AsyncIterator[Chunk]:
+        await self._admits.wait()
         if self._error is not None:
             raise self._error
         most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -164,6 +170,8 @@ class SimEngine:
         if lost:
             self.unloadable.add(str(folder))
             raise WeightLoadError(f"{folder} cannot be read")
+        if self._finishes_first:
+            await self._finish_running()
         started = sum(stream.begun for stream in self._streams.values())
         self._paused = True
         for stream in self._streams.values():
@@ -175,13 +183,23 @@ class SimEngine:
                 raise self._error
         finally:
             self._paused = False
+            self._admits.set()
             if self._error is None:
                 self._weights, self.version = weights, version
                 for stream in self._streams.values():
                     stream.go_on(self._pace.first_token)
         if self._tell is not None:
             self._tell(f"engine: loaded {folder} as version {version}, interrupted {started}")
-        return LoadTimes(0.0, self._pace.load, 0.0, started)
+        return LoadTimes(0.0, self._pace.load, 0.0, started, 0)
+
+    async def _finish_running(self) -> None:
+        self._admits.clear()
+        try:
+            while any(stream.unfinished for stream in self._streams.values()):  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(FINISH_SECONDS)
+        except asyncio.CancelledError:
+            self._admits.set()
+            raise
 
     def stats(self) -> EngineStats:
         running = min(len(self._streams), self._room)
@@ -221,6 +239,10 @@ class _Stream:
     @property
     def _buffered(self) -> int:
         return sum(n for n, _, _ in self._parts)
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._left) and self._error is None
 
     @property
     def _has_chunk(self) -> bool:

@@ -39,6 +39,7 @@ class Model:
     max_new_tokens: int = 12
     stream_interval: int = 6
     concurrent: int = 4
+    interrupt: bool = True
     heartbeat_seconds: float = 2.0
     lease_seconds: float = 6.0
     lost_seconds: float = 14.0
@@ -85,7 +86,11 @@ def config_of(model: Model) -> Config:
             "data": {"source": "addition", "eval_size": model.eval_size},
             "sampling": {"max_new_tokens": model.max_new_tokens},
             "reward": {"functions": ["addition"], "timeout_seconds": 2.0},
-            "generator": {"max_concurrent_rollouts": model.concurrent, "stream_interval": model.stream_interval},
+            "generator": {
+                "max_concurrent_rollouts": model.concurrent,
+                "stream_interval": model.stream_interval,
+                "interrupt": model.interrupt,
+            },
             "evaluator": {
                 "every": model.every,
                 "samples": model.samples,

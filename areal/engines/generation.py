@@ -71,12 +71,20 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """How long one interruption took, in seconds, and how many sequences it stopped mid-way."""
+    """What one load of new weights cost.
+
+    pause_seconds: until the engine stood still, with what ran before it where `generator.interrupt` is false;
+    load_seconds: until the weights were in place; resume_seconds: until sequences went on.
+    sequences_interrupted: those stopped mid-way.
+    tokens_recomputed: of their prefixes, prompt and sampled; 0 where the KV cache is kept. Prefixes that sequences have
+    in common count for each, though vLLM computes them once.
+    """
 
     pause_seconds: float
     load_seconds: float
     resume_seconds: float
-    interrupted: int
+    sequences_interrupted: int
+    tokens_recomputed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +158,7 @@ class GenerationEngine:
             raise _handed_over()
         # The serial number keeps late tokens of an aborted request out of a new one with the same id.
         key = f"{request_id}#{next(self._serial)}"
-        stream = self._streams[key] = _Stream(self._config.stream_interval)
+        stream = self._streams[key] = _Stream(len(tokens), self._config.stream_interval)
         try:
             await self._send(key, tokens, sampling, max_new_tokens)
             while not stream.exhausted:
@@ -165,16 +173,23 @@ class GenerationEngine:
 
         It holds safetensors files of the whole model, or a LoRA adapter of the model that the engine was started on.
         Tokens sampled so far stay; the KV cache is dropped and each prefix is prefilled again under the new weights.
-        Raises WeightLoadError, before anything is interrupted, where they do not fit the model; EngineError
-        where the engine dies, or fails so late that its weights are torn (it is then closed).
+        With `kv_on_update: keep` running sequences keep theirs; later prompts find nothing of it. With
+        `interrupt: false` what runs is finished first (but for what vLLM itself had preempted), and nothing is begun
+        meanwhile. Raises WeightLoadError, before anything is interrupted, where the weights do not fit the model;
+        EngineError where the engine dies, or fails so late that its weights are torn (it is then closed).
         """
         await asyncio.to_thread(_check_offer, folder, self._model.weights)
-        swap = asyncio.ensure_future(self._swap(folder, version))
-        try:
-            return await asyncio.shield(swap)
-        except asyncio.CancelledError:
-            await asyncio.wait({swap})  # a swap cut short would leave the engine paused for ever
-            raise
+        async with self._loading:
+            self._raise_if_failed()
+            start = time.perf_counter()
+            if not self._config.interrupt:
+                await self._finish_running()
+            swap = asyncio.ensure_future(self._swap(folder, version, start))
+            try:
+                return await asyncio.shield(swap)
+            except asyncio.CancelledError:
+                await asyncio.wait({swap})  # a swap cut short would leave the engine paused for ever
+                raise
 
     def hand_over(self) -> None:
         """End every sequence where it is, for another engine to go on with; no new one is begun.
@@ -228,30 +243,38 @@ class GenerationEngine:
         )
         await self._call(self._core.add_request_async(request))
 
-    async def _swap(self, folder: Path, version: int) -> LoadTimes:
-        async with self._loading:
-            self._raise_if_failed()
-            try:
-                return await self._interrupt(folder, version)
-            except EngineError:
-                raise
-            except Exception as error:  # vLLM reports whatever its worker raised as a plain Exception
-                torn = EngineError(f"Loading {folder} failed half-way, so the weights may be torn: {error}")
-                self._fail(torn)
-                await self.close()
-                raise torn from error
+    async def _finish_running(self) -> None:
+        """Begin nothing until `resume_scheduler_async`; returns once nothing runs."""
+        try:
+            await self._call(self._core.pause_scheduler_async(mode="wait", clear_cache=False))
+        except asyncio.CancelledError:
+            await self._call(self._core.resume_scheduler_async())
+            raise
 
-    async def _interrupt(self, folder: Path, version: int) -> LoadTimes:
-        start = time.perf_counter()
-        await self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=True))
-        interrupted = sum(stream.started for stream in self._streams.values())
+    async def _swap(self, folder: Path, version: int, start: float) -> LoadTimes:
+        try:
+            return await self._interrupt(folder, version, start)
+        except EngineError:
+            raise
+        except Exception as error:  # vLLM reports whatever its worker raised as a plain Exception
+            torn = EngineError(f"Loading {folder} failed half-way, so the weights may be torn: {error}")
+            self._fail(torn)
+            await self.close()
+            raise torn from error
+
+    async def _interrupt(self, folder: Path, version: int, start: float) -> LoadTimes:
+        keep = self._config.kv_on_update == "keep"
+        await self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=not keep))
+        stopped = [stream for stream in self._streams.values() if stream.sampled and not stream.ended]
+        recomputed = 0 if keep else sum(stream.prompt + stream.sampled for stream in stopped)
         paused = time.perf_counter()
         await self._call(self._core.collective_rpc_async("load_policy", args=(str(folder), str(self._model.folder))))
-        await self._call(self._core.set_weight_version_async(str(version)))
         self._version = version
         loaded = time.perf_counter()
-        await self._call(self._core.resume_scheduler_async())
-        return LoadTimes(paused - start, loaded - paused, time.perf_counter() - loaded, interrupted)
+        # Sent at once, in this order: one round trip less, during which nothing would run.
+        labelled, resumed = self._core.set_weight_version_async(str(version)), self._core.resume_scheduler_async()
+        await asyncio.gather(self._call(labelled), self._call(resumed))
+        return LoadTimes(paused - start, loaded - paused, time.perf_counter() - loaded, len(stopped), recomputed)
 
     async def _call(self, call: Awaitable[T]) -> T:
         """Await an answer of the engine process, or its death: vLLM leaves calls to a dead engine unanswered."""
@@ -325,7 +348,9 @@ class _Model:
 class _Stream:
     """The tokens of one sequence between the engine and the reader of `generate`."""
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, prompt: int, interval: int) -> None:
+        self.prompt = prompt
+        self.sampled = 0
         self._interval = interval
         self._ready = asyncio.Event()
         self._tokens: list[int] = []
@@ -333,7 +358,6 @@ class _Stream:
         self._versions: list[int] = []
         self._finish: str | None = None
         self._error: EngineError | None = None
-        self.started = False
 
     @property
     def ended(self) -> bool:
@@ -352,7 +376,7 @@ class _Stream:
 
     def add(self, output: EngineCoreOutput, version: str | None) -> None:
         if output.new_token_ids:
-            self.started = True
+            self.sampled += len(output.new_token_ids)
             self._tokens += output.new_token_ids
             self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # column 0: the sampled token
             self._versions += [int(version)] * len(output.new_token_ids)
@@ -426,6 +450,7 @@ def _engine_args(model: Path, config: GeneratorConfig, seed: int, cpu: bool) -> 
     from vllm import AsyncEngineArgs
 
     executor = "OneProcessExecutor" if config.tensor_parallel == 1 else "ManyProcessExecutor"
+    scheduler = "areal.engines.vllm_worker.KeepingScheduler" if config.kv_on_update == "keep" else None
     on_cpu = {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "block_size": CPU_BLOCK_SIZE} if cpu else {}
     return AsyncEngineArgs(
         model=str(model),
@@ -440,6 +465,7 @@ def _engine_args(model: Path, config: GeneratorConfig, seed: int, cpu: bool) -> 
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         distributed_executor_backend=f"areal.engines.vllm_worker.{executor}",
+        scheduler_cls=scheduler,
         worker_extension_cls="areal.engines.vllm_worker.PolicyWorker",
         use_tqdm_on_load=False,
         **on_cpu,

@@ -1,7 +1,8 @@
-"""What runs inside vLLM's own processes: loading weights in place, and dying with the generator.
+"""What runs inside vLLM's own processes: loading weights in place, telling old KV cache from new, and dying with the
+generator.
 
-vLLM imports this module by name (`worker_extension_cls`, `distributed_executor_backend`); nothing else should,
-since importing it imports vLLM.
+vLLM imports this module by name (`worker_extension_cls`, `scheduler_cls`, `distributed_executor_backend`); nothing
+else should, since importing it imports vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from pathlib import Path
 
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.executor import multiproc_executor, uniproc_executor
+from vllm.v1.request import Request
 
 from areal.engines.amx import without_amx
 from areal.engines.lora import merged_tensors, stored_tensors
@@ -43,6 +47,30 @@ class PolicyWorker:
                 # On the CPU linear weights are packed when loaded. A tied head has no weights of its own in the file,
                 # so vLLM does not pack it again, and it would go on multiplying by the old embedding.
                 module.quant_method.process_weights_after_loading(module)
+
+
+class KeepingScheduler(AsyncScheduler):
+    """For `kv_on_update: keep`. Each pause begins an epoch that salts the hashes of prefixes: what has no KV cache yet
+    shares none of an earlier epoch's. Salts that requests bring along would be those of the time at which they were
+    sent: too old for the ones that wait in the engine's queue."""
+
+    epoch = 0
+
+    def add_request(self, request: Request) -> None:
+        self._salt(request)
+        super().add_request(request)
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)
+        if pause_state == PauseState.PAUSED_ALL:
+            self.epoch += 1
+            for request in self.waiting:
+                self._salt(request)
+
+    def _salt(self, request: Request) -> None:
+        request.cache_salt = f"{self.epoch}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
 
 
 class _DiesWithGenerator:

@@ -682,3 +682,21 @@ async def test_a_trainer_that_takes_over_publishes_what_the_dead_one_had_only_co
         holders = [member.held for member in (await new.ask(AskSnapshot())).members if member.held]
         assert holders == [policy]  # what is due at version 1 is decided when it is published
         await new.bus.close()
+
+
+async def test_what_weight_updates_cost_is_summed_over_the_generators_and_told_step_by_step(config):
+    config = without_evaluation(config)
+    async with master_of(config), callers(config, "trainer", "rollout_manager", "generator", "generator") as actors:
+        trainer, manager, *generators = actors
+        await recover(trainer)
+        for version, reloads in enumerate((1, 3)):
+            for generator in generators:
+                await generator.beat(
+                    reloads=reloads, pause_seconds=0.25 * reloads, load_seconds=0.5 * reloads, resume_seconds=0.0,
+                    sequences_interrupted=4 * reloads, tokens_recomputed=100 * reloads,
+                )  # fmt: skip
+            await make_ready(manager, trainer, version)
+            await train(trainer, version, "weights")
+    steps = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    names = ("reloads", "pause_seconds", "load_seconds", "resume_seconds", "sequences_interrupted", "tokens_recomputed")
+    assert [[step[name] for name in names] for step in steps] == [[2, 0.5, 1, 0, 8, 200], [4, 1, 2, 0, 16, 400]]

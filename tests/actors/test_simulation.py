@@ -8,7 +8,11 @@ import os
 import subprocess
 import sys
 import warnings
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,7 +23,7 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.simulation import faults
-from actors.simulation.engines import Mishaps, Pace
+from actors.simulation.engines import Mishaps, Pace, SimEngine
 from actors.simulation.faults import HANDLERS, FailPoint, Kill, Plan
 from actors.simulation.loop import ProcessLoop, Scheduler, Stuck
 from actors.simulation.mutants import MUTANTS
@@ -28,6 +32,7 @@ from actors.simulation.runner import parse_seeds, run_one, run_seeds
 from actors.simulation.world import Model, World, simulate
 from actors.trainer import Trainer
 from areal.config import UserError
+from areal.engines.generation import Chunk, LoadTimes
 from areal.spool import Spool
 from protocols.network import Full
 
@@ -469,3 +474,31 @@ def test_seeds_are_a_range() -> None:
     for wrong in ("a:b", "7:3", "", "1:2:3"):
         with pytest.raises(UserError):
             parse_seeds(wrong)
+
+
+def test_a_generator_that_finishes_what_runs_before_it_loads_blocks_nothing() -> None:
+    for seed in range(24):
+        drawn = World(seed)
+        result = simulate(seed, replace(drawn.model, interrupt=False), drawn.plan)
+        assert result.ok, result.story
+
+
+def test_no_sequence_is_asked_for_again_because_of_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Counter[tuple[int, ...]] = Counter()
+    interrupted = []
+    generate, load = SimEngine.generate, SimEngine.load
+
+    def count(self: SimEngine, request_id: str, tokens: list[int], *rest: Any) -> AsyncIterator[Chunk]:
+        asked[tuple(tokens)] += 1
+        return generate(self, request_id, tokens, *rest)
+
+    async def note(self: SimEngine, *args: Any) -> LoadTimes:
+        interrupted.append(await load(self, *args))
+        return interrupted[-1]
+
+    monkeypatch.setattr(SimEngine, "generate", count)
+    monkeypatch.setattr(SimEngine, "load", note)
+    model = Model(steps=8, batch_size=2, group_size=3, max_staleness=3, max_new_tokens=96)
+    assert World(1, model, Plan()).run().ok
+    assert sum(times.sequences_interrupted for times in interrupted) > 4
+    assert set(asked.values()) == {model.group_size}

@@ -132,7 +132,7 @@ class ModelEngine:
         self._admit()
         self._plan()
         self.load_seconds += self._costs.load + prefill
-        return LoadTimes(0.0, self._costs.load, prefill, interrupted)
+        return LoadTimes(0.0, self._costs.load, prefill, interrupted, int(self._context))
 
     def stats(self) -> EngineStats:
         use = self._context / self._costs.kv_capacity

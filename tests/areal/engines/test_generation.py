@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -132,7 +133,7 @@ async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_weig
     await engine.load(models[2], 2)
     sequences = await asyncio.gather(*tasks)
 
-    assert first.interrupted >= 4
+    assert first.sequences_interrupted >= 4
     assert min(first.pause_seconds, first.load_seconds, first.resume_seconds) > 0
     through_all = [i for i, sequence in enumerate(sequences) if set(sequence.versions) == {0, 1, 2}]
     assert len(through_all) >= 4
@@ -344,6 +345,98 @@ async def test_importing_the_module_imports_neither_torch_nor_vllm() -> None:
     code = "import sys, areal.engines.generation; sys.exit(bool({'torch', 'vllm'} & sys.modules.keys()))"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     assert await process.wait() == 0
+
+
+async def queue_up(engine: GenerationEngine, count: int) -> list[asyncio.Task[Chunk]]:
+    """`count` samples of the same prompt, once those that find room in the engine are running."""
+    progress: list[list[Chunk]] = [[] for _ in range(count)]
+    tasks = [asyncio.create_task(collect(engine.generate("r", PROMPT, SAMPLING), parts)) for parts in progress]
+    await until(lambda: sum(map(bool, progress)) >= CONFIG.max_concurrent_rollouts)
+    return tasks
+
+
+async def test_updates_neither_lose_nor_repeat_a_request_or_a_token(
+    engine: GenerationEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    add = engine._core.add_request_async
+
+    async def add_and_note(request: Any) -> None:
+        sent.append(request.request_id)
+        await add(request)
+
+    monkeypatch.setattr(engine._core, "add_request_async", add_and_note)
+    before = engine.stats().tokens_generated
+    tasks = await queue_up(engine, 24)
+    times = [await engine.load(models[version], version) for version in (1, 2, 0)]
+    sequences = await asyncio.gather(*tasks)
+    assert len(sent) == len(set(sent)) == 24
+    assert sum(len(sequence.tokens) for sequence in sequences) == engine.stats().tokens_generated - before
+    assert all(len(s.tokens) == SAMPLING.max_new_tokens or s.tokens[-1] == EOS for s in sequences)
+    for cost in times:
+        assert 0 < cost.sequences_interrupted <= CONFIG.max_concurrent_rollouts
+        most = len(PROMPT) + SAMPLING.max_new_tokens
+        assert len(PROMPT) < cost.tokens_recomputed / cost.sequences_interrupted < most
+
+
+async def test_without_interruption_what_runs_is_finished_and_what_waits_begins_under_the_new_weights(
+    engine: GenerationEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_config", CONFIG.model_copy(update={"interrupt": False}))
+    tasks = await queue_up(engine, 24)
+    load = asyncio.create_task(engine.load(models[1], 1))
+    await until(lambda: engine.stats().running < CONFIG.max_concurrent_rollouts)
+    late = asyncio.create_task(collect(engine.generate("late", PROMPT, SAMPLING)))
+    cost = await load
+    assert (cost.sequences_interrupted, cost.tokens_recomputed) == (0, 0)
+    sequences = [*await asyncio.gather(*tasks), await late]
+    assert [len(set(s.versions)) for s in sequences] == [1] * 25
+    versions = [int(s.versions[0]) for s in sequences]
+    assert versions.count(0) >= CONFIG.max_concurrent_rollouts
+    assert versions.count(1) >= 4 and versions[-1] == 1
+    for sequence, version in zip(sequences, versions, strict=True):
+        expected = reference(models[version], PROMPT, sequence.tokens, SAMPLING.temperature)
+        assert np.abs(expected - sequence.logprobs).max() < 1e-4
+
+
+async def test_a_load_that_is_cancelled_while_sequences_finish_leaves_the_engine_as_it_was(
+    engine: GenerationEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_config", CONFIG.model_copy(update={"interrupt": False}))
+    tasks = await queue_up(engine, 24)
+    load = asyncio.create_task(engine.load(models[1], 1))
+    await until(lambda: engine.stats().running < CONFIG.max_concurrent_rollouts)
+    load.cancel()
+    await asyncio.wait({load})
+    async with asyncio.timeout(30):
+        sequences = await asyncio.gather(*tasks)
+    assert load.cancelled() and engine.version == 0
+    assert all(set(s.versions) == {0} for s in sequences)
+
+
+async def test_a_kept_kv_cache_serves_the_sequences_that_run_and_no_later_prompt(models: Models) -> None:
+    engine = await GenerationEngine.start(models[0], CONFIG.model_copy(update={"kv_on_update": "keep"}), version=0)
+    tasks = await queue_up(engine, 24)
+    cost = await engine.load(models[1], 1)
+    tasks.append(asyncio.create_task(collect(engine.generate("later", PROMPT, SAMPLING))))
+    sequences = await asyncio.gather(*tasks)
+    await engine.close()
+    through_both = [s for s in sequences if set(s.versions) == {0, 1}]
+    later = [s for s in sequences if set(s.versions) == {1}]
+    assert (
+        len(through_both) >= 8 and len(later) >= 4
+    )  # those that waited in the engine's queue, and one sent afterwards
+    assert (cost.sequences_interrupted >= len(through_both), cost.tokens_recomputed) == (True, 0)
+    for sequence in through_both:
+        split = int((sequence.versions == 0).sum())
+        old, new = (reference(models[v], PROMPT, sequence.tokens, SAMPLING.temperature) for v in (0, 1))
+        kept = reference_on_old_cache(models[0], models[1], PROMPT, sequence.tokens, split)
+        assert np.abs(old - sequence.logprobs)[:split].max() < 1e-4
+        assert np.abs(kept - sequence.logprobs[split:]).max() < 1e-4
+        assert np.abs(new - sequence.logprobs)[split:].mean() > 0.01
+    for sequence in later:
+        expected = reference(models[1], PROMPT, sequence.tokens, SAMPLING.temperature)
+        assert np.abs(expected - sequence.logprobs).max() < 1e-4
 
 
 async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing_more(models: Models) -> None:
