@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal.trajectory import Group
+from areal.weight_files import Manifest
 from areal.weights import remove_folder
 
 if TYPE_CHECKING:
@@ -50,9 +51,10 @@ class Ranks:
         command = {"version": version, "temperature": temperature, "mask_older_than": mask_older_than}
         return asdict(await self._on_all_ranks({"do": "step", **command}, groups))
 
-    async def publish(self, folder: Path) -> None:
-        """Write the weights for generators."""
+    async def publish(self, folder: Path) -> Manifest:
+        """Write the weights for generators; returns what they are recognised by."""
         await self._on_all_ranks({"do": "publish", "folder": str(folder)})
+        return await asyncio.to_thread(Manifest.of, folder)
 
     async def save(self, folder: Path) -> None:
         """Write a checkpoint: a model folder, and all that `load` needs."""

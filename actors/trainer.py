@@ -8,7 +8,8 @@ logged since, in order, and publishes the version where the run stands, under a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -16,10 +17,12 @@ import structlog
 
 from actors.ranks import Ranks
 from actors.runtime import Actor, handles
+from actors.weight_service import WeightServer
 from areal.config import Config
 from areal.guard import Guard
 from areal.spool import Spool
 from areal.trajectory import Group, Trajectory
+from areal.weight_files import Holding, Manifest
 from protocols.errors import BusyError, RefusedError
 from protocols.messages import (
     AskBatch,
@@ -28,8 +31,10 @@ from protocols.messages import (
     CheckpointSaved,
     CommitStep,
     Done,
+    FetchWeights,
     GroupAccepted,
     GroupReady,
+    Message,
     Policy,
     PolicyRestored,
     Recovery,
@@ -56,7 +61,7 @@ class Learner(Protocol):
     async def step(
         self, groups: list[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]: ...
-    async def publish(self, folder: Path) -> None: ...
+    async def publish(self, folder: Path) -> Manifest | None: ...
     async def save(self, folder: Path) -> None: ...
     async def load(self, folder: Path) -> None: ...
     async def forget(self, folder: Path) -> None: ...
@@ -75,6 +80,7 @@ class Trainer(Actor):
         super().__init__(*args, **kwargs)
         self._start_learner = start_learner
         self._open_spool = open_spool
+        self._weight_server = WeightServer(VERSIONS_KEPT)
         self._lineage = 0
         self._trained: dict[int, tuple[str, ...]] = {}  # groups by step, as far as no checkpoint covers it
 
@@ -108,9 +114,14 @@ class Trainer(Actor):
             self._learner.close()
         if self._spool is not None:
             self._spool.close()
+        if self.config and self.config.weights.folder and self._stop.done() and self._stop.result().ok:
+            # Often memory, and of no use to anybody now.
+            await asyncio.to_thread(shutil.rmtree, self.config.weights_folder, ignore_errors=True)
 
     def stats(self) -> dict[str, float]:
-        return {"work_done": self._learner.work_done} if self._learner else {}
+        if self._learner is None:
+            return {}
+        return {"work_done": self._learner.work_done, "weight_bytes_sent": self._weight_server.bytes_sent}
 
     # --- the spool
 
@@ -211,12 +222,19 @@ class Trainer(Actor):
 
     async def _publish(self) -> Policy:
         folder = self._weights(self._version)
-        await self._learner.publish(folder)
-        return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
+        manifest = await self._learner.publish(folder)
+        if manifest and self.config.weights.transport == "stream":
+            self._weight_server.offer((self._lineage, self._version), Holding(folder, manifest))
+        stamp = manifest.stamp if manifest else ""
+        return Policy(lineage=self._lineage, version=self._version, folder=str(folder), stamp=stamp)
+
+    @handles(FetchWeights)
+    def send_weights(self, request: Request) -> AsyncIterator[Message]:
+        return self._weight_server.serve(request)
 
     def _weights(self, version: int, lineage: int | None = None) -> Path:
         lineage = self._lineage if lineage is None else lineage
-        return self.config.folder / "weights" / f"l{lineage}-v{version:06}"
+        return self.config.weights_folder / f"l{lineage}-v{version:06}"
 
     async def _save_if_due(self) -> None:
         due = self._version > self._saved and self._version % self.config.trainer.checkpoint_every == 0
