@@ -72,10 +72,10 @@ class Generator(Actor):
         await self._idle.until(lambda: not self._streams)
 
     async def teardown(self) -> None:
-        if self._engine is not None:
-            await self._engine.close()
         if self._weights is not None:
             await asyncio.to_thread(self._weights.close)
+        if self._engine is not None:
+            await self._engine.close()
 
     def stats(self) -> dict[str, float]:
         if self._engine is None:

@@ -152,6 +152,7 @@ class WeightFetcher(WeightServer):
             now = asyncio.get_running_loop().time()
             addresses = {m.index: m.address for m in self._members("generator")}
             source = self._sources.choose(addresses, now)
+            sender = "the trainer" if source is None else f"generator {source}"
             try:
                 await self._receive(addresses[source] if source is not None else self._trainer(), partial, policy, base)
             except (BusError, TornWeights, TimeoutError) as error:
@@ -168,6 +169,7 @@ class WeightFetcher(WeightServer):
                     raise TornWeights(f"version {policy.version} did not arrive, and there is a newer one") from None
                 if source is None:
                     await asyncio.sleep(RETRY_SECONDS)
+        log.info("weights arrived", version=policy.version, sender=sender, bytes_received=self.bytes_received)
 
     async def _receive(self, address: str, partial: Path, policy: Policy, base: Version | None) -> None:
         """What is still missing. Raises BusError, TornWeights, and TimeoutError where the sender stalls."""

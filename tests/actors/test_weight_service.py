@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from actors import weight_service
+from actors.preflight import check_folder
 from actors.weight_service import WeightFetcher, WeightServer
 from areal import weight_files
-from areal.config import WeightsConfig
+from areal.config import UserError, WeightsConfig
 from areal.weight_files import Holding, Manifest, TornWeights
 from protocols.errors import RefusedError, StreamBrokenError
 from protocols.messages import FetchWeights, Member, Policy, WeightChunk
@@ -278,3 +279,11 @@ async def test_a_shared_folder_is_read_in_place_and_a_stale_or_torn_copy_in_it_i
         await fetcher.fetch(policy.model_copy(update={"folder": str(tmp_path / "nowhere")}))
     for node in made.nodes:
         await node.bus.close()
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_started(tmp_path):
+    (tmp_path / "file").write_text("")
+    check_folder(tmp_path / "new" / "weights")
+    with pytest.raises(UserError, match="Weights cannot be written to .*file/weights"):
+        check_folder(tmp_path / "file" / "weights")
+    assert not (tmp_path / "new").exists()
