@@ -30,6 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import structlog
 from safetensors.numpy import save_file
 
 from actors.weight_service import WeightFetcher, WeightServer
@@ -147,6 +148,7 @@ def _crash(error: BaseException) -> None:
 
 async def receive(setup: dict[str, Any]) -> None:
     """A receiver's life: a line in for each policy, a line out once it is in memory."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # answers go to the standard output
     known: dict[str, Any] = {"members": []}
     generator: Any = SimpleNamespace(
         bus=Bus(f"generator/{setup['index']}#x", ZmqNetwork()),
