@@ -20,10 +20,12 @@ from typing import Any
 import structlog
 
 from actors.runtime import Actor, Signal, handles
+from actors.weight_service import WeightFetcher
 from areal.config import SamplingConfig
 from areal.engines.generation import EngineError, GenerationEngine, WeightLoadError
+from areal.weight_files import TornWeights
 from protocols.errors import BusyError, RefusedError, StreamBrokenError
-from protocols.messages import Generate, Policy, TokenChunk
+from protocols.messages import FetchWeights, Generate, Message, Policy, TokenChunk
 from protocols.transport import Request
 
 RETRY_LOAD_SECONDS = 1.0
@@ -34,6 +36,7 @@ log = structlog.get_logger()
 class Generator(Actor):
     role = "generator"
     _engine: GenerationEngine | None = None
+    _weights: WeightFetcher | None = None
 
     def __init__(
         self, *args: Any, start_engine: Callable[..., Awaitable[GenerationEngine]] = GenerationEngine.start,
@@ -44,6 +47,7 @@ class Generator(Actor):
 
     async def setup(self) -> None:
         self.activity = "starting the engine"
+        self._weights = WeightFetcher(self)
         self._loaded = Signal()
         self._idle = Signal()
         self._streams = 0
@@ -70,6 +74,8 @@ class Generator(Actor):
         await self._idle.until(lambda: not self._streams)
 
     async def teardown(self) -> None:
+        if self._weights is not None:
+            await asyncio.to_thread(self._weights.close)
         if self._engine is not None:
             await self._engine.close()
 
@@ -84,6 +90,9 @@ class Generator(Actor):
             "tokens_generated": stats.tokens_generated,
             "version": self._engine.version,
             **self._reloads,
+            "fetch_seconds": self._weights.seconds,
+            "weight_bytes_received": self._weights.bytes_received,
+            "weight_bytes_sent": self._weights.bytes_sent,
         }
 
     @handles(Generate)
@@ -111,6 +120,12 @@ class Generator(Actor):
             self._streams -= 1
             self._idle.notify()
 
+    @handles(FetchWeights)
+    def send_weights(self, request: Request) -> AsyncIterator[Message]:
+        if self._weights is None:
+            raise BusyError("this generator has no weights yet")
+        return self._weights.serve(request)
+
     def _is_behind(self) -> bool:
         wanted = self._wanted()
         return (wanted.lineage, wanted.version) > self._loaded_policy()
@@ -128,14 +143,17 @@ class Generator(Actor):
         return me.held
 
     async def _load_wanted(self) -> None:
-        """Load what is wanted; where its files are gone or torn, the newest published policy will do."""
+        """Load what is wanted; where its files are gone or torn, the newest published policy will do. Sequences run on
+        while it is fetched."""
         policy = self._wanted()
         while True:
-            self.activity = f"loading version {policy.version}"
             try:
-                times = await self._engine.load(Path(policy.folder), policy.version)
+                self.activity = f"fetching version {policy.version}"
+                folder = await self._weights.fetch(policy)
+                self.activity = f"loading version {policy.version}"
+                times = await self._engine.load(folder, policy.version)
                 break
-            except WeightLoadError as error:
+            except (TornWeights, WeightLoadError) as error:
                 log.warning("weights did not load", version=policy.version, error=str(error))
                 await asyncio.sleep(RETRY_LOAD_SECONDS)
                 wanted = self._wanted()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
 
 from areal.config import Config, UserError
 from areal.data import open_source
@@ -14,6 +16,8 @@ from areal.workflows import resolve_workflow
 def check(config: Config) -> None:
     """Everything that can be known now: the port, rewards, workflow, objective, data and the model folders."""
     check_port(config.master.address)
+    if config.weights.folder is not None:
+        check_folder(config.weights.folder)
     for name in config.reward.functions:
         resolve(name)
     resolve_workflow(config.rollout_manager.workflow)
@@ -40,3 +44,13 @@ def check_port(address: str) -> None:
             f"The master cannot listen at {address} ({error.strerror}): stop what uses it, "
             f"or choose another address with master.address=tcp://HOST:PORT."
         ) from None
+
+
+def check_folder(folder: Path) -> None:
+    """Whether weights can be written there."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        raise UserError(
+            f"Weights cannot be written to {folder}: give a folder that can be written in weights.folder, "
+            f"or leave it out, and they lie in the run folder."
+        )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal.trajectory import Group
+from areal.weight_files import Manifest
 from areal.weights import remove_folder
 
 if TYPE_CHECKING:
@@ -54,9 +55,11 @@ class Ranks:
         """Copy the weights as they are, for `write`. No write may be going on."""
         await self._on_all_ranks({"do": "snapshot"})
 
-    async def write(self, folder: Path) -> None:
-        """Write the last snapshot for generators, beside whatever else is going on."""
+    async def write(self, folder: Path) -> Manifest:
+        """Write the last snapshot for generators, beside whatever else is going on; returns what the files are
+        recognised by."""
         await asyncio.to_thread(self._engine.write, folder)
+        return await asyncio.to_thread(Manifest.of, folder)
 
     async def save(self, folder: Path) -> None:
         """Write a checkpoint: a model folder, and all that `load` needs. No write may be going on."""

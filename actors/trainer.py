@@ -11,8 +11,9 @@ logged since, in order, and publishes the version where the run stands, under a 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -21,10 +22,12 @@ import structlog
 
 from actors.ranks import Ranks
 from actors.runtime import Actor, handles
+from actors.weight_service import WeightServer
 from areal.config import Config
 from areal.guard import Guard
 from areal.spool import Spool
 from areal.trajectory import Group, Trajectory
+from areal.weight_files import Holding, Manifest
 from protocols.errors import BusyError, RefusedError
 from protocols.messages import (
     AskBatch,
@@ -33,8 +36,10 @@ from protocols.messages import (
     CheckpointSaved,
     CommitStep,
     Done,
+    FetchWeights,
     GroupAccepted,
     GroupReady,
+    Message,
     Policy,
     PublishPolicy,
     Recovery,
@@ -65,7 +70,7 @@ class Learner(Protocol):
         self, groups: list[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]: ...
     async def snapshot(self) -> None: ...
-    async def write(self, folder: Path) -> None: ...
+    async def write(self, folder: Path) -> Manifest | None: ...
     async def save(self, folder: Path) -> None: ...
     async def load(self, folder: Path) -> None: ...
     async def forget(self, folder: Path) -> None: ...
@@ -84,6 +89,7 @@ class Trainer(Actor):
         super().__init__(*args, **kwargs)
         self._start_learner = start_learner
         self._open_spool = open_spool
+        self._weight_server = WeightServer(VERSIONS_KEPT)
         self._lineage = 0
         self._trained: dict[int, tuple[str, ...]] = {}  # groups by step, as far as no checkpoint covers it
         self._fresh: dict[str, Group] = {}  # of the spool's groups those that are in memory still, oldest first
@@ -117,9 +123,14 @@ class Trainer(Actor):
             self._learner.close()
         if self._spool is not None:
             self._spool.close()
+        if self.config and self.config.weights.folder and self._stop.done() and self._stop.result().ok:
+            # Often memory, and of no use to anybody now.
+            await asyncio.to_thread(shutil.rmtree, self.config.weights_folder, ignore_errors=True)
 
     def stats(self) -> dict[str, float]:
-        return {"work_done": self._learner.work_done} if self._learner else {}
+        if self._learner is None:
+            return {}
+        return {"work_done": self._learner.work_done, "weight_bytes_sent": self._weight_server.bytes_sent}
 
     # --- the spool
 
@@ -186,7 +197,7 @@ class Trainer(Actor):
         policy = self._policy()
         if self._version:
             await self._learner.snapshot()
-            await self._write(policy)
+            policy = await self._write(policy)
         await self.ask_master(PublishPolicy(policy=policy), Done)
         log.info("restored", lineage=policy.lineage, version=policy.version)
         for lineage in range(before.lineage, self._lineage):
@@ -254,22 +265,32 @@ class Trainer(Actor):
         policy = self._policy()
         writing = self.spawn(self._write(policy), "write")
         await self.ask_master(CommitStep(lineage=policy.lineage, version=policy.version, metrics=metrics), Done)
-        await writing
-        await self.ask_master(PublishPolicy(policy=policy), Done)
+        await self.ask_master(PublishPolicy(policy=await writing), Done)
         await self._learner.forget(self._weights(policy.version - VERSIONS_KEPT))
 
-    async def _write(self, policy: Policy) -> None:
+    async def _write(self, policy: Policy) -> Policy:
+        """The policy with the stamp of its files, which stand."""
+        folder = Path(policy.folder)
         with self._clock("write"):
-            await self._learner.write(Path(policy.folder))
+            manifest = await self._learner.write(folder)
+        if manifest is None:
+            return policy
+        if self.config.weights.transport == "stream":
+            self._weight_server.offer((policy.lineage, policy.version), Holding(folder, manifest))
+        return policy.model_copy(update={"stamp": manifest.stamp})
 
     def _policy(self) -> Policy:
         """Where the trainer stands, in the place where the weights are to be."""
         folder = self._weights(self._version) if self._version else self.config.model
         return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
 
+    @handles(FetchWeights)
+    def send_weights(self, request: Request) -> AsyncIterator[Message]:
+        return self._weight_server.serve(request)
+
     def _weights(self, version: int, lineage: int | None = None) -> Path:
         lineage = self._lineage if lineage is None else lineage
-        return self.config.folder / "weights" / f"l{lineage}-v{version:06}"
+        return self.config.weights_folder / f"l{lineage}-v{version:06}"
 
     async def _save_if_due(self) -> None:
         due = self._version > self._saved and self._version % self.config.trainer.checkpoint_every == 0

@@ -221,6 +221,18 @@ class GuardConfig(Section):
     patience: int = Field(3, ge=1, description="steps in a row beyond a limit after which the run stops")
 
 
+class WeightsConfig(Section):
+    """How new weights reach the generators; docs/weights.md tells when to choose what."""
+
+    transport: Literal["folder", "stream"] = Field(
+        "folder", description="folder: all nodes see weights.folder; stream: over the bus, from generator to generator"
+    )
+    folder: Path | None = Field(
+        None, description="where they lie, below it in one folder a run, such as /dev/shm; default: the run folder"
+    )
+    delta: bool = Field(True, description="stream what has changed only, to the bit, where that is less")
+
+
 class EvaluatorConfig(Section):
     """Scores held-out rows at the first and the last version, and at every k-th between them: one generator stays at
     that version until it is scored, while everything else goes on."""
@@ -285,6 +297,7 @@ class Config(Section):
     generator: GeneratorConfig = GeneratorConfig()
     rollout_manager: RolloutManagerConfig = RolloutManagerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
     guard: GuardConfig = GuardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
     master: MasterConfig = MasterConfig()
@@ -340,6 +353,11 @@ class Config(Section):
     def folder(self) -> Path:
         """The run folder."""
         return self.run_dir / self.name
+
+    @property
+    def weights_folder(self) -> Path:
+        """Holds a folder a published version and, where they are streamed, one a generator with the same in it."""
+        return self.folder / "weights" if self.weights.folder is None else self.weights.folder / self.name
 
 
 def load_config(file: Path | None, overrides: Sequence[str] = (), kind: type[T] = Config) -> T:

@@ -31,8 +31,9 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield an empty folder to write files into; it becomes `folder`, complete and on disk, when the block ends.
+    Where it need not outlive the machine (not `durable`), nothing waits for the disk.
 
     A folder of that name is replaced then, and removed. A process killed in between leaves the old folder, the new one,
     or none of that name; what it leaves beside them is removed by the next writer of the name. A block that raises
@@ -44,13 +45,15 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     try:
         partial.chmod(0o755)  # it is made private, but generators may run as another user
         yield partial
-        for path in partial.rglob("*"):
-            _sync(path)
-        _sync(partial)
+        if durable:
+            for path in partial.rglob("*"):
+                _sync(path)
+            _sync(partial)
         if folder.exists():
             os.replace(folder, _hidden(folder))  # a folder can be renamed onto an empty one only
         os.replace(partial, folder)
-        _sync(folder.parent)
+        if durable:
+            _sync(folder.parent)
     finally:
         _remove_leftovers(folder)
 

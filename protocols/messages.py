@@ -13,6 +13,7 @@
 | rollout_manager | generator | Generate | stream of TokenChunk |
 | rollout_manager | reward | Score | Scored |
 | rollout_manager | trainer | StoreGroup | Done |
+| generator | trainer, generator | FetchWeights | stream of WeightFiles, WeightChunk ... |
 | trainer | master | AskRecovery | Recovery |
 | trainer | master | GroupReady | GroupAccepted |
 | trainer | master | AskBatch | BatchAnswer |
@@ -101,11 +102,13 @@ State = Literal["stale", "healthy", "draining"]
 
 
 class Policy(Part):
-    """A policy's identity is (lineage, version); `folder` holds its model.safetensors."""
+    """A policy's identity is (lineage, version); `folder` holds its model.safetensors, on the trainer's machine at
+    least. `stamp` is that of areal.weight_files; empty where nothing is to be checked: version 0 is the run's model."""
 
     lineage: int
     version: int
     folder: str
+    stamp: Name = ""
 
 
 class Member(Part):
@@ -264,6 +267,41 @@ class StoreGroup(Message):
     group: Name
     prompt_index: int
     trajectories: tuple[TrajectoryPart, ...]
+
+
+# --- weights
+
+
+class FetchWeights(Message):
+    """The files of a policy from the chunk `first` on. `base`: the (lineage, version) that the asker has whole, so that
+    differences from it will do; None: no differences."""
+
+    lineage: int
+    version: int
+    first: Annotated[int, Field(ge=0)]
+    base: tuple[int, int] | None
+
+
+class WeightFile(Part):
+    """As areal.weight_files.FileSums; `checksums` int64 [chunks]."""
+
+    name: Name
+    size: Annotated[int, Field(ge=0)]
+    checksums: Array
+
+
+class WeightFiles(Message):
+    """The first part: all files of the policy."""
+
+    files: Annotated[tuple[WeightFile, ...], Field(max_length=4096)]
+
+
+class WeightChunk(Message):
+    """`data`, uint8 [n], is the chunk itself or its `difference` from that of the base."""
+
+    number: int
+    data: Array
+    difference: bool
 
 
 # --- training

@@ -113,10 +113,12 @@ def test_several_of_every_role_work_on_one_machine(run, small, tmp_path):
     counts = ["generator.count=2", "trainer.ranks=2", "rollout_manager.count=2", "reward.count=2"]
     # A manager that may run one group at a time has to notice that the trainer took it.
     counts += ["rollout_manager.max_concurrent_groups=1"]
-    started = run("--config", CONFIG, *small, *counts)
+    started = run("--config", CONFIG, *small, *counts, "weights.transport=stream")
     output = started.wait(280)
     assert started.code == 0, output
     check_finished(tmp_path / "runs" / "test", steps=4, max_staleness=2)
+    arrived = read_jsonl(tmp_path / "runs" / "test" / "logs" / "generator-1.jsonl")
+    assert "generator 0" in {line.get("sender") for line in arrived}  # weights come through the bus, and are passed on
     logs = {path.stem for path in (tmp_path / "runs" / "test" / "logs").glob("*.jsonl")}
     assert logs >= {"generator-0", "generator-1", "rollout_manager-1", "reward-1", "trainer-0", "evaluator-0"}
 

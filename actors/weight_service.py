@@ -1,0 +1,257 @@
+"""How weights get to where they are loaded: read in place from a folder that all see, or streamed from actor to actor.
+
+Streamed, a generator asks the one that `areal.relay` names, and serves what it has to others while it still receives
+it. Nothing is taken that does not have the checksum it was published with, whoever sent it; where a source fails, the
+next one goes on from the last good chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from actors.runtime import Actor, M, Signal
+from areal.relay import Sources
+from areal.weight_files import FileSums, Holding, Manifest, TornWeights, apply, difference
+from areal.weights import atomic_folder, remove_folder
+from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
+from protocols.messages import FetchWeights, Member, Message, Policy, WeightChunk, WeightFile, WeightFiles
+from protocols.transport import Request
+
+# A generator that is still loading the version before begins to fetch the next one within this time, or is passed over.
+PATIENCE_SECONDS = 10.0
+# No chunk for this long: its sender lives, but gets none itself. Longer than the sender's own patience.
+STALL_SECONDS = 20.0
+RETRY_SECONDS = 1.0
+# Silence ends a stream far earlier.
+FETCH_SECONDS = 24 * 3600.0
+# The one in use, and the one that is arriving as a difference from it.
+KEPT_BY_GENERATOR = 2
+
+Version = tuple[int, int]
+"""(lineage, version)."""
+
+log = structlog.get_logger()
+
+
+class WeightServer:
+    """Sends versions to whoever asks; keeps `kept` of those it was given, two or more: the last and the newest."""
+
+    def __init__(self, kept: int) -> None:
+        self.bytes_sent = 0
+        self._kept = kept
+        self._holdings: dict[Version, Holding] = {}
+        self._progress = Signal()
+
+    def offer(self, version: Version, holding: Holding) -> None:
+        """Serve this version from now on, as far as it is there."""
+        self._holdings[version] = holding
+        for old in sorted(self._holdings.keys() - {version})[: 1 - self._kept]:
+            self._drop(old)
+        self._progress.notify()
+
+    async def serve(self, request: Request) -> AsyncGenerator[Message, None]:
+        """The answer to FetchWeights. Raises BusError: RefusedError for a version that is gone."""
+        asked: FetchWeights = request.message
+        holding = await self._holding((asked.lineage, asked.version))
+        base = self._base(asked.base, holding)
+        yield WeightFiles(files=tuple(_described(file) for file in holding.manifest.files))
+        for number in range(asked.first, holding.chunks):
+            await self._progress.until(lambda: holding.ready > number or holding.given_up)  # noqa: B023 - awaited here
+            if holding.ready <= number:
+                raise StreamBrokenError(f"version {asked.version} does not arrive here")
+            try:
+                chunk = await asyncio.to_thread(_packed, holding, base, number)
+            except (TornWeights, OSError) as error:
+                raise StreamBrokenError(str(error)) from None
+            self.bytes_sent += chunk.data.nbytes
+            yield chunk
+
+    async def _holding(self, wanted: Version) -> Holding:
+        def found() -> Holding | bool:
+            return self._holdings.get(wanted) or any(version > wanted for version in self._holdings)
+
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                holding = await self._progress.until(found)
+        except TimeoutError:
+            raise BusyError(f"version {wanted[1]} is not here yet") from None
+        if not isinstance(holding, Holding):
+            raise RefusedError(f"version {wanted[1]} is not here any more")
+        return holding
+
+    def _base(self, asked: Version | None, holding: Holding) -> Holding | None:
+        base = self._holdings.get(asked) if asked else None
+        return base if base and base.complete and base.manifest.is_laid_out_like(holding.manifest) else None
+
+    def _drop(self, version: Version) -> None:
+        holding = self._holdings.pop(version)
+        holding.given_up = not holding.complete
+        self._progress.notify()
+
+
+class WeightFetcher(WeightServer):
+    """A generator's: gets the weights of policies to this machine, and serves them on."""
+
+    def __init__(self, generator: Actor) -> None:
+        super().__init__(KEPT_BY_GENERATOR)
+        self.bytes_received = 0
+        self.seconds = 0.0
+        self._generator = generator
+        self._config = generator.config.weights
+        self._sources = Sources(generator.index)
+        mark = generator.bus.identity.name.rpartition("#")[2]
+        # One of the same index that was replaced may not know it yet.
+        self._folder = generator.config.weights_folder / f"generator-{generator.index}-{mark}"
+        if self._streams:
+            for left_behind in self._folder.parent.glob(f"generator-{generator.index}-*"):
+                shutil.rmtree(left_behind, ignore_errors=True)
+
+    async def fetch(self, policy: Policy) -> Path:
+        """The folder with the policy's weights, checked. Raises TornWeights where they are not to be had whole; a newer
+        policy's may be."""
+        if not policy.stamp:
+            return Path(policy.folder)
+        started = time.perf_counter()
+        folder = await (self._pull(policy) if self._streams else _checked(policy))
+        self.seconds += time.perf_counter() - started
+        return folder
+
+    def close(self) -> None:
+        """Remove what was fetched."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _streams(self) -> bool:
+        return self._config.transport == "stream"
+
+    async def _pull(self, policy: Policy) -> Path:
+        version = (policy.lineage, policy.version)
+        folder = self._place(version)
+        if version in self._holdings:
+            return folder
+        with atomic_folder(folder, durable=False) as partial:
+            try:
+                await self._pull_into(partial, policy)
+            finally:
+                if version in self._holdings and not self._holdings[version].complete:
+                    self._drop(version)
+        return folder
+
+    async def _pull_into(self, partial: Path, policy: Policy) -> None:
+        version = (policy.lineage, policy.version)
+        base = max(self._holdings, default=None) if self._config.delta else None
+        while version not in self._holdings or not self._holdings[version].complete:
+            now = asyncio.get_running_loop().time()
+            addresses = {m.index: m.address for m in self._members("generator")}
+            source = self._sources.choose(addresses, now)
+            sender = "the trainer" if source is None else f"generator {source}"
+            try:
+                await self._receive(addresses[source] if source is not None else self._trainer(), partial, policy, base)
+            except (BusError, TornWeights, TimeoutError) as error:
+                sender = "the trainer" if source is None else f"generator {source}"
+                log.warning(
+                    "weights did not arrive", version=policy.version, sender=sender, error=str(error) or "stalled"
+                )
+                if isinstance(error, TornWeights):
+                    base = None  # it may be this one that is torn
+                overtaken = (self._generator.policy.lineage, self._generator.policy.version) > version
+                if not (overtaken and isinstance(error, RefusedError)):  # else the sender has just gone on
+                    self._sources.failed(source, now)
+                if overtaken:
+                    raise TornWeights(f"version {policy.version} did not arrive, and there is a newer one") from None
+                if source is None:
+                    await asyncio.sleep(RETRY_SECONDS)
+        log.info("weights arrived", version=policy.version, sender=sender, bytes_received=self.bytes_received)
+
+    async def _receive(self, address: str, partial: Path, policy: Policy, base: Version | None) -> None:
+        """What is still missing. Raises BusError, TornWeights, and TimeoutError where the sender stalls."""
+        version = (policy.lineage, policy.version)
+        holding = self._holdings.get(version)
+        ask = FetchWeights(
+            lineage=policy.lineage, version=policy.version, first=holding.ready if holding else 0, base=base
+        )
+        older = self._holdings.get(base) if base else None
+        async with contextlib.aclosing(self._generator.bus.peer(address).stream(ask, FETCH_SECONDS)) as parts:
+            manifest = _manifest(await _next(parts, WeightFiles))
+            if manifest.stamp != policy.stamp:
+                raise TornWeights(f"{address} has other files as version {policy.version}")
+            if holding is None:
+                holding = Holding(partial, manifest, arriving=True)
+                self.offer(version, holding)
+            while not holding.complete:
+                part = await _next(parts, WeightChunk)
+                await asyncio.to_thread(_take, holding, older, part)
+                self.bytes_received += part.data.nbytes
+                self._progress.notify()
+
+    def _members(self, role: str) -> list[Member]:
+        return [m for m in self._generator.with_role(role, healthy=False) if m.state != "draining"]
+
+    def _trainer(self) -> str:
+        if found := self._members("trainer"):
+            return found[0].address
+        raise BusyError("there is no trainer now")
+
+    def _place(self, version: Version) -> Path:
+        return self._folder / f"l{version[0]}-v{version[1]:06}"
+
+    def _drop(self, version: Version) -> None:
+        super()._drop(version)
+        remove_folder(self._place(version))
+
+
+async def _checked(policy: Policy) -> Path:
+    folder = Path(policy.folder)
+    try:
+        manifest = await asyncio.to_thread(Manifest.of, folder)
+    except OSError as error:
+        raise TornWeights(f"{folder} cannot be read: {error}") from None
+    if manifest.stamp != policy.stamp:
+        raise TornWeights(f"the files in {folder} are not, or not yet, those that were published")
+    return folder
+
+
+async def _next(parts: AsyncIterator[Message], kind: type[M]) -> M:
+    """Raises BusError, TimeoutError."""
+    async with asyncio.timeout(STALL_SECONDS):
+        part = await anext(parts, None)
+    if not isinstance(part, kind):
+        raise StreamBrokenError(f"{kind.kind!r} was to come, not {'the end' if part is None else part.kind!r}")
+    return part
+
+
+def _packed(holding: Holding, base: Holding | None, number: int) -> WeightChunk:
+    data = holding.read(number)
+    packed = difference(data, base.read(number)) if base else None
+    sent = data if packed is None else packed
+    return WeightChunk(number=number, data=np.frombuffer(sent, np.uint8), difference=packed is not None)
+
+
+def _take(holding: Holding, base: Holding | None, part: WeightChunk) -> None:
+    """Raises TornWeights."""
+    data = part.data.tobytes()
+    if part.difference:
+        if base is None or not base.manifest.is_laid_out_like(holding.manifest):
+            raise TornWeights("a difference came from a version that is not here")
+        data = apply(data, base.read(holding.ready))
+    holding.put(part.number, data)
+
+
+def _described(file: FileSums) -> WeightFile:
+    return WeightFile(name=file.name, size=file.size, checksums=np.array(file.checksums, np.int64))
+
+
+def _manifest(files: WeightFiles) -> Manifest:
+    """Raises TornWeights for one that no folder can have."""
+    manifest = Manifest(tuple(FileSums(f.name, f.size, tuple(f.checksums.tolist())) for f in files.files))
+    if not all(file.is_sound for file in manifest.files):
+        raise TornWeights("a list of files that no folder can have")
+    return manifest

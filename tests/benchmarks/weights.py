@@ -1,0 +1,284 @@
+"""How long new weights take to reach the generators, and how long those stand still for them.
+
+A trainer (this process) changes 5 % of the elements of a synthetic bf16 model, writes it as the trainer does, and each
+receiver (a process of its own) fetches it as a generator does and copies it from the file into memory that is there,
+which is all that a generator interrupts its sequences for. All of them share this machine, its cores and its disk.
+
+  folder          all read one folder on the disk
+  /dev/shm        all read one folder in memory
+  stream          through the bus, from receiver to receiver, all of it
+  stream, delta   the same, but only what has changed
+
+In every round a plain copy of the file on the disk, and one from memory to memory, are timed as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import structlog
+from safetensors.numpy import save_file
+
+from actors.weight_service import WeightFetcher, WeightServer
+from areal.config import WeightsConfig
+from areal.weight_files import CHUNK_BYTES, Holding, Manifest, difference
+from areal.weights import WEIGHTS_FILE, atomic_folder, remove_folder
+from protocols.messages import Member, Policy
+from protocols.network import ZmqNetwork
+from protocols.transport import Bus, Request
+
+SIZES = {"1M": 1_100_000, "135M": 134_515_008, "1.5B": 1_543_714_304}
+RECEIVERS = (1, 2, 4)
+WAYS = {
+    "folder": {"transport": "folder"},
+    "/dev/shm": {"transport": "folder"},
+    "stream": {"transport": "stream", "delta": False},
+    "stream, delta": {"transport": "stream", "delta": True},
+}
+LOOPBACK = "tcp://127.0.0.1:*"
+CHANGED, TENSOR, PATTERN = 0.05, 1 << 24, 1 << 24
+VERSIONS_KEPT = 2
+
+
+class Model:
+    """bf16 weights, as the integers that hold them."""
+
+    def __init__(self, elements: int) -> None:
+        rng = np.random.default_rng(0)
+        block = 0.02 * rng.standard_normal(PATTERN, np.float32)
+        self.flat = np.resize((block.view(np.uint32) >> 16).astype(np.uint16), elements)
+        self._pattern = (rng.random(PATTERN) < CHANGED).astype(np.uint16)
+
+    def step(self) -> None:
+        """Change the last bit of some elements."""
+        self._pattern = np.roll(self._pattern, 12_345)
+        for start in range(0, len(self.flat), PATTERN):
+            part = self.flat[start : start + PATTERN]
+            part ^= self._pattern[: len(part)]
+
+    def write(self, folder: Path) -> Manifest:
+        """As the trainer publishes."""
+        with atomic_folder(folder) as partial:
+            tensors = {f"w{i:04}": self.flat[i : i + TENSOR] for i in range(0, len(self.flat), TENSOR)}
+            save_file(tensors, partial / WEIGHTS_FILE)
+        return Manifest.of(folder)
+
+
+class Trainer:
+    """Publishes versions to receivers that it starts."""
+
+    def __init__(self, model: Model, folder: Path, config: dict[str, Any]) -> None:
+        self._model = model
+        self._folder = folder
+        self._config = config
+        self._server = WeightServer(VERSIONS_KEPT)
+        self._version = 0
+        self._receivers: list[asyncio.subprocess.Process] = []
+        self._members: list[Member] = []
+
+    @contextlib.asynccontextmanager
+    async def with_receivers(self, count: int) -> AsyncIterator[None]:
+        bus = Bus("trainer/0#x", ZmqNetwork())
+        address = bus.serve(LOOPBACK, lambda request: self._server.serve(request), _crash)
+        self._members = [_member("trainer", 0, address)]
+        try:
+            for index in range(count):
+                setup = {"index": index, "folder": str(self._folder), "weights": self._config}
+                receiver = await asyncio.create_subprocess_exec(
+                    sys.executable, __file__, "--receiver", json.dumps(setup),
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                )  # fmt: skip
+                self._receivers.append(receiver)
+                address = json.loads(await receiver.stdout.readline())["address"]
+                self._members.append(_member("generator", index, address))
+            yield
+        finally:
+            for receiver in self._receivers:
+                receiver.stdin.close()
+            await asyncio.gather(*(receiver.wait() for receiver in self._receivers))
+            await bus.close()
+            shutil.rmtree(self._folder)
+
+    async def hand_over(self) -> dict[str, float]:
+        """Seconds of a new version: until it is written, until all have it (`seconds`), and of the longest pause."""
+        self._model.step()
+        self._version += 1
+        folder, sent = self._folder / f"v{self._version}", self._server.bytes_sent
+        started = time.perf_counter()
+        manifest = await asyncio.to_thread(self._model.write, folder)
+        published = time.perf_counter()
+        if self._config["transport"] == "stream":
+            self._server.offer((0, self._version), Holding(folder, manifest))
+        policy = Policy(lineage=0, version=self._version, folder=str(folder), stamp=manifest.stamp)
+        order = {"policy": policy.model_dump_json(), "members": [m.model_dump_json() for m in self._members]}
+        for receiver in self._receivers:
+            receiver.stdin.write(json.dumps(order).encode() + b"\n")
+        answers = [json.loads(await receiver.stdout.readline()) for receiver in self._receivers]
+        ended = time.perf_counter()
+        await asyncio.to_thread(remove_folder, self._folder / f"v{self._version - VERSIONS_KEPT}")
+        return {
+            "seconds": ended - started,
+            "publish_seconds": published - started,
+            "pause_seconds": max(answer["pause_seconds"] for answer in answers),
+            "trainer_sent": (self._server.bytes_sent - sent) / manifest.size,
+        }
+
+
+def _member(role: str, index: int, address: str) -> Member:
+    return Member(identity=f"{role}/{index}#x", role=role, index=index, address=address, state="healthy")
+
+
+def _crash(error: BaseException) -> None:
+    raise error
+
+
+async def receive(setup: dict[str, Any]) -> None:
+    """A receiver's life: a line in for each policy, a line out once it is in memory."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # answers go to the standard output
+    known: dict[str, Any] = {"members": []}
+    generator: Any = SimpleNamespace(
+        bus=Bus(f"generator/{setup['index']}#x", ZmqNetwork()),
+        index=setup["index"],
+        config=SimpleNamespace(weights=WeightsConfig(**setup["weights"]), weights_folder=Path(setup["folder"])),
+        with_role=lambda role, healthy: [member for member in known["members"] if member.role == role],
+    )
+    fetcher = WeightFetcher(generator)
+
+    def serve(request: Request) -> Any:
+        return fetcher.serve(request)
+
+    print(json.dumps({"address": generator.bus.serve(LOOPBACK, serve, _crash)}), flush=True)
+    memory = np.empty(0, np.uint8)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        order = json.loads(line)
+        known["members"] = [Member.model_validate_json(member) for member in order["members"]]
+        generator.policy = Policy.model_validate_json(order["policy"])
+        folder = await fetcher.fetch(generator.policy)
+        file = np.memmap(folder / WEIGHTS_FILE, np.uint8, "r")
+        if len(memory) != len(file):
+            memory = np.zeros(len(file), np.uint8)
+        started = time.perf_counter()
+        await asyncio.to_thread(np.copyto, memory, file)
+        print(json.dumps({"pause_seconds": time.perf_counter() - started}), flush=True)
+    await generator.bus.close()
+    fetcher.close()
+
+
+def plain_copies(model: Model, folder: Path) -> dict[str, float]:
+    """Seconds of copying the model's bytes: a file on the disk, synced, and memory."""
+    folder.mkdir()
+    model.flat.tofile(folder / "a")
+    started = time.perf_counter()
+    shutil.copyfile(folder / "a", folder / "b")
+    with (folder / "b").open("rb") as file:
+        os.fsync(file.fileno())
+    copied = time.perf_counter()
+    shutil.rmtree(folder)
+    target = np.zeros_like(model.flat)
+    begun = time.perf_counter()
+    np.copyto(target, model.flat)
+    return {"file": copied - started, "memory": time.perf_counter() - begun}
+
+
+def sent_shares() -> dict[str, dict[str, float]]:
+    """Bytes of a difference over those of the weights, for a step of Adam's size lr on fp32 master weights."""
+    import torch
+
+    torch.manual_seed(0)
+    before = torch.randn(4 * CHUNK_BYTES) * 0.02
+    move = torch.randn(len(before)).sign()
+
+    def share(dtype: Any, lr: float) -> float:
+        old, new = (w.to(dtype).view(torch.uint8).numpy().tobytes() for w in (before, before + lr * move))
+        parts = [slice(i, i + CHUNK_BYTES) for i in range(0, len(new), CHUNK_BYTES)]
+        return sum(len(difference(new[part], old[part]) or new[part]) for part in parts) / len(new)
+
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    return {name: {f"{lr:g}": share(dtype, lr) for lr in (1e-6, 5e-6, 2e-5)} for name, dtype in dtypes.items()}
+
+
+async def measure(name: str, options: argparse.Namespace, disk: Path) -> list[dict[str, Any]]:
+    """Every way to every number of receivers, for one size."""
+    model, found = Model(SIZES[name]), []
+    for count in options.receivers:
+        for way, config in WAYS.items():
+            place = Path("/dev/shm") if way == "/dev/shm" else disk
+            folder = Path(tempfile.mkdtemp(dir=place))
+            rounds = []
+            trainer = Trainer(model, folder, config)
+            async with trainer.with_receivers(count):
+                await trainer.hand_over()  # fills memory, and is the base of the first difference
+                for _ in range(options.rounds):
+                    copies = await asyncio.to_thread(plain_copies, model, disk / "copies")
+                    rounds.append(await trainer.hand_over() | {f"copy_{kind}": s for kind, s in copies.items()})
+            found.append({"size": name, "receivers": count, "way": way, "rounds": rounds})
+            seconds, pause = (median(r[key] for r in rounds) for key in ("seconds", "pause_seconds"))
+            print(f"{name}, {count} receivers, {way}: {seconds:.3f} s, pause {pause:.3f} s", flush=True)
+    return found
+
+
+def compare(options: argparse.Namespace) -> None:
+    from steps import ratio, show, write  # with torch, which a receiver needs not
+
+    with tempfile.TemporaryDirectory() as disk:
+        found = [case for name in options.sizes for case in asyncio.run(measure(name, options, Path(disk)))]
+    shares = sent_shares()
+    columns = ["seconds", "publish_seconds", "pause_seconds", "trainer_sent", "copy_file", "copy_memory"]
+    medians = [{key: median(r[key] for r in case["rounds"]) for key in columns} for case in found]
+    first = min(options.receivers)
+    judged = next(c for c in found if (c["size"], c["receivers"], c["way"]) == (options.sizes[-1], first, "stream"))
+    share, spread = ratio(*([r[key] for r in judged["rounds"]] for key in ("copy_file", "seconds")))
+    what = f"a plain file copy's seconds / those of a whole hand-over by stream, {judged['size']}, {first} receiver(s)"
+    show(
+        f"New weights, {options.rounds} rounds (medians)",
+        ["", "receivers", "s until all have it", "of that, writing", "pause s", "trainer sent", "file copy", "memory"],
+        [
+            [f"{case['size']}, {case['way']}", case["receivers"], *numbers.values()]
+            for case, numbers in zip(found, medians, strict=True)
+        ],
+        [
+            f"{what}: {share:.3f} ({spread[0]:.3f} to {spread[1]:.3f})",
+            *(
+                f"a difference in {dtype}, of all bytes: " + ", ".join(f"{s:.1%} at lr {lr}" for lr, s in of.items())
+                for dtype, of in shares.items()
+            ),
+        ],
+    )
+    results = {"ratio": share, "spread": spread, "ratio_is": what, "difference_shares": shares, "cases": found}
+    write(results, options.json)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--receivers", nargs="+", type=int, default=RECEIVERS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument("--quick", action="store_true", help="one round of the smallest size: does it run?")
+    parser.add_argument("--receiver", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.receivers, options.rounds = ["1M"], [1, 2], 1
+    return options
+
+
+if __name__ == "__main__":
+    options = arguments()
+    if options.receiver:
+        asyncio.run(receive(options.receiver))
+    else:
+        compare(options)
