@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import structlog
 from actors.runtime import Actor, Signal, handles
 from areal.config import SamplingConfig
 from areal.engines.generation import EngineError, GenerationEngine, WeightLoadError
+from areal.routing import Concurrency
 from protocols.errors import BusyError, RefusedError, StreamBrokenError
-from protocols.messages import Generate, Policy, TokenChunk
+from protocols.messages import Done, Engagement, Generate, HandOver, Policy, TokenChunk
 from protocols.transport import Request
 
 RETRY_LOAD_SECONDS = 1.0
@@ -43,9 +44,10 @@ class Generator(Actor):
         self.activity = "starting the engine"
         self._loaded = Signal()
         self._idle = Signal()
-        self._streams = 0
+        self._sequences: dict[str, str] = {}  # who asked, by the engine's name of a sequence
+        self._leaving: set[str] = set()
+        self._concurrency = Concurrency(self.config.generator.max_concurrent_rollouts)
         self._lineage = 0
-        self._requests = itertools.count()
         self._pause_seconds = self._load_seconds = 0.0
         self._loads = self._interrupted = 0
         self._engine = await self._start_engine(
@@ -65,7 +67,7 @@ class Generator(Actor):
         """Every sequence goes on elsewhere, from the tokens it has."""
         self._engine.hand_over()
         self._loaded.notify()
-        await self._idle.until(lambda: not self._streams)
+        await self._idle.until(lambda: not self._sequences)
 
     async def teardown(self) -> None:
         if self._engine is not None:
@@ -79,6 +81,8 @@ class Generator(Actor):
             "running": stats.running,
             "waiting": stats.waiting,
             "kv_use": stats.kv_use,
+            "preemptions": stats.preemptions,
+            "limit": self._concurrency.limit,
             "tokens_generated": stats.tokens_generated,
             "version": self._engine.version,
             "loads": self._loads,
@@ -87,16 +91,38 @@ class Generator(Actor):
             "load_seconds": self._load_seconds,
         }
 
+    def engagement(self) -> Engagement | None:
+        """With each heartbeat the limit is adapted too."""
+        if self._engine is None:
+            return None
+        stats = self._engine.stats()
+        self._concurrency.look(stats.running, stats.waiting, stats.kv_use, stats.preemptions)
+        return Engagement(
+            sequences=Counter(self._sequences.values()), limit=self._concurrency.limit, version=self._engine.version
+        )
+
+    @handles(HandOver)
+    async def hand_over_some(self, request: Request) -> Done:
+        names = {_name(request.sender, sequence) for sequence in request.message.sequences}
+        self._leaving |= names & self._sequences.keys()
+        if self._engine is not None:
+            self._engine.hand_over(names)
+        self._loaded.notify()
+        return Done()
+
     @handles(Generate)
     async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
         asked: Generate = request.message
         if self._engine is None or self.state == "draining":
             raise BusyError("this generator takes no sequences now")
         sampling = SamplingConfig(temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=asked.max_new_tokens)
-        self._streams += 1
+        name = _name(request.sender, asked.sequence)
+        self._sequences[name] = request.sender
         try:
-            await self._loaded.until(lambda: self._engine.version >= asked.min_version or self.state == "draining")
-            parts = self._engine.generate(f"{next(self._requests)}", asked.tokens.tolist(), sampling)
+            await self._loaded.until(lambda: self._engine.version >= asked.min_version or self._leaves(name))
+            if self._leaves(name):
+                raise StreamBrokenError("handed over before it began")
+            parts = self._engine.generate(name, asked.tokens.tolist(), sampling)
             async with contextlib.aclosing(parts):
                 async for part in parts:
                     yield TokenChunk(
@@ -105,12 +131,16 @@ class Generator(Actor):
         except ValueError as error:
             raise RefusedError(str(error)) from None
         except EngineError as error:
-            if self.state != "draining":
+            if not self._leaves(name):
                 raise
             raise StreamBrokenError(str(error)) from None
         finally:
-            self._streams -= 1
+            del self._sequences[name]
+            self._leaving.discard(name)
             self._idle.notify()
+
+    def _leaves(self, name: str) -> bool:
+        return self.state == "draining" or name in self._leaving
 
     def _is_behind(self) -> bool:
         wanted = self._wanted()
@@ -147,3 +177,7 @@ class Generator(Actor):
         self._pause_seconds += times.pause_seconds + times.load_seconds + times.resume_seconds
         self._load_seconds += times.load_seconds
         self._loaded.notify()
+
+
+def _name(asker: str, sequence: str) -> str:
+    return f"{asker} {sequence}"

@@ -9,7 +9,7 @@ sequences from full generators to those that run dry (`plan_moves`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # KV cache in use from which sequences that wait are taken to wait for KV, and up to which there is room for more.
 KV_FULL = 0.95
@@ -92,6 +92,16 @@ class Sequence:
     sampled: int
     left: int
     min_version: int
+
+    def grown(self, tokens: int, min_version: int) -> Sequence:
+        """With as many tokens more."""
+        return replace(
+            self,
+            prefix=self.prefix + tokens,
+            sampled=self.sampled + tokens,
+            left=self.left - tokens,
+            min_version=min_version,
+        )
 
 
 def plan_moves(

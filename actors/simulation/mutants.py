@@ -144,6 +144,17 @@ def min_version_ignored() -> AbstractContextManager[None]:
     return replaced(SampleSession, __init__=begin)
 
 
+def tokens_twice_after_a_break() -> AbstractContextManager[None]:
+    """A sequence that goes on elsewhere has its last tokens twice."""
+    leave = SampleSession._leave
+
+    async def leave_with_more(session: SampleSession, generator: Any, parts: list[Any], error: Any) -> None:
+        parts.extend(parts[-1:])
+        await leave(session, generator, parts, error)
+
+    return replaced(SampleSession, _leave=leave_with_more)
+
+
 def hold_ignored() -> AbstractContextManager[None]:
     """A generator goes on to the newest version, whatever it holds."""
     return replaced(Generator, _wanted=lambda generator: generator.policy)
@@ -174,4 +185,5 @@ MUTANTS: dict[str, Mutant] = {
     "no filter": no_filter,
     "checkpoints in a streak": checkpoints_in_a_streak,
     "hold ignored": hold_ignored,
+    "tokens twice after a break": tokens_twice_after_a_break,
 }

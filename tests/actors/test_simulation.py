@@ -378,6 +378,7 @@ CAUGHT_WITHIN = {
     "no filter": 120,
     "checkpoints in a streak": 120,
     "hold ignored": 400,
+    "tokens twice after a break": 40,
 }
 
 
