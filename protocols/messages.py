@@ -240,7 +240,7 @@ class GroupFailed(Message):
 
     group: Name
     reason: Annotated[str, Field(max_length=4096)]
-    discarded: int
+    discarded: int = 0
 
 
 class Generate(Message):
@@ -296,8 +296,8 @@ class StoreGroup(Message):
 
     group: Name
     prompt_index: int
-    discarded: int
     trajectories: tuple[TrajectoryPart, ...]
+    discarded: int = 0
 
 
 # --- training
@@ -335,8 +335,8 @@ class GroupReady(Message):
     start_version: int
     reward_mean: float
     signal: bool
-    tokens: int
-    discarded: int
+    tokens: int = 0
+    discarded: int = 0
 
 
 class GroupAccepted(Message):

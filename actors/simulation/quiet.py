@@ -113,7 +113,7 @@ def _some_moves(
 ) -> list[tuple[routing.Sequence, str]]:
     """Any of them may move anywhere: sequences are too short here for a reason to come up."""
     chance = world.random
-    moving = [s for s in sequences if world.model.moves and loads and chance.random() < world.model.moves]
+    moving = [s for s in sequences if s.generator in loads and chance.random() < world.model.moves]
     return [(sequence, chance.choice(list(loads))) for sequence in moving]
 
 
