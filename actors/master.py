@@ -778,6 +778,7 @@ class Master(HandlesRequests):
         state, counters = self.state, self.ledger.counters
         before, after = state.evaluations.get(0), state.evaluations.get(self.config.steps)
         samples = counters.trained * self.config.group_size
+        tokens = state.tokens_trained + state.tokens_discarded + sum(state.tokens.values())
         return {
             "ok": ending.ok,
             "reason": ending.reason,
@@ -789,9 +790,10 @@ class Master(HandlesRequests):
             "max_staleness": self.config.max_staleness,
             "samples_trained": samples,
             "samples_per_second": samples / state.seconds if state.seconds else None,
-            "tokens_generated": state.tokens_trained + state.tokens_discarded + sum(state.tokens.values()),
+            "tokens_generated": tokens,
             "tokens_trained": state.tokens_trained,
             "tokens_discarded": state.tokens_discarded,
+            "tokens_untrained_share": 1 - state.tokens_trained / tokens if tokens else None,
             "seconds": state.seconds,
             "checkpoint": state.checkpoint,
             "lineages": state.lineage + 1,

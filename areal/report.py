@@ -117,6 +117,7 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("log-prob gap, max", _shown(summary, "logprob_gap_max", ".1e")),
         ("training steps", _shown(summary, "steps", ",.0f")),
         ("samples trained", _shown(summary, "samples_trained", ",.0f")),
+        ("tokens never trained on", _shown(summary, "tokens_untrained_share", ".1%")),
         ("seconds", _shown(summary, "seconds", ",.0f")),
     ]
 
