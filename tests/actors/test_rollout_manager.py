@@ -45,10 +45,11 @@ def test_evaluation_scores_the_same_sample_as_it_is():
     assert run(Evaluator, 4).reward == 1.0
 
 
-async def sample(name: str, seconds: float, ended: list[str]):
-    """One that takes its time; a name in capitals fails."""
+async def sample(name: str, turns: int, ended: list[str]):
+    """One that ends after so many turns of the event loop; a name in capitals fails."""
     try:
-        await asyncio.sleep(seconds)
+        for _ in range(turns):
+            await asyncio.sleep(0)
         ended.append(name)
         return SampleFailed(name) if name.isupper() else name
     except asyncio.CancelledError:
@@ -63,7 +64,7 @@ def first_scored(names: str, oversample: int) -> tuple[tuple[str, ...], list[str
         model="m", steps=1, batch_size=4, group_size=2, oversample=oversample, data={"source": "addition"},
         sampling={"max_new_tokens": 10}, reward={"functions": ["addition"]},
     )  # fmt: skip
-    work = [sample(name, 0.02 * i, ended) for i, name in enumerate(names)]
+    work = [sample(name, 50 * i, ended) for i, name in enumerate(names)]
     return asyncio.run(manager._first_scored(work)), ended
 
 
