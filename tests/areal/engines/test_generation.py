@@ -382,6 +382,7 @@ async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing
     await asyncio.sleep(0.2)
     assert engine.stats() == after
     assert after.tokens_generated < 4 * (MAX_LEN - len(PROMPT))
+    assert after.preemptions == 0  # what new weights stop is none
     await engine.close()
 
 
