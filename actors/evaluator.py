@@ -125,13 +125,14 @@ class Evaluator(Sampler):
             home = home or await router.choose("generator")
             session = SampleSession(router, self._tokenizer, row, self._sampling, version, home)
             try:
-                with router.using(home):
-                    done = await self.run_workflow(session, row)
+                done = await self.run_workflow(session, row)
             except NotExact:
                 raise
             except SampleFailed as error:
                 log.warning("not scored", row=row.index, error=str(error))
                 return None
+            finally:
+                session.close()
         if other := set(done.versions[done.sampled].tolist()) - {version}:
             raise NotExact(f"tokens of versions {sorted(other)} came in place of version {version}")
         return done

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
@@ -23,9 +22,10 @@ from actors.runtime import Actor, Signal, handles
 from actors.weight_service import WeightFetcher
 from areal.config import SamplingConfig
 from areal.engines.generation import EngineError, GenerationEngine, WeightLoadError
+from areal.routing import Concurrency
 from areal.weight_files import TornWeights
 from protocols.errors import BusyError, RefusedError, StreamBrokenError
-from protocols.messages import FetchWeights, Generate, Message, Policy, TokenChunk
+from protocols.messages import Done, Engagement, FetchWeights, Generate, HandOver, Message, Policy, TokenChunk
 from protocols.transport import Request
 
 RETRY_LOAD_SECONDS = 1.0
@@ -50,9 +50,10 @@ class Generator(Actor):
         self._weights = WeightFetcher(self)
         self._loaded = Signal()
         self._idle = Signal()
-        self._streams = 0
+        self._sequences: dict[str, str] = {}  # who asked, by the engine's name of a sequence
+        self._leaving: set[str] = set()
+        self._concurrency = Concurrency(self.config.generator.max_concurrent_rollouts)
         self._lineage = 0
-        self._requests = itertools.count()
         self._reloads: Counter[str] = Counter()
         self._engine = await self._start_engine(
             Path(self.config.model), self.config.generator, version=0, seed=self.config.seed + (self.index or 0)
@@ -71,7 +72,7 @@ class Generator(Actor):
         """Every sequence goes on elsewhere, from the tokens it has."""
         self._engine.hand_over()
         self._loaded.notify()
-        await self._idle.until(lambda: not self._streams)
+        await self._idle.until(lambda: not self._sequences)
 
     async def teardown(self) -> None:
         if self._weights is not None:
@@ -87,6 +88,8 @@ class Generator(Actor):
             "running": stats.running,
             "waiting": stats.waiting,
             "kv_use": stats.kv_use,
+            "preemptions": stats.preemptions,
+            "limit": self._concurrency.limit,
             "tokens_generated": stats.tokens_generated,
             "version": self._engine.version,
             **self._reloads,
@@ -95,16 +98,38 @@ class Generator(Actor):
             "weight_bytes_sent": self._weights.bytes_sent,
         }
 
+    def engagement(self) -> Engagement | None:
+        """With each heartbeat the limit is adapted too."""
+        if self._engine is None:
+            return None
+        stats = self._engine.stats()
+        self._concurrency.look(stats.running, stats.waiting, stats.kv_use, stats.preemptions)
+        return Engagement(
+            sequences=Counter(self._sequences.values()), limit=self._concurrency.limit, version=self._engine.version
+        )
+
+    @handles(HandOver)
+    async def hand_over_some(self, request: Request) -> Done:
+        names = {_name(request.sender, sequence) for sequence in request.message.sequences}
+        self._leaving |= names & self._sequences.keys()
+        if self._engine is not None:
+            self._engine.hand_over(names)
+        self._loaded.notify()
+        return Done()
+
     @handles(Generate)
     async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
         asked: Generate = request.message
         if self._engine is None or self.state == "draining":
             raise BusyError("this generator takes no sequences now")
         sampling = SamplingConfig(temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=asked.max_new_tokens)
-        self._streams += 1
+        name = _name(request.sender, asked.sequence)
+        self._sequences[name] = request.sender
         try:
-            await self._loaded.until(lambda: self._engine.version >= asked.min_version or self.state == "draining")
-            parts = self._engine.generate(f"{next(self._requests)}", asked.tokens.tolist(), sampling)
+            await self._loaded.until(lambda: self._engine.version >= asked.min_version or self._leaves(name))
+            if self._leaves(name):
+                raise StreamBrokenError("handed over before it began")
+            parts = self._engine.generate(name, asked.tokens.tolist(), sampling)
             async with contextlib.aclosing(parts):
                 async for part in parts:
                     yield TokenChunk(
@@ -113,11 +138,12 @@ class Generator(Actor):
         except ValueError as error:
             raise RefusedError(str(error)) from None
         except EngineError as error:
-            if self.state != "draining":
+            if not self._leaves(name):
                 raise
             raise StreamBrokenError(str(error)) from None
         finally:
-            self._streams -= 1
+            del self._sequences[name]
+            self._leaving.discard(name)
             self._idle.notify()
 
     @handles(FetchWeights)
@@ -125,6 +151,9 @@ class Generator(Actor):
         if self._weights is None:
             raise BusyError("this generator has no weights yet")
         return self._weights.serve(request)
+
+    def _leaves(self, name: str) -> bool:
+        return self.state == "draining" or name in self._leaving
 
     def _is_behind(self) -> bool:
         wanted = self._wanted()
@@ -161,3 +190,7 @@ class Generator(Actor):
         self._lineage = policy.lineage
         self._reloads.update({"reloads": 1, **asdict(times)})
         self._loaded.notify()
+
+
+def _name(asker: str, sequence: str) -> str:
+    return f"{asker} {sequence}"

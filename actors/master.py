@@ -36,6 +36,7 @@ from protocols.messages import (
     CommitStep,
     Configuration,
     Done,
+    Engagement,
     EvaluationAbandoned,
     EvaluationAnswer,
     EvaluationDone,
@@ -47,6 +48,7 @@ from protocols.messages import (
     HeartbeatAnswer,
     Join,
     Leave,
+    LoadTold,
     LostLeases,
     Member,
     MembersChanged,
@@ -92,12 +94,14 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Pulse:
-    """What a member's last heartbeat said. `counters`: its COUNTERS then, None before the first one."""
+    """What a member's last heartbeat said. `counters`: its COUNTERS then, None before the first one. `engagement`: a
+    generator's."""
 
     heard: float
     counters: Counter[str] | None
     activity: str = "starting"
     stats: dict[str, float] = field(default_factory=dict)
+    engagement: Engagement | None = None
 
 
 class Master(HandlesRequests):
@@ -379,7 +383,20 @@ class Master(HandlesRequests):
         if (beat.state, beat.serves) != (member.state, member.serves):
             self._change(member, state=beat.state, serves=beat.serves)
             self._progress()
-        return HeartbeatAnswer(policy=self.state.policy, sequence=self._events.sequence, ended=self._end.done())
+        return HeartbeatAnswer(
+            policy=self.state.policy, sequence=self._events.sequence, ended=self._end.done(),
+            loads=self._loads_for(member) if member.role == "rollout_manager" else {},
+        )  # fmt: skip
+
+    def _loads_for(self, asker: Member) -> dict[str, LoadTold]:
+        return {
+            identity: LoadTold(
+                sequences=sum(told.sequences.values()), own=told.sequences.get(asker.identity, 0), limit=told.limit,
+                version=told.version,
+            )
+            for identity, pulse in self._pulses.items()
+            if (told := pulse.engagement) is not None
+        }  # fmt: skip
 
     def _listen(self, pulse: _Pulse, beat: Heartbeat) -> None:
         counters = Counter({name: beat.stats.get(name, 0.0) for name in COUNTERS})
@@ -389,6 +406,7 @@ class Master(HandlesRequests):
         if fresh["tokens_generated"] or beat.stats.get("work_done", 0.0) > pulse.stats.get("work_done", 0.0):
             self._progress()
         pulse.heard, pulse.counters, pulse.activity, pulse.stats = self._now(), counters, beat.activity, beat.stats
+        pulse.engagement = beat.engagement
 
     @handles(Leave)
     async def leave(self, request: Request) -> Done:
@@ -465,7 +483,8 @@ class Master(HandlesRequests):
     async def group_failed(self, request: Request) -> Done:
         owner, failed = self._member(request, "rollout_manager").identity, request.message
         log.warning("group failed", group=failed.group, reason=failed.reason)
-        self.ledger.failed(failed.group, owner, failed.reason)
+        if self.ledger.failed(failed.group, owner, failed.reason) is Answer.ACCEPTED:
+            self.state.emit("tokens_discarded", count=failed.discarded)
         self._changed.notify()
         return Done()
 
@@ -492,7 +511,9 @@ class Master(HandlesRequests):
         self._trainer(request)
         answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
         if answer in (Answer.ACCEPTED, Answer.FILTERED):
-            self.state.emit("rewarded", group=ready.group, mean=ready.reward_mean)
+            self.state.emit(
+                "rewarded", group=ready.group, mean=ready.reward_mean, tokens=ready.tokens, discarded=ready.discarded
+            )
             self._progress()
             self._changed.notify()
             self._end_if_hopeless(answer is Answer.FILTERED)
@@ -770,6 +791,7 @@ class Master(HandlesRequests):
         state, counters = self.state, self.ledger.counters
         before, after = state.evaluations.get(0), state.evaluations.get(self.config.steps)
         samples = counters.trained * self.config.group_size
+        tokens = state.tokens_trained + state.tokens_discarded + sum(state.tokens.values())
         return {
             "ok": ending.ok,
             "reason": ending.reason,
@@ -781,6 +803,10 @@ class Master(HandlesRequests):
             "max_staleness": self.config.max_staleness,
             "samples_trained": samples,
             "samples_per_second": samples / state.seconds if state.seconds else None,
+            "tokens_generated": tokens,
+            "tokens_trained": state.tokens_trained,
+            "tokens_discarded": state.tokens_discarded,
+            "tokens_untrained_share": 1 - state.tokens_trained / tokens if tokens else None,
             "seconds": state.seconds,
             "checkpoint": state.checkpoint,
             "lineages": state.lineage + 1,

@@ -7,8 +7,10 @@ another manager could not rebuild. It never decides admission.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 import structlog
 
@@ -16,6 +18,7 @@ from actors.runtime import Signal
 from actors.sessions import SampleFailed, Sampler, SampleSession
 from areal.data import Row
 from areal.rewards import overlong_penalty
+from areal.routing import Load, plan_moves
 from areal.trajectory import Group, Trajectory
 from protocols.errors import BusError
 from protocols.messages import (
@@ -23,7 +26,10 @@ from protocols.messages import (
     Done,
     GroupFailed,
     GroupStarted,
+    HandOver,
+    LoadTold,
     LostLeases,
+    Member,
     Permit,
     Permits,
     RenewLeases,
@@ -34,6 +40,7 @@ from protocols.messages import (
 ASK_PERMITS_SECONDS = 20.0
 STORE_SECONDS = 60.0
 RETRY_SECONDS = 1.0
+BALANCE_SECONDS = 2.0
 
 log = structlog.get_logger()
 
@@ -45,12 +52,14 @@ class RolloutManager(Sampler):
         await super().setup()
         self._groups: dict[str, asyncio.Task] = {}
         self._unfinished: dict[str, int] = {}  # samples, by group
-        self._samples_finished = 0
+        self._sessions: dict[str, list[SampleSession]] = {}
+        self._samples_finished = self._moved = 0
         self._room = Signal()
 
     async def main(self) -> None:
         await self.become_healthy()
         self.spawn(self._renew_leases(), "renew leases")
+        self.spawn(self._balance(), "balance")
         while self.state == "healthy":
             self.activity = "waiting for generators"
             await self.until(lambda: bool(self.with_role("generator")))
@@ -72,13 +81,18 @@ class RolloutManager(Sampler):
             "groups_running": len(self._groups),
             "samples_running": self._running,
             "samples_finished": self._samples_finished,
+            "moved": self._moved,
         }
+
+    def told(self, loads: dict[str, LoadTold]) -> None:
+        if self.state != "stale":
+            self._router.told = {identity: Load(**dict(load)) for identity, load in loads.items()}
+            self._room.notify()
 
     def _free_groups(self) -> int:
         """Groups that fit into this manager's share of what the generators run at once; at least one always may."""
-        generators, managers = len(self.with_role("generator")), max(1, len(self.with_role("rollout_manager")))
-        samples = generators * self.config.generator.max_concurrent_rollouts / managers
-        free = int((samples - self._running) // self.config.group_size)
+        samples = sum(map(self._router.limit, self.with_role("generator"))) / self._router.askers
+        free = int((samples - self._running) // self._samples)
         if not self._groups:
             free = max(1, free)
         return min(free, self.config.rollout_manager.max_concurrent_groups - len(self._groups))
@@ -93,6 +107,31 @@ class RolloutManager(Sampler):
                         log.warning("lease lost", group=group)
                         task.cancel()
 
+    async def _balance(self) -> None:
+        """Now and then, move sequences to generators where they end sooner."""
+        while True:
+            await asyncio.sleep(BALANCE_SECONDS)
+            generators = {m.identity: m for m in self.with_role("generator") if m.identity in self._router.told}
+            loads = {identity: self._router.told[identity] for identity in generators}
+            running = {s.sequence: s for sessions in self._sessions.values() for s in sessions if s.sequence}
+            leaving: dict[str, list[str]] = {}
+            for sequence, target in plan_moves(loads, running, self._router.askers, asyncio.get_running_loop().time()):
+                running[sequence].move(generators[target])
+                leaving.setdefault(sequence.generator, []).append(sequence.name)
+            for source, names in leaving.items():
+                self.spawn(self._hand_over(generators[source], names), "hand over")
+
+    async def _hand_over(self, generator: Member, names: list[str]) -> None:
+        """Where this fails their streams break, or go on to their end."""
+        self._moved += len(names)
+        with contextlib.suppress(BusError):
+            await self.ask(generator.address, HandOver(sequences=tuple(names)), Done)
+
+    @property
+    def _samples(self) -> int:
+        """Of a group."""
+        return self.config.group_size + self.config.oversample
+
     @property
     def _running(self) -> int:
         """Samples."""
@@ -101,7 +140,7 @@ class RolloutManager(Sampler):
     # --- one group
 
     def _begin(self, permit: Permit) -> None:
-        self._unfinished[permit.group] = self.config.group_size
+        self._unfinished[permit.group] = self._samples
         self._groups[permit.group] = task = self.spawn(self._run_group(permit), permit.group)
         # Not in the task itself: one that is cancelled before its first step never runs at all.
         task.add_done_callback(lambda _: self._end(permit.group))
@@ -113,21 +152,22 @@ class RolloutManager(Sampler):
 
     async def _run_group(self, permit: Permit) -> None:
         try:
-            group = await self._sample(permit)
-            await self._store(group)
-        except* SampleFailed as failures:
-            reason = str(failures.exceptions[0])[:4096]
-            await self.ask_master(GroupFailed(group=permit.group, reason=reason), Done)
+            group, discarded = await self._sample(permit)
+            await self._store(group, discarded)
+        except _GroupFailed as failure:
+            failed = GroupFailed(group=permit.group, reason=f"{failure}"[:4096], discarded=failure.discarded)
+            await self.ask_master(failed, Done)
 
-    async def _sample(self, permit: Permit) -> Group:
+    async def _sample(self, permit: Permit) -> tuple[Group, int]:
+        """The group, and how many tokens were sampled beside it. Raises _GroupFailed."""
         row = self._source.row(permit.prompt_index)
         home = await self._router.choose("generator", min_version=permit.min_version)
-        start = _GroupStart(self.config.group_size)
-        sessions = [
+        start = _GroupStart(self._samples)
+        sessions = self._sessions[permit.group] = [
             SampleSession(
                 self._router, self._tokenizer, row, self.config.sampling, permit.min_version, home, start.sample_started
             )
-            for _ in range(self.config.group_size)
+            for _ in range(self._samples)
         ]
 
         def report(version: int) -> None:
@@ -136,14 +176,44 @@ class RolloutManager(Sampler):
             self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
 
         start.report = report
-        with self._router.using(home, len(sessions)):
-            async with asyncio.TaskGroup() as tasks:
-                samples = [tasks.create_task(self._run_sample(permit, session, row)) for session in sessions]
-        return Group(permit.group, permit.prompt_index, tuple(sample.result() for sample in samples))
+        try:
+            scored = await self._first_scored([self._run_sample(permit, session, row, start) for session in sessions])
+        except SampleFailed as failure:
+            raise _GroupFailed(failure, _sampled(sessions)) from None
+        finally:
+            for session in sessions:
+                session.close()
+            del self._sessions[permit.group]
+        group = Group(permit.group, permit.prompt_index, scored)
+        return group, max(0, _sampled(sessions) - sum(int(t.sampled.sum()) for t in scored))
 
-    async def _run_sample(self, permit: Permit, session: SampleSession, row: Row) -> Trajectory:
+    async def _first_scored(self, work: list[Coroutine[Any, Any, Trajectory | SampleFailed]]) -> tuple[Trajectory, ...]:
+        """The first `group_size` samples that are scored; the others are stopped. Raises SampleFailed as soon as too
+        few are left."""
+        scored: list[Trajectory] = []
+        failures: list[SampleFailed] = []
+        async with asyncio.TaskGroup() as tasks:
+            samples = [tasks.create_task(one) for one in work]
+            for ended in asyncio.as_completed(samples):
+                sample = await ended
+                failures.append(sample) if isinstance(sample, SampleFailed) else scored.append(sample)
+                if len(scored) == self.config.group_size or len(failures) > self.config.oversample:
+                    break
+            for one in samples:
+                one.cancel()
+        if len(failures) > self.config.oversample:
+            raise failures[0]
+        return tuple(scored)
+
+    async def _run_sample(
+        self, permit: Permit, session: SampleSession, row: Row, start: _GroupStart
+    ) -> Trajectory | SampleFailed:
         try:
             return await self.run_workflow(session, row)
+        except SampleFailed as failure:
+            if not session.started:
+                start.sample_lost()
+            return failure
         finally:
             self._unfinished[permit.group] -= 1
             self._samples_finished += 1
@@ -157,11 +227,12 @@ class RolloutManager(Sampler):
         )
         return replace(done, reward=done.reward - penalty)
 
-    async def _store(self, group: Group) -> None:
+    async def _store(self, group: Group, discarded: int) -> None:
         """Until the trainer has it. A repeat is harmless: the group has its id."""
         request = StoreGroup(
             group=group.id,
             prompt_index=group.prompt_index,
+            discarded=discarded,
             trajectories=tuple(
                 TrajectoryPart(
                     tokens=t.tokens, logprobs=t.logprobs, versions=t.versions, reward=t.reward, finish=t.finish
@@ -179,8 +250,20 @@ class RolloutManager(Sampler):
                 await asyncio.sleep(RETRY_SECONDS)
 
 
+class _GroupFailed(Exception):
+    """`discarded`: tokens that were sampled for it."""
+
+    def __init__(self, why: SampleFailed, discarded: int) -> None:
+        super().__init__(str(why))
+        self.discarded = discarded
+
+
+def _sampled(sessions: list[SampleSession]) -> int:
+    return sum(session.tokens_sampled for session in sessions)
+
+
 class _GroupStart:
-    """Tells the group's start version, the oldest of its samples', once every sample has begun."""
+    """Tells the group's start version, the oldest of its samples', once every sample that may count has begun."""
 
     report: Callable[[int], None]
 
@@ -190,6 +273,13 @@ class _GroupStart:
 
     def sample_started(self, version: int) -> None:
         self._versions.append(version)
+        self._one_less()
+
+    def sample_lost(self) -> None:
+        """It has failed before it began."""
+        self._one_less()
+
+    def _one_less(self) -> None:
         self._missing -= 1
-        if not self._missing:
+        if not self._missing and self._versions:
             self.report(min(self._versions))

@@ -56,6 +56,9 @@ class RunState:
         self.evaluations: dict[int, EvaluationDone] = {}
         self.not_evaluated: dict[int, str] = {}
         self.rewards: dict[str, float] = {}
+        # Tokens sampled for groups that have come to an end: in ready ones, in trained ones, and thrown away.
+        self.tokens: dict[str, int] = {}
+        self.tokens_trained = self.tokens_discarded = 0
         # Of the groups that were ready since the last step, filtered ones too: how many, and their mean rewards added.
         self.scored, self.score = 0, 0.0
         self.discarded: list[tuple[int, str]] = []
@@ -91,9 +94,13 @@ class RunState:
         match event:
             case Discarded(group_id, reason):
                 self.discarded.append((self.ledger.group(group_id).prompt_index, reason))
-                self.rewards.pop(group_id, None)
+                self._drop(group_id)
             case Requeued(group_id):
-                self.rewards.pop(group_id, None)
+                self._drop(group_id)
+
+    def _drop(self, group: str) -> None:
+        self.rewards.pop(group, None)
+        self.tokens_discarded += self.tokens.pop(group, 0)
 
     # --- the master's events
 
@@ -112,8 +119,12 @@ class RunState:
                 self.policy = Policy.model_validate(body["policy"])
             case "rewarded":
                 self.scored, self.score = self.scored + 1, self.score + body["mean"]
-                if self.ledger.group(body["group"]):  # not filtered
-                    self.rewards[body["group"]] = body["mean"]
+                self.rewards[body["group"]], self.tokens[body["group"]] = body["mean"], body["tokens"]
+                self.tokens_discarded += body["discarded"]
+                if not self.ledger.group(body["group"]):  # filtered
+                    self._drop(body["group"])
+            case "tokens_discarded":
+                self.tokens_discarded += body["count"]
             case "stepped":
                 self._apply_stepped(body)
             case "checkpoint_saved":
@@ -133,6 +144,7 @@ class RunState:
         self.seconds += self.last_step["step_seconds"]
         for group in body["groups"]:
             self.rewards.pop(group, None)
+            self.tokens_trained += self.tokens.pop(group, 0)
         self.discarded.clear()
         self.scored, self.score = 0, 0.0
         step = self.last_step
@@ -168,6 +180,9 @@ class RunState:
             "evaluations": [done.model_dump() for done in self.evaluations.values()],
             "not_evaluated": list(self.not_evaluated.items()),
             "rewards": self.rewards,
+            "tokens": self.tokens,
+            "tokens_trained": self.tokens_trained,
+            "tokens_discarded": self.tokens_discarded,
             "scored": self.scored,
             "score": self.score,
             "discarded": self.discarded,
@@ -187,6 +202,6 @@ class RunState:
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
         for name in (
             "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "scored",
-            "score", "seconds", "last_step",
+            "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
         ):  # fmt: skip
             setattr(self, name, dump[name])

@@ -24,10 +24,12 @@ from areal.config import Config, UserError
 from protocols.errors import BusError, DeadlineError, FencedError, RefusedError
 from protocols.messages import (
     AskSnapshot,
+    Engagement,
     Heartbeat,
     HeartbeatAnswer,
     Join,
     Leave,
+    LoadTold,
     Member,
     MembersChanged,
     Message,
@@ -172,6 +174,13 @@ class Actor(HandlesRequests):
         """Gauges and counters for the heartbeat."""
         return {}
 
+    def engagement(self) -> Engagement | None:
+        """A generator's, for the heartbeat."""
+        return None
+
+    def told(self, loads: dict[str, LoadTold]) -> None:
+        """Of the generators, with each heartbeat of a rollout manager."""
+
     # --- what subclasses use
 
     async def ask_master(self, message: Message, answer: type[M], park: float = 0.0) -> M:
@@ -311,10 +320,14 @@ class Actor(HandlesRequests):
             await self._beat()
 
     async def _beat(self) -> None:
-        beat = Heartbeat(state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats())
+        beat = Heartbeat(
+            state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats(),
+            engagement=self.engagement(),
+        )  # fmt: skip
         answer = await self.ask_master(beat, HeartbeatAnswer)
         if answer.ended:
             return self.stop(True, "the run is over")
+        self.told(answer.loads)
         if answer.sequence > self._sequence:
             # An event was lost or is still on its way, or the master is a new one; the snapshot is newer in any case.
             await self._believe(await self.ask_master(AskSnapshot(), Snapshot))

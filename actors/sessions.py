@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -16,8 +17,10 @@ import numpy as np
 import structlog
 
 from actors.runtime import Actor
+from areal import routing
 from areal.config import DataConfig, SamplingConfig
 from areal.data import PromptSource, Row, open_source, prompt_text
+from areal.routing import Load, fullness
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
 from areal.workflows import Generation, resolve_workflow
@@ -44,11 +47,14 @@ class SampleFailed(Exception):
 
 class Router:
     """Chooses among actors of a role: the least loaded that has not just failed; and no generator that is held back
-    from `min_version` where there is another."""
+    from `min_version` where there is another. `load`: places taken here, by identity; `told`: what generators have said
+    of theirs."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
         self.load: Counter[str] = Counter()
+        self.told: dict[str, Load] = {}
+        self.sequences = itertools.count()
         self._avoid: dict[str, float] = {}
 
     async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
@@ -61,27 +67,49 @@ class Router:
 
         await self.actor.until(some)
         now = asyncio.get_running_loop().time()
-        # Each sees only the load it makes itself: with different first choices they do not all fill the same few.
-        peers = max(1, len(self.actor.with_role(self.actor.role)))
-        first = (self.actor.index or 0) * len(found) // peers % len(found)
+        # Loads are told late: with different first choices not everybody fills the same few.
+        first = (self.actor.index or 0) * len(found) // self.askers % len(found)
         found = found[first:] + found[:first]
 
-        def cost(m: Member) -> tuple[bool, bool, int]:
+        def cost(m: Member) -> tuple[bool, bool, float]:
             held_back = m.held is not None and m.held.version < min_version
-            return held_back, self._avoid.get(m.identity, 0.0) > now, self.load[m.identity]
+            return held_back, self._avoid.get(m.identity, 0.0) > now, self._load_of(m, min_version)
 
         return min(found, key=cost)
 
+    @property
+    def askers(self) -> int:
+        """How many actors like this one there are."""
+        return max(1, len(self.actor.with_role(self.actor.role)))
+
+    def limit(self, generator: Member) -> int:
+        """Sequences that it takes, of all askers."""
+        told = self.told.get(generator.identity)
+        return told.limit if told else self.actor.config.generator.max_concurrent_rollouts
+
+    def _load_of(self, m: Member, min_version: int) -> float:
+        if m.role != "generator":
+            return self.load[m.identity]
+        told = self.told.get(m.identity) or Load(0, 0, self.limit(m), min_version)
+        return fullness(told, self.load[m.identity], self.askers, min_version)
+
+    def enter(self, member: Member) -> None:
+        """Take a place there."""
+        self.load[member.identity] += 1
+
+    def leave(self, member: Member) -> None:
+        self.load[member.identity] -= 1
+        if not self.load[member.identity]:
+            del self.load[member.identity]
+
     @contextlib.contextmanager
-    def using(self, member: Member, places: int = 1) -> Iterator[None]:
+    def using(self, member: Member) -> Iterator[None]:
         """Counts towards the member's load."""
-        self.load[member.identity] += places
+        self.enter(member)
         try:
             yield
         finally:
-            self.load[member.identity] -= places
-            if not self.load[member.identity]:
-                del self.load[member.identity]
+            self.leave(member)
 
     async def avoid(self, member: Member) -> None:
         """Choose others for a while. Where there are none, this is the pause before the next attempt."""
@@ -94,10 +122,10 @@ class Router:
 class SampleSession:
     """What a workflow gets for one sample (areal.workflows.Session).
 
-    `home`: the generator that the group's samples share, for its prompt prefix; its load is the caller's to count, from
-    the choice on. `on_start` is called with the version
-    that sampled the first token. `min_version` rises to the group's start version once that is known, so that no
-    later token is older.
+    `home`: the generator that the group's samples share, for its prompt prefix. A place there is taken at once, and
+    given back after the first completion, or by `close`. `on_start` is called with the version that sampled the first
+    token. `min_version` rises to the group's start version once that is known, so that no later token is older.
+    `tokens_sampled`: all that have come, whatever became of them.
     """
 
     def __init__(
@@ -111,28 +139,69 @@ class SampleSession:
         self.min_version = min_version
         self._home: Member | None = home
         self._on_start = on_start
-        self._started = False
+        self.started = False
+        self.tokens_sampled = 0
+        self.sequence: routing.Sequence | None = None
+        self._target: Member | None = None
+        self._place: Member | None = None
+        self._stand(home)
 
     async def generate(self, tokens: Sequence[int]) -> Generation:
         """Raises SampleFailed where a generator refuses the prompt."""
         prompt = np.asarray(tokens, np.int32)
         parts: list[TokenChunk] = []
-        while True:
-            generator = self._home or await self._router.choose("generator", min_version=self.min_version)
-            try:
-                with self._router.using(generator, places=generator is not self._home):
+        try:
+            while True:
+                generator = self._home or await self._router.choose("generator", min_version=self.min_version)
+                self._stand(generator)
+                try:
                     return await self._continue_on(generator, prompt, parts)
-            except RefusedError as error:
-                raise SampleFailed(f"the generator refused the prompt: {error}") from None
-            except BusError as error:
-                sampled = sum(len(part.tokens) for part in parts)
-                log.warning("goes on elsewhere", generator=generator.identity, sampled=sampled, error=str(error))
-                await self._router.avoid(generator)
-                self._home = None
+                except RefusedError as error:
+                    raise SampleFailed(f"the generator refused the prompt: {error}") from None
+                except BusError as error:
+                    await self._leave(generator, parts, error)
+        finally:
+            self.close()
+
+    def move(self, target: Member) -> None:
+        """Go on there once the generator has handed the running sequence over."""
+        self._target = target
+
+    def close(self) -> None:
+        """Give back what is held."""
+        self.sequence = self._target = None
+        self._stand(None)
+
+    def _stand(self, generator: Member | None) -> None:
+        if self._place is not None:
+            self._router.leave(self._place)
+        if generator is not None:
+            self._router.enter(generator)
+        self._place = generator
+
+    async def _leave(self, generator: Member, parts: list[TokenChunk], error: BusError) -> None:
+        """The stream has broken, or was handed over."""
+        self._home, self._target = self._target, None
+        if self._home is None:
+            sampled = sum(len(part.tokens) for part in parts)
+            log.warning("goes on elsewhere", generator=generator.identity, sampled=sampled, error=str(error))
+            await self._router.avoid(generator)
+        elif self._home.identity not in self._router.actor.directory:
+            self._home = None
 
     async def _continue_on(self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk]) -> Generation:
         sampled = sum(len(part.tokens) for part in parts)
+        self.sequence = routing.Sequence(
+            name=f"{next(self._router.sequences)}",
+            generator=generator.identity,
+            since=asyncio.get_running_loop().time(),
+            prefix=len(prompt) + sampled,
+            sampled=sampled,
+            left=self._sampling.max_new_tokens - sampled,
+            min_version=self.min_version,
+        )
         request = Generate(
+            sequence=self.sequence.name,
             tokens=np.concatenate([prompt, *(part.tokens for part in parts)]),
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
@@ -149,8 +218,10 @@ class SampleSession:
             if not isinstance(part, TokenChunk):
                 raise BusError(f"{generator.identity} streamed {part.kind!r}")
             parts.append(part)
-            if not self._started and len(part.versions):
-                self._started = True
+            self.tokens_sampled += len(part.tokens)
+            self.sequence = self.sequence.grown(len(part.tokens), self.min_version)
+            if not self.started and len(part.versions):
+                self.started = True
                 self._on_start(int(part.versions[0]))
             if part.finish is not None:  # what the stream still has to say must not undo this
                 return Generation(

@@ -155,6 +155,8 @@ class Trainer(Actor):
             start_version=start_version,
             reward_mean=sum(t.reward for t in trajectories) / len(trajectories),
             signal=group.has_signal,
+            tokens=sum(int(t.sampled.sum()) for t in trajectories),
+            discarded=stored.discarded,
         )
         if not (await self.ask_master(ready, GroupAccepted)).accepted:
             self._fresh.pop(group.id, None)

@@ -69,7 +69,9 @@ class GeneratorConfig(Section):
     count: int = Field(1, ge=1)
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     threads: int = Field(1, ge=1, description="OpenMP threads of the engine (CPU only)")
-    max_concurrent_rollouts: int = Field(64, ge=1, description="sequences one generator runs at once")
+    max_concurrent_rollouts: int = Field(
+        64, ge=1, description="most sequences one generator runs at once; fewer where KV is short"
+    )
     max_model_len: int | None = Field(None, gt=0, description="prompt and completion; default: the model's own")
     memory_share: float = Field(0.3, gt=0, lt=1, description="vLLM's gpu_memory_utilization; of RAM on the CPU")
     kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on the CPU, GiB")
@@ -276,6 +278,12 @@ class Config(Section):
     steps: int = Field(ge=1, description="training steps")
     batch_size: int = Field(ge=1, description="B, groups a training step")
     group_size: int = Field(ge=1, description="G, samples a prompt")
+    oversample: int = Field(
+        0,
+        ge=0,
+        description="samples started beyond group_size: a group is complete with the first group_size that are scored, "
+        "and the others are stopped. No long one holds a group up, so training is biased against long answers",
+    )
     max_staleness: int = Field(8, ge=0, description="eta: versions from a group's first token to its training")
     run_ahead: Literal["auto", "max"] = Field(
         "auto", description="auto: as few groups alive as keep the trainer fed; max: as many as max_staleness allows"

@@ -118,6 +118,7 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("trainer idle", _shown(summary, "trainer_idle", ".1%")),
         ("training steps", _shown(summary, "steps", ",.0f")),
         ("samples trained", _shown(summary, "samples_trained", ",.0f")),
+        ("tokens never trained on", _shown(summary, "tokens_untrained_share", ".1%")),
         ("seconds", _shown(summary, "seconds", ",.0f")),
     ]
 

@@ -15,8 +15,8 @@ from areal.models import with_folders
 # What a run that goes on may be given anew: keys, and sections with all that is in them. The rest shaped what the run
 # has done so far, or what its journal and checkpoints mean.
 MAY_CHANGE = (
-    "steps", "run_ahead", "filter_zero_signal", "generator", "rollout_manager", "guard", "evaluator", "master",
-    "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
+    "steps", "run_ahead", "oversample", "filter_zero_signal", "generator", "rollout_manager", "guard", "evaluator",
+    "master", "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
     "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads",
     "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",
     "trainer.checkpoint_every", "trainer.checkpoints_kept",

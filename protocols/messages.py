@@ -11,6 +11,7 @@
 | rollout_manager | master | RenewLeases | LostLeases |
 | rollout_manager | master | GroupStarted, GroupFailed | Done |
 | rollout_manager | generator | Generate | stream of TokenChunk |
+| rollout_manager | generator | HandOver | Done |
 | rollout_manager | reward | Score | Scored |
 | rollout_manager | trainer | StoreGroup | Done |
 | generator | trainer, generator | FetchWeights | stream of WeightFiles, WeightChunk ... |
@@ -148,20 +149,41 @@ class Welcome(Message):
     snapshot: Snapshot
 
 
+class Engagement(Part):
+    """What a generator has to do: `sequences` that run or wait, by who asked for them, and the `limit` of them all."""
+
+    sequences: dict[Name, int]
+    limit: Annotated[int, Field(ge=1)]
+    version: int
+
+
+class LoadTold(Part):
+    """areal.routing.Load, as the master passes it on."""
+
+    sequences: int
+    own: int
+    limit: Annotated[int, Field(ge=1)]
+    version: int
+
+
 class Heartbeat(Message):
     """Sent every second. `serves` names what the actor offers; `stats` are gauges and counters by name. A generator is
-    healthy once it has loaded the policy that was current when it joined."""
+    healthy once it has loaded the policy that was current when it joined. `engagement`: of a generator."""
 
     state: State
     serves: tuple[Name, ...]
     activity: Annotated[str, Field(max_length=512)]
     stats: dict[str, float]
+    engagement: Engagement | None = None
 
 
 class HeartbeatAnswer(Message):
+    """`loads`: for a rollout manager, of the generators by identity."""
+
     policy: Policy
     sequence: int
     ended: bool
+    loads: dict[Name, LoadTold] = {}
 
 
 class Leave(Message):
@@ -217,13 +239,17 @@ class GroupStarted(Message):
 
 
 class GroupFailed(Message):
+    """`discarded`: tokens that were sampled for it."""
+
     group: Name
     reason: Annotated[str, Field(max_length=4096)]
+    discarded: int = 0
 
 
 class Generate(Message):
-    """Continue `tokens` (int32 [T]); answered by a stream of TokenChunk."""
+    """Continue `tokens` (int32 [T]); answered by a stream of TokenChunk. `sequence`: the asker's name for it."""
 
+    sequence: Name
     tokens: Array
     temperature: float
     top_p: float
@@ -238,6 +264,12 @@ class TokenChunk(Message):
     logprobs: Array
     versions: Array
     finish: Literal["stop", "length"] | None
+
+
+class HandOver(Message):
+    """The asker goes on with these sequences elsewhere: their streams end, after the tokens there are so far."""
+
+    sequences: tuple[Name, ...]
 
 
 class Score(Message):
@@ -262,11 +294,13 @@ class TrajectoryPart(Part):
 
 
 class StoreGroup(Message):
-    """A finished group for the spool of trainer rank 0; the answer says that it is on disk."""
+    """A finished group for the spool of trainer rank 0; the answer says that it is on disk. `discarded`: tokens that
+    were sampled for it and are in none of its trajectories."""
 
     group: Name
     prompt_index: int
     trajectories: tuple[TrajectoryPart, ...]
+    discarded: int = 0
 
 
 # --- weights
@@ -326,12 +360,15 @@ class Recovery(Message):
 
 
 class GroupReady(Message):
-    """The group's payload is on the trainer's disk. `signal`: the rewards of its samples differ."""
+    """The group's payload is on the trainer's disk. `signal`: the rewards of its samples differ. `tokens`: sampled ones
+    in it; `discarded`: as in StoreGroup."""
 
     group: Name
     start_version: int
     reward_mean: float
     signal: bool
+    tokens: int = 0
+    discarded: int = 0
 
 
 class GroupAccepted(Message):

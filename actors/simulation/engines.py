@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +25,8 @@ from areal.trajectory import Group
 
 # Log-probs are -(serial + 1) / SCALE: exact in float32 for as many files as a simulation ever writes.
 SCALE = 4096.0
+# A token is its position in the sequence, and a multiple of this by which completions differ.
+POSITIONS = 4096
 # Times a straggler's tokens are slower. Without a limit "it takes for ever" and "it hangs" would look the same.
 SLOWEST = 30.0
 # How often an engine that finishes what runs before it loads looks whether it is done.
@@ -48,6 +50,16 @@ class Weights:
 def serials_of(logprobs: np.ndarray) -> np.ndarray:
     """Which files of weights sampled the tokens with these log-probs."""
     return (-logprobs * SCALE).astype(np.int64) - 1
+
+
+def tokens_at(position: int, n: int, chance: int) -> np.ndarray:
+    """n tokens from a position on. What is lost or repeated shows."""
+    return np.arange(position, position + n, dtype=np.int32) + POSITIONS * (chance % 1000)
+
+
+def are_whole(tokens: np.ndarray, sampled: np.ndarray) -> bool:
+    """Whether each sampled token has its position in the sequence."""
+    return bool((tokens[sampled] % POSITIONS == np.flatnonzero(sampled)).all())
 
 
 class Files:
@@ -148,7 +160,7 @@ class SimEngine:
             slow = 1.0
         key = next(self._serial)
         stream = self._streams[key] = _Stream(
-            self, min(wanted, most), wanted <= most, slow / self._pace.tokens_per_second
+            self, request_id, len(tokens), min(wanted, most), wanted <= most, slow / self._pace.tokens_per_second
         )
         try:
             stream.go_on(self._pace.first_token)
@@ -203,13 +215,16 @@ class SimEngine:
 
     def stats(self) -> EngineStats:
         running = min(len(self._streams), self._room)
-        return EngineStats(running, len(self._streams) - running, running / self._room, self._tokens_generated)
+        return EngineStats(running, len(self._streams) - running, running / self._room, self._tokens_generated, 0)
 
-    def hand_over(self) -> None:
-        """Every running stream yields the tokens it has, then fails."""
+    def hand_over(self, request_ids: Collection[str] | None = None) -> None:
+        """These streams (None: all, and those to come) yield the tokens they have, then fail."""
+        error = EngineError("The engine hands over.")
         for stream in self._streams.values():
-            stream.stop()
-        self._fail(EngineError("The engine hands over."))
+            if request_ids is None or stream.name in request_ids:
+                stream.fail(error)
+        if request_ids is None:
+            self._fail(error)
 
     async def close(self) -> None:
         self._fail(EngineError("The engine was closed."))
@@ -222,10 +237,13 @@ class SimEngine:
 
 
 class _Stream:
-    """One sequence. `rate` is the seconds of a token; tokens are counted when somebody looks."""
+    """One sequence, whose next token has the position `at`. `rate` is the seconds of a token; tokens are counted when
+    somebody looks."""
 
-    def __init__(self, engine: SimEngine, length: int, stops: bool, rate: float) -> None:
+    def __init__(self, engine: SimEngine, name: str, at: int, length: int, stops: bool, rate: float) -> None:
+        self.name = name
         self._engine = engine
+        self._at = at
         self._left = length
         self._stops = stops
         self._rate = rate
@@ -291,7 +309,8 @@ class _Stream:
         parts, self._parts = self._parts, []
         self.go_on(0.0)
         n = sum(part[0] for part in parts)
-        first = self._engine._tokens_generated
+        tokens = tokens_at(self._at, n, self._engine._tokens_generated)
+        self._at += n
         finish = None if self._left else ("stop" if self._stops else "length")
         if len(parts) == 1:
             _, weights, version = parts[0]
@@ -300,7 +319,7 @@ class _Stream:
             counts = [part[0] for part in parts]
             logprobs = np.repeat(np.array([part[1].logprob for part in parts], np.float32), counts)
             versions = np.repeat(np.array([part[2] for part in parts], np.int32), counts)
-        return Chunk(np.arange(first, first + n, dtype=np.int32), logprobs, versions, finish)
+        return Chunk(tokens, logprobs, versions, finish)
 
     def _wake(self) -> None:
         self.stop()

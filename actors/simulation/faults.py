@@ -21,7 +21,7 @@ HANDLERS: dict[str, tuple[str, ...]] = {
         "training_finished", "training_failed", "ask_evaluation", "evaluation_done", "evaluation_abandoned",
     ),
     "trainer": ("store_group",),
-    "generator": ("generate",),
+    "generator": ("generate", "hand_over"),
     "reward": ("score",),
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ def check_actor(one: Incarnation, model: Model, processes: int) -> None:
             most = (model.max_staleness + 1) * model.batch_size
             bounds["groups in hand"] = len(actor._groups), 2 * most
             bounds["routes"] = len(actor._router.load) + len(actor._router._avoid), links
+            bounds["loads"] = len(actor._router.told), links
     for what, (number, most) in bounds.items():
         if number > most:
             raise Violation(f"{one.process.name} holds {number} {what}, at most {most} are expected", one.process.name)
@@ -42,6 +43,7 @@ def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tupl
         "groups": (len(ledger._groups) + len(ledger._requeued), most),
         "steps no checkpoint covers": (len(ledger._steps), _steps_to_redo(model)),
         "rewards": (len(state.rewards), len(ledger._groups)),
+        "token counts": (len(state.tokens), len(ledger._groups)),
         "members": (len(state.members), members),
         "pulses": (len(master._pulses), len(state.members)),
         "events in the journal": (master.journal.size, model.compact_events + 40 * most + 10 * members),

@@ -20,6 +20,9 @@ class Model:
     steps: int = 4
     batch_size: int = 1
     group_size: int = 2
+    oversample: int = 0
+    moves: float = 0.0
+    """Share of the running sequences that move to another generator at each look."""
     max_staleness: int = 1
     on_straggler: str = "wait"
     on_failed_sample: str = "requeue"
@@ -77,6 +80,7 @@ def config_of(model: Model) -> Config:
             "steps": model.steps,
             "batch_size": model.batch_size,
             "group_size": model.group_size,
+            "oversample": model.oversample,
             "max_staleness": model.max_staleness,
             "on_straggler": model.on_straggler,
             "on_failed_sample": model.on_failed_sample,
@@ -116,6 +120,7 @@ def draw_model(random: Random) -> Model:
     """A small cluster and a short run."""
     steps, batch_size, group_size = random.choice(SIZES)
     eval_size = random.choice((0, 0, 0, 0, 0, 1))
+    generators = random.choice((1, 1, 1, 2))
     return Model(
         steps=steps,
         batch_size=batch_size,
@@ -124,7 +129,9 @@ def draw_model(random: Random) -> Model:
         on_straggler=random.choice(("wait", "wait", "wait", "requeue", "mask", "admission_only")),
         on_failed_sample=random.choice(("requeue", "discard")),
         run_ahead=random.choice(("auto", "max")),
-        generators=random.choice((1, 1, 1, 2)),
+        generators=generators,
+        oversample=random.choice((0, 0, 1)),
+        moves=random.choice((0.0, 0.3)) if generators > 1 else 0.0,
         managers=random.choice((1, 1, 1, 2)),
         eval_size=eval_size,
         every=random.choice((0, 0, 1, 2)) if eval_size else 0,

@@ -144,6 +144,17 @@ def min_version_ignored() -> AbstractContextManager[None]:
     return replaced(SampleSession, __init__=begin)
 
 
+def tokens_twice_after_a_break() -> AbstractContextManager[None]:
+    """A sequence that goes on elsewhere has its last tokens twice."""
+    leave = SampleSession._leave
+
+    async def leave_with_more(session: SampleSession, generator: Any, parts: list[Any], error: Any) -> None:
+        parts.extend(parts[-1:])
+        await leave(session, generator, parts, error)
+
+    return replaced(SampleSession, _leave=leave_with_more)
+
+
 def hold_ignored() -> AbstractContextManager[None]:
     """A generator goes on to the newest version, whatever it holds."""
     return replaced(Generator, _wanted=lambda generator: generator.policy)
@@ -195,4 +206,5 @@ MUTANTS: dict[str, Mutant] = {
     "hold ignored": hold_ignored,
     "published before it is written": published_before_it_is_written,
     "no wait for the write": no_wait_for_the_write,
+    "tokens twice after a break": tokens_twice_after_a_break,
 }

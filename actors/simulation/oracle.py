@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 
-from actors.simulation.engines import Files, Weights, is_doubtful, serials_of
+from actors.simulation.engines import Files, Weights, are_whole, is_doubtful, serials_of
 from actors.simulation.loop import Scheduler
 from areal.config import Config
 from areal.ledger import ZERO_SIGNAL, Ledger
@@ -352,6 +352,8 @@ class Oracle:
             if self.config.filter_zero_signal and len({part.reward for part in group.trajectories}) == 1:
                 raise Violation(f"{group.id} is trained, but has no signal", group.id)
             for part in group.trajectories:
+                if not are_whole(part.tokens, part.sampled):
+                    raise Violation(f"tokens of {group.id} are lost or repeated: {part.tokens}", group.id)
                 self._check_labels(group.id, part.logprobs[part.sampled], part.versions[part.sampled])
             age = version - group.start_version
             if self.memory.bounds_groups and age > bound:

@@ -6,22 +6,29 @@ import asyncio
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from random import Random
 from typing import Any, Protocol
 
 from actors import evaluator, generator, master, reward, rollout_manager, run_state, runtime, sessions, trainer
 from actors.simulation.loop import DEAD, ProcessLoop
 from actors.simulation.model import Model
+from areal import routing
+from areal.routing import Load
 from protocols import transport
 from protocols.codec import decode_body
 from protocols.messages import Done, HeartbeatAnswer, MembersChanged, Message, PolicyPublished, Shutdown, StreamEnd
+
+# Sequences take less than a second here, most of them.
+BALANCE_SECONDS = 0.15
 
 
 class Simulated(Protocol):
     """The part of a world that is needed here."""
 
     model: Model
+    random: Random
     trace: list[str] | None
 
     def say(self, who: str, what: str) -> None: ...
@@ -93,10 +100,21 @@ def quiet(world: Simulated) -> Iterator[None]:
         settings.enter_context(replaced(run_state, COMPACT_EVENTS=world.model.compact_events))
         settings.enter_context(replaced(runtime, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
         settings.enter_context(replaced(transport, decode_body=_decode_body))
+        moves = functools.partial(_some_moves, world)
+        settings.enter_context(replaced(rollout_manager, BALANCE_SECONDS=BALANCE_SECONDS, plan_moves=moves))
         for module in _LOGGING:
             settings.enter_context(replaced(module, log=stand_in))
         settings.enter_context(garbage_kept(_finalize_stream))
         yield
+
+
+def _some_moves(
+    world: Simulated, loads: Mapping[str, Load], sequences: Iterable[routing.Sequence], askers: int, now: float
+) -> list[tuple[routing.Sequence, str]]:
+    """Any of them may move anywhere: sequences are too short here for a reason to come up."""
+    chance = world.random
+    moving = [s for s in sequences if s.generator in loads and chance.random() < world.model.moves]
+    return [(sequence, chance.choice(list(loads))) for sequence in moving]
 
 
 def _decode_body(kind: str, frames: Sequence[bytes]) -> Message:

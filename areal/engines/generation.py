@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,6 +43,9 @@ CPU_BLOCK_SIZE = 32
 CLOSE_SECONDS = 10
 
 HEAD = "lm_head.weight"
+
+# vllm.v1.engine.EngineCoreEventType
+PREEMPTED = 3
 
 
 class EngineError(Exception):
@@ -89,12 +92,14 @@ class LoadTimes:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """running and waiting: sequences; kv_use: 0 to 1; tokens_generated: since the start."""
+    """running and waiting: sequences; kv_use: 0 to 1; tokens_generated: since the start; preemptions: since the start,
+    of sequences for which there was no KV left (not those stopped by `load`)."""
 
     running: int
     waiting: int
     kv_use: float
     tokens_generated: int
+    preemptions: int
 
 
 class GenerationEngine:
@@ -111,7 +116,7 @@ class GenerationEngine:
         self._loading = asyncio.Lock()
         self._error: EngineError | None = None
         self._handed_over = False
-        self._tokens_generated = 0
+        self._tokens_generated = self._preemptions = 0
         self._running = 0
         self._kv_use = 0.0
         self._pump = asyncio.create_task(self._deliver_outputs(), name="engine outputs")
@@ -191,22 +196,23 @@ class GenerationEngine:
                 await asyncio.wait({swap})  # a swap cut short would leave the engine paused for ever
                 raise
 
-    def hand_over(self) -> None:
-        """End every sequence where it is, for another engine to go on with; no new one is begun.
+    def hand_over(self, request_ids: Collection[str] | None = None) -> None:
+        """End these sequences where they are, for another engine to go on with; None: all, and no new one is begun.
 
         Each running `generate` yields the tokens it has, raises EngineError and is aborted in the engine; one whose
-        last token is there already ends as ever. Later calls of `generate` raise EngineError.
+        last token is there already ends as ever. After a hand-over of all later calls of `generate` raise EngineError.
         """
-        self._handed_over = True
-        for stream in self._streams.values():
-            stream.fail(_handed_over())
+        self._handed_over = self._handed_over or request_ids is None
+        for key, stream in self._streams.items():
+            if request_ids is None or key.rpartition("#")[0] in request_ids:
+                stream.fail(_handed_over())
 
     def stats(self) -> EngineStats:
         """The load at the engine's latest step."""
         unfinished = len(self._streams)
         running = min(self._running, unfinished)
         kv_use = self._kv_use if unfinished else 0.0
-        return EngineStats(running, unfinished - running, kv_use, self._tokens_generated)
+        return EngineStats(running, unfinished - running, kv_use, self._tokens_generated, self._preemptions)
 
     async def close(self) -> None:
         """Stop the engine process. Sequences still streaming end with an EngineError."""
@@ -309,6 +315,8 @@ class GenerationEngine:
         for output in outputs.outputs:
             self._tokens_generated += len(output.new_token_ids)
             if (stream := self._streams.get(output.request_id)) is not None:
+                if output.events and stream.version == outputs.weight_version:  # new weights preempt everything
+                    self._preemptions += sum(event.type == PREEMPTED for event in output.events)
                 stream.add(output, outputs.weight_version)
 
     def _fail(self, error: EngineError) -> None:
@@ -358,6 +366,7 @@ class _Stream:
         self._versions: list[int] = []
         self._finish: str | None = None
         self._error: EngineError | None = None
+        self.version: str | None = None
 
     @property
     def ended(self) -> bool:
@@ -377,6 +386,7 @@ class _Stream:
     def add(self, output: EngineCoreOutput, version: str | None) -> None:
         if output.new_token_ids:
             self.sampled += len(output.new_token_ids)
+            self.version = version
             self._tokens += output.new_token_ids
             self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # column 0: the sampled token
             self._versions += [int(version)] * len(output.new_token_ids)

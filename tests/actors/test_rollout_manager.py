@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from actors.evaluator import Evaluator
-from actors.rollout_manager import RolloutManager
+from actors.rollout_manager import RolloutManager, _GroupStart
+from actors.sessions import SampleFailed
 from areal.config import Config
 from areal.trajectory import Trajectory
 
@@ -42,3 +43,51 @@ def test_a_sample_to_train_loses_reward_by_the_tokens_it_sampled(overlong_tokens
 
 def test_evaluation_scores_the_same_sample_as_it_is():
     assert run(Evaluator, 4).reward == 1.0
+
+
+async def sample(name: str, turns: int, ended: list[str]):
+    """One that ends after so many turns of the event loop; a name in capitals fails."""
+    try:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        ended.append(name)
+        return SampleFailed(name) if name.isupper() else name
+    except asyncio.CancelledError:
+        ended.append(f"{name} stopped")
+        raise
+
+
+def first_scored(names: str, oversample: int) -> tuple[tuple[str, ...], list[str]]:
+    """What becomes of samples that end in this order, in a group of 2 and more."""
+    manager, ended = object.__new__(RolloutManager), []
+    manager.config = Config(
+        model="m", steps=1, batch_size=4, group_size=2, oversample=oversample, data={"source": "addition"},
+        sampling={"max_new_tokens": 10}, reward={"functions": ["addition"]},
+    )  # fmt: skip
+    work = [sample(name, 50 * i, ended) for i, name in enumerate(names)]
+    return asyncio.run(manager._first_scored(work)), ended
+
+
+def test_a_group_is_complete_with_the_first_that_are_scored_and_the_others_are_stopped():
+    assert first_scored("abcd", oversample=2) == (("a", "b"), ["a", "b", "c stopped", "d stopped"])
+
+
+def test_a_failed_sample_fails_no_group_of_which_enough_are_left():
+    assert first_scored("XaYb", oversample=2) == (("a", "b"), ["X", "a", "Y", "b"])
+
+
+@pytest.mark.parametrize(("names", "oversample"), [("Xa", 0), ("XYa", 1), ("aXYZ", 2)])
+def test_a_group_of_which_too_few_are_left_fails(names, oversample):
+    with pytest.raises(SampleFailed):
+        first_scored(names, oversample)
+
+
+def test_a_start_version_is_known_once_all_that_may_count_have_begun():
+    start, told = _GroupStart(4), []
+    start.report = told.append
+    start.sample_started(5)
+    start.sample_lost()
+    start.sample_started(4)
+    assert not told
+    start.sample_started(6)
+    assert told == [4]

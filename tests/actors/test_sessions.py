@@ -1,17 +1,27 @@
-"""Which actor a sample goes to."""
+"""Which actor a sample goes to, and that it goes on elsewhere with all its tokens."""
 
 from __future__ import annotations
 
+import asyncio
+
+import numpy as np
 import pytest
 
-from actors.sessions import Router
-from protocols.messages import Member, Policy
+from actors.sessions import Router, SampleSession
+from areal.config import Config
+from areal.routing import Load
+from protocols.errors import StreamBrokenError
+from protocols.messages import Member, Policy, TokenChunk
 
 
 class Cluster:
     """In the place of an actor: knows some healthy members."""
 
     role, index = "rollout_manager", 0
+    config = Config(
+        model="m", steps=1, batch_size=4, group_size=2, data={"source": "addition"}, sampling={"max_new_tokens": 10},
+        reward={"functions": ["addition"]},
+    )  # fmt: skip
 
     def __init__(self, *members: Member) -> None:
         self.members = members
@@ -33,10 +43,95 @@ def generator(index: int, held: int | None = None) -> Member:
 @pytest.mark.parametrize(("min_version", "chosen"), [(2, 0), (3, 0), (4, 1)])
 async def test_a_generator_that_holds_a_version_gets_nothing_that_needs_a_newer_one(min_version, chosen):
     router = Router(Cluster(generator(0, held=3), generator(1)))
-    with router.using(generator(1), 8):  # the other one is the busier
-        assert (await router.choose("generator", min_version=min_version)).index == chosen
+    router.enter(generator(1))  # the other one is the busier
+    assert (await router.choose("generator", min_version=min_version)).index == chosen
 
 
 async def test_where_all_generators_are_held_one_of_them_will_have_to_do():
     router = Router(Cluster(generator(0, held=3)))
     assert (await router.choose("generator", min_version=4)).index == 0
+
+
+async def test_what_others_have_there_counts_too():
+    router = Router(Cluster(generator(0), generator(1)))
+    router.told = {"generator/0#x": Load(30, 0, 64, version=0), "generator/1#x": Load(20, 0, 64, version=0)}
+    assert (await router.choose("generator")).index == 1
+    for _ in range(12):
+        router.enter(generator(1))
+    assert (await router.choose("generator")).index == 0
+
+
+class Streams:
+    """In the place of the bus: streams that a test writes, by generator; what was asked of each is kept."""
+
+    def __init__(self, **streams: list) -> None:
+        self.streams = streams
+        self.asked = []
+
+    def peer(self, address: str):
+        self.address = address
+        return self
+
+    async def stream(self, request, seconds):
+        self.asked.append((self.address[-1], request))
+        for part in self.streams[f"at{self.address[-1]}"].pop(0):
+            if isinstance(part, Exception):
+                raise part
+            yield part() if callable(part) else part
+
+
+def chunk(*tokens: int, version: int, finish: str | None = None) -> TokenChunk:
+    n = len(tokens)
+    return TokenChunk(
+        tokens=np.array(tokens, np.int32), logprobs=np.zeros(n, np.float32),
+        versions=np.full(n, version, np.int32), finish=finish,
+    )  # fmt: skip
+
+
+def session_at(cluster: Cluster, home: Member) -> tuple[Router, SampleSession]:
+    cluster.directory = {member.identity: member for member in cluster.members}
+    router = Router(cluster)
+    return router, SampleSession(router, None, None, cluster.config.sampling, 3, home)
+
+
+async def test_a_sequence_that_moves_goes_on_at_its_target_from_the_tokens_so_far():
+    cluster = Cluster(generator(0), generator(1), generator(2))
+    router, session = session_at(cluster, generator(0))
+
+    def moves():
+        session.move(generator(2))
+        return chunk(5, 6, version=3)
+
+    cluster.bus = Streams(at0=[[moves, StreamBrokenError("handed over")]], at2=[[chunk(7, version=4, finish="stop")]])
+    done = await session.generate([1, 2])
+    assert (done.tokens.tolist(), done.versions.tolist()) == ([5, 6, 7], [3, 3, 4])
+    (_, first), (where, second) = cluster.bus.asked
+    assert (where, second.tokens.tolist(), second.max_new_tokens) == ("2", [1, 2, 5, 6], 8)
+    assert second.min_version == 3
+    assert first.sequence != second.sequence
+    assert (session.tokens_sampled, dict(router.load)) == (3, {})
+
+
+async def test_a_place_is_taken_while_a_sequence_is_to_come_or_runs():
+    cluster = Cluster(generator(0))
+    router, session = session_at(cluster, generator(0))
+    assert router.load == {"generator/0#x": 1}
+    cluster.bus = Streams(at0=[[lambda: chunk(len(router.load), version=3, finish="stop")]])
+    assert (await session.generate([1])).tokens.tolist() == [1]
+    assert not router.load
+
+
+async def test_the_target_of_a_move_may_be_gone():
+    cluster = Cluster(generator(0), generator(1))
+    _, session = session_at(cluster, generator(0))
+
+    def moves():
+        session.move(generator(7))
+        return chunk(5, version=3)
+
+    broken = [moves, StreamBrokenError("handed over")]
+    cluster.bus = Streams(
+        at0=[broken, [chunk(6, version=3, finish="stop")]], at1=[[chunk(6, version=3, finish="stop")]]
+    )
+    async with asyncio.timeout(5):
+        assert (await session.generate([1, 2])).tokens.tolist() == [5, 6]

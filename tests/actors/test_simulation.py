@@ -293,6 +293,28 @@ def test_a_calm_run_reaches_its_end_with_every_actor_started_once() -> None:
     assert world.summary["steps"] == world.model.steps
 
 
+def test_in_a_run_that_moves_and_over_samples_every_token_is_accounted_for() -> None:
+    """What is trained has all its tokens in their order: the oracle looks."""
+    model = Model(
+        steps=6, batch_size=2, max_staleness=2, generators=2, managers=2, moves=0.5, oversample=1, max_new_tokens=60
+    )
+    world = World(1, model, Plan(until=6.0, mishaps=Mishaps(straggler=0.2, straggler_times=3.0)), traced=True)
+    trained: list[int] = []
+    judge = world.oracle.trained
+
+    def sum_up(writer: str, version: int, groups: list, mask: int | None) -> None:
+        trained.extend(int(part.sampled.sum()) for group in groups for part in group.trajectories)
+        judge(writer, version, groups, mask)
+
+    world.oracle.trained = sum_up
+    result = world.run()
+    assert result.ok, result.story
+    assert any("-> generator-1: hand_over(" in line for line in result.trace)
+    assert world.summary["tokens_trained"] == sum(trained)
+    assert world.summary["tokens_discarded"] > 0
+    assert world.summary["tokens_generated"] >= world.summary["tokens_trained"] + world.summary["tokens_discarded"]
+
+
 def test_training_goes_on_while_a_version_is_evaluated_on_another_generator() -> None:
     world = World(1, Model(steps=6, max_staleness=2, generators=2, eval_size=20, every=2), Plan())
     assert world.run().ok
@@ -421,6 +443,7 @@ CAUGHT_WITHIN = {
     "hold ignored": 400,
     "published before it is written": 10,
     "no wait for the write": 10,
+    "tokens twice after a break": 40,
 }
 
 

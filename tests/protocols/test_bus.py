@@ -133,7 +133,9 @@ def counting(runs):
 
 
 def generate():
-    return Generate(tokens=np.arange(3, dtype=np.int32), temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0)
+    return Generate(
+        sequence="0", tokens=np.arange(3, dtype=np.int32), temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0
+    )
 
 
 def part():

@@ -109,14 +109,18 @@ def test_an_empty_array_keeps_its_type():
 @pytest.mark.parametrize("shape", [(), (1,), (3, 4), (2, 0, 3), (2, 3, 4, 5)])
 def test_every_dtype_and_shape_that_may_travel_does(dtype, shape):
     array = (np.arange(np.prod(shape, dtype=int)) % 2).astype(dtype).reshape(shape)
-    got = there_and_back(Generate(tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0)).tokens
+    got = there_and_back(
+        Generate(sequence="0", tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0)
+    ).tokens
     assert got.dtype == array.dtype
     np.testing.assert_array_equal(got, array)
 
 
 def test_a_strided_array_arrives_in_order():
     array = np.arange(12, dtype=np.int64).reshape(3, 4).T[::-1]
-    got = there_and_back(Generate(tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0))
+    got = there_and_back(
+        Generate(sequence="0", tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0)
+    )
     np.testing.assert_array_equal(got.tokens, array)
 
 
@@ -157,7 +161,7 @@ def test_nested_models_and_maps_come_back_equal():
 )
 def test_an_array_the_receiver_would_refuse_does_not_leave(array):
     with pytest.raises(MalformedError, match="cannot travel"):
-        frames_of(Generate(tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0))
+        frames_of(Generate(sequence="0", tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0))
 
 
 @pytest.mark.parametrize("value", [{1, 2}, 1 << 70, "\udc80", np.float32(1), print], ids=repr)
@@ -180,7 +184,7 @@ def test_a_message_too_large_does_not_leave(monkeypatch):
         frames_of(StoreGroup(group="g", prompt_index=0, trajectories=tuple(trajectory(1) for _ in range(1400))))
     with pytest.raises(MalformedError, match="cannot travel"):
         huge = np.broadcast_to(np.int32(0), (MAX_FRAME_BYTES,))
-        frames_of(Generate(tokens=huge, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0))
+        frames_of(Generate(sequence="0", tokens=huge, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0))
 
 
 # --- what is refused on arrival

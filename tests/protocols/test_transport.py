@@ -55,7 +55,7 @@ def score(number=0):
 
 def generate():
     return Generate(
-        tokens=np.arange(3, dtype=np.int32), temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0
+        sequence="0", tokens=np.arange(3, dtype=np.int32), temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0
     )  # fmt: skip
 
 

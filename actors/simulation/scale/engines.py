@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
@@ -136,7 +136,11 @@ class ModelEngine:
 
     def stats(self) -> EngineStats:
         use = self._context / self._costs.kv_capacity
-        return EngineStats(len(self._running), len(self._waiting), use, int(self.tokens))
+        return EngineStats(len(self._running), len(self._waiting), use, int(self.tokens), 0)
+
+    def hand_over(self, request_ids: Collection[str] | None = None) -> None:
+        """Nothing is handed over here: a sequence that is to move stays. (Its length is its own: elsewhere it would be
+        drawn again.)"""
 
     async def close(self) -> None:
         self._error = EngineError("The engine was closed.")

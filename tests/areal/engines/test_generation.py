@@ -475,6 +475,7 @@ async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing
     await asyncio.sleep(0.2)
     assert engine.stats() == after
     assert after.tokens_generated < 4 * (MAX_LEN - len(PROMPT))
+    assert after.preemptions == 0  # what new weights stop is none
     await engine.close()
 
 
@@ -526,3 +527,26 @@ async def test_the_death_of_the_engine_is_told_and_what_was_sampled_before_is_ke
         await engine.load(models[1], 1)
     with pytest.raises(EngineError):
         await collect(engine.generate("r", PROMPT, SAMPLING))
+
+
+async def test_one_sequence_can_be_handed_over_while_the_others_go_on(engine: GenerationEngine) -> None:
+    async def read(name: str) -> tuple[int, bool]:
+        """Tokens, and whether they were all."""
+        tokens = 0
+        try:
+            async for chunk in engine.generate(name, PROMPT, ENDLESS):
+                tokens += len(chunk.tokens)
+                begun.add(name)
+        except EngineError:
+            return tokens, False
+        return tokens, True
+
+    begun: set[str] = set()
+    leaves, stays = asyncio.create_task(read("leaves")), asyncio.create_task(read("stays"))
+    await until(lambda: begun == {"leaves", "stays"})
+    engine.hand_over({"leaves"})
+    tokens, whole = await leaves
+    assert tokens > 0
+    assert not whole
+    assert (await stays)[1]
+    assert engine.stats().preemptions == 0
