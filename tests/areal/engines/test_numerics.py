@@ -40,7 +40,7 @@ WAYS = [
 ]
 IN_EVERY_WAY = ("three minibatches", "adapters")
 """Other cases: in the two ways in which most is done otherwise."""
-BATCHES = [make_batch(seed=seed) for seed in range(2)]
+BATCHES = [make_batch(groups=3, seed=seed) for seed in range(2)]
 MOVED = 1e-2
 """Most that a weight moves in a step: the learning rate."""
 TOLERANCE = 1e-5
