@@ -243,9 +243,13 @@ def train(engine, batches):
 
 def assert_same_bits(found, expected):
     """Of the weights in two folders."""
-    found, expected = load_file(found / "model.safetensors"), load_file(expected / "model.safetensors")
+    found, expected = stored(found), stored(expected)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def stored(folder):
+    return load_file(next(folder.glob("*.safetensors")))
 
 
 def test_a_new_engine_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_path):
@@ -272,11 +276,14 @@ def test_two_new_processes_go_on_from_a_checkpoint_to_the_same_bits(folder, two_
     run_worker(__file__, "go-on", folder, two_ranks, ranks=2)
     for name in CASES:
         assert_same_bits(two_ranks / f"{name}-resumed", two_ranks / f"{name}-straight")
+        dtypes = {tensor.dtype for tensor in stored(two_ranks / f"{name}-checkpoint").values()}
+        assert dtypes == {torch.bfloat16 if "bf16" in name else torch.float32}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_goes_from_any_zero_stage_and_number_of_ranks_to_any_other(folder, two_ranks, tmp_path, dtype):
     cases = {name: changes for name, changes in CASES.items() if changes.get("dtype", "float32") == dtype}
+    cases = {name: changes for name, changes in cases.items() if "lora" not in changes}  # those are in test_lora
     for changes in cases.values():
         engine = TrainingEngine(folder, worker_settings(**changes), seed=1)
         for name in cases:
@@ -395,6 +402,8 @@ def write_gradients(folder, out):
 
 CASES = {f"zero{stage}": {"zero_stage": stage, "minibatches": 1 + stage % 2} for stage in (0, 1, 2, 3)}
 CASES |= {f"bf16-zero{stage}": {"dtype": "bfloat16", "zero_stage": stage} for stage in (1, 2, 3)}
+ADAPTERS = {"dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8}, "kl_coef": 0.1}
+CASES |= {f"bf16-adapters-zero{stage}": ADAPTERS | {"zero_stage": stage} for stage in (1, 3)}
 """Changes of the settings: every place where DeepSpeed keeps masters and moments, 1 and 2 minibatches."""
 
 
