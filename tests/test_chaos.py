@@ -34,6 +34,7 @@ PHASE_SECONDS = 0.5
 # Between two steps there may be several starts of everything.
 RESTART_SECONDS = 300
 SECONDS_OF_A_SMALL_RUN = 600
+NOTICE_SECONDS = 30
 GAIN = 0.15
 
 
@@ -94,19 +95,21 @@ def kill(run: Run, role: str, chaos: random.Random) -> None:
 
 
 def lose_machine(run: Run) -> None:
-    """What the loss of its machine does to a run: nobody has time to tell anybody."""
-    victims = descendants(run.process.pid)
+    """What the loss of its machine does to a run: nobody has time to tell anybody. The supervisor and the roles are
+    killed; what they have started, such as vLLM's engine process, has to notice."""
+    everything = descendants(run.process.pid)
     run.process.kill()
-    run.process.wait()
-    while victims:
-        for victim in victims:
+    for process in everything:
+        if process.parent == run.process.pid:
             try:
-                os.kill(victim.pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass  # it heard of its parent's end
+    run.process.wait()
+    pids, deadline = {process.pid for process in everything}, time.monotonic() + NOTICE_SECONDS
+    while left := [p.command for p in processes() if p.pid in pids and p.command]:
+        assert time.monotonic() < deadline, left
         time.sleep(0.1)
-        known = {victim.pid for victim in victims}
-        victims = [p for p in processes() if p.command and (p.pid in known or str(run.folder) in p.command)]
 
 
 def check_accounts(folder: Path, config: dict) -> None:
@@ -187,7 +190,7 @@ def lose_generators(run: Run, folder: Path) -> None:
     wait_for(run, lambda: "generator/0 exited with 3" in run.output)
     os.kill(leaving.pid, signal.SIGTERM)
     wait_for(run, lambda: "generator/1 has left" in run.output)
-    after_steps(run, folder, 12)  # by the new generator/0 alone
+    after_steps(run, folder, 6)  # by the new generator/0 alone
 
 
 def stop(run: Run) -> None:
