@@ -267,9 +267,30 @@ def two_ranks(folder, tmp_path_factory):
     return out
 
 
-def work(folder, out):
-    write_gradients(folder, out)
-    train_straight_and_stop(folder, out)
+def test_two_ranks_have_the_gradients_of_one(folder, two_ranks):
+    many, tree, one = make_batch(), make_tree(), make_batch(1)
+    model = eager(folder)
+    for stage in (0, 2, 3):
+        assert_same_gradients(load_file(two_ranks / f"{stage}-many"), reference_gradients(model, many))
+        assert_same_gradients(load_file(two_ranks / f"{stage}-tree"), reference_gradients(model, tree))
+        assert_same_gradients(load_file(two_ranks / f"{stage}-one"), reference_gradients(model, one))
+        weights = load_file(two_ranks / f"weights-{stage}" / "model.safetensors")
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
+
+
+def write_gradients(folder, out):
+    """Train at each ZeRO stage; `one` has a single sequence, so that one of two ranks has nothing to do."""
+    for stage in (0, 2, 3):
+        engine = TrainingEngine(folder, settings(zero_stage=stage, lr=1e-9, max_tokens_per_microbatch=40), seed=0)
+        first = engine.rank == 0
+        for name, batch in {"many": make_batch(), "tree": make_tree(), "one": make_batch(1)}.items():
+            result, gradients = step_and_gradients(engine, batch if first else None)
+            assert engine.broadcast({"result": repr(result.loss)} if first else None) == {"result": repr(result.loss)}
+            if first:
+                save_file(gradients, out / f"{stage}-{name}")
+        engine.publish(out / f"weights-{stage}")
+        engine.close()
 
 
 def test_two_new_processes_go_on_from_a_checkpoint_to_the_same_bits(folder, two_ranks):
@@ -374,30 +395,9 @@ def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):
         TrainingEngine(tmp_path, settings(), seed=0)
 
 
-def test_two_ranks_have_the_gradients_of_one(folder, two_ranks):
-    many, tree, one = make_batch(), make_tree(), make_batch(1)
-    model = eager(folder)
-    for stage in (0, 2, 3):
-        assert_same_gradients(load_file(two_ranks / f"{stage}-many"), reference_gradients(model, many))
-        assert_same_gradients(load_file(two_ranks / f"{stage}-tree"), reference_gradients(model, tree))
-        assert_same_gradients(load_file(two_ranks / f"{stage}-one"), reference_gradients(model, one))
-        weights = load_file(two_ranks / f"weights-{stage}" / "model.safetensors")
-        for name, tensor in load_file(folder / "model.safetensors").items():
-            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
-
-
-def write_gradients(folder, out):
-    """Train at each ZeRO stage; `one` has a single sequence, so that one of two ranks has nothing to do."""
-    for stage in (0, 2, 3):
-        engine = TrainingEngine(folder, settings(zero_stage=stage, lr=1e-9, max_tokens_per_microbatch=40), seed=0)
-        first = engine.rank == 0
-        for name, batch in {"many": make_batch(), "tree": make_tree(), "one": make_batch(1)}.items():
-            result, gradients = step_and_gradients(engine, batch if first else None)
-            assert engine.broadcast({"result": repr(result.loss)} if first else None) == {"result": repr(result.loss)}
-            if first:
-                save_file(gradients, out / f"{stage}-{name}")
-        engine.publish(out / f"weights-{stage}")
-        engine.close()
+def work(folder, out):
+    write_gradients(folder, out)
+    train_straight_and_stop(folder, out)
 
 
 CASES = {f"zero{stage}": {"zero_stage": stage, "minibatches": 1 + stage % 2} for stage in (0, 1, 2, 3)}
