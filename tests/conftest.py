@@ -26,7 +26,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from areal import quickstart
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    quickstart.build(folder, recipe=quickstart.Recipe(steps=5, short_steps=5), threads=1)
+    quickstart.build(folder, recipe=quickstart.Recipe(steps=2, short_steps=2), threads=1)
     return folder
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
+import socket
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from helpers import processes_mentioning, read_jsonl
+
+from actors.supervisor import Supervisor
+from run import main
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
 METRICS = {
@@ -55,82 +59,40 @@ def check_finished(folder: Path, steps: int, max_staleness: int) -> tuple[list[d
     return metrics, summary
 
 
-def test_one_command_runs_everything_and_leaves_a_model_behind(run, small, tmp_path):
+def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, small, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    started = run("--config", CONFIG, *small)
-    output = started.wait(240)
-    assert started.code == 0, output
-    _, summary = check_finished(tmp_path / "runs" / "test", steps=4, max_staleness=2)
-    assert summary["samples_trained"] == 4 * 4 * 4
-    assert "step 4/4" in output
-    assert "held-out accuracy" in output
-    assert AutoModelForCausalLM.from_pretrained(summary["checkpoint"]).num_parameters() > 0
-    assert not processes_mentioning(str(tmp_path))
-
-
-def test_max_staleness_zero_is_the_synchronous_system_where_every_token_is_on_policy(run, small, tmp_path):
-    started = run("--config", CONFIG, *small, "max_staleness=0")
-    assert started.wait(240) and started.code == 0
-    metrics, _ = check_finished(tmp_path / "runs" / "test", steps=4, max_staleness=0)
-    for m in metrics:
-        assert m["staleness_mean"] == m["staleness_max"] == 0
-        # Each token was sampled by the very weights that are trained: the weight pi_prox / pi_behav is 1.
-        assert m["weight_max"] == pytest.approx(1, abs=1e-3)
-        assert m["logprob_gap"] is not None
-
-
-def test_a_run_that_trains_adapters_publishes_them_alone_and_leaves_a_whole_model_behind(
-    run, small, tmp_path, tiny_model
-):
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-
-    adapters = ["trainer.lora.rank=4", "trainer.lora.target_modules=[q_proj,v_proj]", "trainer.lr=1e-3"]
-    more = [
-        "trainer.kl_coef=0.01",
-        "trainer.zero_stage=2",
-        "trainer.lr_schedule=linear",
-        "reward.functions=[mine:short]",
-    ]
-    (tmp_path / "mine.py").write_text(SHORT)
-    started = run("--config", CONFIG, *small, *adapters, *more)
-    output = started.wait(240)
-    assert started.code == 0, output
-    folder = tmp_path / "runs" / "test"
-    metrics, summary = check_finished(folder, steps=4, max_staleness=2)
-    assert metrics[0]["kl_reference"] == 0 < metrics[-1]["kl_reference"]
-    published = list((folder / "weights").glob("*/*.safetensors"))
-    assert {path.name for path in published} == {"adapter_model.safetensors"}
-    assert all(path.stat().st_size < 40_000 for path in published)  # the model has 3 MB
-    AutoModelForCausalLM.from_pretrained(summary["checkpoint"])
-    before, after = (load_file(Path(of, "model.safetensors")) for of in (tiny_model, summary["checkpoint"]))
-    changed = {name for name in before if not before[name].equal(after[name])}
-    assert changed == {name for name in before if "q_proj" in name or "v_proj" in name}
-
-
-def test_several_of_every_role_work_on_one_machine(run, small, tmp_path):
     counts = ["generator.count=2", "trainer.ranks=2", "rollout_manager.count=2", "reward.count=2"]
     # A manager that may run one group at a time has to notice that the trainer took it.
-    counts += ["rollout_manager.max_concurrent_groups=1"]
-    started = run("--config", CONFIG, *small, *counts, "weights.transport=stream")
-    output = started.wait(280)
-    assert started.code == 0, output
-    check_finished(tmp_path / "runs" / "test", steps=4, max_staleness=2)
-    arrived = read_jsonl(tmp_path / "runs" / "test" / "logs" / "generator-1.jsonl")
-    assert "generator 0" in {line.get("sender") for line in arrived}  # weights come through the bus, and are passed on
-    logs = {path.stem for path in (tmp_path / "runs" / "test" / "logs").glob("*.jsonl")}
-    assert logs >= {"generator-0", "generator-1", "rollout_manager-1", "reward-1", "trainer-0", "evaluator-0"}
-
-
-def test_versions_are_evaluated_at_those_very_versions_while_training_goes_on(run, small, tmp_path):
-    counts = ["steps=10", "generator.count=2", "evaluator.every=3", "evaluator.samples=2"]
-    started = run("--config", CONFIG, *small, *counts)
+    counts += ["rollout_manager.max_concurrent_groups=1", "weights.transport=stream"]
+    started = run(
+        "--config",
+        CONFIG,
+        *small,
+        *counts,
+        "steps=10",
+        "evaluator.every=3",
+        "evaluator.samples=2",
+        "weights.transport=stream",
+    )
     output = started.wait(280)
     assert started.code == 0, output
     folder = tmp_path / "runs" / "test"
     _, summary = check_finished(folder, steps=10, max_staleness=2)
-    evaluations = read_jsonl(folder / "evaluations.jsonl")
+    check_evaluations(read_jsonl(folder / "evaluations.jsonl"), summary)
+    assert summary["samples_trained"] == 10 * 4 * 4
+    assert "step 10/10" in output
+    assert "held-out accuracy" in output
+    assert AutoModelForCausalLM.from_pretrained(summary["checkpoint"]).num_parameters() > 0
+    logs = {path.stem for path in (folder / "logs").glob("*.jsonl")}
+    assert logs >= {"generator-0", "generator-1", "rollout_manager-1", "reward-1", "trainer-0", "evaluator-0"}
+    arrived = read_jsonl(folder / "logs" / "generator-1.jsonl")
+    assert "generator 0" in {line.get("sender") for line in arrived}  # weights come over the bus, and are passed on
+    assert not processes_mentioning(str(tmp_path))
+
+
+def check_evaluations(evaluations: list[dict], summary: dict) -> None:
+    """Each of the very version it names, while training went on."""
     assert summary["evaluations"] == evaluations
     # One that takes longer than three steps has the next one skipped.
     expected = [version for version in (0, 3, 6, 9, 10) if str(version) not in summary["not_evaluated"]]
@@ -145,37 +107,47 @@ def test_versions_are_evaluated_at_those_very_versions_while_training_goes_on(ru
     )  # fmt: skip
 
 
-def test_every_role_can_be_started_by_hand_and_a_reward_plugged_in(run, small, free_port, tmp_path):
+def test_roles_started_by_hand_train_adapters_on_policy_by_a_reward_of_the_users_own(
+    run, small, free_port, tmp_path, tiny_model
+):
     (tmp_path / "mine.py").write_text(SHORT)
+    changes = [
+        "max_staleness=0", "reward.functions=[mine:short]", "trainer.lora.rank=4",
+        "trainer.lora.target_modules=[q_proj,v_proj]", "trainer.lr=1e-3", "trainer.lr_schedule=linear",
+        "trainer.kl_coef=0.01", "trainer.zero_stage=2",
+    ]  # fmt: skip
     master = f"tcp://127.0.0.1:{free_port}"
-    runs = [run("--role", "master", "--config", CONFIG, *small, "reward.functions=[mine:short]")]
+    runs = [run("--role", "master", "--config", CONFIG, *small, *changes)]
     roles = ["trainer", "generator", "rollout_manager", "evaluator"]
     time.sleep(5)  # a person starts the master first; a role waits ten seconds for it
     runs += [run("--role", role, "--master", master) for role in roles]
     runs += [run("--role", "reward", "--reward", "mine:short", "--master", master)]
     outputs = [started.wait(240) for started in runs]
     assert [started.code for started in runs] == [0] * len(runs), "\n".join(outputs)
-    metrics, _ = check_finished(tmp_path / "runs" / "test", steps=4, max_staleness=2)
+    folder = tmp_path / "runs" / "test"
+    metrics, summary = check_finished(folder, steps=4, max_staleness=0)
     assert all(0 < m["reward_mean"] < 1 for m in metrics)
+    for m in metrics:
+        assert m["staleness_mean"] == m["staleness_max"] == 0
+        # Each token was sampled by the very weights that are trained: the weight pi_prox / pi_behav is 1.
+        assert m["weight_max"] == pytest.approx(1, abs=1e-3)
+        assert m["logprob_gap"] is not None
+    assert metrics[0]["kl_reference"] == 0 < metrics[-1]["kl_reference"]
+    check_adapters(folder, tiny_model, summary["checkpoint"])
 
 
-def test_sigterm_ends_every_process_within_ten_seconds(run, small, tmp_path):
-    started = run("--config", CONFIG, *small, "steps=100000")
-    metrics = tmp_path / "runs" / "test" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
-        assert started.process.poll() is None, started.wait(1)
-        time.sleep(0.5)
-    started.process.send_signal(signal.SIGTERM)
-    output = started.wait(12)
-    assert started.code == 1
-    assert "told to stop by SIGTERM" in output
-    assert not processes_mentioning(str(free_marker(small)))
+def check_adapters(folder: Path, model: Path, checkpoint: str) -> None:
+    """They alone are published; the last checkpoint is a whole model, which differs from the first where they are."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
 
-
-def free_marker(small: list[str]) -> str:
-    """The master's address: it stands in the command line of every role."""
-    return next(word.partition("=")[2] for word in small if word.startswith("master.address"))
+    published = list((folder / "weights").glob("*/*.safetensors"))
+    assert {path.name for path in published} == {"adapter_model.safetensors"}
+    assert all(path.stat().st_size < 40_000 for path in published)  # the model has 3 MB
+    AutoModelForCausalLM.from_pretrained(checkpoint)
+    before, after = (load_file(Path(of, "model.safetensors")) for of in (model, checkpoint))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed == {name for name in before if "q_proj" in name or "v_proj" in name}
 
 
 ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
@@ -192,35 +164,52 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["trainer.lora.rnk=4"], "did you mean 'rank'?"),
         (["reward.functions=[nowhere.rewards:mine]"], "nowhere.rewards"),
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
-        (["data.source=reasoning_gym:nothing"], "nothing"),
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
         (["evaluator.temperature=0", "evaluator.samples=4"], "evaluator.samples is 4"),
         (["sampling.temperature=0"], "sampling.temperature is 0"),
         (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
-        (["trainer.objective=json:dumps"], "'json:dumps', called on 3 tokens, raised TypeError"),
     ],
 )
-def test_a_mistake_gets_one_sentence_before_anything_is_started(run, small, tmp_path, arguments, sentence):
-    (tmp_path / "rows.jsonl").write_text(ROW + '{"prompt": "a12b34="}\n')
-    started = run("--config", CONFIG, *small, *arguments)
-    output = started.wait(60)
-    assert started.code == 2
-    assert sentence in output
-    assert "Traceback" not in output
-    assert len(output.strip().splitlines()) == 1
+def test_a_mistake_gets_one_sentence_before_anything_is_started(
+    small, tmp_path, monkeypatch, capsys, arguments, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(ROW + '{"prompt": "a12b34="}\n')
+    check_refused(monkeypatch, capsys, ["--config", CONFIG, *small, *arguments], sentence)
 
 
-def test_a_port_in_use_is_told(run, small, free_port):
-    import socket
-
+def test_a_port_in_use_is_told(small, free_port, monkeypatch, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port))
         taken.listen()
-        started = run("--config", CONFIG, *small)
-        output = started.wait(60)
+        arguments = ["--config", CONFIG, *small]
+        check_refused(monkeypatch, capsys, arguments, f"cannot listen at tcp://127.0.0.1:{free_port}")
+
+
+def check_refused(monkeypatch, capsys, arguments: list[str], sentence: str) -> None:
+    """What run.py does with the arguments, in this process: importing everything again takes longer than the check."""
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    monkeypatch.setattr(Supervisor, "run_everything", None)
+    assert main() == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert sentence in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("data.source=reasoning_gym:nothing", "nothing"),
+        ("trainer.objective=json:dumps", "'json:dumps', called on 3 tokens, raised TypeError"),
+    ],
+)
+def test_what_has_to_be_imported_to_find_a_mistake_says_nothing_itself(run, small, argument, sentence):
+    started = run("--config", CONFIG, *small, argument)
+    output = started.wait(60)
     assert started.code == 2
-    assert f"cannot listen at tcp://127.0.0.1:{free_port}" in output
-    assert "Traceback" not in output
+    assert sentence in output
+    assert len(output.strip().splitlines()) == 1
 
 
 def test_a_role_without_a_master_says_so(run, free_port):

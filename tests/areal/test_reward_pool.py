@@ -233,27 +233,26 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_job(tmp_path):
     os.kill(grandchild, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "\\boxed{" + "(" * 140 + "1" + ")" * 140 + "}",
-        "\\boxed{10^{10^{10}}}",
-        "10**10**10",
-        "\\boxed{(10^9)!}",
-        "{" * 100_000,
-        "1" * 100_000,
-        "\\boxed{" * 20_000,
-        "\\boxed{" + "\\frac{1}{" * 25 + "2" + "}" * 26,
-    ],
-    ids=range(8),
-)
-async def test_hostile_mathematics_is_scored_or_times_out_and_the_pool_lives(completion):
+HOSTILE = [
+    "\\boxed{" + "(" * 140 + "1" + ")" * 140 + "}",
+    "\\boxed{10^{10^{10}}}",
+    "10**10**10",
+    "\\boxed{(10^9)!}",
+    "{" * 100_000,
+    "1" * 100_000,
+    "\\boxed{" * 20_000,
+    "\\boxed{" + "\\frac{1}{" * 25 + "2" + "}" * 26,
+]
+
+
+async def test_hostile_mathematics_is_scored_or_times_out_and_the_pool_lives():
     async with RewardPool(["math"], 1, 0.8) as pool:
-        try:
-            assert await pool.score("math", "", completion, {"answer": "18"}) == 0.0
-        except RewardFailed as error:
-            assert error.kind == "timeout"
-        assert await pool.score("math", "", "\\boxed{18}", {"answer": "#### 18"}) == 1.0
+        for completion in HOSTILE:
+            try:
+                assert await pool.score("math", "", completion, {"answer": "18"}) == 0.0
+            except RewardFailed as error:
+                assert error.kind == "timeout"
+            assert await pool.score("math", "", "\\boxed{18}", {"answer": "#### 18"}) == 1.0
 
 
 def test_a_worker_imports_neither_torch_nor_a_library_it_does_not_need():

@@ -37,11 +37,11 @@ def arguments(model: Path, data: Path, output: Path, *overrides: str) -> list[st
     return ["sft", "--model", str(model), "--data", str(data), "--output", str(output), *overrides]
 
 
-def fine_tune(model: Path, data: Path, output: Path, *overrides: str, ranks: int = 1) -> str:
+def fine_tune_on_two_ranks(model: Path, data: Path, output: Path, *overrides: str) -> str:
     """What the command prints."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "areal"]
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "areal", *arguments(model, data, output, *SETTINGS, *overrides)],
+        [sys.executable, *launcher, *arguments(model, data, output, *SETTINGS, *overrides)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -57,15 +57,16 @@ def held_out_losses(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"held.out.*?loss (\d+\.\d+)", printed)]
 
 
-def test_the_held_out_loss_falls_the_same_on_one_rank_and_two_and_the_result_loads(tiny_model, rows, tmp_path):
+def test_the_held_out_loss_falls_the_same_on_one_rank_and_two_and_the_result_loads(tiny_model, rows, tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    printed = fine_tune(tiny_model, rows, tmp_path / "one")
+    assert not main(arguments(tiny_model, rows, tmp_path / "one", *SETTINGS))
+    printed = capsys.readouterr().out
     losses = held_out_losses(printed)
     assert len(losses) == 3
     assert max(losses[1:]) < losses[0] - 0.3
     assert "76 rows to train on, 4 held out" in printed
-    again = fine_tune(tiny_model, rows, tmp_path / "two", "trainer.zero_stage=2", ranks=2)
+    again = fine_tune_on_two_ranks(tiny_model, rows, tmp_path / "two", "trainer.zero_stage=2")
     assert held_out_losses(again) == pytest.approx(losses, abs=2e-4)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name in one:
@@ -75,8 +76,10 @@ def test_the_held_out_loss_falls_the_same_on_one_rank_and_two_and_the_result_loa
     assert not [path for path in (tmp_path / "one").iterdir() if path.is_dir()]
 
 
-def test_adapters_are_merged_and_long_rows_counted(tiny_model, rows, tmp_path):
-    printed = fine_tune(tiny_model, rows, tmp_path / "tuned", "trainer.lora.rank=4", "max_length=25", "epochs=1")
+def test_adapters_are_merged_and_long_rows_counted(tiny_model, rows, tmp_path, capsys):
+    changes = ["trainer.lora.rank=4", "max_length=25", "epochs=1"]
+    assert not main(arguments(tiny_model, rows, tmp_path / "tuned", *SETTINGS, *changes))
+    printed = capsys.readouterr().out
     assert int(re.search(r"(\d+) rows are left out", printed)[1]) > 0
     losses = held_out_losses(printed)
     assert losses[1] < losses[0]

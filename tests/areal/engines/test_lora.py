@@ -1,16 +1,10 @@
-"""Training adapters, with real DeepSpeed on a tiny model.
-
-Run under torchrun, this file is also the worker of two ranks.
-"""
-
-import sys
-from pathlib import Path
+"""Training adapters, with real DeepSpeed on a tiny model; on two ranks in test_training and test_numerics."""
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings
+from tiny_training import TEMPERATURE, make_batch, make_model, settings
 from transformers import AutoModelForCausalLM
 
 from areal.config import UserError
@@ -109,25 +103,6 @@ def test_a_checkpoint_goes_from_any_zero_stage_to_any_other(folder, tmp_path):
             assert (again / f"{file}.safetensors").read_bytes() == (written / f"{file}.safetensors").read_bytes()
 
 
-def test_two_ranks_in_bf16_go_on_from_a_checkpoint_to_the_same_bits(folder, tmp_path):
-    run_worker(__file__, folder, tmp_path, ranks=2)
-    for stage in (1, 3):
-        assert same_adapters(tmp_path / f"straight-{stage}", tmp_path / f"resumed-{stage}")
-        stored = load_file(tmp_path / f"checkpoint-{stage}" / "model.safetensors").values()
-        assert {tensor.dtype for tensor in stored} == {torch.bfloat16}
-
-
-def work(folder, out):
-    for stage in (1, 3):
-        engine = start(folder, stage, dtype="bfloat16", kl_coef=0.1)
-        train(engine, BATCHES[:2])
-        engine.save(out / f"checkpoint-{stage}")
-        train(engine, BATCHES[2:])
-        engine.publish(out / f"straight-{stage}")
-        engine.close()
-        go_on(folder, out, stage, dtype="bfloat16", kl_coef=0.1)
-
-
 def test_a_checkpoint_of_other_adapters_is_the_users_mistake(folder, tmp_path):
     engine = start(folder)
     engine.save(tmp_path / "saved")
@@ -142,7 +117,3 @@ def test_a_checkpoint_of_other_adapters_is_the_users_mistake(folder, tmp_path):
 def test_layers_that_the_model_does_not_have_are_the_users_mistake(folder):
     with pytest.raises(UserError, match=r"trainer\.lora\.target_modules does not fit"):
         start(folder, lora=LORA | {"target_modules": ["query_key_value"]})
-
-
-if __name__ == "__main__":
-    work(*map(Path, sys.argv[1:]))

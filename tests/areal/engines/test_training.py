@@ -233,7 +233,6 @@ def test_the_learning_rate_falls_to_its_final_share_at_the_runs_last_step(engine
     assert rates_of(longer, 1)[0] > 0.9
 
 
-DTYPES = ["float32", "bfloat16"]
 BATCHES = [make_batch(seed=seed) for seed in range(4)]
 
 
@@ -244,48 +243,80 @@ def train(engine, batches):
 
 def assert_same_bits(found, expected):
     """Of the weights in two folders."""
-    found, expected = load_file(found / "model.safetensors"), load_file(expected / "model.safetensors")
+    found, expected = stored(found), stored(expected)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_new_process_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_path, dtype):
-    run_worker(__file__, "stop", folder, tmp_path, dtype)
-    run_worker(__file__, "go-on", folder, tmp_path, dtype)
-    for name in cases(dtype):
+def stored(folder):
+    return load_file(next(folder.glob("*.safetensors")))
+
+
+def test_a_new_engine_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_path):
+    train_straight_and_stop(folder, tmp_path)
+    go_on(folder, tmp_path)
+    for name in CASES:
         assert_same_bits(tmp_path / f"{name}-resumed", tmp_path / f"{name}-straight")
 
 
-@pytest.fixture(scope="module", params=DTYPES)
-def stopped_on_two_ranks(request, folder, tmp_path_factory):
-    """The dtype, and the folder that `train_straight_and_stop` wrote into on two ranks."""
-    out = tmp_path_factory.mktemp(request.param)
-    run_worker(__file__, "stop", folder, out, request.param, ranks=2)
-    return request.param, out
+@pytest.fixture(scope="module")
+def two_ranks(folder, tmp_path_factory):
+    """What `work` wrote on two ranks."""
+    out = tmp_path_factory.mktemp("two")
+    run_worker(__file__, "work", folder, out, ranks=2)
+    return out
 
 
-def test_two_ranks_go_on_from_a_checkpoint_to_the_same_bits(folder, stopped_on_two_ranks):
-    dtype, out = stopped_on_two_ranks
-    run_worker(__file__, "go-on", folder, out, dtype, ranks=2)
-    for name in cases(dtype):
-        assert_same_bits(out / f"{name}-resumed", out / f"{name}-straight")
+def test_two_ranks_have_the_gradients_of_one(folder, two_ranks):
+    many, tree, one = make_batch(), make_tree(), make_batch(1)
+    model = eager(folder)
+    for stage in (0, 2, 3):
+        assert_same_gradients(load_file(two_ranks / f"{stage}-many"), reference_gradients(model, many))
+        assert_same_gradients(load_file(two_ranks / f"{stage}-tree"), reference_gradients(model, tree))
+        assert_same_gradients(load_file(two_ranks / f"{stage}-one"), reference_gradients(model, one))
+        weights = load_file(two_ranks / f"weights-{stage}" / "model.safetensors")
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
 
 
-def test_a_checkpoint_goes_from_any_zero_stage_and_number_of_ranks_to_any_other(folder, stopped_on_two_ranks, tmp_path):
-    dtype, out = stopped_on_two_ranks
-    for name, changes in cases(dtype).items():
-        written = out / f"{name}-checkpoint"
-        for other in cases(dtype).values():
-            engine = TrainingEngine(folder, worker_settings(**(changes | other)), seed=1)
+def write_gradients(folder, out):
+    """Train at each ZeRO stage; `one` has a single sequence, so that one of two ranks has nothing to do."""
+    for stage in (0, 2, 3):
+        engine = TrainingEngine(folder, settings(zero_stage=stage, lr=1e-9, max_tokens_per_microbatch=40), seed=0)
+        first = engine.rank == 0
+        for name, batch in {"many": make_batch(), "tree": make_tree(), "one": make_batch(1)}.items():
+            result, gradients = step_and_gradients(engine, batch if first else None)
+            assert engine.broadcast({"result": repr(result.loss)} if first else None) == {"result": repr(result.loss)}
+            if first:
+                save_file(gradients, out / f"{stage}-{name}")
+        engine.publish(out / f"weights-{stage}")
+        engine.close()
+
+
+def test_two_new_processes_go_on_from_a_checkpoint_to_the_same_bits(folder, two_ranks):
+    run_worker(__file__, "go-on", folder, two_ranks, ranks=2)
+    for name in CASES:
+        assert_same_bits(two_ranks / f"{name}-resumed", two_ranks / f"{name}-straight")
+        dtypes = {tensor.dtype for tensor in stored(two_ranks / f"{name}-checkpoint").values()}
+        assert dtypes == {torch.bfloat16 if "bf16" in name else torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_goes_from_any_zero_stage_and_number_of_ranks_to_any_other(folder, two_ranks, tmp_path, dtype):
+    cases = {name: changes for name, changes in CASES.items() if changes.get("dtype", "float32") == dtype}
+    cases = {name: changes for name, changes in cases.items() if "lora" not in changes}  # those are in test_lora
+    for changes in cases.values():
+        engine = TrainingEngine(folder, worker_settings(**changes), seed=1)
+        for name in cases:
+            written = two_ranks / f"{name}-checkpoint"
             engine.load(written)
             again = engine.save(tmp_path / "again")
             for file in ("model.safetensors", "training/exp_avg.safetensors", "training/exp_avg_sq.safetensors"):
-                assert tensors_equal(written / file, again / file), (name, other, file)
+                assert tensors_equal(written / file, again / file), (name, changes, file)
             if dtype == "bfloat16":
                 assert tensors_equal(written / "training/master.safetensors", again / "training/master.safetensors")
             assert (again / "training/state.json").read_text() == (written / "training/state.json").read_text()
-            engine.close()
+        engine.close()
 
 
 def tensors_equal(one, other):
@@ -374,47 +405,25 @@ def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):
         TrainingEngine(tmp_path, settings(), seed=0)
 
 
-def test_two_ranks_have_the_gradients_of_one(folder, tmp_path):
-    run_worker(__file__, "gradients", folder, tmp_path, ranks=2)
-    many, tree, one = make_batch(), make_tree(), make_batch(1)
-    model = eager(folder)
-    for stage in (0, 2, 3):
-        assert_same_gradients(load_file(tmp_path / f"{stage}-many"), reference_gradients(model, many))
-        assert_same_gradients(load_file(tmp_path / f"{stage}-tree"), reference_gradients(model, tree))
-        assert_same_gradients(load_file(tmp_path / f"{stage}-one"), reference_gradients(model, one))
-        weights = load_file(tmp_path / f"weights-{stage}" / "model.safetensors")
-        for name, tensor in load_file(folder / "model.safetensors").items():
-            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
+def work(folder, out):
+    write_gradients(folder, out)
+    train_straight_and_stop(folder, out)
 
 
-def write_gradients(folder, out):
-    """Train at each ZeRO stage; `one` has a single sequence, so that one of two ranks has nothing to do."""
-    for stage in (0, 2, 3):
-        engine = TrainingEngine(folder, settings(zero_stage=stage, lr=1e-9, max_tokens_per_microbatch=40), seed=0)
-        first = engine.rank == 0
-        for name, batch in {"many": make_batch(), "tree": make_tree(), "one": make_batch(1)}.items():
-            result, gradients = step_and_gradients(engine, batch if first else None)
-            assert engine.broadcast({"result": repr(result.loss)} if first else None) == {"result": repr(result.loss)}
-            if first:
-                save_file(gradients, out / f"{stage}-{name}")
-        engine.publish(out / f"weights-{stage}")
-        engine.close()
-
-
-def cases(dtype):
-    """Changes of the settings by name: every place where DeepSpeed keeps masters and moments, 1 and 2 minibatches."""
-    if dtype == "bfloat16":
-        return {f"bf16-zero{stage}": {"dtype": dtype, "zero_stage": stage} for stage in (1, 2, 3)}
-    return {f"zero{stage}": {"zero_stage": stage, "minibatches": 1 + stage % 2} for stage in (0, 1, 2, 3)}
+CASES = {f"zero{stage}": {"zero_stage": stage, "minibatches": 1 + stage % 2} for stage in (0, 1, 2, 3)}
+CASES |= {f"bf16-zero{stage}": {"dtype": "bfloat16", "zero_stage": stage} for stage in (1, 2, 3)}
+ADAPTERS = {"dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8}, "kl_coef": 0.1}
+CASES |= {f"bf16-adapters-zero{stage}": ADAPTERS | {"zero_stage": stage} for stage in (1, 3)}
+"""Changes of the settings: every place where DeepSpeed keeps masters and moments, 1 and 2 minibatches."""
 
 
 def worker_settings(**changes):
     return settings(warmup_steps=3, grad_clip=1.0, max_tokens_per_microbatch=40, **changes)
 
 
-def train_straight_and_stop(folder, out, dtype):
+def train_straight_and_stop(folder, out):
     """4 steps without a stop, leaving a checkpoint at the second."""
-    for name, changes in cases(dtype).items():
+    for name, changes in CASES.items():
         engine = TrainingEngine(folder, worker_settings(**changes), seed=0)
         train(engine, BATCHES[:2])
         engine.save(out / f"{name}-checkpoint")
@@ -423,8 +432,8 @@ def train_straight_and_stop(folder, out, dtype):
         engine.close()
 
 
-def go_on(folder, out, dtype):
-    for name, changes in cases(dtype).items():
+def go_on(folder, out):
+    for name, changes in CASES.items():
         engine = TrainingEngine(folder, worker_settings(**changes), seed=1)
         engine.load(out / f"{name}-checkpoint")
         train(engine, BATCHES[2:])
@@ -433,7 +442,5 @@ def go_on(folder, out, dtype):
 
 
 if __name__ == "__main__":
-    what, folder, out, *dtype = sys.argv[1:]
-    {"gradients": write_gradients, "stop": train_straight_and_stop, "go-on": go_on}[what](
-        Path(folder), Path(out), *dtype
-    )
+    what, *folders = sys.argv[1:]
+    {"work": work, "go-on": go_on}[what](*map(Path, folders))
