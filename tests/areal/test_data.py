@@ -117,7 +117,9 @@ def test_addition_is_endless_or_of_a_size_and_holds_rows_out():
 
 
 def test_addition_options_are_checked():
-    refused("has no option 'digits': choose from max_digits, min_digits", "addition", options={"digits": 3})
+    refused(
+        "has no option 'digits': choose from length_exponent, max_digits, min_digits", "addition", options={"digits": 3}
+    )
     refused("digits must satisfy", "addition", options={"max_digits": 99})
 
 

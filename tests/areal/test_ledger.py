@@ -777,7 +777,6 @@ def prompt_of(group_id: str) -> int:
 SEQUENCES = settings(
     max_examples=100,
     stateful_step_count=30,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

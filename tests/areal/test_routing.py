@@ -132,7 +132,7 @@ def test_a_limit_that_holds_nothing_back_does_not_grow():
 LOOKS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100), st.floats(0, 1), st.integers(0, 5)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 100), LOOKS)
 def test_whatever_an_engine_says_the_limit_is_between_1_and_the_ceiling(ceiling, looks):
     limit = Concurrency(ceiling)
