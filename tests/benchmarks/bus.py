@@ -103,7 +103,7 @@ class Ours(Contestant):
 
 
 def _generate(parts: int) -> Generate:
-    return Generate(tokens=NOTHING, temperature=1.0, top_p=1.0, max_new_tokens=parts, min_version=0)
+    return Generate(tokens=NOTHING, temperature=1.0, top_p=1.0, max_new_tokens=parts, min_version=0, sequence="0")
 
 
 def _serve_bus(ready: Connection) -> None:

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,12 +26,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from results import ratio, show, write
+from runs import ROOT, free_port
+
 from areal import quickstart
 from areal.config import Config, load_config
 from areal.data import encode_prompt, open_source
 from areal.tokens import load_tokenizer
 
-ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 WINDOW = (0.1, 0.9)
 
@@ -205,8 +206,6 @@ def main() -> None:
         CONTESTANTS[options.contestant](config, clock)
         options.json.write_text(json.dumps(clock.rate()))
         return
-    from steps import ratio, show, write  # not by the contestants: their engines import this module
-
     rates: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or quickstart.ensure(Path(folder) / "models")
@@ -240,15 +239,12 @@ def parse() -> argparse.Namespace:
 
 def settings(options: argparse.Namespace, model: Path, folder: Path) -> Config:
     """The quickstart's, with a batch of all groups."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return load_config(
         QUICKSTART,
         [
             f"run_dir={folder}",
             f"model={model.resolve()}",
-            f"master.address=tcp://127.0.0.1:{port}",
+            f"master.address=tcp://127.0.0.1:{free_port()}",
             f"batch_size={options.groups}",
             "steps=1",
             "max_staleness=0",

@@ -46,12 +46,9 @@ class Run:
 def run(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> Run:
     """A whole run of the quickstart's configuration, changed, below `folder`, of which only the numbers are kept. A run
     that fails ends the benchmark."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [
         sys.executable, str(ROOT / "run.py"), f"run_dir={folder}", f"name={name}", f"model={model.resolve()}",
-        f"master.address=tcp://127.0.0.1:{port}", *overrides,
+        f"master.address=tcp://127.0.0.1:{free_port()}", *overrides,
     ]  # fmt: skip
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -62,3 +59,9 @@ def run(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> Run:
     steps = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(folder / name)
     return Run(summary, steps)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,18 +1,9 @@
 import json
-from pathlib import Path
 
-import pytest
-
-
-@pytest.fixture
-def vs_trl(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    import vs_trl
-
-    return vs_trl
+import vs_trl
 
 
-def test_of_trl_the_steps_after_the_first_count_and_what_was_never_trained_on_is_unused(vs_trl, tmp_path):
+def test_of_trl_the_steps_after_the_first_count_and_what_was_never_trained_on_is_unused(tmp_path):
     keys = ("time", "samples_generated", "tokens_generated", "samples_trained", "tokens_trained")
     totals = [(9, 900, 9, 100, 1), (10, 1000, 1000, 200, 100), (12, 1200, 9000, 300, 2100)]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(dict(zip(keys, t, strict=True))) + "\n" for t in totals))

@@ -25,46 +25,39 @@ import argparse
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from results import ratio, show, write
+from runs import FILLING, ROOT, Run, free_port, run
 
 from areal import quickstart
-from areal.config import load_config
 
-ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 SYNCHRONOUS = ("generate", "colocate", "colocate-1")
 ASYNCHRONOUS = {"async": "fastest", "async-unbiased": "no_length_bias"}
 OURS = "ours"
-# Steps before this share of a run fill the pipeline: they say nothing of its throughput.
-FILLING = 0.4
 RUN_SECONDS = 3600
 COLUMNS = ("samples_per_second", "unused_share", "generated_length", "trained_length", "accuracy_after")
 
 
-def run(mode: str, seed: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(mode: str, seed: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What `COLUMNS` name, of one run."""
     print(f"{mode}, seed {seed}", file=sys.stderr)
-    folder.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     if mode == OURS:
-        settings = [f"run_dir={folder}", "name=run", f"model={options.model.resolve()}", f"seed={seed}"]
-        settings += [f"steps={options.steps}", f"data.eval_size={options.eval_size}"]
-        start([ROOT / "run.py", "--config", QUICKSTART, *settings, f"master.address=tcp://127.0.0.1:{port}"])
-        return ours(folder / "run")
-    settings = ["--model", options.model.resolve(), "--steps", options.steps, "--eval-size", options.eval_size]
-    start([Path(__file__).with_name("trl_runs.py"), mode, *settings, "--seed", seed, "--port", port, "--out", folder])
-    return trls(folder)
+        settings = [f"seed={seed}", f"steps={options.steps}", f"data.eval_size={options.eval_size}"]
+        return ours(run(options.model, folder, mode, settings))
+    out = folder / f"{mode}-{seed}"
+    out.mkdir()
+    start(
+        [Path(__file__).with_name("trl_runs.py"), mode, "--model", options.model.resolve(), "--steps", options.steps]
+        + ["--eval-size", options.eval_size, "--seed", seed, "--port", free_port(), "--out", out]
+    )
+    return trls(out)
 
 
 def start(arguments: Sequence[Any]) -> None:
@@ -77,20 +70,14 @@ def start(arguments: Sequence[Any]) -> None:
         sys.exit(f"{' '.join(command)} failed:\n{log.stdout[-3000:]}")
 
 
-def ours(folder: Path) -> dict[str, Any]:
-    """Every group is trained or discarded: there is no third way for a token."""
-    summary = json.loads((folder / "summary.json").read_text())
-    steps = records(folder / "metrics.jsonl")
-    steady = steps[int(len(steps) * FILLING) :]
-    size = load_config(QUICKSTART).group_size
-    trained, discarded = sum(step["groups_trained"] for step in steps), sum(summary["groups_discarded"].values())
-    length = fmean(step["completion_tokens_mean"] for step in steady)
+def ours(done: Run) -> dict[str, Any]:
+    length = done.mean("completion_tokens_mean")
     return {
-        "samples_per_second": size * sum(s["groups_trained"] for s in steady) / sum(s["step_seconds"] for s in steady),
-        "unused_share": discarded / (trained + discarded),
-        "generated_length": None if discarded else length,
+        "samples_per_second": done.samples_per_second,
+        "unused_share": done.summary["tokens_untrained_share"],
+        "generated_length": None if done.summary["tokens_discarded"] else length,
         "trained_length": length,
-        "accuracy_after": summary.get("accuracy_after"),
+        "accuracy_after": done.summary["accuracy_after"],
     }
 
 
@@ -116,7 +103,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     for seed in range(options.rounds):
         for mode in modes:
-            found[mode].append(run(mode, seed, options, folder / f"{mode}-{seed}"))
+            found[mode].append(measure(mode, seed, options, folder))
     speeds = {mode: [one["samples_per_second"] for one in runs] for mode, runs in found.items()}
     ratios = {mode: ratio(speeds[OURS], speeds[mode]) for mode in modes}
     best = max(SYNCHRONOUS, key=lambda mode: median(speeds[mode]))
