@@ -3,9 +3,9 @@
     python tests/benchmarks/staleness_ablation.py --json ablation.json
 
 Each cell is a whole run of `run.py`: same model, task and steps, with as much run-ahead as `max_staleness` (eta)
-allows. Accuracy is that of the last version, over several seeds; these runs may share the machine (`--jobs`), which
-changes how long they take and nothing else: with `run_ahead=max` staleness sits at eta. Throughput comes from shorter
-runs that have the machine to themselves.
+allows. Accuracy is that of the last version, over several seeds. These runs share the machine (`--jobs`): a trainer
+that has half a core is slower than its generator, so that staleness comes to sit at eta. The table says if it did.
+Throughput comes from shorter runs that have the machine to themselves.
 
 The file is written after every run, and a run that is in it already is not made again: a benchmark that was stopped
 goes on with the same command.
