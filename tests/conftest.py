@@ -13,6 +13,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from areal.engines.amx import avoid_broken_amx
+
 # A busy machine is no failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -23,6 +25,11 @@ ROOT = Path(__file__).parent.parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=0, help="kill this many processes of the whole quickstart")
     parser.addoption("--chaos-seed", type=int, help="what is killed when (default: something else each time)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A process that has computed in fp32 can be kept from a broken AMX no more, and here one does fp32 and bf16.
+    avoid_broken_amx()
 
 
 @pytest.fixture(scope="session")

@@ -349,8 +349,8 @@ def test_the_master_may_die_at_any_point_of_an_abandoned_evaluation() -> None:
 def test_every_handler_of_every_actor_has_fail_points() -> None:
     actors = {"master": Master, "trainer": Trainer, "generator": Generator, "reward": Reward}
     actors |= {"rollout_manager": RolloutManager, "evaluator": Evaluator}
-    # What no actor asks of another in a run: the monitor's and the other ranks' questions.
-    outsiders = {"ask_status", "ask_config"}
+    # What no actor asks of another there: the monitor's and the other ranks' questions, and files, which all see.
+    outsiders = {"ask_status", "ask_config", "fetch_weights"}
     for role, actor in actors.items():
         methods = [method for _, method in inspect.getmembers(actor) if hasattr(method, "handled_kind")]
         kinds = {method.handled_kind.kind for method in methods} - outsiders
