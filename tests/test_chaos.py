@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -160,7 +161,7 @@ def test_a_run_goes_on_after_it_lost_its_generators_was_stopped_and_lost_its_mac
     run, small, free_port, chaos, tmp_path
 ):
     folder = tmp_path / "runs" / "test"
-    started = run("--config", CONFIG, *small, "steps=100000", "master.lease_seconds=5")
+    started = run("--config", CONFIG, *small, "steps=100000")
     lose_generators(started, folder)
     for end in chaos.sample([stop, lose_machine], 2):
         after_steps(started, folder, chaos.randint(2, 5))
@@ -169,8 +170,7 @@ def test_a_run_goes_on_after_it_lost_its_generators_was_stopped_and_lost_its_mac
         end(started)
         assert not processes_mentioning(f"tcp://127.0.0.1:{free_port}")
         last = steps_done(folder) + 15
-        changes = ["generator.count=1", "master.lease_seconds=10", f"steps={last}"]
-        started = run("--resume", str(folder), *changes)
+        started = run("--resume", str(folder), "generator.count=1", f"steps={last}")
     check_finished(started, folder, SECONDS_OF_A_SMALL_RUN)
 
     again = run("--resume", str(folder))
@@ -185,7 +185,8 @@ def lose_generators(run: Run, folder: Path) -> None:
         next(p for p in of_role(run, "generator") if f"--index {index} " in p.command) for index in (0, 1)
     )
     os.kill(stopped.pid, signal.SIGSTOP)
-    wait_for(run, lambda: "silent for" in log_of(folder, "master-0"))
+    fenced = re.compile(r'"generator/0#\w+", "reason": "silent for')
+    wait_for(run, lambda: fenced.search(log_of(folder, "master-0")))
     os.kill(stopped.pid, signal.SIGCONT)
     wait_for(run, lambda: "generator/0 exited with 3" in run.output)
     os.kill(leaving.pid, signal.SIGTERM)

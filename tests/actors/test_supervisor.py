@@ -234,7 +234,7 @@ async def test_a_child_with_a_very_long_line_is_heard(stage):
 async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_path):
     play = whole()
     running = asyncio.create_task(play.supervisor.run_everything(config, ["--config", "FILE"]))
-    await until(lambda: len(play.starts("rollout_manager")) == 1)
+    await until(lambda: all(map(play.starts, ("trainer", "generator", "rollout_manager"))))
     assert play.starts("generator") == [f"--index 0 --master {config.master.address}"]
     (tmp_path / "end").write_text("0")
     assert (await running).ok
