@@ -96,6 +96,12 @@ class Stage:
     def pid(self, role: str) -> int:
         return next(child.process.pid for child in self.supervisor.children if child.role == role)
 
+    def everybody_has_started(self) -> bool:
+        return all(map(self.starts, ("master", "trainer", "generator", "reward", "rollout_manager")))
+
+    def everybody_is_up(self) -> bool:
+        return self.everybody_has_started() and all(child.tail for child in self.supervisor.children[1:])
+
     @property
     def output(self) -> str:
         return self.printed.getvalue()
@@ -234,7 +240,7 @@ async def test_a_child_with_a_very_long_line_is_heard(stage):
 async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_path):
     play = whole()
     running = asyncio.create_task(play.supervisor.run_everything(config, ["--config", "FILE"]))
-    await until(lambda: all(map(play.starts, ("trainer", "generator", "rollout_manager"))))
+    await until(play.everybody_has_started)
     assert play.starts("generator") == [f"--index 0 --master {config.master.address}"]
     (tmp_path / "end").write_text("0")
     assert (await running).ok
@@ -256,7 +262,7 @@ async def test_a_master_that_dies_goes_on_with_its_journal(whole, config, tmp_pa
     dies = f"import threading\nif start == 2: {death}\n"
     play = whole(master=dies)
     running = asyncio.create_task(play.supervisor.run_everything(config, ["--config", "FILE", "steps=2"]))
-    await until(lambda: len(play.starts("rollout_manager")) == 1)
+    await until(play.everybody_has_started)
     os.kill(play.pid("master"), signal.SIGKILL)
     await until(lambda: len(play.starts("master")) == 3)
     (tmp_path / "end").write_text("0")
@@ -278,7 +284,7 @@ async def test_a_master_that_died_before_it_had_a_journal_starts_as_before(whole
 async def test_a_master_that_died_after_the_summary_has_ended_the_run(whole, config, tmp_path):
     play = whole()
     running = asyncio.create_task(play.supervisor.run_everything(config, []))
-    await until(lambda: len(play.starts("rollout_manager")) == 1)
+    await until(play.everybody_has_started)
     (tmp_path / "run" / "summary.json").write_text(json.dumps({"ok": True, "reason": "the run reached its end"}))
     os.kill(play.pid("generator"), signal.SIGKILL)
     os.kill(play.pid("master"), signal.SIGKILL)
@@ -290,8 +296,7 @@ async def test_a_master_that_died_after_the_summary_has_ended_the_run(whole, con
 async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, config, tmp_path):
     play = whole()
     running = asyncio.create_task(play.supervisor.run_everything(config, []))
-    await until(lambda: len(play.starts("rollout_manager")) == 1 and len(play.starts("generator")) == 1)
-    await until(lambda: all(child.tail for child in play.supervisor.children[1:]))
+    await until(play.everybody_is_up)
     os.kill(play.pid("generator"), signal.SIGTERM)
     await until(lambda: "generator/0 has left and is not started again" in play.output)
     (tmp_path / "end").write_text("0")
@@ -307,7 +312,7 @@ async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_p
     hears = "print('up', flush=True)\nwait_for(Path('stopped'))\nprint('heard')"
     play = whole(trainer=slow, reward=hears)
     running = asyncio.create_task(play.supervisor.run_everything(config, []))
-    await until(lambda: len(play.supervisor.children) == 5 and all(c.tail for c in play.supervisor.children[1:]))
+    await until(play.everybody_is_up)
     play.supervisor.interrupt(signal.SIGTERM)
     assert not (await running).ok
     assert (tmp_path / "stopped").read_text().splitlines() == ["master", "trainer"]
