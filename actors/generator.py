@@ -156,8 +156,7 @@ class Generator(Actor):
         return self.state == "draining" or name in self._leaving
 
     def _is_behind(self) -> bool:
-        wanted = self._wanted()
-        return (wanted.lineage, wanted.version) > self._loaded_policy()
+        return self._wanted().identity > self._loaded_policy()
 
     def _loaded_policy(self) -> tuple[int, int]:
         # Version 0 is the run's model in every lineage.
@@ -167,7 +166,7 @@ class Generator(Actor):
         """The newest policy that this generator may load. One it holds is for nothing once it is beyond that: there is
         no way back for the sequences that run."""
         me = self.directory.get(self.bus.identity.name)
-        if me is None or me.held is None or (me.held.lineage, me.held.version) < self._loaded_policy():
+        if me is None or me.held is None or me.held.identity < self._loaded_policy():
             return self.policy
         return me.held
 

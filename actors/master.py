@@ -295,7 +295,7 @@ class Master(HandlesRequests):
         """Healthy members that the run waits for. One that is still starting is given its time."""
         if not self._evaluated(0) or self.ledger.version == self.config.steps:
             roles = {"evaluator", "generator", "reward", "trainer"}
-        elif self.state.policy.version < self.ledger.version:
+        elif self.state.unpublished:
             roles = {"trainer"}
         elif self.ledger.waiting:
             roles = {"rollout_manager", "generator", "reward"}
@@ -569,7 +569,7 @@ class Master(HandlesRequests):
         self._trainer(request, commit.lineage)
         if commit.version <= self.ledger.version:
             return Done()
-        if self.state.policy.version < self.ledger.version:
+        if self.state.unpublished:
             raise RefusedError(f"version {self.ledger.version} is not published, and {commit.version} is committed")
         record = self.ledger.commit(commit.version - 1)
         metrics = self._metrics(commit, record)
@@ -619,7 +619,7 @@ class Master(HandlesRequests):
         policy: Policy = request.message.policy
         self._trainer(request, policy.lineage)
         before = self.state.policy
-        if (policy.lineage, policy.version) <= (before.lineage, before.version):
+        if policy.identity <= before.identity:
             return Done()
         if policy.version != self.ledger.version:
             raise RefusedError(f"version {policy.version} is published, but the run is at {self.ledger.version}")
@@ -771,8 +771,8 @@ class Master(HandlesRequests):
         if self.ledger.version == self.config.steps:
             return "everyone waits for the last checkpoint and evaluation"
         if waiting := self.ledger.waiting:
-            late = self.state.policy.version < self.ledger.version
-            return f"the trainer waits: {waiting}{', and has its last version to publish' if late else ''}"
+            late = ", and has its last version to publish" if self.state.unpublished else ""
+            return f"the trainer waits: {waiting}{late}"
         if not self._free():
             return f"the rollout managers wait for the trainer, which is {self._activity('trainer')}"
         return "nobody waits"

@@ -77,6 +77,11 @@ class RunState:
         """The generator that stays at a version until it is evaluated."""
         return next((member for member in self.members.values() if member.held is not None), None)
 
+    @property
+    def unpublished(self) -> bool:
+        """The last committed version is not published yet."""
+        return self.policy.version < self.ledger.version
+
     def compact_if_due(self) -> None:
         """Replace a long journal by what it has led to."""
         if self.journal.size >= COMPACT_EVENTS:

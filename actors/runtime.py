@@ -362,7 +362,7 @@ class Actor(HandlesRequests):
 
     def _follow(self, policy: Policy) -> None:
         # An event that was overtaken must not lead back.
-        if self.policy is None or (policy.lineage, policy.version) > (self.policy.lineage, self.policy.version):
+        if self.policy is None or policy.identity > self.policy.identity:
             self.policy = policy
 
     def _know(self, changed: dict[str, Member], gone: Sequence[str]) -> None:

@@ -278,7 +278,7 @@ class Trainer(Actor):
         if manifest is None:
             return policy
         if self.config.weights.transport == "stream":
-            self._weight_server.offer((policy.lineage, policy.version), Holding(folder, manifest))
+            self._weight_server.offer(policy.identity, Holding(folder, manifest))
         return policy.model_copy(update={"stamp": manifest.stamp})
 
     def _policy(self) -> Policy:

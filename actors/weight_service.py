@@ -133,7 +133,7 @@ class WeightFetcher(WeightServer):
         return self._config.transport == "stream"
 
     async def _pull(self, policy: Policy) -> Path:
-        version = (policy.lineage, policy.version)
+        version = policy.identity
         folder = self._place(version)
         if version in self._holdings:
             return folder
@@ -146,7 +146,7 @@ class WeightFetcher(WeightServer):
         return folder
 
     async def _pull_into(self, partial: Path, policy: Policy) -> None:
-        version = (policy.lineage, policy.version)
+        version = policy.identity
         base = max(self._holdings, default=None) if self._config.delta else None
         while version not in self._holdings or not self._holdings[version].complete:
             now = asyncio.get_running_loop().time()
@@ -156,13 +156,12 @@ class WeightFetcher(WeightServer):
             try:
                 await self._receive(addresses[source] if source is not None else self._trainer(), partial, policy, base)
             except (BusError, TornWeights, TimeoutError) as error:
-                sender = "the trainer" if source is None else f"generator {source}"
                 log.warning(
                     "weights did not arrive", version=policy.version, sender=sender, error=str(error) or "stalled"
                 )
                 if isinstance(error, TornWeights):
                     base = None  # it may be this one that is torn
-                overtaken = (self._generator.policy.lineage, self._generator.policy.version) > version
+                overtaken = self._generator.policy.identity > version
                 if not (overtaken and isinstance(error, RefusedError)):  # else the sender has just gone on
                     self._sources.failed(source, now)
                 if overtaken:
@@ -173,7 +172,7 @@ class WeightFetcher(WeightServer):
 
     async def _receive(self, address: str, partial: Path, policy: Policy, base: Version | None) -> None:
         """What is still missing. Raises BusError, TornWeights, and TimeoutError where the sender stalls."""
-        version = (policy.lineage, policy.version)
+        version = policy.identity
         holding = self._holdings.get(version)
         ask = FetchWeights(
             lineage=policy.lineage, version=policy.version, first=holding.ready if holding else 0, base=base

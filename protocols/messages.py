@@ -111,6 +111,10 @@ class Policy(Part):
     folder: str
     stamp: Name = ""
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        return self.lineage, self.version
+
 
 class Member(Part):
     """An actor as the directory lists it. `identity` is role/index#incarnation. A generator with `held` loads nothing

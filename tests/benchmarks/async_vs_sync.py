@@ -25,6 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from results import ratio
 from rich.console import Console
 from rich.table import Table
 from runs import run
@@ -153,7 +154,7 @@ class Benchmark:
         if not seeds:
             return None
         sync, concurrent = ([by_mode[mode][seed] for seed in seeds] for mode in ("sync", "async"))
-        ratios = [a["samples_per_second"] / s["samples_per_second"] for a, s in zip(concurrent, sync, strict=True)]
+        faster_by, spread = ratio(*([r["samples_per_second"] for r in runs] for runs in (concurrent, sync)))
         both = sync + concurrent
         return cell | {
             "tail": max(r["tokens_max"] for r in both) / statistics.fmean(r["tokens_mean"] for r in both),
@@ -161,8 +162,8 @@ class Benchmark:
             "async_setting": f"{concurrent[0]['generation']} / {concurrent[0]['training']}",
             "sync": statistics.median(r["samples_per_second"] for r in sync),
             "async": statistics.median(r["samples_per_second"] for r in concurrent),
-            "ratio": statistics.median(ratios),
-            "spread": [min(ratios), max(ratios)],
+            "ratio": faster_by,
+            "spread": spread,
             "sync_accuracy": statistics.fmean(r["accuracy"] for r in sync),
             "async_accuracy": statistics.fmean(r["accuracy"] for r in concurrent),
             "trainer_waits": statistics.median(r["trainer_waits"] for r in concurrent),

@@ -27,14 +27,13 @@ from statistics import median
 from typing import Any
 
 from results import ratio, show, write
-from runs import ROOT, free_port
+from runs import QUICKSTART, ROOT, free_port
 
 from areal import quickstart
 from areal.config import Config, load_config
 from areal.data import encode_prompt, open_source
 from areal.tokens import load_tokenizer
 
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 WINDOW = (0.1, 0.9)
 
 Finished = Callable[[int, int], None]

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from results import ratio
 from rich.console import Console
 from rich.table import Table
 from runs import run
@@ -75,10 +76,10 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     the greatest. `with` and `without`: medians of all that was measured."""
     kinds = {True: "with", False: "without"}
     of = {kind: [run for run in runs if run["interrupt"] is on] for on, kind in kinds.items()}
-    ratios = [a["samples_per_second"] / b["samples_per_second"] for a, b in zip(of["with"], of["without"], strict=True)]
+    on_over_off, spread = ratio(*([run["samples_per_second"] for run in of[kind]] for kind in ("with", "without")))
     names = [name for name in runs[0] if name not in ("pair", "interrupt")]
     medians = {kind: {name: median(run[name] for run in found) for name in names} for kind, found in of.items()}
-    return {"ratio": median(ratios), "spread": [min(ratios), max(ratios)], **medians}
+    return {"ratio": on_over_off, "spread": spread, **medians}
 
 
 def table(results: dict[str, Any]) -> Table:

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 
-def ratio(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, list[float]]:
-    """Median over the rounds of slow / fast, and the least and the greatest."""
-    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+def ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, list[float]]:
+    """Median over the rounds of above / below, and the least and the greatest."""
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
     return median(ratios), [min(ratios), max(ratios)]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 # Steps before this share of a run fill the pipeline: they say nothing of its throughput.
 FILLING = 0.4
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from runs import QUICKSTART
 
 from areal import addition, quickstart
 from areal.config import TrainerConfig, load_config
 from areal.engines.training import TrainingEngine
 from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 16, 8, 210
 VERSION = 3
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import structlog
+from results import ratio, show, write
 from safetensors.numpy import save_file
 
 from actors.weight_service import WeightFetcher, WeightServer
@@ -232,8 +233,6 @@ async def measure(name: str, options: argparse.Namespace, disk: Path) -> list[di
 
 
 def compare(options: argparse.Namespace) -> None:
-    from steps import ratio, show, write  # with torch, which a receiver needs not
-
     with tempfile.TemporaryDirectory() as disk:
         found = [case for name in options.sizes for case in asyncio.run(measure(name, options, Path(disk)))]
     shares = sent_shares()
