@@ -79,8 +79,9 @@ def equal(gold: str, given: str) -> bool:
     left, right = _parsed(gold, real), _parsed(given, real)
     if not (isinstance(left, Expr) and isinstance(right, Expr)):
         return verify(left, right, timeout_seconds=None)
-    if (step := max(math_values.step(gold), math_values.step(given))) > 0:
-        return bool(abs(left - right).evalf(DIGITS) < step)
+    for decimal, value, step in (left, right, math_values.step(gold)), (right, left, math_values.step(given)):
+        if step:
+            return math_values.approximates(decimal, value.evalf(DIGITS), step)
     return _same_everywhere(left, right)
 
 

@@ -83,7 +83,9 @@ def _gold(answer: str) -> tuple[str | None, Value]:
         raise UnreadableAnswer(f"the row's answer {text[:100]!r} cannot be compared with: {error}") from error
     expressions = list(math_values.leaves(value))
     if expressions and not computer_algebra.limited(lambda: all(map(computer_algebra.readable, expressions))):
-        raise UnreadableAnswer(f"the row's answer {text!r} cannot be compared with: its LaTeX is not understood")
+        raise UnreadableAnswer(
+            f"the row's answer {text!r} cannot be compared with: its LaTeX is not understood, or too hard"
+        )
     return math_values.choice(text) if math_values.is_choice(text) else None, value
 
 

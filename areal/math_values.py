@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from math import factorial
+from typing import Any
 
 # A final answer is short.
 MAX_CHARACTERS = 300
@@ -93,7 +94,9 @@ _MEMBER = re.compile(r"\s*(?:[a-zA-Z]|\\[a-zA-Z]+)\s*\\in(?![a-zA-Z])")
 _RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|lt|gt|in|notin)(?![a-zA-Z])")
 _EQUALS = re.compile(r"(?<![<>!:])=")
 _MATRIX = re.compile(r"\(?\s*\\begin\{([pb]?)matrix\}(.*)\\end\{\1matrix\}\s*\)?")
-_CHOICE = re.compile(r"(?:(?:option|choice)\s+)?\(?\s*([A-J])\s*(?:[.:)]|$)", re.IGNORECASE)
+_CHOICE = re.compile(
+    r"(?:(?:option|choice)\s+)?\(?\s*([A-J])\s*(?:[.:)]|$)(?!.*(?:\([A-J]\)|\b(?:and|or)\s+[A-J]\b))", re.IGNORECASE
+)
 _CLOCK = re.compile(r"\d:\d\d\s*[ap]\.?\s?m", re.IGNORECASE)
 _ELLIPSIS = re.compile(r"\\[lcv]?dots|\.\.\.|…")
 
@@ -235,13 +238,23 @@ def leaves(value: Value) -> Iterator[str]:
 def _same_number(gold: Number, given: Number) -> bool:
     if not _same_unit(gold, given):
         return False
-    step = max(gold.step, given.step)
-    differences = [abs(gold.value - given.value)]
+    factors = [Fraction(1)]
     if gold.percent != given.percent:
         # `50%` is said for 50 and for 0.5 alike.
-        factor = Fraction(100) if gold.percent else Fraction(1, 100)
-        differences.append(abs(gold.value - given.value * factor))
-    return any(difference == 0 or difference < step for difference in differences)
+        factors.append(Fraction(100) if gold.percent else Fraction(1, 100))
+    return any(_agree(gold.value, gold.step, given.value * factor, given.step * factor) for factor in factors)
+
+
+def _agree(gold: Fraction, gold_step: Fraction, given: Fraction, given_step: Fraction) -> bool:
+    return gold == given or (
+        approximates(gold, given, gold_step) if gold_step > given_step else approximates(given, gold, given_step)
+    )
+
+
+def approximates(decimal: Any, value: Any, step: Any) -> bool:
+    """Whether the decimal, with one unit `step` in its last place, is what the value rounds to or is cut off to."""
+    beyond = abs(value) - abs(decimal)
+    return bool(decimal * value > 0 and -step / 2 <= beyond < step)
 
 
 def _same_unit(gold: Number | Expression, given: Number | Expression) -> bool:

@@ -262,7 +262,6 @@ n=2, 3, 4 ~ \boxed{n=1, 2, 3}
 \frac{1}{2^{99}} ~ \boxed{\frac{1}{2^{98}}}
 \frac{2^{2005}+1}{3 \cdot 2^{2006}} ~ \boxed{\frac{1}{3 \cdot 2^{2006}}}
 1 - \frac{1}{\mathrm{e}} ~ \boxed{1 + \frac{1}{\mathrm{e}}}
-F_n = \sum_{k=0}^{n-1} F_k F_{n-k-1} ~ \boxed{F_n = \sum_{k=0}^{n-2} F_k F_{n-k-2}}
 3x-1y+13=0 ~ \boxed{3x + 4y + 14=0}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} ~ \boxed{\begin{pmatrix}1&2\\3&5\end{pmatrix}}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} ~ \boxed{\begin{pmatrix}1&2&3&4\end{pmatrix}}
@@ -358,13 +357,9 @@ def test_another_answer_scores_zero(score, gold, completion):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("gold", ["18", "x^2+1"])
-def test_a_hostile_completion_scores_zero(score, name, gold):
-    assert score(HOSTILE[name], gold) == 0.0
-
-
-def test_an_answer_that_is_too_hard_is_right_where_it_is_the_gold_one_to_the_letter(score):
-    assert score("\\boxed{9^{9^{9^{9}}}+x}", "9^{9^{9^{9}}}+x") == 1.0
+def test_a_hostile_completion_scores_zero(score, name, monkeypatch):
+    monkeypatch.setattr(computer_algebra, "CPU_SECONDS", 0.1)
+    assert score(HOSTILE[name], "18") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -394,7 +389,9 @@ def test_the_final_answer_is_found(completion, answer):
     assert math_answers.final_answer(completion) == answer
 
 
-@pytest.mark.parametrize("gold", ["", "\\boxed{", "\\frac{1}{", "1" * 1000, "x^2 +* 3", "(" * 200 + "1" + ")" * 200])
+@pytest.mark.parametrize(
+    "gold", ["", "\\boxed{", "\\frac{1}{", "1" * 1000, "x^2 +* 3", "9^{9^{9^{9}}}+x", "(" * 200 + "1" + ")" * 200]
+)
 def test_a_row_whose_answer_is_not_understood_is_an_error_whatever_the_completion(score, gold):
     for completion in ("\\boxed{18}", "I do not know", gold):
         with pytest.raises(RewardError, match="the row's answer .* cannot be compared with"):
@@ -440,6 +437,7 @@ def test_it_works_in_any_thread(score):
     ids=["never ends", "takes all memory", "crashes", "raises", "leaves"],
 )
 def test_a_question_that_ends_badly_has_no_answer_and_leaves_no_process(question, monkeypatch):
+    monkeypatch.setattr(computer_algebra, "CPU_SECONDS", 0.1)
     children, fork = [], os.fork
     monkeypatch.setattr(os, "fork", lambda: children.append(fork()) or children[-1])
     assert computer_algebra.limited(question) is None
