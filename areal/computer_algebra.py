@@ -21,7 +21,7 @@ from areal.processes import die_with_parent
 if TYPE_CHECKING:
     from sympy import Basic, Expr
 
-# Of the processor, not of the clock: a busy machine does not change a score. What is equal shows within a tenth.
+# Of the processor, not of the clock: a busy machine does not change a score. What is equal shows within 0.3.
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 1 << 30
 # A child that takes this long by the clock did not get the processor: that says nothing about the answer.
@@ -47,6 +47,7 @@ EXAMPLES = (
     "(-\\infty, 5]",
 )
 
+_READY = b"ready"
 _IMAGINARY = re.compile(r"(?<!_\{)(?<![a-zA-Z\\_])i(?![a-zA-Z])|\\imath(?![a-zA-Z])")
 _INDEX = re.compile(r"_\{?i(?![a-zA-Z])")
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?!\.?\d)")
@@ -86,7 +87,10 @@ def equal(gold: str, given: str) -> bool:
 
 
 def limited(question: Callable[[], bool]) -> bool | None:
-    """The answer of the question, asked in a child process; None where it raises, or meets a limit."""
+    """The answer of the question, asked in a child process; None where it raises, or meets a limit.
+
+    Raises TimeoutError where the child does not get the processor, ChildProcessError where it cannot be limited.
+    """
     reading, writing = os.pipe()
     parent = os.getpid()
     child = os.fork()
@@ -98,7 +102,9 @@ def limited(question: Callable[[], bool]) -> bool | None:
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
         raise TimeoutError(f"comparing two answers got less than {CPU_SECONDS} s of the processor in {WALL_SECONDS} s")
-    return said == b"1" if said else None
+    if not said.startswith(_READY):
+        raise ChildProcessError("the child process that compares two answers did not start")
+    return {b"1": True, b"0": False}.get(said.removeprefix(_READY))
 
 
 def _answer(question: Callable[[], bool], pipe: int, parent: int) -> None:
@@ -114,11 +120,16 @@ def _answer(question: Callable[[], bool], pipe: int, parent: int) -> None:
             signal.setitimer(timer, seconds)
         with open("/proc/self/statm") as sizes:
             used = int(sizes.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        allowed = used + MEMORY_BYTES
+        resource.setrlimit(
+            resource.RLIMIT_AS, (allowed if most == resource.RLIM_INFINITY else min(allowed, most), most)
+        )
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
+        os.write(pipe, _READY)
         os.write(pipe, b"1" if question() else b"0")
     finally:
         os._exit(0)

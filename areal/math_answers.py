@@ -150,6 +150,7 @@ def _mathematical(text: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=4096)
 def _same(gold: Value, given: Value) -> bool:
     with contextlib.suppress(_NeedsAlgebra):
         return math_values.same(gold, given, _refuse)

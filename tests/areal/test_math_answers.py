@@ -451,3 +451,9 @@ def test_a_question_that_did_not_get_the_processor_is_a_failure_not_an_answer(mo
     monkeypatch.setattr(computer_algebra, "WALL_SECONDS", 0.05)
     with pytest.raises(TimeoutError, match="of the processor in 0.05 s"):
         computer_algebra.limited(lambda: time.sleep(60) is None)
+
+
+def test_a_child_that_cannot_be_limited_is_a_failure_not_an_answer(monkeypatch):
+    monkeypatch.setattr(computer_algebra.resource, "setrlimit", lambda *_: 1 / 0)
+    with pytest.raises(ChildProcessError, match="did not start"):
+        computer_algebra.limited(lambda: True)
