@@ -374,7 +374,7 @@ def test_a_hostile_completion_scores_zero(score, name, monkeypatch):
         ("\\boxed{3} is it.\n#### 4", "4"),
         ("#### Step 1\n\\boxed{3}", "3"),
         ("Thus, the number of residents is **73**.\n\n---\n\nFinal Answer: **73**", "73"),
-        ("The answer is $\\frac{1}{2}$, since 1 + 1 = 2.", "\\frac{1}{2}"),
+        ("The answer is $\\frac{1}{2}$, since 1 + 1 = 2.", "$\\frac{1}{2}$"),
         ("The answer is 5 apples in 2 bags.", "5"),
         ("The answer is 4. No: the answer is 5.", "5"),
         ("First 3.\nx+1", "x+1"),
