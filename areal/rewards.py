@@ -7,26 +7,15 @@ raising: a failure is never a score. The built-in ones are named in `BUILT_IN`; 
 
 from __future__ import annotations
 
-import importlib
-import logging
 import math
 import numbers
-import re
 from collections.abc import Awaitable, Callable, Mapping
-from decimal import Decimal
 from typing import Any
 
-from areal import addition, plugins, reasoning_tasks
+from areal import addition, computer_algebra, math_answers, plugins, reasoning_tasks
 from areal.config import UserError
 
 Reward = Callable[[str, str, dict[str, Any]], float | Awaitable[float]]
-
-# A final answer is short. The symbolic parser takes time that grows fast with the length of what it is given.
-MAX_ANSWER_CHARACTERS = 300
-
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
-_NUMBER_AND_UNIT = re.compile(r"\$?(-?\d[\d,]*(?:\.\d+)?)\s+[a-zA-Z]{2}")
-_LAST_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?!.*\d)", re.DOTALL)
 
 
 class RewardError(Exception):
@@ -91,23 +80,11 @@ def reasoning_gym(prompt: str, completion: str, row: Mapping[str, Any]) -> float
 
 
 def math_answer(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the completion's final answer is mathematically the row's answer, else 0.0.
-
-    The row's answer may be a whole solution. In both, the final answer stands after the last `####`, or else in the
-    last \\boxed{}, or else the end of the text is searched for it (`the answer is ...`, the last formula or number).
-
-    There is no time limit in here: an answer that takes too long to understand meets the deadline of the call, and is
-    a failure, not a 0.0.
-    """
-    gold = _answer(row)
-    gold = _marked(gold) or gold.strip()
-    marked = _marked(completion)
-    if marked is not None:
-        return float(marked != "" and _equal(gold, marked))
-    tail = completion[-MAX_ANSWER_CHARACTERS:]
-    if _number(gold) is not None and (last := _LAST_NUMBER.search(tail)) and _number(last[0]) == _number(gold):
-        return 1.0
-    return float(_same_expression(gold, tail))
+    """1.0 if the completion's final answer is mathematically the row's answer, else 0.0: `areal.math_answers`."""
+    try:
+        return math_answers.score(_answer(row), completion)
+    except math_answers.UnreadableAnswer as error:
+        raise RewardError(str(error)) from error
 
 
 def _answer(row: Mapping[str, Any]) -> str:
@@ -116,63 +93,13 @@ def _answer(row: Mapping[str, Any]) -> str:
     return str(row["answer"]).strip()
 
 
-def _marked(text: str) -> str | None:
-    """What the text marks as its final answer; None where it marks nothing."""
-    if "####" in text:
-        line = text.rpartition("####")[2].strip().partition("\n")[0]
-        counted = _NUMBER_AND_UNIT.match(line)
-        return counted[1] if counted else line.strip()
-    _, boxed, tail = text.rpartition("\\boxed{")
-    if not boxed:
-        return None
-    depth = 1
-    for position, character in enumerate(tail):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return tail[:position].strip()
-    return ""
-
-
-def _equal(gold: str, answer: str) -> bool:
-    if answer == gold:
-        return True
-    if len(answer) > MAX_ANSWER_CHARACTERS:
-        return False
-    wanted, given = _number(gold), _number(answer)
-    if wanted is not None and given is not None:
-        return wanted == given
-    return _same_expression(f"\\boxed{{{gold}}}", f"\\boxed{{{answer}}}")
-
-
-def _number(text: str) -> Decimal | None:
-    """The value of a decimal numeral, dollar signs, digit commas and a final full stop apart."""
-    bare = text.strip().replace("\\$", "").strip("$ ").removesuffix(".")
-    if not bare.strip("-") or not _NUMBER.fullmatch(bare):
-        return None
-    return Decimal(bare.replace(",", ""))
-
-
-def _same_expression(gold: str, answer: str) -> bool:
-    from math_verify import parse, verify
-
-    return verify(parse(gold, parsing_timeout=None), parse(answer, parsing_timeout=None), timeout_seconds=None)
-
-
-def _warm_math() -> None:
-    importlib.import_module("math_verify")
-    for part in "parser", "grader":
-        # It warns that its own timeouts are off; the deadline of the call is the one that counts.
-        logging.getLogger(f"math_verify.{part}").setLevel(logging.ERROR)
-    _same_expression("$\\frac{1}{2}$", "$0.5$")  # builds its grammars
-
-
 def _no_warming() -> None:
     pass
 
 
 # Name: (function, what to do before its first call).
 BUILT_IN: dict[str, tuple[Reward, Callable[[], Any]]] = {
-    "math": (math_answer, _warm_math),
+    "math": (math_answer, computer_algebra.warm),
     "exact_match": (exact_match, _no_warming),
     "addition": (addition.reward, _no_warming),
     "reasoning_gym": (reasoning_gym, reasoning_tasks.load),

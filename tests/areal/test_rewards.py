@@ -8,50 +8,6 @@ from areal.config import DataConfig, UserError
 from areal.data import open_source
 from areal.rewards import BUILT_IN, RewardError, as_score, overlong_penalty, resolve
 
-GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
-
-
-@pytest.fixture(scope="module")
-def score():
-    reward = resolve("math")
-    return lambda completion, answer: reward("", completion, {"answer": answer})
-
-
-@pytest.mark.parametrize(
-    "form", ["so\n#### {}", "The answer is {}.", "thus \\boxed{{{}}}", "it is ${}$", "#### {} clips", "{}"]
-)
-def test_the_gold_answer_scores_one_and_the_next_number_zero(score, form):
-    assert score(form.format("72"), GSM8K) == 1.0
-    assert score(form.format("73"), GSM8K) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("completion", "gold"),
-    [
-        ("\\boxed{\\frac12}", "1/2"),
-        ("\\boxed{\\frac{144}{2}}", GSM8K),
-        ("\\boxed{1,234}", "1234"),
-        ("\\boxed{$72.00}", "72"),
-        ("\\boxed{x+1}", "1+x"),
-        ("\\boxed{2\\sqrt{2}}", "so it is \\boxed{\\sqrt{8}}"),
-        ("\\boxed{1}, no, \\boxed{2}", "2"),
-        ("\\boxed{\\text{east}}", "east"),
-        ("18", 18),
-    ],
-)
-def test_equal_answers_in_other_forms_score_one(score, completion, gold):
-    assert score(completion, gold) == 1.0
-
-
-@pytest.mark.parametrize("completion", ["", "\\boxed{", "\\boxed{}", "\\boxed{18, 72}", "-72", "####", "I do not know"])
-def test_what_is_no_answer_scores_zero(score, completion):
-    assert score(completion, "72") == 0.0
-
-
-def test_a_row_without_an_answer_is_an_error_not_a_score(score):
-    with pytest.raises(RewardError, match="no answer"):
-        score("1", None)
-
 
 def test_exact_match_takes_the_completion_or_its_last_line():
     reward = resolve("exact_match")
