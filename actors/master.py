@@ -21,6 +21,7 @@ from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, fir
 from areal.config import Config, UserError
 from areal.journal import Journal
 from areal.ledger import ZERO_SIGNAL, Answer, Batch, Ledger, RunEnded, StepRecord, Waiting
+from areal.rewards import mean_parts
 from areal.run_folder import RunFolder
 from protocols.errors import FencedError, RefusedError
 from protocols.messages import (
@@ -60,6 +61,7 @@ from protocols.messages import (
     PublishPolicy,
     Recovery,
     RenewLeases,
+    ScoringFailed,
     Shutdown,
     Snapshot,
     Status,
@@ -82,6 +84,10 @@ LAST_WORDS_SECONDS = 0.2
 EVENTS_OF_ONE_MASTER = 1 << 32
 # Batches' worth of filtered groups in a row, with no other group between, after which no batch is to be hoped for.
 FILTERED_LIMIT = 100
+# While no completion at all has been scored: so many failures end the run, or, so long after the first, fewer.
+UNSCORED_LIMIT = 20
+UNSCORED_SECONDS = 30.0
+UNSCORED_LEAST = 3
 ROLES = ("trainer", "generator", "reward", "rollout_manager")
 # What generators count from their start on; a step's metrics have the sums over all of them.
 COUNTERS = (
@@ -130,6 +136,9 @@ class Master(HandlesRequests):
         # Not remembered by the journal: a run that goes on, perhaps with other settings, is given another chance.
         self._filtered_in_a_row = 0
         self._held_since = 0.0
+        self._scored = False
+        self._unscored: list[float] = []  # when scoring failed
+        self._unscored_because = ""
 
     @property
     def ledger(self) -> Ledger:
@@ -257,6 +266,7 @@ class Master(HandlesRequests):
             if self.state.holder and now - self._held_since > self.config.evaluator.timeout_seconds:
                 self._abandon(f"it took more than evaluator.timeout_seconds, {self.config.evaluator.timeout_seconds:g}")
             self._changed.notify()
+            self._end_if_nothing_is_scored()
             self._remedy_stall(now - self._progressed)
 
     def _excuse(self, absent: float) -> None:
@@ -403,6 +413,7 @@ class Master(HandlesRequests):
         # The first beat that a new master hears tells nothing about the time before.
         fresh = Counter() if pulse.counters is None else counters - pulse.counters
         self._counted += fresh
+        self._scored = self._scored or beat.stats.get("samples_scored", 0.0) > 0
         if fresh["tokens_generated"] or beat.stats.get("work_done", 0.0) > pulse.stats.get("work_done", 0.0):
             self._progress()
         pulse.heard, pulse.counters, pulse.activity, pulse.stats = self._now(), counters, beat.activity, beat.stats
@@ -488,6 +499,25 @@ class Master(HandlesRequests):
         self._changed.notify()
         return Done()
 
+    @handles(ScoringFailed)
+    async def scoring_failed(self, request: Request) -> Done:
+        self._member(request)
+        self._unscored.append(self._now())
+        self._unscored_because = request.message.reason
+        self._end_if_nothing_is_scored()
+        return Done()
+
+    def _end_if_nothing_is_scored(self) -> None:
+        """A reward that only ever fails is a mistake, which nobody should have to wait for."""
+        failed = len(self._unscored)
+        if self._scored or failed < UNSCORED_LEAST:
+            return
+        if failed >= UNSCORED_LIMIT or self._now() - self._unscored[0] >= UNSCORED_SECONDS:
+            because = " ".join(self._unscored_because.split())
+            self._finish(
+                False, f"No completion could be scored, of {failed} tried: {because}. Correct the reward, start again."
+            )
+
     # --- training
 
     @handles(AskRecovery)
@@ -511,9 +541,11 @@ class Master(HandlesRequests):
         self._trainer(request)
         answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
         if answer in (Answer.ACCEPTED, Answer.FILTERED):
+            self._scored = True
             self.state.emit(
-                "rewarded", group=ready.group, mean=ready.reward_mean, tokens=ready.tokens, discarded=ready.discarded
-            )
+                "rewarded", group=ready.group, mean=ready.reward_mean, parts=ready.reward_parts, tokens=ready.tokens,
+                discarded=ready.discarded,
+            )  # fmt: skip
             self._progress()
             self._changed.notify()
             self._end_if_hopeless(answer is Answer.FILTERED)
@@ -593,6 +625,7 @@ class Master(HandlesRequests):
             "step": commit.version,
             "reward_mean": sum(rewards) / len(rewards),
             "reward_mean_all": state.score / state.scored if state.scored else None,
+            "reward_parts": mean_parts(state.reward_parts[group] for group in groups),
             "groups_filtered": sum(reason == ZERO_SIGNAL for _, reason in state.discarded),
             "staleness_mean": record.mean_staleness,
             "staleness_max": record.max_staleness,
