@@ -84,7 +84,8 @@ LAST_WORDS_SECONDS = 0.2
 EVENTS_OF_ONE_MASTER = 1 << 32
 # Batches' worth of filtered groups in a row, with no other group between, after which no batch is to be hoped for.
 FILTERED_LIMIT = 100
-# While no completion at all has been scored: so many failures end the run, or, so long after the first, fewer.
+# While no completion at all has been scored: so many failures end the run, or fewer, so long after the first. Of a few
+# that come fast, nothing follows: the first completions to end are the shortest, and often the strangest.
 UNSCORED_LIMIT = 20
 UNSCORED_SECONDS = 30.0
 UNSCORED_LEAST = 3
@@ -138,7 +139,6 @@ class Master(HandlesRequests):
         self._held_since = 0.0
         self._scored = False
         self._unscored: list[float] = []  # when scoring failed
-        self._unscored_because = ""
 
     @property
     def ledger(self) -> Ledger:
@@ -266,7 +266,6 @@ class Master(HandlesRequests):
             if self.state.holder and now - self._held_since > self.config.evaluator.timeout_seconds:
                 self._abandon(f"it took more than evaluator.timeout_seconds, {self.config.evaluator.timeout_seconds:g}")
             self._changed.notify()
-            self._end_if_nothing_is_scored()
             self._remedy_stall(now - self._progressed)
 
     def _excuse(self, absent: float) -> None:
@@ -501,22 +500,17 @@ class Master(HandlesRequests):
 
     @handles(ScoringFailed)
     async def scoring_failed(self, request: Request) -> Done:
+        """A reward that only ever fails is a mistake, which nobody should have to wait for."""
         self._member(request)
         self._unscored.append(self._now())
-        self._unscored_because = request.message.reason
-        self._end_if_nothing_is_scored()
-        return Done()
-
-    def _end_if_nothing_is_scored(self) -> None:
-        """A reward that only ever fails is a mistake, which nobody should have to wait for."""
-        failed = len(self._unscored)
-        if self._scored or failed < UNSCORED_LEAST:
-            return
-        if failed >= UNSCORED_LIMIT or self._now() - self._unscored[0] >= UNSCORED_SECONDS:
-            because = " ".join(self._unscored_because.split())
+        failed, seconds = len(self._unscored), self._now() - self._unscored[0]
+        many = failed >= UNSCORED_LIMIT or (failed >= UNSCORED_LEAST and seconds >= UNSCORED_SECONDS)
+        if many and not self._scored:
+            because = " ".join(request.message.reason.split())
             self._finish(
-                False, f"No completion could be scored, of {failed} tried: {because}. Correct the reward, start again."
+                False, f"No completion could be scored, of {failed} tried. {because} (correct it and start again)"
             )
+        return Done()
 
     # --- training
 

@@ -124,14 +124,12 @@ def gone(pid, within=5.0):
 
 
 async def test_scores_come_from_built_in_and_own_functions():
-    async with RewardPool(
-        names := ["addition", "own:echo", "own:later"], RewardConfig(functions=names, workers=2)
-    ) as pool:
+    async with pool(["addition", "own:echo", "own:later"], workers=2) as started:
         row = addition.make_row(0, 0)
         right = addition.demonstration(row, Random(0))
-        assert await score(pool, "addition", row["prompt"], right, row) == 1.0
-        assert await score(pool, "own:later", "", "", {}) == 0.25
-        many = await asyncio.gather(*(score(pool, "own:echo", "", str(i), {}) for i in range(200)))
+        assert await score(started, "addition", row["prompt"], right, row) == 1.0
+        assert await score(started, "own:later", "", "", {}) == 0.25
+        many = await asyncio.gather(*(score(started, "own:echo", "", str(i), {}) for i in range(200)))
         assert many == list(range(200))
 
 
