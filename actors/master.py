@@ -502,13 +502,16 @@ class Master(HandlesRequests):
     async def scoring_failed(self, request: Request) -> Done:
         """A reward that only ever fails is a mistake, which nobody should have to wait for."""
         self._member(request)
+        if self._scored:
+            return Done()
         self._unscored.append(self._now())
         failed, seconds = len(self._unscored), self._now() - self._unscored[0]
-        many = failed >= UNSCORED_LIMIT or (failed >= UNSCORED_LEAST and seconds >= UNSCORED_SECONDS)
-        if many and not self._scored:
+        if failed >= UNSCORED_LIMIT or (failed >= UNSCORED_LEAST and seconds >= UNSCORED_SECONDS):
             because = " ".join(request.message.reason.split())
             self._finish(
-                False, f"No completion could be scored, of {failed} tried. {because} (correct it and start again)"
+                False,
+                f"Not one completion could be scored, and {failed} have failed, the last of them by {because}. Correct "
+                f"the reward and start again.",
             )
         return Done()
 

@@ -30,7 +30,7 @@ from areal.config import RewardConfig, UserError
 from areal.reward_worker import LENGTH
 from areal.rewards import Result
 
-FailureKind = Literal["raised", "timeout", "died", "not_finite", "unknown", "quarantined"]
+FailureKind = Literal["raised", "timeout", "died", "not_finite", "unknown", "quarantined", "no_worker"]
 # Inputs whose losses are remembered: far more than there ever should be.
 SUSPECTS = 4096
 
@@ -49,7 +49,8 @@ class RewardFailed(Exception):
     """A completion that could not be scored.
 
     kind: `raised` (the reward did), `timeout`, `died` (its process did), `not_finite` (it returned no finite number),
-    `unknown` (no such reward here) or `quarantined` (it has cost too many workers, and is not tried again).
+    `unknown` (no such reward here), `quarantined` (it has cost too many workers, and is not tried again) or `no_worker`
+    (the pool is closed, or cannot start any).
     """
 
     def __init__(self, reason: str, kind: FailureKind) -> None:
@@ -157,7 +158,7 @@ class RewardPool:
         if name not in self._options:
             raise RewardFailed(f"reward {name!r} is not served here, only {', '.join(self._options)}", "unknown")
         if self._closed:
-            raise RewardFailed("the reward pool was closed", "died")
+            raise RewardFailed("the reward pool was closed", "no_worker")
         takes_tokens, deterministic = self._traits[name]
         if takes_tokens and tokens is None:
             raise RewardFailed("it takes tokens: the workflow has to call session.score(completion, tokens)", "raised")
@@ -237,7 +238,7 @@ class RewardPool:
 
     def _fail_all(self, reason: str) -> None:
         for job in self._unanswered:
-            _settle(job.answer, RewardFailed(reason, "died"))
+            _settle(job.answer, RewardFailed(reason, "no_worker"))
 
 
 class _Worker:

@@ -285,7 +285,7 @@ async def test_a_run_ends_where_no_completion_at_all_can_be_scored(config):
         await manager.ask(Leave(reason="done"))
         ending = await asyncio.wait_for(running, SECONDS)
     assert not ending.ok
-    assert ending.reason.startswith("No completion could be scored, of 20 tried. reward 'own:short': KeyError: 'x'")
+    assert "20 have failed, the last of them by reward 'own:short': KeyError: 'x'. Correct" in ending.reason
 
 
 async def test_a_reward_that_hangs_needs_fewer_failures_to_end_the_run_but_some_time(config, monkeypatch):

@@ -283,7 +283,7 @@ async def test_jobs_fail_while_no_worker_can_be_started_again(own_module):
         own_module.write_text("raise ValueError('edited')")
         assert (await failure(pool, "own:leaves"))[0] == "died"
         kind, reason = await failure(pool, "own:echo", "1")
-        assert kind == "died"
+        assert kind == "no_worker"
         assert "ValueError: edited" in reason
         own_module.write_text(OWN)
         assert await score(pool, "own:echo", "", "1", {}) == 1.0
@@ -297,7 +297,7 @@ async def test_closing_fails_what_is_waiting_and_leaves_no_process(tmp_path):
     with pytest.raises(RewardFailed, match="closed"):
         await hung
     assert all(gone(pid) for pid in [worker, *(tmp_path / "pids").read_text().split()])
-    assert (await failure(pool, "own:pid"))[0] == "died"
+    assert (await failure(pool, "own:pid"))[0] == "no_worker"
 
 
 def test_workers_die_with_their_parent_even_in_the_middle_of_a_job(tmp_path):
