@@ -45,16 +45,13 @@ def main() -> None:
     with asyncio.Runner() as runner:
         while (request := receive(requests)) is not None:
             name, *arguments = request
-            send(answers, answer(runner, rewards[name], *arguments))
+            send(answers, answer(runner, rewards[name], arguments))
 
 
-def answer(
-    runner: asyncio.Runner, reward: Reward, prompt: str, completion: str, row: dict[str, Any], tokens: list[int] | None
-) -> list[Any]:
+def answer(runner: asyncio.Runner, reward: Reward, arguments: list[Any]) -> list[Any]:
     """What the pool is told of one call."""
-    more = {"tokens": tokens} if reward.takes_tokens else {}
     try:
-        value = reward.function(prompt, completion, row, **more)
+        value = reward(*arguments)
         if inspect.isawaitable(value):
             value = runner.run(_awaited(value))
     except (Exception, SystemExit) as error:  # the user's function runs here and may raise anything

@@ -26,7 +26,7 @@ import math
 import numbers
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib.metadata import entry_points
@@ -37,6 +37,7 @@ from areal import addition, plugins, reasoning_tasks
 from areal.config import UserError
 
 GROUP = "areal.rewards"
+NO_OPTIONS: Mapping[str, Any] = {}
 
 # A final answer is short. The symbolic parser takes time that grows fast with the length of what it is given.
 MAX_ANSWER_CHARACTERS = 300
@@ -59,14 +60,19 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward that is ready to be called as `function(prompt, completion, row)`, with `tokens` where it takes them."""
+    """A reward that is ready to be called."""
 
     function: Callable[..., Any | Awaitable[Any]]
     takes_tokens: bool
     deterministic: bool
 
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], tokens: Sequence[int] = ()) -> Any:
+        """What it returns, or an awaitable of that."""
+        more = {"tokens": tokens} if self.takes_tokens else {}
+        return self.function(prompt, completion, row, **more)
 
-def resolve(name: str, options: Mapping[str, Any]) -> Reward:
+
+def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Reward:
     """The reward called `name`, made with `options` where it is a class. Raises UserError.
 
     What it needs is imported here, so that its first call is not slower than the others.
@@ -77,7 +83,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> Reward:
     return Reward(function, "tokens" in _parameters(function), getattr(made, "deterministic", True))
 
 
-def check(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., Any]:
     """The function or class called `name`, which can be called, or made with `options`. Raises UserError."""
     found = _find(name)
     is_class = inspect.isclass(found)

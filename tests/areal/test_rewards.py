@@ -21,17 +21,12 @@ from areal.rewards import (
     resolve,
 )
 
-
-def function(name, **options):
-    return resolve(name, options).function
-
-
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 
 
 @pytest.fixture(scope="module")
 def score():
-    reward = function("math")
+    reward = resolve("math")
     return lambda completion, answer: reward("", completion, {"answer": answer})
 
 
@@ -72,7 +67,7 @@ def test_a_row_without_an_answer_is_an_error_not_a_score(score):
 
 
 def test_exact_match_takes_the_completion_or_its_last_line():
-    reward = function("exact_match")
+    reward = resolve("exact_match")
     assert reward("", " Paris\n", {"answer": "Paris"}) == 1.0
     assert reward("", "Let me think.\nParis ", {"answer": "Paris"}) == 1.0
     assert reward("", "Paris\nLyon", {"answer": "Paris"}) == 0.0
@@ -80,13 +75,13 @@ def test_exact_match_takes_the_completion_or_its_last_line():
 
 def test_addition_scores_its_own_rows():
     row = open_source(DataConfig(source="addition", eval_size=0), seed=0).row(0)
-    assert function("addition")(row.prompt, "a1", row.fields) == 0.0
+    assert resolve("addition")(row.prompt, "a1", row.fields) == 0.0
 
 
 @pytest.mark.parametrize("task", ["leg_counting", "arc_1d", "rearc", "knights_knaves", "sudoku", "countdown"])
 def test_reasoning_gym_gives_its_own_answer_full_marks(task):
     row = open_source(DataConfig(source=f"reasoning_gym:{task}", eval_size=0), seed=0).row(3)
-    reward = function("reasoning_gym")
+    reward = resolve("reasoning_gym")
     assert reward(row.prompt, f"<answer>wrong</answer> no: <answer>\n{row.answer}\n</answer> done", row.fields) == 1.0
     assert reward(row.prompt, row.answer, row.fields) == 1.0
     assert reward(row.prompt, "<answer>nonsense</answer>", row.fields) < 1.0
@@ -95,27 +90,27 @@ def test_reasoning_gym_gives_its_own_answer_full_marks(task):
 def test_a_composite_of_tasks_is_scored_by_the_right_one():
     parts = [{"name": name, "weight": 1.0, "config": {}} for name in ("leg_counting", "gcd")]
     config = DataConfig(source="reasoning_gym:composite", options={"datasets": parts}, eval_size=0)
-    reward, source = function("reasoning_gym"), open_source(config, seed=0)
+    reward, source = resolve("reasoning_gym"), open_source(config, seed=0)
     for row in map(source.row, range(8)):
         assert reward(row.prompt, row.answer, row.fields) == 1.0
 
 
 def test_an_answer_that_its_scorer_stumbles_over_scores_zero():
     row = open_source(DataConfig(source="reasoning_gym:prime_factorization", eval_size=0), seed=0).row(0)
-    assert function("reasoning_gym")(row.prompt, "no number", row.fields) == 0.0
+    assert resolve("reasoning_gym")(row.prompt, "no number", row.fields) == 0.0
 
 
 @pytest.mark.parametrize("task", reasoning_tasks.EVALUATING)
 def test_no_scorer_runs_what_the_model_wrote(task, tmp_path):
     row = open_source(DataConfig(source=f"reasoning_gym:{task}", eval_size=0), seed=0).row(0)
     trace = tmp_path / "ran"
-    assert function("reasoning_gym")(row.prompt, f"open({str(trace)!r}, 'w')", row.fields) < 0.1
+    assert resolve("reasoning_gym")(row.prompt, f"open({str(trace)!r}, 'w')", row.fields) < 0.1
     assert not trace.exists()
 
 
 def test_reasoning_gym_needs_a_row_of_its_own():
     with pytest.raises(RewardError, match="no entry of reasoning_gym"):
-        function("reasoning_gym")("", "1", {"answer": "1"})
+        resolve("reasoning_gym")("", "1", {"answer": "1"})
 
 
 OWN = """
@@ -158,7 +153,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("where", ["own_reward_module", "rewards/json.py"])
 def test_a_reward_is_named_by_its_module_or_its_file(own, where):
-    assert function(f"{where}:short")("", "abc", {}) == 0.25
+    assert resolve(f"{where}:short")("", "abc", {}) == 0.25
     assert json.dumps({}) == "{}"  # a file hides no module of its name
 
 
@@ -168,20 +163,20 @@ def test_a_reward_is_named_by_the_entry_point_of_an_installed_package(own, monke
     about.mkdir()
     (about / "METADATA").write_text("Name: nice-rewards\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[areal.rewards]\nbrief = own_reward_module:short\n")
-    assert function("brief")("", "abc", {}) == 0.25
+    assert resolve("brief")("", "abc", {}) == 0.25
     with pytest.raises(UserError, match="name one of math, .*, brief, or your own"):
-        resolve("breif", {})
+        resolve("breif")
 
 
 def test_a_class_is_made_once_with_its_options(own):
     judge = resolve("own_reward_module:Judge", {"strict": True})
     assert (judge.takes_tokens, judge.deterministic) == (True, False)
-    assert asyncio.run(judge.function("", "", {}, tokens=[])) == 1.0
+    assert asyncio.run(judge.resolve("", "", {}, tokens=[])) == 1.0
 
 
 def test_what_a_function_takes_is_seen(own):
-    assert resolve("own_reward_module:counts", {}).takes_tokens
-    plain = resolve("own_reward_module:short", {})
+    assert resolve("own_reward_module:counts").takes_tokens
+    plain = resolve("own_reward_module:short")
     assert (plain.takes_tokens, plain.deterministic) == (False, True)
 
 
@@ -210,7 +205,7 @@ def test_a_class_that_cannot_be_made_says_why(own):
 
 
 def test_all_that_is_built_in_can_be_called():
-    assert all(callable(check(name, {})) for name in BUILT_IN)
+    assert all(callable(check(name)) for name in BUILT_IN)
 
 
 def test_a_result_is_a_score_and_those_of_its_parts():
