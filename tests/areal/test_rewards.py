@@ -171,7 +171,7 @@ def test_a_reward_is_named_by_the_entry_point_of_an_installed_package(own, monke
 def test_a_class_is_made_once_with_its_options(own):
     judge = resolve("own_reward_module:Judge", {"strict": True})
     assert (judge.takes_tokens, judge.deterministic) == (True, False)
-    assert asyncio.run(judge.resolve("", "", {}, tokens=[])) == 1.0
+    assert asyncio.run(judge("", "", {}, [])) == 1.0
 
 
 def test_what_a_function_takes_is_seen(own):
