@@ -21,6 +21,7 @@ from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, fir
 from areal.config import Config, UserError
 from areal.journal import Journal
 from areal.ledger import ZERO_SIGNAL, Answer, Batch, Ledger, RunEnded, StepRecord, Waiting
+from areal.rewards import mean_parts
 from areal.run_folder import RunFolder
 from protocols.errors import FencedError, RefusedError
 from protocols.messages import (
@@ -60,6 +61,7 @@ from protocols.messages import (
     PublishPolicy,
     Recovery,
     RenewLeases,
+    ScoringFailed,
     Shutdown,
     Snapshot,
     Status,
@@ -82,6 +84,11 @@ LAST_WORDS_SECONDS = 0.2
 EVENTS_OF_ONE_MASTER = 1 << 32
 # Batches' worth of filtered groups in a row, with no other group between, after which no batch is to be hoped for.
 FILTERED_LIMIT = 100
+# While no completion at all has been scored: so many failures end the run, or fewer, so long after the first. Of a few
+# that come fast, nothing follows: the first completions to end are the shortest, and often the strangest.
+UNSCORED_LIMIT = 20
+UNSCORED_SECONDS = 30.0
+UNSCORED_LEAST = 3
 ROLES = ("trainer", "generator", "reward", "rollout_manager")
 # What generators count from their start on; a step's metrics have the sums over all of them.
 COUNTERS = (
@@ -130,6 +137,8 @@ class Master(HandlesRequests):
         # Not remembered by the journal: a run that goes on, perhaps with other settings, is given another chance.
         self._filtered_in_a_row = 0
         self._held_since = 0.0
+        self._scored = False
+        self._unscored: list[float] = []  # when scoring failed
 
     @property
     def ledger(self) -> Ledger:
@@ -403,6 +412,7 @@ class Master(HandlesRequests):
         # The first beat that a new master hears tells nothing about the time before.
         fresh = Counter() if pulse.counters is None else counters - pulse.counters
         self._counted += fresh
+        self._scored = self._scored or beat.stats.get("samples_scored", 0.0) > 0
         if fresh["tokens_generated"] or beat.stats.get("work_done", 0.0) > pulse.stats.get("work_done", 0.0):
             self._progress()
         pulse.heard, pulse.counters, pulse.activity, pulse.stats = self._now(), counters, beat.activity, beat.stats
@@ -488,6 +498,23 @@ class Master(HandlesRequests):
         self._changed.notify()
         return Done()
 
+    @handles(ScoringFailed)
+    async def scoring_failed(self, request: Request) -> Done:
+        """A reward that only ever fails is a mistake, which nobody should have to wait for."""
+        self._member(request)
+        if self._scored:
+            return Done()
+        self._unscored.append(self._now())
+        failed, seconds = len(self._unscored), self._now() - self._unscored[0]
+        if failed >= UNSCORED_LIMIT or (failed >= UNSCORED_LEAST and seconds >= UNSCORED_SECONDS):
+            because = " ".join(request.message.reason.split())
+            self._finish(
+                False,
+                f"Not one completion could be scored, and {failed} have failed, the last of them by {because}. Correct "
+                f"the reward and start again.",
+            )
+        return Done()
+
     # --- training
 
     @handles(AskRecovery)
@@ -511,9 +538,11 @@ class Master(HandlesRequests):
         self._trainer(request)
         answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
         if answer in (Answer.ACCEPTED, Answer.FILTERED):
+            self._scored = True
             self.state.emit(
-                "rewarded", group=ready.group, mean=ready.reward_mean, tokens=ready.tokens, discarded=ready.discarded
-            )
+                "rewarded", group=ready.group, mean=ready.reward_mean, parts=ready.reward_parts, tokens=ready.tokens,
+                discarded=ready.discarded,
+            )  # fmt: skip
             self._progress()
             self._changed.notify()
             self._end_if_hopeless(answer is Answer.FILTERED)
@@ -593,6 +622,7 @@ class Master(HandlesRequests):
             "step": commit.version,
             "reward_mean": sum(rewards) / len(rewards),
             "reward_mean_all": state.score / state.scored if state.scored else None,
+            "reward_parts": mean_parts(state.reward_parts[group] for group in groups),
             "groups_filtered": sum(reason == ZERO_SIGNAL for _, reason in state.discarded),
             "staleness_mean": record.mean_staleness,
             "staleness_max": record.max_staleness,

@@ -6,10 +6,10 @@ import os
 import socket
 from pathlib import Path
 
+from areal import rewards
 from areal.config import Config, UserError
 from areal.data import open_source
 from areal.models import resolve_model, resolve_reference
-from areal.rewards import resolve
 from areal.workflows import resolve_workflow
 
 
@@ -18,8 +18,8 @@ def check(config: Config) -> None:
     check_port(config.master.address)
     if config.weights.folder is not None:
         check_folder(config.weights.folder)
-    for name in config.reward.functions:
-        resolve(name)
+    for name in config.reward.functions | config.reward.options:
+        rewards.check(name, config.reward.options.get(name, {}))
     resolve_workflow(config.rollout_manager.workflow)
     if ":" in config.trainer.objective:
         from areal.objectives import rehearse  # with torch, which only an objective of the user's own needs here

@@ -1,4 +1,4 @@
-"""The reward actor: named functions, each call with a deadline, in worker processes. Its failure is never a score."""
+"""The reward actor: named rewards, each call with a deadline, in worker processes. Its failure is never a score."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import structlog
 
 from actors.runtime import Actor, Signal, handles
 from areal.reward_pool import RewardFailed, RewardPool
-from protocols.errors import BusyError, RefusedError
+from protocols.errors import BusyError, HarmfulError, RefusedError
 from protocols.messages import Score, Scored
 from protocols.transport import Request
 
@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 class Reward(Actor):
-    """Serves the functions named on its command line, or the run's."""
+    """Serves the rewards named on its command line, or the run's."""
 
     role = "reward"
     _pool: RewardPool | None = None
@@ -36,8 +36,7 @@ class Reward(Actor):
         return self._functions or tuple(self.config.reward.functions)
 
     async def setup(self) -> None:
-        reward = self.config.reward
-        self._pool = self._make_pool(list(self.serves()), reward.workers, reward.timeout_seconds)
+        self._pool = self._make_pool(self.serves(), self.config.reward)
         await self._pool.__aenter__()
 
     async def main(self) -> None:
@@ -61,13 +60,16 @@ class Reward(Actor):
             raise BusyError("this reward actor takes no completions now")
         self._scoring += 1
         try:
-            score = await self._pool.score(asked.function, asked.prompt, asked.completion, asked.row)
+            score, parts = await self._pool.score(
+                asked.function, asked.prompt, asked.completion, asked.row, asked.tokens
+            )
         except RewardFailed as error:
             self._failed += 1
             log.warning("reward failed", function=asked.function, error=str(error))
-            raise RefusedError(str(error)) from None
+            harmful = error.kind in ("timeout", "died", "quarantined")
+            raise (HarmfulError if harmful else RefusedError)(str(error)) from None
         finally:
             self._scoring -= 1
             self._idle.notify()
         self._scored += 1
-        return Scored(score=score)
+        return Scored(score=score, parts=parts)

@@ -17,7 +17,7 @@ import structlog
 from actors.runtime import Signal
 from actors.sessions import SampleFailed, Sampler, SampleSession
 from areal.data import Row
-from areal.rewards import overlong_penalty
+from areal.rewards import mean_parts, overlong_penalty
 from areal.routing import Load, plan_moves
 from areal.trajectory import Group, Trajectory
 from protocols.errors import BusError
@@ -77,7 +77,7 @@ class RolloutManager(Sampler):
     def stats(self) -> dict[str, float]:
         if self.state == "stale":
             return {}
-        return {
+        return super().stats() | {
             "groups_running": len(self._groups),
             "samples_running": self._running,
             "samples_finished": self._samples_finished,
@@ -152,14 +152,13 @@ class RolloutManager(Sampler):
 
     async def _run_group(self, permit: Permit) -> None:
         try:
-            group, discarded = await self._sample(permit)
-            await self._store(group, discarded)
+            await self._store(*await self._sample(permit))
         except _GroupFailed as failure:
             failed = GroupFailed(group=permit.group, reason=f"{failure}"[:4096], discarded=failure.discarded)
             await self.ask_master(failed, Done)
 
-    async def _sample(self, permit: Permit) -> tuple[Group, int]:
-        """The group, and how many tokens were sampled beside it. Raises _GroupFailed."""
+    async def _sample(self, permit: Permit) -> tuple[Group, int, dict[str, float]]:
+        """The group, how many tokens were sampled beside it, and its rewards' parts. Raises _GroupFailed."""
         row = self._source.row(permit.prompt_index)
         home = await self._router.choose("generator", min_version=permit.min_version)
         start = _GroupStart(self._samples)
@@ -185,7 +184,8 @@ class RolloutManager(Sampler):
                 session.close()
             del self._sessions[permit.group]
         group = Group(permit.group, permit.prompt_index, scored)
-        return group, max(0, _sampled(sessions) - sum(int(t.sampled.sum()) for t in scored))
+        beside = max(0, _sampled(sessions) - sum(int(t.sampled.sum()) for t in scored))
+        return group, beside, mean_parts(session.reward_parts for session in sessions)
 
     async def _first_scored(self, work: list[Coroutine[Any, Any, Trajectory | SampleFailed]]) -> tuple[Trajectory, ...]:
         """The first `group_size` samples that are scored; the others are stopped. Raises SampleFailed as soon as too
@@ -227,12 +227,13 @@ class RolloutManager(Sampler):
         )
         return replace(done, reward=done.reward - penalty)
 
-    async def _store(self, group: Group, discarded: int) -> None:
+    async def _store(self, group: Group, discarded: int, reward_parts: dict[str, float]) -> None:
         """Until the trainer has it. A repeat is harmless: the group has its id."""
         request = StoreGroup(
             group=group.id,
             prompt_index=group.prompt_index,
             discarded=discarded,
+            reward_parts=reward_parts,
             trajectories=tuple(
                 TrajectoryPart(
                     tokens=t.tokens, logprobs=t.logprobs, versions=t.versions, reward=t.reward, finish=t.finish

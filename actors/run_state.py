@@ -56,6 +56,7 @@ class RunState:
         self.evaluations: dict[int, EvaluationDone] = {}
         self.not_evaluated: dict[int, str] = {}
         self.rewards: dict[str, float] = {}
+        self.reward_parts: dict[str, dict[str, float]] = {}
         # Tokens sampled for groups that have come to an end: in ready ones, in trained ones, and thrown away.
         self.tokens: dict[str, int] = {}
         self.tokens_trained = self.tokens_discarded = 0
@@ -104,8 +105,12 @@ class RunState:
                 self._drop(group_id)
 
     def _drop(self, group: str) -> None:
-        self.rewards.pop(group, None)
+        self._forget_reward(group)
         self.tokens_discarded += self.tokens.pop(group, 0)
+
+    def _forget_reward(self, group: str) -> None:
+        self.rewards.pop(group, None)
+        self.reward_parts.pop(group, None)
 
     # --- the master's events
 
@@ -124,7 +129,8 @@ class RunState:
                 self.policy = Policy.model_validate(body["policy"])
             case "rewarded":
                 self.scored, self.score = self.scored + 1, self.score + body["mean"]
-                self.rewards[body["group"]], self.tokens[body["group"]] = body["mean"], body["tokens"]
+                self.rewards[body["group"]], self.reward_parts[body["group"]] = body["mean"], body["parts"]
+                self.tokens[body["group"]] = body["tokens"]
                 self.tokens_discarded += body["discarded"]
                 if not self.ledger.group(body["group"]):  # filtered
                     self._drop(body["group"])
@@ -148,7 +154,7 @@ class RunState:
         self.last_step = body["metrics"]
         self.seconds += self.last_step["step_seconds"]
         for group in body["groups"]:
-            self.rewards.pop(group, None)
+            self._forget_reward(group)
             self.tokens_trained += self.tokens.pop(group, 0)
         self.discarded.clear()
         self.scored, self.score = 0, 0.0
@@ -185,6 +191,7 @@ class RunState:
             "evaluations": [done.model_dump() for done in self.evaluations.values()],
             "not_evaluated": list(self.not_evaluated.items()),
             "rewards": self.rewards,
+            "reward_parts": self.reward_parts,
             "tokens": self.tokens,
             "tokens_trained": self.tokens_trained,
             "tokens_discarded": self.tokens_discarded,
@@ -206,7 +213,7 @@ class RunState:
         self.not_evaluated = {version: reason for version, reason in dump["not_evaluated"]}
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
         for name in (
-            "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "scored",
-            "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
+            "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards",
+            "reward_parts", "scored", "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
         ):  # fmt: skip
             setattr(self, name, dump[name])

@@ -20,12 +20,13 @@ from actors.runtime import Actor
 from areal import routing
 from areal.config import DataConfig, SamplingConfig
 from areal.data import PromptSource, Row, open_source, prompt_text
+from areal.reward_pool import Quarantine, RewardFailed, digest
 from areal.routing import Load, fullness
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
 from areal.workflows import Generation, resolve_workflow
-from protocols.errors import BusError, RefusedError
-from protocols.messages import Generate, Member, Message, Score, Scored, TokenChunk
+from protocols.errors import BusError, HarmfulError, RefusedError
+from protocols.messages import Done, Generate, Member, Message, Score, Scored, ScoringFailed, TokenChunk
 
 # A sequence may take this long; silence is noticed far earlier, by the stream itself.
 SEQUENCE_SECONDS = 24 * 3600.0
@@ -125,7 +126,7 @@ class SampleSession:
     `home`: the generator that the group's samples share, for its prompt prefix. A place there is taken at once, and
     given back after the first completion, or by `close`. `on_start` is called with the version that sampled the first
     token. `min_version` rises to the group's start version once that is known, so that no later token is older.
-    `tokens_sampled`: all that have come, whatever became of them.
+    `tokens_sampled`: all that have come, whatever became of them. `reward_parts`: of the last score.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class SampleSession:
         self._on_start = on_start
         self.started = False
         self.tokens_sampled = 0
+        self.reward_parts: dict[str, float] = {}
         self.sequence: routing.Sequence | None = None
         self._target: Member | None = None
         self._place: Member | None = None
@@ -232,38 +234,52 @@ class SampleSession:
                 )
         raise BusError(f"{generator.identity} ended a sequence without a finish")
 
-    async def score(self, completion: str) -> float:
-        """Raises SampleFailed where a function failed on every attempt."""
-        functions = self._row.reward or self._router.actor.config.reward.functions
-        scores = [await self._score_by(function, completion) for function in functions]
-        return sum(scores) / len(scores)
+    async def score(self, completion: str, tokens: Sequence[int] | None = None) -> float:
+        """Raises SampleFailed where a reward failed on every attempt."""
+        rewards = self._row.reward or self._router.actor.config.reward.functions
+        scored = {name: await self._score_by(name, completion, tokens) for name in rewards}
+        self._router.actor.scored += 1
+        parts = {f"{name}/{part}": score for name, one in scored.items() for part, score in one.parts.items()}
+        self.reward_parts = parts | ({name: one.score for name, one in scored.items()} if len(scored) > 1 else {})
+        return sum(rewards[name] * one.score for name, one in scored.items())
 
-    async def _score_by(self, function: str, completion: str) -> float:
-        reward = self._router.actor.config.reward
+    async def _score_by(self, name: str, completion: str, tokens: Sequence[int] | None) -> Scored:
+        actor = self._router.actor
         request = Score(
-            function=function, prompt=prompt_text(self._row.prompt), completion=completion, row=self._row.fields
-        )
+            function=name, prompt=prompt_text(self._row.prompt), completion=completion, row=self._row.fields,
+            tokens=None if tokens is None else np.asarray(tokens, np.int32),
+        )  # fmt: skip
+        key = digest(name, request.prompt, completion, request.row)
         refused = lost = 0
         while True:
             try:
+                actor.quarantine.check(key)
                 async with asyncio.timeout(NO_REWARD_SECONDS):
-                    member = await self._router.choose("reward", function)
+                    member = await self._router.choose("reward", name)
+            except RewardFailed as error:
+                raise SampleFailed(f"reward {name!r}: {error}") from None
             except TimeoutError:
-                raise SampleFailed(f"no reward actor serves {function!r}") from None
+                raise SampleFailed(f"no reward actor serves {name!r}") from None
             try:
                 with self._router.using(member):
-                    timeout = reward.timeout_seconds + SCORE_QUEUE_SECONDS
-                    return (await self._router.actor.ask(member.address, request, Scored, timeout)).score
+                    timeout = actor.config.reward.timeout_seconds + SCORE_QUEUE_SECONDS
+                    return await actor.ask(member.address, request, Scored, timeout)
             except BusError as error:
-                refused += isinstance(error, RefusedError)
-                lost += not isinstance(error, RefusedError)
-                if refused > reward.retries or lost > REWARDS_LOST:
-                    raise SampleFailed(f"reward {function!r}: {error}") from None
+                if isinstance(error, RefusedError):
+                    refused += 1
+                    if refused == 1:
+                        actor.scoring_failed(f"reward {name!r}: {error}")
+                else:
+                    lost += 1
+                if isinstance(error, HarmfulError):
+                    actor.quarantine.lost(key)
+                if refused > actor.config.reward.retries or lost > REWARDS_LOST:
+                    raise SampleFailed(f"reward {name!r}: {error}") from None
                 await self._router.avoid(member)
 
 
 class Sampler(Actor):
-    """Base of the roles that run the workflow on rows of the run's data."""
+    """Base of the roles that run the workflow on rows of the run's data. `scored`: completions."""
 
     def __init__(
         self, *args: Any, open_source: Callable[[DataConfig, int], PromptSource] = open_source,
@@ -272,12 +288,22 @@ class Sampler(Actor):
         super().__init__(*args, **kwargs)
         self._open_source = open_source
         self._load_tokenizer = load_tokenizer
+        self.scored = 0
 
     async def setup(self) -> None:
         self._router = Router(self)
+        self.quarantine = Quarantine(self.config.reward.quarantine_after)
         self._source = await asyncio.to_thread(self._open_source, self.config.data, self.config.seed)
         self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model)
         self._workflow = resolve_workflow(self.config.rollout_manager.workflow)
+
+    def stats(self) -> dict[str, float]:
+        return {"samples_scored": self.scored}
+
+    def scoring_failed(self, reason: str) -> None:
+        """Of one completion. The master has to know while none at all has been scored: the reward may be to blame."""
+        if not self.scored:
+            self.spawn(self.ask_master(ScoringFailed(reason=reason[:4096]), Done), "scoring failed")
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """One sample. Raises SampleFailed, also for what the user's own code raised: that is the sample's failure, not

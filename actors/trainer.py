@@ -157,6 +157,7 @@ class Trainer(Actor):
             signal=group.has_signal,
             tokens=sum(int(t.sampled.sum()) for t in trajectories),
             discarded=stored.discarded,
+            reward_parts=stored.reward_parts,
         )
         if not (await self.ask_master(ready, GroupAccepted)).accepted:
             self._fresh.pop(group.id, None)

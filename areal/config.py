@@ -7,12 +7,13 @@ This module imports neither torch nor vLLM, so that a configuration is checked b
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 
 class UserError(Exception):
@@ -52,17 +53,55 @@ class SamplingConfig(Section):
     max_new_tokens: int = Field(gt=0)
 
 
+def reward_weights(value: Any) -> dict[str, float]:
+    """The weight of each reward in `value`: a name, a list of names (weight 1 each) or a mapping of names to weights,
+    in which None stands for a name left out. Raises ValueError."""
+    names = [value] if isinstance(value, str) else value
+    if isinstance(names, dict):
+        weights = [(name, weight) for name, weight in names.items() if weight is not None]
+    elif isinstance(names, list):
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"names {repeated[0]!r} twice: give it a weight")
+        weights = [(name, 1.0) for name in names]
+    else:
+        weights = []
+    if not (weights and all(isinstance(name, str) and _is_finite(weight) for name, weight in weights)):
+        raise ValueError("is neither a name, nor a list of names, nor a mapping of names to weights: correct it")
+    return {name: float(weight) for name, weight in weights}
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 class RewardConfig(Section):
-    """`functions` are names of built-in rewards or `package.module:function`; a row may name its own."""
+    """`functions` are names of rewards (areal.rewards tells which there are), or a mapping of names to weights: the
+    score is the weighted sum. A row may name its own in the same way."""
 
     count: int = Field(1, ge=1)
-    functions: list[str] = Field(min_length=1)
+    functions: dict[str, float]
+    options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="keyword arguments of rewards that are classes, by name"
+    )
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
     timeout_seconds: float = Field(10.0, gt=0, description="deadline of one call")
     retries: int = Field(2, ge=0, description="further attempts after a failure, on another actor where there is one")
+    quarantine_after: int = Field(
+        3, ge=1, description="times that a worker may die or be too late over a completion, which is then refused"
+    )
+    memory_gib: float | None = Field(None, gt=0, description="most memory of one worker, GiB; default: no limit")
+    cache_size: int = Field(4096, ge=0, description="scores that each reward actor remembers; 0: off")
     overlong_tokens: int = Field(
         0, ge=0, description="last tokens before max_new_tokens over which a completion loses up to 1 of its reward"
     )
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _weighted(cls, value: Any) -> dict[str, float]:
+        try:
+            return reward_weights(value)
+        except ValueError as error:
+            raise ValueError(f"reward.functions {error}") from None
 
 
 class GeneratorConfig(Section):

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgpack
 
 from areal import addition, reasoning_tasks
-from areal.config import DataConfig, UserError
+from areal.config import DataConfig, UserError, reward_weights
 
 Prompt = str | list[dict[str, str]]
 
@@ -36,15 +36,15 @@ class Row:
     """One problem.
 
     index: training index, or number among the held-out rows. prompt: text or chat messages. answer: the reference
-    answer as text, None where the row has none. reward: the row's own reward names, None where it names none.
-    fields: the whole row, JSON-able, as rewards get it; its `prompt` and `answer` are the values under
+    answer as text, None where the row has none. reward: the row's own rewards with their weights, None where it names
+    none. fields: the whole row, JSON-able, as rewards get it; its `prompt` and `answer` are the values under
     `data.prompt_key` and `data.answer_key`.
     """
 
     index: int
     prompt: Prompt
     answer: str | None
-    reward: tuple[str, ...] | None
+    reward: dict[str, float] | None
     fields: dict[str, Any]
 
 
@@ -237,7 +237,7 @@ def _make_row(raw: Mapping[str, Any], prompt_key: str, answer_key: str, system: 
         index=0,
         prompt=_with_system(prompt, system),
         answer=answer if answer is None or isinstance(answer, str) else json.dumps(answer),
-        reward=_reward_names(raw.get("reward"), where),
+        reward=_rewards(raw.get("reward"), where),
         fields=fields,
     )
 
@@ -262,13 +262,13 @@ def _with_system(prompt: Prompt, system: str | None) -> Prompt:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _reward_names(value: Any, where: str) -> tuple[str, ...] | None:
+def _rewards(value: Any, where: str) -> dict[str, float] | None:
     if value is None:
         return None
-    names = [value] if isinstance(value, str) else value
-    if not (isinstance(names, list) and names and all(isinstance(name, str) for name in names)):
-        raise UserError(f"{where} has as 'reward' neither a name nor a list of names: correct it")
-    return tuple(names)
+    try:
+        return reward_weights(value)
+    except ValueError as error:
+        raise UserError(f"{where} has a 'reward' that {error}") from None
 
 
 def _derived_seed(*parts: object) -> int:

@@ -1,23 +1,27 @@
-"""The user's own functions and classes, named `package.module:object` in the configuration."""
+"""The user's own functions and classes, as the configuration names them: `package.module:object`, or a file."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from areal.config import UserError
 
 
 def load(path: str, what: str) -> Any:
-    """The object that `path` (`package.module:object`) names; `what` says in errors what it was wanted for.
+    """The object that `path` (`package.module:object`, or `path/to/file.py:object` from the current working directory)
+    names; `what` says in errors what it was wanted for.
 
     Modules in the current working directory can be named too. Raises UserError where the path is not of this form,
     the module does not import, or it has no such object.
     """
-    module_name, colon, name = path.partition(":")
+    module_name, colon, name = path.rpartition(":")
     if not (colon and module_name and name):
         raise UserError(f"{what} {path!r} is not of the form package.module:object: write, say, my_module:my_function")
     try:
@@ -34,10 +38,24 @@ def load(path: str, what: str) -> Any:
     return getattr(module, name)
 
 
-def _import(name: str) -> Any:
+def _import(name: str) -> ModuleType:
     folder = os.getcwd()
     if folder not in sys.path:
         # Last, so that no file of the user's can hide an installed package.
         sys.path.append(folder)
         importlib.invalidate_caches()
-    return importlib.import_module(name)
+    return _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Under its full path as a name, so that it hides no module."""
+    name = str(file.absolute())
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -1,32 +1,38 @@
-"""Reward functions in child processes, so that none of them can hang, crash or slow the actor that asks.
+"""Rewards in child processes, so that none of them can hang, crash or slow the actor that asks.
 
-    async with RewardPool(["math"], workers=2, timeout_seconds=10.0) as pool:
-        score = await pool.score("math", prompt, completion, row)
+    async with RewardPool(["math"], RewardConfig(functions=["math"], workers=2)) as pool:
+        score, parts = await pool.score("math", prompt, completion, row)
 
 Each worker (`areal.reward_worker`) does one job at a time. Its deadline counts from the moment the job is handed to it,
 not from when it was queued; a worker that misses it is killed, with everything it started, and replaced.
 
 A job belongs to its worker until it is answered or the worker is dead. A caller who is cancelled only stops listening,
-so no answer can reach another job.
+so no answer can reach another job. Callers who ask the same thing at the same time share a job, and its result is kept
+for those to come, unless the reward is not deterministic.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import msgpack
 import structlog
 
-from areal.config import UserError
+from areal.config import RewardConfig, UserError
 from areal.reward_worker import LENGTH
+from areal.rewards import Result
 
-FailureKind = Literal["raised", "timeout", "died", "not_finite", "unknown"]
+FailureKind = Literal["raised", "timeout", "died", "not_finite", "unknown", "quarantined", "no_worker"]
+# Inputs whose losses are remembered: far more than there ever should be.
+SUSPECTS = 4096
 
 # Imports of a reward on a busy machine (sympy, reasoning_gym: seconds).
 START_SECONDS = 120.0
@@ -42,8 +48,9 @@ log = structlog.get_logger()
 class RewardFailed(Exception):
     """A completion that could not be scored.
 
-    kind: `raised` (the function did), `timeout`, `died` (its process did), `not_finite` (it returned no finite
-    number) or `unknown` (no such function here).
+    kind: `raised` (the reward did), `timeout`, `died` (its process did), `not_finite` (it returned no finite number),
+    `unknown` (no such reward here), `quarantined` (it has cost too many workers, and is not tried again) or `no_worker`
+    (the pool is closed, or cannot start any).
     """
 
     def __init__(self, reason: str, kind: FailureKind) -> None:
@@ -52,27 +59,87 @@ class RewardFailed(Exception):
         self.kind = kind
 
 
-class RewardPool:
-    """`workers` processes that each hold all `functions` (names as `areal.rewards.resolve` takes them)."""
+T = TypeVar("T")
 
-    def __init__(self, functions: Sequence[str], workers: int, timeout_seconds: float) -> None:
-        self._functions = list(functions)
-        self._count = workers
-        self._timeout = timeout_seconds
-        self._jobs: asyncio.Queue[tuple[bytes, asyncio.Future[float]]] = asyncio.Queue()
-        self._unanswered: set[asyncio.Future[float]] = set()
+
+class Recent(Generic[T]):
+    """The last `size` values that were put or asked for, by key."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: dict[bytes, T] = {}
+
+    def get(self, key: bytes) -> T | None:
+        if key in self._values:
+            self._values[key] = self._values.pop(key)
+        return self._values.get(key)
+
+    def put(self, key: bytes, value: T) -> None:
+        self._values.pop(key, None)
+        self._values[key] = value
+        if len(self._values) > self._size:
+            del self._values[next(iter(self._values))]
+
+
+class Quarantine:
+    """Inputs, by their digest, over which `after` workers were lost are refused."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+        self._losses = Recent[int](SUSPECTS)
+
+    def lost(self, key: bytes) -> None:
+        """A worker died or was too late over this input."""
+        self._losses.put(key, (self._losses.get(key) or 0) + 1)
+
+    def check(self, key: bytes) -> None:
+        """Raises RewardFailed."""
+        if (losses := self._losses.get(key) or 0) >= self._after:
+            raise RewardFailed(
+                f"workers died or were too late over this completion ({losses}): it is refused", "quarantined"
+            )
+
+
+def digest(*asked: Any) -> bytes:
+    """Of what is scored, msgpack values: the same for the same."""
+    return hashlib.blake2b(msgpack.packb(asked), digest_size=16).digest()
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """`key`: its digest. `callers`: those that wait for the answer."""
+
+    request: bytes
+    key: bytes
+    deterministic: bool
+    answer: asyncio.Future[Result]
+    callers: int = 0
+
+
+class RewardPool:
+    """`config.workers` processes that each hold all rewards in `names` (as `areal.rewards.resolve` takes them)."""
+
+    def __init__(self, names: Sequence[str], config: RewardConfig) -> None:
+        self._config = config
+        self._options = {name: config.options.get(name, {}) for name in names}
+        self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
+        self._unanswered: set[_Job] = set()
+        self._shared: dict[bytes, _Job] = {}  # the deterministic ones of them
+        self._results = Recent[Result](config.cache_size)
+        self._quarantine = Quarantine(config.quarantine_after)
         self._serving: list[asyncio.Task[None]] = []
         self._starting = 0
         self._closed = False
 
     async def __aenter__(self) -> Self:
-        """Starts the workers. Raises UserError where a function cannot be resolved or a worker does not start."""
-        starting = [asyncio.create_task(_Worker.start(self._functions)) for _ in range(self._count)]
+        """Starts the workers. Raises UserError where a reward cannot be resolved or a worker does not start."""
+        starting = [asyncio.create_task(self._start_worker()) for _ in range(self._config.workers)]
         try:
             workers = await asyncio.gather(*starting)
         except BaseException:
             await _discard(starting)
             raise
+        self._traits = workers[0].traits
         self._serving = [asyncio.create_task(self._serve(worker)) for worker in workers]
         return self
 
@@ -84,38 +151,72 @@ class RewardPool:
         await asyncio.gather(*self._serving, return_exceptions=True)
         self._fail_all("the reward pool was closed")
 
-    async def score(self, name: str, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-        """The finite score that function `name` gives. Raises RewardFailed."""
-        if name not in self._functions:
-            raise RewardFailed(f"reward {name!r} is not served here, only {', '.join(self._functions)}", "unknown")
+    async def score(
+        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Sequence[int] | None = None
+    ) -> Result:
+        """What reward `name` gives. `tokens`: the ids of the completion's. Raises RewardFailed."""
+        if name not in self._options:
+            raise RewardFailed(f"reward {name!r} is not served here, only {', '.join(self._options)}", "unknown")
         if self._closed:
-            raise RewardFailed("the reward pool was closed", "died")
-        request = msgpack.packb([name, prompt, completion, row])
-        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._unanswered.add(answer)
-        self._jobs.put_nowait((request, answer))
+            raise RewardFailed("the reward pool was closed", "no_worker")
+        takes_tokens, deterministic = self._traits[name]
+        if takes_tokens and tokens is None:
+            raise RewardFailed("it takes tokens: the workflow has to call session.score(completion, tokens)", "raised")
+        asked = name, prompt, completion, row, [*map(int, tokens)] if takes_tokens else None
+        key = digest(*asked)
+        if known := self._results.get(key):
+            return known
+        self._quarantine.check(key)
+        job = self._shared.get(key) or self._queue(_Job(msgpack.packb(asked), key, deterministic, _future()))
+        job.callers += 1
         try:
-            return await answer
+            return await asyncio.shield(job.answer)
         finally:
-            self._unanswered.discard(answer)
+            job.callers -= 1
+            if not job.callers:
+                self._drop(job)
+
+    def _queue(self, job: _Job) -> _Job:
+        self._unanswered.add(job)
+        if job.deterministic:
+            self._shared[job.key] = job
+        self._jobs.put_nowait(job)
+        return job
+
+    def _drop(self, job: _Job) -> None:
+        job.answer.cancel()
+        self._unanswered.discard(job)
+        if job.deterministic:
+            del self._shared[job.key]
 
     async def _serve(self, worker: _Worker) -> None:
         """Jobs of the queue, one after the other, on one worker and its successors."""
         try:
             while True:
                 worker = await self._living(worker)
-                request, answer = await self._jobs.get()
-                if answer.done():
+                job = await self._jobs.get()
+                if job.answer.done():
                     continue
                 worker = await self._living(worker)
-                try:
-                    score = await worker.run(request, self._timeout)
-                except RewardFailed as failure:
-                    _settle(answer, failure)
-                else:
-                    _settle(answer, score)
+                _settle(job.answer, await self._run(worker, job))
         finally:
             await worker.kill()
+
+    async def _run(self, worker: _Worker, job: _Job) -> Result | RewardFailed:
+        try:
+            self._quarantine.check(job.key)  # it was queued before the last of them was lost
+            result = await worker.run(job.request, self._config.timeout_seconds)
+        except RewardFailed as failure:
+            if failure.kind in ("timeout", "died"):
+                self._quarantine.lost(job.key)
+            return failure
+        if job.deterministic:
+            self._results.put(job.key, result)
+        return result
+
+    def _start_worker(self) -> Coroutine[Any, Any, _Worker]:
+        gib = self._config.memory_gib
+        return _Worker.start(self._options, int(gib * 2**30) if gib else 0)
 
     async def _living(self, worker: _Worker) -> _Worker:
         """The worker, or one in its place. While none at all can be started, every job fails."""
@@ -126,32 +227,34 @@ class RewardPool:
         try:
             while True:
                 try:
-                    return await _Worker.start(self._functions)
+                    return await self._start_worker()
                 except (UserError, OSError) as error:
                     log.error("a reward worker cannot be started again", error=str(error))
-                    if self._starting == self._count:
+                    if self._starting == self._config.workers:
                         self._fail_all(f"no reward worker can be started again: {error}")
                 await asyncio.sleep(RESTART_SECONDS)
         finally:
             self._starting -= 1
 
     def _fail_all(self, reason: str) -> None:
-        for answer in self._unanswered:
-            _settle(answer, RewardFailed(reason, "died"))
+        for job in self._unanswered:
+            _settle(job.answer, RewardFailed(reason, "no_worker"))
 
 
 class _Worker:
-    """A child process and its pipes."""
+    """A child process and its pipes. `traits`, by reward: whether it takes tokens, and is deterministic."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._killed = False
+        self.traits: dict[str, list[bool]] = {}
 
     @classmethod
-    async def start(cls, functions: Sequence[str]) -> Self:
-        """A worker that has resolved the functions. Raises UserError or OSError."""
+    async def start(cls, options: Mapping[str, Mapping[str, Any]], memory: int) -> Self:
+        """A worker that holds the rewards named in `options`, in at most `memory` bytes (0: any). Raises UserError or
+        OSError."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "areal.reward_worker", str(os.getpid()), *functions),
+            *(sys.executable, "-m", "areal.reward_worker", str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -160,7 +263,8 @@ class _Worker:
         )
         worker = cls(process)
         try:
-            await worker._expect_ready(", ".join(functions))
+            worker._send(msgpack.packb([options, memory]))
+            await worker._expect_ready(", ".join(options))
         except BaseException:
             await worker.kill()
             raise
@@ -170,10 +274,10 @@ class _Worker:
     def alive(self) -> bool:
         return not self._killed and self._process.returncode is None
 
-    async def run(self, request: bytes, timeout: float) -> float:
-        """The score of one job, given at most `timeout` seconds. Raises RewardFailed; after `timeout` and `died` the
+    async def run(self, request: bytes, timeout: float) -> Result:
+        """The result of one job, given at most `timeout` seconds. Raises RewardFailed; after `timeout` and `died` the
         worker is no longer alive."""
-        self._process.stdin.write(LENGTH.pack(len(request)) + request)
+        self._send(request)
         try:
             async with asyncio.timeout(timeout):
                 kind, value = await self._receive()
@@ -185,7 +289,7 @@ class _Worker:
             raise RewardFailed(f"the worker process ended while scoring ({_ending(code)})", "died") from None
         if kind != "score":
             raise RewardFailed(value, kind)
-        return value
+        return Result(*value)
 
     async def kill(self) -> int | None:
         """End the process and whatever it started in its group. The exit code, where it is known."""
@@ -203,7 +307,7 @@ class _Worker:
     async def _expect_ready(self, names: str) -> None:
         try:
             async with asyncio.timeout(START_SECONDS):
-                kind, reason = await self._receive()
+                kind, answer = await self._receive()
         except TimeoutError:
             raise UserError(
                 f"reward {names} was not imported within {START_SECONDS:g} s: move slow work out of the import"
@@ -214,15 +318,23 @@ class _Worker:
                 f"reward {names} ended its process while it was imported ({_ending(code)}): see the output above"
             ) from None
         if kind != "ready":
-            raise UserError(reason)
+            raise UserError(answer)
+        self.traits = answer
+
+    def _send(self, message: bytes) -> None:
+        self._process.stdin.write(LENGTH.pack(len(message)) + message)
 
     async def _receive(self) -> list[Any]:
         head = await self._process.stdout.readexactly(LENGTH.size)
         return msgpack.unpackb(await self._process.stdout.readexactly(*LENGTH.unpack(head)))
 
 
-def _settle(answer: asyncio.Future[float], outcome: float | RewardFailed) -> None:
-    if answer.done():  # its caller was cancelled
+def _future() -> asyncio.Future[Result]:
+    return asyncio.get_running_loop().create_future()
+
+
+def _settle(answer: asyncio.Future[Result], outcome: Result | RewardFailed) -> None:
+    if answer.done():  # its callers were cancelled
         return
     if isinstance(outcome, RewardFailed):
         answer.set_exception(outcome)

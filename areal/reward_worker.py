@@ -1,8 +1,9 @@
-"""One worker process of the reward pool: `python -m areal.reward_worker PARENT_PID FUNCTION...`.
+"""One worker process of the reward pool: `python -m areal.reward_worker PARENT_PID`.
 
-Messages are msgpack behind a four-byte length. The worker says `["ready", ""]`, or `["refused", why]`, once; after that
-each request `[function, prompt, completion, row]` on stdin is answered on stdout by `["score", number]` or by
-`["raised" | "not_finite", reason]`. At the end of stdin it leaves.
+Messages are msgpack behind a four-byte length. The first on stdin is `[{name: options}, bytes of memory]`. The worker
+answers it by `["ready", {name: [takes tokens, deterministic]}]`, or `["refused", why]`; after that each request `[name,
+prompt, completion, row, tokens]` by `["score", [score, parts]]` or by `["raised" | "not_finite", reason]`. At the end
+of stdin it leaves.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import resource
 import signal
 import struct
 import sys
@@ -20,7 +22,7 @@ import msgpack
 
 from areal.config import UserError
 from areal.processes import die_with_parent
-from areal.rewards import Reward, RewardError, as_score, resolve
+from areal.rewards import Reward, RewardError, as_result, resolve
 
 LENGTH = struct.Struct(">I")
 MAX_REASON_CHARACTERS = 500
@@ -30,29 +32,33 @@ def main() -> None:
     """Serves until stdin ends or the parent dies."""
     die_with_parent(signal.SIGKILL, int(sys.argv[1]))
     requests, answers = _own_pipes()
+    options, memory = receive(requests)
+    if memory:
+        # Not the address space: libraries reserve far more of it than they use.
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     try:
-        functions = {name: resolve(name) for name in sys.argv[2:]}
+        rewards = {name: resolve(name, own) for name, own in options.items()}
     except UserError as error:
         send(answers, ["refused", str(error)])
         return
-    send(answers, ["ready", ""])
+    send(answers, ["ready", {name: [one.takes_tokens, one.deterministic] for name, one in rewards.items()}])
     with asyncio.Runner() as runner:
         while (request := receive(requests)) is not None:
             name, *arguments = request
-            send(answers, answer(runner, functions[name], arguments))
+            send(answers, answer(runner, rewards[name], arguments))
 
 
-def answer(runner: asyncio.Runner, function: Reward, arguments: list[Any]) -> list[Any]:
+def answer(runner: asyncio.Runner, reward: Reward, arguments: list[Any]) -> list[Any]:
     """What the pool is told of one call."""
     try:
-        value = function(*arguments)
+        value = reward(*arguments)
         if inspect.isawaitable(value):
             value = runner.run(_awaited(value))
     except (Exception, SystemExit) as error:  # the user's function runs here and may raise anything
         traceback.print_exc()
         return ["raised", f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]]
     try:
-        return ["score", as_score(value)]
+        return ["score", as_result(value)]
     except RewardError as error:
         return ["not_finite", str(error)]
 

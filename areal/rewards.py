@@ -1,45 +1,122 @@
-"""Reward functions: `reward(prompt: str, completion: str, row: dict) -> float`, plain or async.
+"""Rewards. One is a function
 
-`row` is the whole row of the data (`Row.fields`). The score is a finite number. A function that cannot score says so by
-raising: a failure is never a score. The built-in ones are named in `BUILT_IN`; any other is named by
-`package.module:function`.
+    def reward(prompt: str, completion: str, row: dict) -> float: ...
+
+or a class, of which each worker makes one object, with the keyword arguments in `reward.options`:
+
+    class Judge:
+        def __init__(self, model: str) -> None: ...
+        async def score(self, prompt: str, completion: str, row: dict) -> float: ...
+
+Either may be plain or async, and may take a further `tokens`, the ids of the completion's tokens. `row` is the whole
+row of the data (`Row.fields`). The result is a finite number, or that and the scores of its parts,
+`(0.7, {"format": 1.0, "answer": 0.4})`. A reward that cannot score says so by raising: a failure is never a score. One
+that may score the same completion differently says `deterministic = False`, as an attribute.
+
+Its name is a built-in one (`BUILT_IN`), `package.module:object`, `path/to/file.py:object`, or that of an entry point in
+the group `areal.rewards` of an installed package.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from areal import addition, computer_algebra, math_answers, plugins, reasoning_tasks
 from areal.config import UserError
 
-Reward = Callable[[str, str, dict[str, Any]], float | Awaitable[float]]
+GROUP = "areal.rewards"
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
 class RewardError(Exception):
-    """A reward function gave something that is no score, or a row does not have what the function needs."""
+    """A reward gave something that is no score, or a row does not have what it needs."""
 
 
-def resolve(name: str) -> Reward:
-    """The reward function called `name`: a built-in one, or `package.module:function`.
+class Result(NamedTuple):
+    """A finite score, and those of its parts by name."""
 
-    What the function needs is imported here, so that its first call is not slower than the others.
-    Raises UserError.
+    score: float
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward that is ready to be called."""
+
+    function: Callable[..., Any | Awaitable[Any]]
+    takes_tokens: bool
+    deterministic: bool
+
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], tokens: Sequence[int] = ()) -> Any:
+        """What it returns, or an awaitable of that."""
+        more = {"tokens": tokens} if self.takes_tokens else {}
+        return self.function(prompt, completion, row, **more)
+
+
+def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Reward:
+    """The reward called `name`, made with `options` where it is a class. Raises UserError.
+
+    What it needs is imported here, so that its first call is not slower than the others.
     """
+    found = check(name, options)
+    made = _make(name, found, options) if inspect.isclass(found) else found
+    function = made.score if inspect.isclass(found) else made
+    return Reward(function, "tokens" in _parameters(function), getattr(made, "deterministic", True))
+
+
+def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., Any]:
+    """The function or class called `name`, which can be called, or made with `options`. Raises UserError."""
+    found = _find(name)
+    is_class = inspect.isclass(found)
+    if not callable(getattr(found, "score", None) if is_class else found):
+        kind = "class without a method score" if is_class else type(found).__name__
+        raise UserError(f"reward {name!r} is a {kind}: name a function, or a class with score(prompt, completion, row)")
+    if options and not is_class:
+        raise UserError(f"reward {name!r} has reward.options, but is a function: make it a class that takes them")
+    if is_class:
+        try:
+            inspect.signature(found).bind(**options)
+        except TypeError as error:
+            raise UserError(f"reward {name!r}: {error}: correct reward.options, which are {dict(options)}") from None
+    return found
+
+
+def _find(name: str) -> Any:
     if name in BUILT_IN:
         function, warm = BUILT_IN[name]
         warm()
         return function
-    if ":" not in name:
+    if ":" in name:
+        return plugins.load(name, "reward")
+    installed = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in installed:
         raise UserError(
-            f"there is no reward {name!r}: name one of {', '.join(BUILT_IN)}, or your own as package.module:function"
+            f"there is no reward {name!r}: name one of {', '.join([*BUILT_IN, *installed])}, or your own as "
+            f"package.module:object or path/to/file.py:object"
         )
-    function = plugins.load(name, "reward")
-    if not callable(function):
-        raise UserError(f"reward {name!r} is a {type(function).__name__}, not a function: name a function")
-    return function
+    return plugins.load(installed[name].value, f"reward {name!r}, by its entry point,")
+
+
+def _make(name: str, kind: type, options: Mapping[str, Any]) -> Any:
+    try:
+        return kind(**options)
+    except Exception as error:  # the user's own code, which may raise anything
+        raise UserError(f"reward {name!r} could not be made: {type(error).__name__}: {error}") from error
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # some functions that are not written in Python do not tell
+        return {}
 
 
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
@@ -50,8 +127,16 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
     return min(1.0, max(0, length - (longest - buffer)) / buffer) if buffer else 0.0
 
 
+def as_result(value: Any) -> Result:
+    """What a reward returned, a score or that and its parts. Raises RewardError where a number in it is not finite."""
+    score, parts = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+    if not isinstance(parts, Mapping):
+        raise RewardError(f"the reward returned a {type(parts).__name__} beside the score, not a dict of its parts")
+    return Result(as_score(score), {str(name): as_score(part) for name, part in parts.items()})
+
+
 def as_score(value: Any) -> float:
-    """What a reward function returned, as a score. Raises RewardError where it is no finite number."""
+    """A finite number as a float. Raises RewardError where it is none."""
     if not isinstance(value, numbers.Real):
         raise RewardError(f"the reward returned a {type(value).__name__}, not a number")
     try:
@@ -61,6 +146,15 @@ def as_score(value: Any) -> float:
     if not math.isfinite(score):
         raise RewardError(f"the reward returned {score}, not a finite number")
     return score
+
+
+def mean_parts(scored: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean score of each part over those that have it."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for parts in scored:
+        for name, score in parts.items():
+            scores[name].append(score)
+    return {name: fmean(values) for name, values in scores.items()}
 
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
@@ -98,7 +192,7 @@ def _no_warming() -> None:
 
 
 # Name: (function, what to do before its first call).
-BUILT_IN: dict[str, tuple[Reward, Callable[[], Any]]] = {
+BUILT_IN: dict[str, tuple[Callable[..., float], Callable[[], Any]]] = {
     "math": (math_answer, computer_algebra.warm),
     "exact_match": (exact_match, _no_warming),
     "addition": (addition.reward, _no_warming),

@@ -38,8 +38,8 @@ class Session(Protocol):
     async def generate(self, tokens: Sequence[int]) -> Generation:
         """Continue `tokens` with the policy, at the run's sampling settings."""
 
-    async def score(self, completion: str) -> float:
-        """The mean of the row's reward functions on this completion."""
+    async def score(self, completion: str, tokens: Sequence[int] | None = None) -> float:
+        """The weighted sum of the row's rewards on this completion; `tokens` are for rewards that take them."""
 
 
 Workflow = Callable[[Session, Row], Awaitable[Trajectory]]
@@ -49,7 +49,8 @@ async def single_turn(session: Session, row: Row) -> Trajectory:
     """One completion of the prompt, scored."""
     prompt = encode_prompt(session.tokenizer, row)
     sampled = await session.generate(prompt)
-    reward = await session.score(session.tokenizer.decode(sampled.tokens, skip_special_tokens=True))
+    text = session.tokenizer.decode(sampled.tokens, skip_special_tokens=True)
+    reward = await session.score(text, sampled.tokens)
     return trajectory(prompt, sampled, reward)
 
 

@@ -27,6 +27,12 @@ class RefusedError(BusError):
     code = "refused"
 
 
+class HarmfulError(RefusedError):
+    """What was asked has cost the peer a process or all the time there was for it."""
+
+    code = "harmful"
+
+
 class FencedError(RefusedError):
     """The sender is not (any more) a member: another has its place, or it was given up for dead."""
 
@@ -54,8 +60,8 @@ class StreamBrokenError(BusError):
 _BY_CODE = {
     cls.code: cls
     for cls in (
-        BusError, MalformedError, ProtocolVersionError, RefusedError, FencedError, BusyError, DeadlineError,
-        StreamBrokenError,
+        BusError, MalformedError, ProtocolVersionError, RefusedError, HarmfulError, FencedError, BusyError,
+        DeadlineError, StreamBrokenError,
     )
 }  # fmt: skip
 

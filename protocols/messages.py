@@ -24,6 +24,7 @@
 | trainer | master | TrainingFinished, TrainingFailed | Done |
 | evaluator | master | AskEvaluation | EvaluationAnswer |
 | evaluator | master | EvaluationDone, EvaluationAbandoned | Done |
+| rollout_manager, evaluator | master | ScoringFailed | Done |
 | monitor | master | AskStatus | Status |
 
 The master publishes PolicyPublished, MembersChanged and Shutdown.
@@ -39,7 +40,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Array = InstanceOf[np.ndarray]
 Name = Annotated[str, Field(max_length=256)]
@@ -250,6 +251,12 @@ class GroupFailed(Message):
     discarded: int = 0
 
 
+class ScoringFailed(Message):
+    """The sender could not score a completion, and has not scored any yet."""
+
+    reason: Annotated[str, Field(max_length=4096)]
+
+
 class Generate(Message):
     """Continue `tokens` (int32 [T]); answered by a stream of TokenChunk. `sequence`: the asker's name for it."""
 
@@ -277,14 +284,20 @@ class HandOver(Message):
 
 
 class Score(Message):
+    """`tokens`: the completion's, int32 [n], where the workflow tells them."""
+
     function: Name
     prompt: str
     completion: str
     row: dict[str, Any]
+    tokens: Array | None = None
 
 
 class Scored(Message):
+    """`parts`: scores of parts of it, by name."""
+
     score: float
+    parts: dict[str, float] = {}
 
 
 class TrajectoryPart(Part):
@@ -299,12 +312,13 @@ class TrajectoryPart(Part):
 
 class StoreGroup(Message):
     """A finished group for the spool of trainer rank 0; the answer says that it is on disk. `discarded`: tokens that
-    were sampled for it and are in none of its trajectories."""
+    were sampled for it and are in none of its trajectories. `reward_parts`: the mean of each part of their rewards."""
 
     group: Name
     prompt_index: int
     trajectories: tuple[TrajectoryPart, ...]
     discarded: int = 0
+    reward_parts: dict[str, float] = {}
 
 
 # --- weights
@@ -365,7 +379,7 @@ class Recovery(Message):
 
 class GroupReady(Message):
     """The group's payload is on the trainer's disk. `signal`: the rewards of its samples differ. `tokens`: sampled ones
-    in it; `discarded`: as in StoreGroup."""
+    in it; `discarded` and `reward_parts`: as in StoreGroup."""
 
     group: Name
     start_version: int
@@ -373,6 +387,7 @@ class GroupReady(Message):
     signal: bool
     tokens: int = 0
     discarded: int = 0
+    reward_parts: dict[str, float] = {}
 
 
 class GroupAccepted(Message):

@@ -20,7 +20,7 @@ METRICS = {
     "trainer_wait_seconds", "train_seconds", "publish_wait_seconds", "write_seconds", "logprob_gap", "loss",
     "grad_norm", "entropy", "clip_fraction", "reward_mean_all", "groups_filtered", "staleness_histogram",
     "reloads", "pause_seconds", "load_seconds", "resume_seconds",
-    "sequences_interrupted", "tokens_recomputed",
+    "sequences_interrupted", "tokens_recomputed", "reward_parts",
 }  # fmt: skip
 SUMMARY = {
     "steps", "accuracy_before", "accuracy_after", "staleness_max", "max_staleness", "logprob_gap_max",
@@ -163,6 +163,11 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["trainer.kl_coef=0.1", "trainer.reference=./gone"], "There is no model folder ./gone: set trainer.reference"),
         (["trainer.lora.rnk=4"], "did you mean 'rank'?"),
         (["reward.functions=[nowhere.rewards:mine]"], "nowhere.rewards"),
+        (
+            ["reward.functions={rows.jsonl: 1, addition: many}"],
+            "reward.functions is neither a name, nor a list of names",
+        ),
+        (["reward.options={addition: {base: 3}}"], "reward 'addition' has reward.options, but is a function"),
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
         (["evaluator.temperature=0", "evaluator.samples=4"], "evaluator.samples is 4"),

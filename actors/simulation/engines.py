@@ -21,6 +21,7 @@ from areal.config import GeneratorConfig, SamplingConfig
 from areal.data import Row
 from areal.engines.generation import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
 from areal.reward_pool import RewardFailed
+from areal.rewards import Result
 from areal.trajectory import Group
 
 # Log-probs are -(serial + 1) / SCALE: exact in float32 for as many files as a simulation ever writes.
@@ -415,11 +416,11 @@ class SimRewards:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def score(self, function: str, prompt: str, completion: str, row: dict[str, Any]) -> float:
+    async def score(self, function: str, prompt: str, completion: str, row: dict[str, Any], tokens: Any) -> Result:
         await asyncio.sleep(self._pace.score * (0.5 + self._random.random()))
         if self._mishaps.score_fails and self._random.random() < self._mishaps.score_fails:
             raise RewardFailed("it raised", "raised")
-        return len(completion) % 7 / 7
+        return Result(len(completion) % 7 / 7, {})
 
 
 class SimSource:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from actors.master import Master
+from actors.master import UNSCORED_LIMIT, Master
 from areal.config import Config
 from areal.journal import Journal
 from areal.run_folder import RunFolder
@@ -35,6 +35,7 @@ from protocols.messages import (
     PolicyPublished,
     PublishPolicy,
     RenewLeases,
+    ScoringFailed,
     TrainingFailed,
     TrainingFinished,
 )
@@ -250,6 +251,62 @@ async def test_a_stalled_run_takes_the_remedies_there_are_before_it_gives_up(con
         ending = await asyncio.wait_for(running, 15.0)
     assert not ending.ok
     assert "nothing has moved" in ending.reason
+
+
+# --- rewards
+
+
+async def test_the_parts_of_rewards_are_averaged_over_the_groups_of_a_step(config):
+    config = without_evaluation(config)
+    async with callers_of_several_masters("trainer", "rollout_manager", config=config) as (trainer, manager):
+        async with master_of(config):
+            await trainer.join()
+            await manager.join()
+            await recover(trainer)
+            for parts in ({"math": 1.0, "format": 0.5}, {"math": 0.0}):
+                (permit,) = (await manager.ask(AskPermits(count=1))).permits
+                ready = GroupReady(
+                    group=permit.group, start_version=0, reward_mean=0.5, signal=True, reward_parts=parts
+                )
+                assert (await trainer.ask(ready)).accepted
+        async with master_of(config, resume=True):
+            await train(trainer, 0, "weights")
+    (step,) = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    assert step["reward_parts"] == {"math": 0.5, "format": 0.5}
+
+
+async def test_a_run_ends_where_no_completion_at_all_can_be_scored(config):
+    async with master_of(config) as running, callers(config, "evaluator", "rollout_manager") as (evaluator, manager):
+        for number in range(UNSCORED_LIMIT - 1):
+            await evaluator.ask(ScoringFailed(reason=f"{number}"))
+        assert not running.done()
+        await evaluator.ask(Leave(reason="it failed too"))
+        await manager.ask(ScoringFailed(reason="reward 'own:short': KeyError:\n'x'"))
+        await manager.ask(Leave(reason="done"))
+        ending = await asyncio.wait_for(running, SECONDS)
+    assert not ending.ok
+    assert "20 have failed, the last of them by reward 'own:short': KeyError: 'x'. Correct" in ending.reason
+
+
+async def test_a_reward_that_hangs_needs_fewer_failures_to_end_the_run_but_some_time(config, monkeypatch):
+    monkeypatch.setattr("actors.master.UNSCORED_SECONDS", 0.3)
+    async with master_of(config) as running, callers(config, "evaluator") as (evaluator,):
+        for _ in range(4):
+            await evaluator.ask(ScoringFailed(reason="no score within 10 s"))
+        assert not running.done()
+        await asyncio.sleep(0.3)
+        await evaluator.ask(ScoringFailed(reason="no score within 10 s"))
+        await evaluator.ask(Leave(reason="done"))
+        assert "no score within 10 s" in (await asyncio.wait_for(running, SECONDS)).reason
+
+
+async def test_failures_end_no_run_in_which_anybody_has_scored_anything(config):
+    async with master_of(config) as running, callers(config, "evaluator", "rollout_manager") as (evaluator, manager):
+        await manager.beat(samples_scored=1)
+        for number in range(2 * UNSCORED_LIMIT):
+            await evaluator.ask(ScoringFailed(reason=f"{number}"))
+        assert (await evaluator.ask(AskStatus())).values["ended"] is False
+        assert not running.done()
 
 
 # --- groups without signal

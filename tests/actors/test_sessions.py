@@ -7,11 +7,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from actors.sessions import Router, SampleSession
+from actors.sessions import Router, SampleFailed, SampleSession
 from areal.config import Config
+from areal.data import Row
+from areal.reward_pool import Quarantine
 from areal.routing import Load
-from protocols.errors import StreamBrokenError
-from protocols.messages import Member, Policy, TokenChunk
+from protocols.errors import BusyError, HarmfulError, RefusedError, StreamBrokenError
+from protocols.messages import Member, Policy, Scored, TokenChunk
 
 
 class Cluster:
@@ -25,6 +27,12 @@ class Cluster:
 
     def __init__(self, *members: Member) -> None:
         self.members = members
+        self.scored = 0
+        self.failures = []
+        self.quarantine = Quarantine(3)
+
+    def scoring_failed(self, reason: str) -> None:
+        self.failures.append(reason)
 
     def with_role(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
@@ -135,3 +143,87 @@ async def test_the_target_of_a_move_may_be_gone():
     )
     async with asyncio.timeout(5):
         assert (await session.generate([1, 2])).tokens.tolist() == [5, 6]
+
+
+class Rewards(Cluster):
+    """Reward actors that answer as a test has written, by the reward's name; what each was asked is kept."""
+
+    def __init__(self, **answers: list) -> None:
+        super().__init__(
+            *(Member(identity=f"reward/{i}#x", role="reward", index=i, address=f"{i}", state="healthy",
+                     serves=tuple(answers)) for i in range(2))
+        )  # fmt: skip
+        self.answers, self.asked = answers, []
+
+    async def ask(self, address, request, kind, seconds):
+        self.asked.append(request)
+        answer = self.answers[request.function].pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def session(self, reward: dict[str, float] | None = None, **settings) -> SampleSession:
+        settings = self.config.reward.model_copy(update=settings)
+        self.config = self.config.model_copy(update={"reward": settings})
+        row = Row(0, "p", "a", reward, {"prompt": "p", "answer": "a"})
+        return SampleSession(Router(self), None, row, self.config.sampling, 0, generator(0))
+
+
+@pytest.fixture
+def unhurried(monkeypatch):
+    monkeypatch.setattr("actors.sessions.RETRY_SECONDS", 0)
+
+
+async def test_the_score_is_the_weighted_sum_of_the_rows_rewards_and_each_is_a_part():
+    cluster = Rewards(math=[Scored(score=1.0, parts={"answer": 0.5})], brief=[Scored(score=0.25)])
+    session = cluster.session({"math": 2.0, "brief": -1.0})
+    assert await session.score("done", np.array([5, 6])) == 1.75
+    assert session.reward_parts == {"math": 1.0, "brief": 0.25, "math/answer": 0.5}
+    assert [(asked.completion, asked.tokens.tolist()) for asked in cluster.asked] == [("done", [5, 6])] * 2
+    assert cluster.scored == 1
+
+
+async def test_a_single_reward_is_the_score_and_no_part_of_it():
+    cluster = Rewards(addition=[Scored(score=0.5, parts={"answer": 0.25})])
+    session = cluster.session()
+    assert await session.score("done") == 0.5
+    assert session.reward_parts == {"addition/answer": 0.25}
+    assert cluster.asked[0].tokens is None
+
+
+async def test_a_failure_is_told_once_a_completion_and_a_lost_actor_is_none(unhurried):
+    answers = [BusyError("later"), RefusedError("KeyError"), RefusedError("KeyError"), Scored(score=1.0)]
+    cluster = Rewards(addition=answers)
+    assert await cluster.session(retries=2).score("done") == 1.0
+    assert cluster.failures == ["reward 'addition': KeyError"]
+
+
+async def test_what_has_cost_too_many_workers_on_any_actor_is_asked_no_more(unhurried):
+    cluster = Rewards(addition=[HarmfulError("no score within 10 s")] * 9)
+    with pytest.raises(SampleFailed, match="'addition': .*it is refused"):
+        await cluster.session(retries=8).score("done")
+    assert len(cluster.asked) == 3
+    with pytest.raises(SampleFailed):
+        await cluster.session().score("done")
+    assert len(cluster.asked) == 3
+    with pytest.raises(SampleFailed):
+        await cluster.session(retries=0).score("another")
+    assert len(cluster.asked) == 4
+
+
+async def test_a_reward_that_only_a_later_actor_serves_is_waited_for(monkeypatch):
+    cluster = Rewards(addition=[], late=[Scored(score=1.0)])
+    members, cluster.members = cluster.members, ()
+
+    async def until(condition):
+        while not condition():
+            cluster.members = members
+            await asyncio.sleep(0)
+
+    cluster.until = until
+    assert await cluster.session({"late": 1.0}).score("done") == 1.0
+    cluster.members = ()
+    cluster.until = lambda condition: asyncio.sleep(60)
+    monkeypatch.setattr("actors.sessions.NO_REWARD_SECONDS", 0.01)
+    with pytest.raises(SampleFailed, match="no reward actor serves 'late'"):
+        await cluster.session({"late": 1.0}).score("done")

@@ -59,12 +59,25 @@ def test_prompts_of_an_eval_source_are_not_trained(tmp_path):
     assert {source.heldout(i).answer for i in range(15)} == {str(i) for i in range(15, 30)}
 
 
+@pytest.mark.parametrize(
+    ("value", "weights"),
+    [
+        (["math", "own:short"], {"math": 1.0, "own:short": 1.0}),
+        ({"math": 2, "own:short": -0.5, "other": None}, {"math": 2.0, "own:short": -0.5}),
+    ],
+)
+def test_a_row_may_name_several_rewards_and_their_weights(tmp_path, value, weights):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "answer": "1", "reward": value}))
+    source = open_source(DataConfig(source=str(tmp_path / "rows.jsonl"), eval_size=0), seed=0)
+    assert source.row(0).reward == weights
+
+
 def test_a_row_keeps_its_fields_and_names_its_own_rewards(tmp_path):
     row = {"question": "2+2?", "solution": 4, "reward": "math", "level": [1, 2]}
     path = jsonl(tmp_path, [row])
     source = open_source(DataConfig(source=path, prompt_key="question", answer_key="solution", eval_size=0), seed=0)
     found = source.row(0)
-    assert (found.prompt, found.answer, found.reward) == ("2+2?", "4", ("math",))
+    assert (found.prompt, found.answer, found.reward) == ("2+2?", "4", {"math": 1.0})
     assert found.fields == row | {"prompt": "2+2?", "answer": 4}
 
 
@@ -83,7 +96,10 @@ def test_a_system_prompt_makes_chat_messages(tmp_path):
         ('{"answer": "1"}', "line 2, has no 'prompt', only answer: add it or set data.prompt_key"),
         ('{"prompt": "1"}', "line 2, has no 'answer', only prompt: add it or set data.answer_key"),
         ('{"prompt": 5, "answer": "1"}', "line 2, has as 'prompt' neither text nor a list of messages"),
-        ('{"prompt": "a", "answer": "1", "reward": 3}', "line 2, has as 'reward' neither a name nor a list"),
+        (
+            '{"prompt": "a", "answer": "1", "reward": 3}',
+            "line 2, has a 'reward' that is neither a name, nor a list of names, nor a mapping",
+        ),
         ('{"prompt": "a", "answer": 99999999999999999999999}', "line 2, cannot be sent to rewards"),
     ],
 )

@@ -11,8 +11,8 @@ from random import Random
 import pytest
 
 from areal import addition
-from areal.config import UserError
-from areal.reward_pool import RewardFailed, RewardPool
+from areal.config import RewardConfig, UserError
+from areal.reward_pool import Quarantine, RewardFailed, RewardPool, digest
 
 OWN = textwrap.dedent(
     """
@@ -44,6 +44,27 @@ OWN = textwrap.dedent(
     def pid(prompt, completion, row):
         return os.getpid()
 
+    pid.deterministic = False
+
+    def listed(prompt, completion, row):
+        with open("calls", "a") as calls:
+            print(completion, file=calls)
+        time.sleep(row.get("sleep", 0))
+        return (len(completion), {"long": 0.5})
+
+    def grows(prompt, completion, row):
+        return len(bytearray(int(completion)))
+
+    class Counting:
+        deterministic = False
+
+        def __init__(self, step):
+            self.step, self.count = step, 0
+
+        async def score(self, prompt, completion, row, tokens):
+            self.count += self.step
+            return self.count, {"tokens": sum(tokens)}
+
     def nan(prompt, completion, row):
         return float("nan")
 
@@ -70,8 +91,16 @@ def own_module(tmp_path, monkeypatch):
     return tmp_path / "own.py"
 
 
-def pool_of(*functions, workers=1, timeout_seconds=10.0):
-    return RewardPool([f"own:{name}" for name in functions], workers, timeout_seconds)
+def pool_of(*names, **settings):
+    return pool([f"own:{name}" for name in names], **settings)
+
+
+def pool(names, **settings):
+    return RewardPool(names, RewardConfig(functions=names, **settings))
+
+
+async def score(pool, *asked):
+    return (await pool.score(*asked)).score
 
 
 async def failure(pool, name, completion="", row=None):
@@ -95,12 +124,12 @@ def gone(pid, within=5.0):
 
 
 async def test_scores_come_from_built_in_and_own_functions():
-    async with RewardPool(["addition", "own:echo", "own:later"], 2, 10.0) as pool:
+    async with pool(["addition", "own:echo", "own:later"], workers=2) as started:
         row = addition.make_row(0, 0)
         right = addition.demonstration(row, Random(0))
-        assert await pool.score("addition", row["prompt"], right, row) == 1.0
-        assert await pool.score("own:later", "", "", {}) == 0.25
-        many = await asyncio.gather(*(pool.score("own:echo", "", str(i), {}) for i in range(200)))
+        assert await score(started, "addition", row["prompt"], right, row) == 1.0
+        assert await score(started, "own:later", "", "", {}) == 0.25
+        many = await asyncio.gather(*(score(started, "own:echo", "", str(i), {}) for i in range(200)))
         assert many == list(range(200))
 
 
@@ -111,7 +140,7 @@ async def test_a_failure_is_told_by_kind_and_never_a_score():
         assert (await failure(pool, "own:nan"))[0] == "not_finite"
         assert (await failure(pool, "own:text"))[0] == "not_finite"
         assert (await failure(pool, "own:other"))[0] == "unknown"
-        assert await pool.score("own:echo", "", "1", {}) == 1.0
+        assert await score(pool, "own:echo", "", "1", {}) == 1.0
 
 
 async def test_a_hung_worker_is_killed_with_its_children_and_replaced(tmp_path):
@@ -121,38 +150,105 @@ async def test_a_hung_worker_is_killed_with_its_children_and_replaced(tmp_path):
         assert (kind, reason) == ("timeout", "no score within 0.5 s")
         assert 0.5 <= time.monotonic() - started < 2.0
         assert all(gone(pid) for pid in (tmp_path / "pids").read_text().split())
-        assert await pool.score("own:echo", "", "1", {}) == 1.0
+        assert await score(pool, "own:echo", "", "1", {}) == 1.0
 
 
 async def test_the_deadline_counts_from_the_start_of_the_job():
     async with pool_of("echo", timeout_seconds=0.6) as pool:
-        jobs = (pool.score("own:echo", "", "1", {"sleep": 0.25}) for _ in range(5))
-        assert await asyncio.gather(*jobs) == [1.0] * 5
+        jobs = (score(pool, "own:echo", "", f"{i}", {"sleep": 0.25}) for i in range(5))
+        assert await asyncio.gather(*jobs) == [0, 1, 2, 3, 4]
 
 
 async def test_a_crashed_worker_is_replaced():
     async with pool_of("leaves", "echo") as pool:
         assert await failure(pool, "own:leaves") == ("died", "the worker process ended while scoring (exit code 3)")
-        assert await pool.score("own:echo", "", "1", {}) == 1.0
+        assert await score(pool, "own:echo", "", "1", {}) == 1.0
+
+
+async def test_a_class_is_made_once_a_worker_with_its_options_and_gets_the_tokens():
+    async with pool_of("Counting", options={"own:Counting": {"step": 3}}) as pool:
+        asked = ("own:Counting", "", "x", {}, [1, 2])
+        assert [await pool.score(*asked), await pool.score(*asked)] == [(3, {"tokens": 3}), (6, {"tokens": 3})]
+        assert "session.score(completion, tokens)" in (await failure(pool, "own:Counting"))[1]
+
+
+async def test_what_was_asked_before_is_not_scored_again(tmp_path):
+    async with pool_of("listed", "raises", cache_size=2) as pool:
+        for completion in ("a", "a", "bb", "a", "cc", "a", "bb"):
+            assert await pool.score("own:listed", "", completion, {}) == (len(completion), {"long": 0.5})
+        # "bb" was the least recently asked for when "cc" came.
+        assert (tmp_path / "calls").read_text().split() == ["a", "bb", "cc", "bb"]
+        assert await score(pool, "own:listed", "", "a", {"another": "row"}) == 1
+        assert (await failure(pool, "own:raises")) == (await failure(pool, "own:raises"))
+
+
+async def test_without_a_cache_everything_is_scored(tmp_path):
+    async with pool_of("listed", cache_size=0) as pool:
+        for _ in range(2):
+            await pool.score("own:listed", "", "a", {})
+    assert (tmp_path / "calls").read_text().split() == ["a", "a"]
+
+
+async def test_callers_who_ask_the_same_at_once_share_one_call_which_outlives_all_but_the_last(tmp_path):
+    async with pool_of("listed", cache_size=0) as pool:
+        asked = ("own:listed", "", "a", {"sleep": 0.3})
+        first, *others = [asyncio.create_task(pool.score(*asked)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        first.cancel()
+        assert [result.score for result in await asyncio.gather(*others)] == [1, 1]
+    assert (tmp_path / "calls").read_text().split() == ["a"]
+
+
+async def test_an_input_that_has_cost_too_many_workers_is_refused_at_once(tmp_path):
+    async with pool_of("leaves", "hangs", "echo", quarantine_after=2, timeout_seconds=0.3) as pool:
+        row = {"pids": str(tmp_path / "pids")}
+        assert [(await failure(pool, "own:leaves", "x"))[0] for _ in range(4)] == ["died", "died"] + ["quarantined"] * 2
+        assert [(await failure(pool, "own:hangs", "x", row))[0] for _ in range(3)] == ["timeout"] * 2 + ["quarantined"]
+        assert (await failure(pool, "own:leaves", "y"))[0] == "died"
+        assert await score(pool, "own:echo", "", "1", {}) == 1.0
+
+
+async def test_a_queued_job_is_refused_once_its_input_has_cost_too_many_workers():
+    async with pool_of("leaves", quarantine_after=1) as pool:
+        pool._traits["own:leaves"] = (False, False)  # not deterministic: nobody shares a job
+        kinds = [kind for kind, _ in await asyncio.gather(*(failure(pool, "own:leaves") for _ in range(3)))]
+    assert kinds == ["died", "quarantined", "quarantined"]
+
+
+def test_what_is_remembered_of_inputs_is_bounded(monkeypatch):
+    monkeypatch.setattr("areal.reward_pool.SUSPECTS", 2)
+    quarantine = Quarantine(1)
+    for name in ("a", "b", "c"):
+        quarantine.lost(digest(name))
+    quarantine.check(digest("a"))
+    with pytest.raises(RewardFailed, match=r"completion \(1\): it is refused"):
+        quarantine.check(digest("c"))
+
+
+async def test_a_worker_has_no_more_memory_than_it_may():
+    async with pool_of("grows", memory_gib=0.5) as pool:
+        assert await score(pool, "own:grows", "", f"{2**20}", {}) == 2**20
+        assert (await failure(pool, "own:grows", f"{2**30}"))[0] in ("raised", "died")
+        assert await score(pool, "own:grows", "", f"{2**21}", {}) == 2**21
 
 
 async def test_a_worker_that_died_idle_costs_no_job():
     async with pool_of("pid") as pool:
-        first = int(await pool.score("own:pid", "", "", {}))
+        first = int(await score(pool, "own:pid", "", "", {}))
         os.kill(first, signal.SIGKILL)
         await asyncio.sleep(0.2)
-        assert await pool.score("own:pid", "", "", {}) != first
+        assert await score(pool, "own:pid", "", "", {}) != first
 
 
 async def test_prints_do_not_disturb_the_answers():
     async with pool_of("noisy", "echo") as pool:
-        assert await pool.score("own:noisy", "", "", {}) == 0.5
-        assert await pool.score("own:echo", "", "1", {}) == 1.0
+        assert await score(pool, "own:noisy", "", "", {}) == 0.5
+        assert await score(pool, "own:echo", "", "1", {}) == 1.0
 
 
 async def test_large_completions_pass():
     async with pool_of("length") as pool:
-        assert await pool.score("own:length", "", "x" * 3_000_000, {}) == 3_000_000
+        assert await score(pool, "own:length", "", "x" * 3_000_000, {}) == 3_000_000
 
 
 async def test_a_cancelled_call_gives_its_answer_to_nobody():
@@ -163,7 +259,7 @@ async def test_a_cancelled_call_gives_its_answer_to_nobody():
         running.cancel()
         queued.cancel()
         started = time.monotonic()
-        assert await pool.score("own:echo", "", "3", {}) == 3.0
+        assert await score(pool, "own:echo", "", "3", {}) == 3.0
         assert time.monotonic() - started < 0.4
 
 
@@ -178,7 +274,7 @@ async def test_a_cancelled_call_gives_its_answer_to_nobody():
 async def test_a_reward_that_does_not_import_is_told_at_the_start(tmp_path, source, message):
     (tmp_path / "broken.py").write_text(source)
     with pytest.raises(UserError, match=message):
-        async with RewardPool(["broken:f"], 2, 1.0):
+        async with pool(["broken:f"], workers=2):
             pytest.fail("started")
 
 
@@ -187,21 +283,21 @@ async def test_jobs_fail_while_no_worker_can_be_started_again(own_module):
         own_module.write_text("raise ValueError('edited')")
         assert (await failure(pool, "own:leaves"))[0] == "died"
         kind, reason = await failure(pool, "own:echo", "1")
-        assert kind == "died"
+        assert kind == "no_worker"
         assert "ValueError: edited" in reason
         own_module.write_text(OWN)
-        assert await pool.score("own:echo", "", "1", {}) == 1.0
+        assert await score(pool, "own:echo", "", "1", {}) == 1.0
 
 
 async def test_closing_fails_what_is_waiting_and_leaves_no_process(tmp_path):
     async with pool_of("hangs", "pid", workers=2, timeout_seconds=60.0) as pool:
         hung = asyncio.create_task(pool.score("own:hangs", "", "", {"pids": str(tmp_path / "pids")}))
         await asyncio.sleep(0.3)
-        worker = int(await pool.score("own:pid", "", "", {}))
+        worker = int(await score(pool, "own:pid", "", "", {}))
     with pytest.raises(RewardFailed, match="closed"):
         await hung
     assert all(gone(pid) for pid in [worker, *(tmp_path / "pids").read_text().split()])
-    assert (await failure(pool, "own:pid"))[0] == "died"
+    assert (await failure(pool, "own:pid"))[0] == "no_worker"
 
 
 def test_workers_die_with_their_parent_even_in_the_middle_of_a_job(tmp_path):
@@ -210,13 +306,15 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_job(tmp_path):
         textwrap.dedent(
             """
             import asyncio
+            from areal.config import RewardConfig
             from areal.reward_pool import RewardPool
 
             async def main():
-                async with RewardPool(["own:hangs", "own:pid"], 2, 60.0) as pool:
+                names = ["own:hangs", "own:pid"]
+                async with RewardPool(names, RewardConfig(functions=names, workers=2, timeout_seconds=60)) as pool:
                     job = asyncio.create_task(pool.score("own:hangs", "", "", {"pids": "pids"}))
                     await asyncio.sleep(0.3)
-                    print(int(await pool.score("own:pid", "", "", {})), flush=True)
+                    print(int((await pool.score("own:pid", "", "", {})).score), flush=True)
                     await job
 
             asyncio.run(main())
@@ -246,13 +344,13 @@ HOSTILE = [
 
 
 async def test_hostile_mathematics_is_scored_or_times_out_and_the_pool_lives():
-    async with RewardPool(["math"], 1, 0.8) as pool:
+    async with RewardPool(["math"], RewardConfig(functions="math", timeout_seconds=0.8, cache_size=0)) as pool:
         for completion in HOSTILE:
             try:
-                assert await pool.score("math", "", completion, {"answer": "18"}) == 0.0
+                assert await score(pool, "math", "", completion, {"answer": "18"}) == 0.0
             except RewardFailed as error:
                 assert error.kind == "timeout"
-            assert await pool.score("math", "", "\\boxed{18}", {"answer": "#### 18"}) == 1.0
+            assert await score(pool, "math", "", "\\boxed{18}", {"answer": "#### 18"}) == 1.0
 
 
 def test_a_worker_imports_neither_torch_nor_a_library_it_does_not_need():

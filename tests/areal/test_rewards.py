@@ -1,4 +1,7 @@
+import asyncio
+import json
 import math
+import sys
 from fractions import Fraction
 
 import pytest
@@ -6,7 +9,17 @@ import pytest
 from areal import reasoning_tasks
 from areal.config import DataConfig, UserError
 from areal.data import open_source
-from areal.rewards import BUILT_IN, RewardError, as_score, overlong_penalty, resolve
+from areal.rewards import (
+    BUILT_IN,
+    Result,
+    RewardError,
+    as_result,
+    as_score,
+    check,
+    mean_parts,
+    overlong_penalty,
+    resolve,
+)
 
 
 def test_exact_match_takes_the_completion_or_its_last_line():
@@ -56,19 +69,111 @@ def test_reasoning_gym_needs_a_row_of_its_own():
         resolve("reasoning_gym")("", "1", {"answer": "1"})
 
 
-def test_names_resolve_or_say_what_there_is(tmp_path, monkeypatch):
+OWN = """
+import dataclasses
+
+value = 3
+
+def short(prompt, completion, row):
+    return 1 / (1 + len(completion))
+
+def counts(prompt, completion, row, *, tokens):
+    return len(tokens)
+
+class Judge:
+    deterministic = False
+
+    def __init__(self, strict, model="small"):
+        self.strict, self.model = strict, model
+        if strict == "never":
+            raise OSError("no such server")
+
+    async def score(self, prompt, completion, row, tokens):
+        return float(self.strict)
+
+class NoJudge:
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module and a file of the user's, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_reward_module.py").write_text("def short(prompt, completion, row):\n    return 1\nvalue = 3\n")
-    assert resolve("own_reward_module:short")("", "", {}) == 1
-    with pytest.raises(UserError, match="there is no reward 'maths': name one of math, exact_match, addition"):
-        resolve("maths")
-    with pytest.raises(UserError, match="has no shrt: did you mean short"):
-        resolve("own_reward_module:shrt")
-    with pytest.raises(UserError, match="is a int, not a function"):
-        resolve("own_reward_module:value")
-    with pytest.raises(UserError, match="ModuleNotFoundError: No module named 'own_missing'"):
-        resolve("own_missing:short")
-    assert all(callable(resolve(name)) for name in BUILT_IN)
+    (tmp_path / "own_reward_module.py").write_text(OWN)
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards" / "json.py").write_text(OWN)
+    yield tmp_path
+    sys.modules.pop("own_reward_module", None)
+
+
+@pytest.mark.parametrize("where", ["own_reward_module", "rewards/json.py"])
+def test_a_reward_is_named_by_its_module_or_its_file(own, where):
+    assert resolve(f"{where}:short")("", "abc", {}) == 0.25
+    assert json.dumps({}) == "{}"  # a file hides no module of its name
+
+
+def test_a_reward_is_named_by_the_entry_point_of_an_installed_package(own, monkeypatch):
+    monkeypatch.syspath_prepend(own)
+    about = own / "nice_rewards-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: nice-rewards\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[areal.rewards]\nbrief = own_reward_module:short\n")
+    assert resolve("brief")("", "abc", {}) == 0.25
+    with pytest.raises(UserError, match="name one of math, .*, brief, or your own"):
+        resolve("breif")
+
+
+def test_a_class_is_made_once_with_its_options(own):
+    judge = resolve("own_reward_module:Judge", {"strict": True})
+    assert (judge.takes_tokens, judge.deterministic) == (True, False)
+    assert asyncio.run(judge("", "", {}, [])) == 1.0
+
+
+def test_what_a_function_takes_is_seen(own):
+    assert resolve("own_reward_module:counts").takes_tokens
+    plain = resolve("own_reward_module:short")
+    assert (plain.takes_tokens, plain.deterministic) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("maths", {}, "there is no reward 'maths': name one of math, exact_match, addition"),
+        ("own_reward_module:shrt", {}, "has no shrt: did you mean short"),
+        ("own_reward_module:value", {}, "is a int: name a function, or a class"),
+        ("own_reward_module:NoJudge", {}, "is a class without a method score: name"),
+        ("own_missing:short", {}, "ModuleNotFoundError: No module named 'own_missing'"),
+        ("rewards/nothing.py:short", {}, "FileNotFoundError: .*rewards/nothing.py"),
+        ("own_reward_module:short", {"x": 1}, "has reward.options, but is a function"),
+        ("own_reward_module:Judge", {}, "missing a required argument: 'strict': correct reward.options"),
+        ("own_reward_module:Judge", {"strict": 1, "modl": 2}, "unexpected keyword argument 'modl'"),
+    ],
+)
+def test_a_name_that_names_no_reward_is_told(own, name, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        check(name, options)
+
+
+def test_a_class_that_cannot_be_made_says_why(own):
+    with pytest.raises(UserError, match="could not be made: OSError: no such server"):
+        resolve("own_reward_module:Judge", {"strict": "never"})
+
+
+def test_all_that_is_built_in_can_be_called():
+    assert all(callable(check(name)) for name in BUILT_IN)
+
+
+def test_a_result_is_a_score_and_those_of_its_parts():
+    assert as_result(1) == Result(1.0, {})
+    assert as_result((0.5, {"format": True, "answer": 0})) == Result(0.5, {"format": 1.0, "answer": 0.0})
+    for value in ((1.0, {"format": math.nan}), (1.0, 2.0), (math.inf, {}), (1.0, {}, 2)):
+        with pytest.raises(RewardError):
+            as_result(value)
+
+
+def test_the_mean_of_a_part_is_over_those_that_have_it():
+    assert mean_parts([{"a": 1.0, "b": 0.0}, {"a": 0.0}, {}]) == {"a": 0.5, "b": 0.0}
 
 
 def test_only_finite_numbers_are_scores():
