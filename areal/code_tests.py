@@ -5,7 +5,8 @@ What a row holds says how its program is tested:
 * `tests`, a list (or its JSON) of `{"input", "output"}`, or `input_output`, `{"inputs", "outputs"}` (or its JSON): the
   program reads stdin and prints. Outputs stay outside the sandbox; each test is a run of its own.
 * `test_list`, asserts as in MBPP, with `test_imports` or `test_setup_code` before them; Python only.
-* `test` and `entry_point`, as in HumanEval: `test` defines `check(candidate)`; `prompt` begins the program; Python only.
+* `prompt`, `test` and `entry_point`, as in HumanEval: `test` defines `check(candidate)`, and the program begins with
+  `prompt`; Python only.
 
 `language` names the row's language; default: python.
 """

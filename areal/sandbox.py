@@ -19,7 +19,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -29,7 +28,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, BinaryIO, Literal, Self
 
 from areal import sandbox_init
 from areal.config import SandboxConfig, UserError
@@ -200,21 +199,21 @@ class LocalSandbox:
             "disk_files": FILES,
         }
 
-    def _ask(self, job: Mapping[str, Any], stdin: str) -> tuple[socket.socket, int, int]:
+    def _ask(self, job: Mapping[str, Any], stdin: str) -> tuple[socket.socket, BinaryIO, BinaryIO]:
         """Starts a program. The socket for its result, and the pipes of its stdout and stderr."""
         if self._launcher.poll() is not None:
             self._requests.close()
             self._launcher, self._requests = _launch(self._config)
         run, its_run = socket.socketpair()
-        (stdout, its_stdout), (stderr, its_stderr) = os.pipe(), os.pipe()
+        (out, its_stdout), (err, its_stderr) = os.pipe(), os.pipe()
+        stdout, stderr = os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
         asked, its_stdin = _sealed(json.dumps(job).encode()), _sealed(stdin.encode(errors="replace"))
         given = [asked, its_stdin, its_stdout, its_stderr, its_run.fileno()]
         try:
             socket.send_fds(self._requests, [b"."], given)
         except OSError as error:
-            run.close()
-            os.close(stdout)
-            os.close(stderr)
+            for end in (run, stdout, stderr):
+                end.close()
             raise SandboxError(f"the sandbox's launcher is gone: {error}") from error
         finally:
             for descriptor in given[:4]:
@@ -230,9 +229,9 @@ class LocalSandbox:
         run, stdout, stderr = self._ask(job, json.dumps(host))
         run.settimeout(START_SECONDS)
         try:
-            with run, open(stdout) as out, open(stderr) as err:
+            with run, stdout, stderr:
                 answer = b"".join(iter(lambda: run.recv(1 << 16), b""))
-                printed, complaint = out.read(), err.read()
+                printed, complaint = stdout.read(), stderr.read().decode()
             result = _result(answer)
         except (SandboxError, TimeoutError) as error:
             raise UserError(f"programs cannot be run in a sandbox on this machine ({error}): {ADVICE}") from None
@@ -340,11 +339,11 @@ def _sealed(content: bytes) -> int:
     return descriptor
 
 
-async def _read(descriptor: int, limit: int, stop: asyncio.StreamWriter) -> bytes:
+async def _read(pipe: BinaryIO, limit: int, stop: asyncio.StreamWriter) -> bytes:
     """What comes out of a pipe, up to one byte beyond the limit; with more than that the program is stopped."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), open(descriptor, "rb", 0)
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
     )
     parts, length = [], 0
     with contextlib.closing(transport):
@@ -366,9 +365,7 @@ def _result(answer: bytes) -> dict[str, Any]:
     return result
 
 
-def _outcome(
-    result: Mapping[str, Any], stdout: bytes, stderr: bytes, limit: int
-) -> tuple[Outcome, dict[str, bytes]]:
+def _outcome(result: Mapping[str, Any], stdout: bytes, stderr: bytes, limit: int) -> tuple[Outcome, dict[str, bytes]]:
     status, code = result["status"], result["exit"]
     if max(len(stdout), len(stderr)) > limit:
         status, code = "output", None
