@@ -313,10 +313,10 @@ def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.sock
     arguments = [str(its_requests.fileno()), config.mode, *folders]
     with its_requests:
         launcher = subprocess.Popen(
-            [PYTHON, "-I", "-S", sandbox_init.__file__, *arguments],
+            [PYTHON, "-s", "-P", sandbox_init.__file__, *arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=[its_requests.fileno()],
-            env={},
+            env=sandbox_init.ENVIRONMENT,
         )
     requests.settimeout(START_SECONDS)
     try:

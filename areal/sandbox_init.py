@@ -1,6 +1,6 @@
 """What makes the sandboxes of `areal.sandbox`: a script of its own, which needs nothing but Python.
 
-    python -I -S sandbox_init.py SOCKET MODE FOLDER...
+    python -s -P sandbox_init.py SOCKET MODE FOLDER...
 
 It says `{"ready": true}` or `{"error": ...}` on the socket, once, and then makes a sandbox for each message there. The
 message brings five file descriptors: what to run (JSON), stdin, stdout, stderr and a socket, on which the result goes
@@ -10,12 +10,17 @@ back, and whose end stops the program. When the script ends, so does everything 
                             └─ for each program: init, process 1 of the program's own namespaces; it watches the limits
                                  └─ the program: another user, no capability, a filter on its system calls
 
+A Python program runs in a fork of this interpreter: to start another one would take longer than all the rest.
+
 Nothing secret is ever in here: a program that saw all of it would learn its own input.
 """
 
+import atexit
 import base64
+import builtins
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import platform
@@ -28,7 +33,9 @@ import stat
 import struct
 import sys
 import tempfile
+import threading
 import time
+import types
 
 TICK_SECONDS = 0.01
 PAGE = resource.getpagesize()
@@ -68,6 +75,11 @@ def call(name, *arguments):
 
 def mount(source, target, kind, flags, options=None):
     call("mount", *(text and text.encode() for text in (source, target, kind)), flags, options and options.encode())
+
+
+# What programs import most: here they find it loaded.
+for name in ("bisect", "collections", "functools", "heapq", "itertools", "math", "random", "re", "string", "typing"):
+    importlib.import_module(name)
 
 
 # --- the filter on system calls
@@ -306,6 +318,8 @@ class Sandbox:
             os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             os.chdir(folder)
             self.give_up(job)
+            if job["command"][0] == sys.executable:
+                run_python(job["command"][1])
             path = shutil.which(job["command"][0], path=ENVIRONMENT["PATH"]) or job["command"][0]
             os.execve(path, job["command"], ENVIRONMENT | {"HOME": folder})
         except BaseException as error:  # this process must not go on as a second init
@@ -358,6 +372,42 @@ class Sandbox:
                 os.waitpid(-1, 0)
             except ChildProcessError:
                 return
+
+
+def run_python(path):
+    """Does in this process what `python path` would do in a new one. Does not return."""
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT | {"HOME": os.getcwd()})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
+    main = types.ModuleType("__main__")
+    main.__file__, main.__builtins__ = path, builtins
+    sys.modules["__main__"] = main
+    sys.argv = [path]
+    sys.path.insert(0, os.getcwd())
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it stays open
+    code = 0
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+        exec(compile(source, path, "exec"), main.__dict__)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:  # the program may raise anything
+        sys.excepthook(type(error), error, error.__traceback__.tb_next)
+        code = 1
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except BaseException:  # so may what it has left for the end
+        code = code or 120
+    finally:
+        os._exit(code & 0xFF)
 
 
 class Watch:
