@@ -308,8 +308,11 @@ class RemoteSandbox:
 
 def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A launcher that is ready, and the socket on which it is asked. Raises UserError."""
-    requests, its_requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     folders = [os.path.realpath(folder) for folder in (sys.base_prefix, *config.folders)]
+    for folder in folders:
+        if Path(folder).is_relative_to("/tmp"):
+            raise UserError(f"{folder} lies in /tmp, which every program has for itself: move it, or leave it out")
+    requests, its_requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     arguments = [str(its_requests.fileno()), config.mode, *folders]
     with its_requests:
         launcher = subprocess.Popen(
@@ -385,7 +388,7 @@ PROBE = textwrap.dedent(
     libc = ctypes.CDLL(None, use_errno=True)
 
     def reads_the_host():
-        return os.path.exists(host["file"])
+        return any(os.path.exists(before + host["file"]) for before in ("", "/old"))
 
     def sees_other_processes():
         return len([name for name in os.listdir("/proc") if name.isdigit()]) > 2 or os.getppid() != 1
