@@ -97,15 +97,18 @@ def host(channel):
 
 
 def perform(request):
-    what, thing, *details = request
-    if what == "name":
-        return thing[details[0]]
-    if what == "attribute":
-        return getattr(thing, details[0])
-    if what == "list":
-        return list(thing)
-    arguments, keywords = details
-    return thing(*arguments, **keywords)
+    match request:
+        case "name" | "item", thing, key:
+            return thing[key]
+        case "attribute", thing, name:
+            return getattr(thing, name)
+        case "list", thing:
+            return list(thing)
+        case "length", thing:
+            return len(thing)
+        case "call", thing, arguments, keywords:
+            return thing(*arguments, **keywords)
+    raise ValueError(request)
 
 
 # --- the asserts' process
@@ -150,10 +153,10 @@ class Remote:
         return iter(self._channel.ask("list", self))
 
     def __len__(self):
-        return int(self.__getattr__("__len__")())
+        return self._channel.ask("length", self)
 
     def __getitem__(self, key):
-        return self.__getattr__("__getitem__")(key)
+        return self._channel.ask("item", self, key)
 
     def __bool__(self):
         raise TypeError("the program gave an object, which is neither true nor false")
