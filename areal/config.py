@@ -244,8 +244,8 @@ class SandboxConfig(Section):
         "namespaces", description="none: no protection at all, for programs that are trusted"
     )
     url: str | None = Field(None, pattern=r"^https?://.+", description="of a SandboxFusion server, without /run_code")
-    cpu_seconds: float = Field(10.0, gt=0, description="processor time")
-    wall_seconds: float = Field(30.0, gt=0, description="time; more than cpu_seconds, as a busy machine is slow")
+    cpu_seconds: float = Field(5.0, gt=0, description="processor time, over all its processes")
+    wall_seconds: float = Field(15.0, gt=0, description="time; more than cpu_seconds, as a busy machine is slow")
     memory_mib: int = Field(1024, ge=16)
     processes: int = Field(64, ge=1, description="processes and threads at once")
     disk_mib: int = Field(64, ge=1, description="all files together; they lie in memory")
