@@ -15,7 +15,6 @@ A Python program runs in a fork of this interpreter: to start another one would 
 Nothing secret is ever in here: a program that saw all of it would learn its own input.
 """
 
-import atexit
 import base64
 import builtins
 import contextlib
@@ -33,7 +32,6 @@ import stat
 import struct
 import sys
 import tempfile
-import threading
 import time
 import types
 
@@ -397,17 +395,9 @@ def run_python(path):
         if code and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
     except BaseException as error:  # the program may raise anything
-        sys.excepthook(type(error), error, error.__traceback__.tb_next)
+        sys.excepthook(type(error), error.with_traceback(error.__traceback__.tb_next), None)
         code = 1
-    try:
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    except BaseException:  # so may what it has left for the end
-        code = code or 120
-    finally:
-        os._exit(code & 0xFF)
+    ctypes.pythonapi.Py_Exit(code & 0xFF)  # waits for threads, calls what is registered for the end, flushes
 
 
 class Watch:

@@ -115,7 +115,7 @@ EXHAUSTS = {
     "fork bomb in bash": ("os.execvp('bash', ['bash', '-c', ':(){ :|:& };:; sleep 100'])", {"timeout", "ok", "output"}),
     "threads": ("while True:\n    try: threading.Thread(target=time.sleep, args=(99,)).start()\n    except RuntimeError: pass", {"timeout"}),
     "fill memory": ("x = []\nwhile True: x.append(bytearray(1 << 20))", {"ok", "memory"}),
-    "fill memory from C": ("while True:\n    p = libc.malloc(1 << 24)\n    if not p: sys.exit(1)\n    libc.memset(ctypes.c_void_p(p), 1, 1 << 24)", {"ok", "memory", "killed", "timeout"}),
+    "fill memory from C": ("libc.malloc.restype = ctypes.c_void_p\nwhile True:\n    p = libc.malloc(1 << 24)\n    if not p: sys.exit(1)\n    libc.memset(ctypes.c_void_p(p), 1, 1 << 24)", {"ok", "memory", "killed", "timeout"}),
     "fill memory by children": (
         "for _ in range(16):\n    if os.fork() == 0:\n        x = bytearray(40 << 20)\n        time.sleep(99)\ntime.sleep(99)",
         {"memory"},

@@ -50,13 +50,8 @@ def below(launcher):
     return {process.pid for process in descendants(launcher.pid)}
 
 
-def idle(sandbox):
-    """What there is on the host that a program could leave something in."""
-    return below(sandbox._launcher), sorted(os.listdir("/dev/shm")), Path("/proc/mounts").read_text()
-
-
-def left_alone(sandbox, before, within=10.0):
-    """Whether only these processes are left, sooner or later."""
+def nothing_left(sandbox, before, within=10.0):
+    """Whether only the processes from before run, at once or when the last have ended."""
     deadline = time.monotonic() + within
     while below(sandbox._launcher) != before and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -77,7 +72,7 @@ async def all_of(programs, call, at_once=4):
 async def test_no_program_reaches_what_is_not_its_own(sandbox, tmp_path):
     canary = tmp_path / "canary"
     canary.write_text("untouched")
-    before = idle(sandbox)
+    before = below(sandbox._launcher)
 
     async def attack(program):
         program = program.replace("{canary}", str(canary)).replace("{parent}", str(os.getpid()))
@@ -90,11 +85,11 @@ async def test_no_program_reaches_what_is_not_its_own(sandbox, tmp_path):
         "become root by set-user-id"
     }
     assert canary.read_text() == "untouched"
-    assert idle(sandbox) == before
+    assert nothing_left(sandbox, before)
 
 
 async def test_what_a_program_uses_up_is_limited(sandbox):
-    before = idle(sandbox)
+    before = below(sandbox._launcher)
     programs = {name: program for name, (program, _) in attacks.EXHAUSTS.items()}
     outcomes = await all_of(programs, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"))
     wrong = {
@@ -103,15 +98,15 @@ async def test_what_a_program_uses_up_is_limited(sandbox):
         if outcome.status not in attacks.EXHAUSTS[name][1]
     }
     assert wrong == {}
-    assert idle(sandbox) == before
+    assert nothing_left(sandbox, before)
     assert (await sandbox.run("print(1)")).stdout == "1\n"
 
 
 async def test_nothing_remains_of_a_program(sandbox):
-    before = idle(sandbox)
+    before = below(sandbox._launcher)
     outcomes = await all_of(attacks.REMAINS, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"))
     assert {outcome.status for outcome in outcomes.values()} == {"ok", "killed"}
-    assert idle(sandbox) == before
+    assert nothing_left(sandbox, before)
     listing = await sandbox.run("import os; print(os.listdir('/tmp'))")
     assert listing.stdout == "['main.py']\n"
 
@@ -123,7 +118,7 @@ async def test_no_program_passes_asserts_without_the_answer(code_tests):
     scores = await all_of(attacks.CHEATS, lambda program: code_tests.score("", program, row))
     assert {name: score for name, score in scores.items() if score != (0.0, {"passed": 0.0})} == {}
     assert await code_tests.score("", f"def f(x): return {secret}", row) == (1.0, {"passed": 1.0})
-    assert below(code_tests._sandbox._launcher) == before
+    assert nothing_left(code_tests._sandbox, before)
 
 
 HUMAN_EVAL = {
@@ -239,7 +234,7 @@ async def test_a_program_whose_caller_is_cancelled_is_ended(sandbox):
     assert len(below(sandbox._launcher)) > len(before)
     running.cancel()
     await asyncio.wait([running])
-    assert await asyncio.to_thread(left_alone, sandbox, before)
+    assert await asyncio.to_thread(nothing_left, sandbox, before)
 
 
 def test_all_programs_end_with_the_worker():
