@@ -4,6 +4,7 @@
 PRELUDE = """
 import ctypes, mmap, os, resource, signal, socket, struct, subprocess, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
+room = ctypes.create_string_buffer(4096)
 
 def syscall(*arguments):
     if libc.syscall(*map(ctypes.c_long, arguments)) < 0:
@@ -62,7 +63,7 @@ REACHES = {
     "use the kernel's crypto": "socket.socket(38, 5)",
     "use D-Bus": "socket.socket(socket.AF_UNIX).connect('/run/dbus/system_bus_socket')",
     "find an abstract socket": "socket.socket(socket.AF_UNIX).connect('\\0' + '{canary}')",
-    "use io_uring": "syscall(425, 8, 0)",
+    "use io_uring": "syscall(425, 8, ctypes.addressof(room))",
     "load bpf": "syscall(321, 0, 0, 0)",
     "use userfaultfd": "syscall(323, 0)",
     "use perf events": "syscall(298, 0, 0, -1, -1, 0)",
@@ -95,7 +96,7 @@ REACHES = {
     "open by handle": "syscall(304, 0, 0, 0)",
     "watch the file system": "syscall(300, 0, 0)",
     "stop init": "os.kill(1, signal.SIGKILL) or time.sleep(0.1) or expect(not os.path.exists('/proc/1'))",
-    "make a huge file": "os.truncate(open('big', 'w').fileno(), 1 << 40)",
+    "make a huge file": "open('big', 'w').close() or os.truncate('big', 1 << 40)",
 }
 
 # Each uses up something. What may become of it: its statuses.
