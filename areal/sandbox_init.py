@@ -379,7 +379,8 @@ def run_python(path):
     os.environ.clear()
     os.environ.update(ENVIRONMENT | {"HOME": os.getcwd()})
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
     call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
     main = types.ModuleType("__main__")
     main.__file__, main.__builtins__ = path, builtins
