@@ -274,6 +274,26 @@ class WeightsConfig(Section):
     delta: bool = Field(True, description="stream what has changed only, to the bit, where that is less")
 
 
+class SandboxConfig(Section):
+    """Limits of a program that a model wrote, and of all it starts; docs/sandbox.md tells what they hold.
+
+    Programs run on this machine, or where `url` is given on a SandboxFusion server there."""
+
+    mode: Literal["namespaces", "none"] = Field(
+        "namespaces", description="none: no protection at all, for programs that are trusted"
+    )
+    url: str | None = Field(None, pattern=r"^https?://.+", description="of a SandboxFusion server, without /run_code")
+    cpu_seconds: float = Field(5.0, gt=0, description="processor time, over all its processes")
+    wall_seconds: float = Field(15.0, gt=0, description="time; more than cpu_seconds, as a busy machine is slow")
+    memory_mib: int = Field(1024, ge=16)
+    processes: int = Field(64, ge=1, description="processes and threads at once")
+    disk_mib: int = Field(64, ge=1, description="all files together; they lie in memory")
+    output_kib: int = Field(1024, ge=1, description="stdout, and stderr")
+    folders: list[Path] = Field(
+        default_factory=list, description="what programs may read beside the system's folders and Python's"
+    )
+
+
 class EvaluatorConfig(Section):
     """Scores held-out rows at the first and the last version, and at every k-th between them: one generator stays at
     that version until it is scored, while everything else goes on."""
@@ -347,6 +367,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     guard: GuardConfig = GuardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     master: MasterConfig = MasterConfig()
 
     @model_validator(mode="before")

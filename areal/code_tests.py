@@ -1,0 +1,176 @@
+"""The reward `code`: unit tests of the program in a completion, in a sandbox.
+
+What a row holds says how its program is tested:
+
+* `tests`, a list (or its JSON) of `{"input", "output"}`, or `input_output`, `{"inputs", "outputs"}` (or its JSON): the
+  program reads stdin and prints. Outputs stay outside the sandbox; each test is a run of its own.
+* `test_list`, asserts as in MBPP, with `test_imports` or `test_setup_code` before them; Python only.
+* `prompt`, `test` and `entry_point`, as in HumanEval: `test` defines `check(candidate)`, and the program begins with
+  `prompt`; Python only.
+
+`language` names the row's language; default: python.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal import assert_runner
+from areal.config import SandboxConfig
+from areal.rewards import RewardError
+from areal.sandbox import open_sandbox
+
+_BLOCK = re.compile(r"```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# What models write behind the fence, for each language of areal.sandbox.
+_FENCES = {
+    "python": {"python", "py", "python3"},
+    "cpp": {"cpp", "c++", "cc"},
+    "nodejs": {"javascript", "js", "nodejs"},
+    "bash": {"bash", "sh", "shell"},
+}
+# After these nothing else is tried: the next test would most likely take as long again.
+_GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
+_RUNNER = Path(assert_runner.__file__).read_text()
+
+
+class CodeTests:
+    """1.0 where the program in a completion passes all tests of its row, else 0.0; part `passed`: the share it passes.
+
+    Options are the fields of SandboxConfig.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Raises UserError where programs cannot be run safely."""
+        self._sandbox = open_sandbox(SandboxConfig(**options))
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+        """The score and its parts. Raises RewardError (the row has no tests) or SandboxError: neither is a score."""
+        language = row.get("language") or "python"
+        code = program_in(completion, language)
+        if pairs := stdin_tests(row):
+            results = await self._run_pairs(code, language, pairs)
+        else:
+            prepare, tests, candidate = asserts(row)
+            if language != "python":
+                raise RewardError(f"the row's tests are Python's asserts, but its language is {language}")
+            code = continued(row["prompt"], code, candidate) if candidate else code
+            results = await self._run_asserts(code, prepare, tests, candidate)
+        return float(all(results)), {"passed": sum(results) / len(results)}
+
+    async def _run_pairs(self, code: str, language: str, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        results = [False] * len(pairs)
+        for i, (given, wanted) in enumerate(pairs):
+            outcome = await self._sandbox.run(code, language, stdin=given)
+            results[i] = outcome.succeeded and same_output(outcome.stdout, wanted)
+            if outcome.status in _GIVE_UP:
+                break
+        return results
+
+    async def _run_asserts(
+        self, code: str, prepare: Sequence[str], tests: Sequence[str], candidate: str | None
+    ) -> list[bool]:
+        nonce = secrets.token_hex(16)
+        job = {"nonce": nonce, "prepare": prepare, "tests": tests, "candidate": candidate}
+        files = {"program.py": code.encode(errors="replace")}
+        outcome = await self._sandbox.run(_RUNNER, stdin=json.dumps(job), files=files)
+        lines = set(outcome.stdout.splitlines())
+        return [f"{nonce} {i} 1" in lines for i in range(len(tests))]
+
+
+def program_in(completion: str, language: str = "python") -> str:
+    """The last fenced block of that language, or the last without one, or else all of the completion."""
+    blocks = [(fence.lower(), code) for fence, code in _BLOCK.findall(completion)]
+    named = [code for fence, code in blocks if fence in _FENCES.get(language, {language})]
+    unnamed = [code for fence, code in blocks if not fence]
+    return (named or unnamed or [completion])[-1]
+
+
+def continued(prompt: str, code: str, function: str) -> str:
+    """The prompt and the code. Code that does not define the function goes on with it, up to where it is unindented."""
+    if re.search(rf"^(?:async )?def {re.escape(function)}\b", code, re.MULTILINE):
+        return f"{prompt}\n\n{code}"
+    lines = code.split("\n")
+    # The first line may lack its indent, where it was the prompt that ended with it.
+    end = next((i for i, line in enumerate(lines) if i and line.strip() and not line[0].isspace()), len(lines))
+    return prompt + "\n".join(lines[:end]) + "\n"
+
+
+def stdin_tests(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(input, output) of the row's tests, if they are of this kind. Raises RewardError."""
+    if row.get("tests"):
+        found = _parsed(row["tests"])
+        try:
+            return [(str(test["input"]), str(test["output"])) for test in found]
+        except (TypeError, KeyError):
+            raise RewardError("the row's tests are no list of objects with input and output") from None
+    if row.get("input_output"):
+        found = _parsed(row["input_output"])
+        try:
+            inputs, outputs = found["inputs"], found["outputs"]
+        except (TypeError, KeyError):
+            raise RewardError("the row's input_output has no inputs and outputs") from None
+        if found.get("fn_name"):
+            raise RewardError("the row's input_output calls a function: only programs that read stdin are tested so")
+        if len(inputs) != len(outputs):
+            raise RewardError(f"the row's input_output has {len(inputs)} inputs and {len(outputs)} outputs")
+        return [(_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
+    return []
+
+
+def asserts(row: Mapping[str, Any]) -> tuple[list[str], list[str], str | None]:
+    """What the asserts need first, the tests, and the function under test where it has a name. Raises RewardError."""
+    if row.get("test_list"):
+        return [*(row.get("test_imports") or []), row.get("test_setup_code") or ""], list(row["test_list"]), None
+    if all(row.get(key) for key in ("prompt", "test", "entry_point")):
+        # The prompt may define what the tests use beside the function.
+        return [row["prompt"], row["test"]], ["check(candidate)"], row["entry_point"]
+    raise RewardError("the row has no tests: it needs tests, input_output, test_list, or prompt, test and entry_point")
+
+
+def same_output(printed: str, wanted: str) -> bool:
+    """Whether the lines are the same, white space at their ends apart, and decimal fractions nearly."""
+    given, expected = _lines(printed), _lines(wanted)
+    return given == expected or (
+        len(given) == len(expected)
+        and all(_same_line(one.split(), other.split()) for one, other in zip(given, expected, strict=True))
+    )
+
+
+def _same_line(given: list[str], wanted: list[str]) -> bool:
+    return len(given) == len(wanted) and all(
+        one == other or ("." in other and _close(one, other)) for one, other in zip(given, wanted, strict=True)
+    )
+
+
+def _close(given: str, wanted: str) -> bool:
+    try:
+        return math.isclose(float(given), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+    except ValueError:
+        return False
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _text(value: Any) -> str:
+    """Some data sets keep lines in a list."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _parsed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise RewardError("the row's tests are no JSON") from None

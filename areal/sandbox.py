@@ -1,0 +1,436 @@
+"""Runs programs that a model wrote, where they can do no harm.
+
+    with open_sandbox(SandboxConfig()) as sandbox:
+        outcome = await sandbox.run("print(int(input()) + 1)", stdin="41")
+        assert outcome.stdout == "42\\n"
+
+On this machine a program runs in Linux namespaces of its own (`areal.sandbox_init`): it sees the system's folders, a
+small one of its own that is gone afterwards, and nothing else. Before the first one runs, a probe tries to break out,
+and where it can, nothing is run. With `sandbox.url` a SandboxFusion server runs programs instead.
+
+Whatever a program does is an `Outcome`; what goes wrong around it is a SandboxError, and says nothing about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Self
+
+from areal import sandbox_init
+from areal.config import SandboxConfig, UserError
+
+Status = Literal["ok", "killed", "timeout", "memory", "output", "not_compiled"]
+
+MIB = 1 << 20
+START_SECONDS = 30.0
+# How long after wall_seconds the sandbox itself may take, on a busy machine, before it is at fault.
+GRACE_SECONDS = 30.0
+COMPILE_SECONDS = 60.0
+COMPILE_MIB = 2048
+FILES = 4096
+ADVICE = (
+    "allow it (in Docker: --security-opt seccomp=unconfined --security-opt systempaths=unconfined; where AppArmor "
+    "forbids it: sysctl kernel.apparmor_restrict_unprivileged_userns=0), name a SandboxFusion server in sandbox.url, "
+    "or, only where every program is trusted, set sandbox.mode=none"
+)
+
+
+class SandboxError(Exception):
+    """The sandbox failed, not the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a program.
+
+    status: `ok` (it ended by itself), `killed` (by a signal), `timeout`, `memory` or `output` (it broke that limit and
+    was ended), `not_compiled` (stderr says why). exit: its exit code, minus the signal's number, or None. stdout and
+    stderr: what it wrote, cut at the limit. seconds: how long it ran.
+    """
+
+    status: Status
+    exit: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def succeeded(self) -> bool:
+        return self.status == "ok" and self.exit == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """How a program is run: as `file`, by `command`, after `compiler` has made `program` of it, if there is one."""
+
+    file: str
+    command: tuple[str, ...]
+    compiler: tuple[str, ...] = ()
+
+
+PYTHON = os.path.realpath(sys.executable)
+# Names are SandboxFusion's.
+LANGUAGES = {
+    "python": Language("main.py", (PYTHON, "main.py")),
+    "cpp": Language("main.cpp", ("./program",), ("g++", "-O2", "-std=c++17", "-o", "program", "main.cpp")),
+    "nodejs": Language("main.js", ("node", "main.js")),
+    "bash": Language("main.sh", ("bash", "main.sh")),
+}
+
+
+def open_sandbox(config: SandboxConfig) -> LocalSandbox | RemoteSandbox:
+    """The sandbox that the configuration asks for, tried. Raises UserError where there is none."""
+    return RemoteSandbox(config) if config.url else LocalSandbox(config)
+
+
+class LocalSandbox:
+    """Programs on this machine; several may run at once."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        """Starts the launcher, and tries to break out. Raises UserError where that is possible."""
+        self._config = config
+        self._built: dict[tuple[str, str], bytes | Outcome] = {}
+        self._launcher, self._requests = _launch(config)
+        if config.mode == "namespaces":
+            try:
+                self._probe()
+            except BaseException:
+                self.close()
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all programs."""
+        self._requests.close()
+        try:
+            self._launcher.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._launcher.kill()
+            self._launcher.wait()
+
+    async def run(
+        self, code: str, language: str = "python", *, stdin: str = "", files: Mapping[str, bytes] | None = None
+    ) -> Outcome:
+        """Runs a program on `stdin`, with `files` (by their paths) around it.
+
+        Raises SandboxError. When the caller is cancelled, the program is ended.
+        """
+        spoken = LANGUAGES.get(language)
+        if spoken is None:
+            raise SandboxError(f"there is no language {language!r} here, only {', '.join(LANGUAGES)}")
+        files = {**(files or {}), spoken.file: code.encode(errors="replace")}
+        if spoken.compiler:
+            built = await self._build(code, language, files)
+            if isinstance(built, Outcome):
+                return built
+            files = {**files, "program": built}
+        outcome, _ = await self._execute(spoken.command, stdin, files)
+        return outcome
+
+    async def _build(self, code: str, language: str, files: Mapping[str, bytes]) -> bytes | Outcome:
+        """The compiled program, or what the compiler said; tests run the last one again and again."""
+        key = (code, language)
+        if key not in self._built:
+            limits = {
+                "cpu_seconds": COMPILE_SECONDS,
+                "wall_seconds": 2 * COMPILE_SECONDS,
+                "memory_bytes": COMPILE_MIB * MIB,
+            }
+            compiler = LANGUAGES[language].compiler
+            outcome, kept = await self._execute(compiler, "", files, keep=["program"], limits=limits)
+            failed = Outcome("not_compiled", outcome.exit, "", outcome.stderr, outcome.seconds)
+            self._built = {key: kept["program"] if outcome.succeeded and "program" in kept else failed}
+        return self._built[key]
+
+    async def _execute(
+        self,
+        command: Sequence[str],
+        stdin: str,
+        files: Mapping[str, bytes],
+        keep: Sequence[str] = (),
+        limits: Mapping[str, float] | None = None,
+    ) -> tuple[Outcome, dict[str, bytes]]:
+        """The outcome of a command, and the files named in `keep` that it left."""
+        job = self._job(command, files, keep) | (limits or {})
+        run, *outputs = self._ask(job, stdin)
+        reader, writer = await asyncio.open_connection(sock=run, limit=1 << 30)
+        limit = self._config.output_kib * 1024
+        try:
+            async with asyncio.timeout(job["wall_seconds"] + GRACE_SECONDS):
+                texts = await asyncio.gather(*(_read(output, limit, writer) for output in outputs))
+                answer = await reader.read()
+        except TimeoutError:
+            raise SandboxError(f"the sandbox did not answer within {GRACE_SECONDS:g} s of the limit") from None
+        finally:
+            writer.close()
+        return _outcome(_result(answer), *texts, limit)
+
+    def _job(self, command: Sequence[str], files: Mapping[str, bytes], keep: Sequence[str] = ()) -> dict[str, Any]:
+        """What the launcher is told of a program: all it will ever know."""
+        config = self._config
+        return {
+            "command": list(command),
+            "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
+            "keep": list(keep),
+            "cpu_seconds": config.cpu_seconds,
+            "wall_seconds": config.wall_seconds,
+            "memory_bytes": config.memory_mib * MIB,
+            "processes": config.processes,
+            "disk_bytes": config.disk_mib * MIB,
+            "disk_files": FILES,
+        }
+
+    def _ask(self, job: Mapping[str, Any], stdin: str) -> tuple[socket.socket, BinaryIO, BinaryIO]:
+        """Starts a program. The socket for its result, and the pipes of its stdout and stderr."""
+        if self._launcher.poll() is not None:
+            self._requests.close()
+            self._launcher, self._requests = _launch(self._config)
+        run, its_run = socket.socketpair()
+        (out, its_stdout), (err, its_stderr) = os.pipe(), os.pipe()
+        stdout, stderr = os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
+        asked, its_stdin = _sealed(json.dumps(job).encode()), _sealed(stdin.encode(errors="replace"))
+        given = [asked, its_stdin, its_stdout, its_stderr, its_run.fileno()]
+        try:
+            socket.send_fds(self._requests, [b"."], given)
+        except OSError as error:
+            for end in (run, stdout, stderr):
+                end.close()
+            raise SandboxError(f"the sandbox's launcher is gone: {error}") from error
+        finally:
+            for descriptor in given[:4]:
+                os.close(descriptor)
+            its_run.close()
+        return run, stdout, stderr
+
+    def _probe(self) -> None:
+        """Tries to break out. Raises UserError where that succeeds, or where nothing runs at all."""
+        files = {"main.py": PROBE.encode()}
+        host = {"file": str(Path(__file__).resolve()), "processes": self._config.processes}
+        job = self._job(LANGUAGES["python"].command, files)
+        run, stdout, stderr = self._ask(job, json.dumps(host))
+        run.settimeout(START_SECONDS)
+        try:
+            with run, stdout, stderr:
+                answer = b"".join(iter(lambda: run.recv(1 << 16), b""))
+                printed, complaint = stdout.read(), stderr.read().decode()
+            result = _result(answer)
+        except (SandboxError, TimeoutError) as error:
+            raise UserError(f"programs cannot be run in a sandbox on this machine ({error}): {ADVICE}") from None
+        if result["exit"] != 0:
+            reason = (complaint.strip().splitlines() or [result["status"]])[-1]
+            raise UserError(f"programs cannot be run in a sandbox on this machine ({reason}): {ADVICE}")
+        if leaks := json.loads(printed):
+            raise UserError(f"the sandbox does not hold on this machine, programs can {', '.join(leaks)}: {ADVICE}")
+
+
+class RemoteSandbox:
+    """Programs on a SandboxFusion server, which has its own limits of memory, processes and files."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        """Runs one program. Raises UserError where that fails."""
+        self._config = config
+        self._address = f"{config.url.rstrip('/')}/run_code"
+        try:
+            outcome = self._post("print(6 * 7)", "python", "", {})
+        except SandboxError as error:
+            raise UserError(f"sandbox.url is {config.url}, but {error}: start the server or correct it") from None
+        if outcome.stdout.strip() != "42":
+            raise UserError(f"sandbox.url is {config.url}, but programs do not run there: {outcome.stderr[:300]}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    async def run(
+        self, code: str, language: str = "python", *, stdin: str = "", files: Mapping[str, bytes] | None = None
+    ) -> Outcome:
+        """As LocalSandbox.run; a program whose caller is cancelled goes on there until its time is up."""
+        return await asyncio.to_thread(self._post, code, language, stdin, files or {})
+
+    def _post(self, code: str, language: str, stdin: str, files: Mapping[str, bytes]) -> Outcome:
+        asked = {
+            "code": code,
+            "language": language,
+            "stdin": stdin,
+            "compile_timeout": COMPILE_SECONDS,
+            "run_timeout": self._config.wall_seconds,
+            "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
+        }
+        data = json.dumps(asked).encode()
+        request = urllib.request.Request(self._address, data, {"Content-Type": "application/json"})
+        seconds = COMPILE_SECONDS + self._config.wall_seconds + GRACE_SECONDS
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as response:
+                return self._outcome(json.load(response))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SandboxError(f"the sandbox server gave no answer ({type(error).__name__}: {error})") from error
+
+    def _outcome(self, answer: Mapping[str, Any]) -> Outcome:
+        if answer["status"] == "SandboxError":
+            raise SandboxError(f"the sandbox server failed: {answer.get('message')}")
+        compiled, ran = answer.get("compile_result"), answer.get("run_result")
+        if ran is None:
+            return Outcome("not_compiled", compiled["return_code"], "", compiled["stderr"] or "", 0.0)
+        limit = self._config.output_kib * 1024
+        stdout, stderr = ran["stdout"] or "", ran["stderr"] or ""
+        code = ran["return_code"]
+        status: Status = "ok" if code is None or code >= 0 else "killed"
+        if ran["status"] == "TimeLimitExceeded":
+            status, code = "timeout", None
+        elif max(len(stdout), len(stderr)) > limit:
+            status, code = "output", None
+        return Outcome(status, code, stdout[:limit], stderr[:limit], ran["execution_time"] or 0.0)
+
+
+def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A launcher that is ready, and the socket on which it is asked. Raises UserError."""
+    folders = [os.path.realpath(folder) for folder in (sys.base_prefix, *config.folders)]
+    for folder in folders:
+        if Path(folder).is_relative_to("/tmp"):
+            raise UserError(f"{folder} lies in /tmp, which every program has for itself: move it, or leave it out")
+    requests, its_requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    arguments = [str(its_requests.fileno()), config.mode, *folders]
+    with its_requests:
+        launcher = subprocess.Popen(
+            [PYTHON, "-s", "-P", sandbox_init.__file__, *arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[its_requests.fileno()],
+            env=sandbox_init.ENVIRONMENT,
+        )
+    requests.settimeout(START_SECONDS)
+    try:
+        _result(requests.recv(1 << 16))
+    except (SandboxError, TimeoutError) as error:
+        launcher.kill()
+        launcher.wait()
+        requests.close()
+        raise UserError(f"programs cannot be run in a sandbox on this machine ({error}): {ADVICE}") from None
+    return launcher, requests
+
+
+def _sealed(content: bytes) -> int:
+    """A file in memory, which a program can read and nobody can change."""
+    descriptor = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, 0xF)
+    return descriptor
+
+
+async def _read(pipe: BinaryIO, limit: int, stop: asyncio.StreamWriter) -> bytes:
+    """What comes out of a pipe, up to one byte beyond the limit; with more than that the program is stopped."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    parts, length = [], 0
+    with contextlib.closing(transport):
+        while length <= limit and (part := await reader.read(1 << 16)):
+            parts.append(part)
+            length += len(part)
+    if length > limit and stop.can_write_eof():
+        stop.write_eof()
+    return b"".join(parts)[: limit + 1]
+
+
+def _result(answer: bytes) -> dict[str, Any]:
+    """What the launcher says. Raises SandboxError where it could not do what it was asked."""
+    if not answer:
+        raise SandboxError("the sandbox ended without a result")
+    result = json.loads(answer)
+    if "error" in result:
+        raise SandboxError(result["error"])
+    return result
+
+
+def _outcome(result: Mapping[str, Any], stdout: bytes, stderr: bytes, limit: int) -> tuple[Outcome, dict[str, bytes]]:
+    status, code = result["status"], result["exit"]
+    if max(len(stdout), len(stderr)) > limit:
+        status, code = "output", None
+    elif status == "stopped":
+        raise SandboxError("the program was stopped from outside")
+    texts = (text[:limit].decode(errors="replace") for text in (stdout, stderr))
+    files = {name: base64.b64decode(content) for name, content in result["files"].items()}
+    return Outcome(status, code, *texts, result["seconds"]), files
+
+
+# Run as the first program of a sandbox: prints a list of what it was able to do.
+PROBE = textwrap.dedent(
+    """
+    import ctypes, errno, json, os, socket, sys
+
+    host = json.load(sys.stdin)
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def reads_the_host():
+        return any(os.path.exists(before + host["file"]) for before in ("", "/old"))
+
+    def sees_other_processes():
+        return len([name for name in os.listdir("/proc") if name.isdigit()]) > 2 or os.getppid() != 1
+
+    def opens_a_connection():
+        try:
+            socket.socket(socket.AF_INET)
+        except OSError:
+            return False
+        return True
+
+    def makes_namespaces():
+        return libc.unshare(0x10000000) == 0
+
+    def has_rights():
+        with open("/proc/self/status") as file:
+            return any(int(line.split()[1], 16) for line in file if line.startswith("Cap") and line[3] in "IPEA")
+
+    def ignores_the_limit_of_processes():
+        children = []
+        try:
+            while len(children) <= host["processes"]:
+                pid = os.fork()
+                if pid == 0:
+                    os.read(pipe[0], 1)
+                    os._exit(0)
+                children.append(pid)
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(pipe[1])
+
+    pipe = os.pipe()
+    attempts = {
+        "read the host's files": reads_the_host,
+        "see other processes": sees_other_processes,
+        "open connections": opens_a_connection,
+        "make namespaces": makes_namespaces,
+        "use capabilities": has_rights,
+        "start any number of processes": ignores_the_limit_of_processes,
+    }
+    print(json.dumps([what for what, attempt in attempts.items() if attempt()]))
+    """
+)

@@ -1,0 +1,425 @@
+import asyncio
+import base64
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import attacks
+import pytest
+from helpers import descendants
+
+from areal import sandbox as sandbox_module
+from areal.code_tests import CodeTests, continued, program_in, same_output
+from areal.config import SandboxConfig, UserError
+from areal.rewards import RewardError
+from areal.sandbox import LocalSandbox, SandboxError, open_sandbox
+
+FORBIDDEN = subprocess.run(["unshare", "-Urpfnm", "--mount-proc", "true"], capture_output=True).returncode
+pytestmark = pytest.mark.skipif(FORBIDDEN, reason="user namespaces are forbidden here, as they often are in containers")
+
+LIMITS = {
+    "cpu_seconds": 0.6,
+    "wall_seconds": 4.0,
+    "memory_mib": 192,
+    "processes": 24,
+    "disk_mib": 8,
+    "output_kib": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    os.environ["HARNESS_SECRET"] = "1"
+    with open_sandbox(SandboxConfig(**LIMITS)) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="module")
+def code_tests():
+    reward = CodeTests(**LIMITS)
+    yield reward
+    reward.close()
+
+
+def below(launcher):
+    """Processes that stay in an idle sandbox: its server."""
+    return {process.pid for process in descendants(launcher.pid)}
+
+
+def nothing_left(sandbox, before, within=10.0):
+    """Whether only the processes from before run, at once or when the last have ended."""
+    deadline = time.monotonic() + within
+    while below(sandbox._launcher) != before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return below(sandbox._launcher) == before
+
+
+async def all_of(programs, call, at_once=4):
+    """What `call` gives for each of the programs, by name."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(program):
+        async with slots:
+            return await call(program)
+
+    return dict(zip(programs, await asyncio.gather(*map(one, programs.values())), strict=True))
+
+
+async def test_no_program_reaches_what_is_not_its_own(sandbox, tmp_path):
+    canary = tmp_path / "canary"
+    canary.write_text("untouched")
+    before = below(sandbox._launcher)
+
+    async def attack(program):
+        program = program.replace("{canary}", str(canary)).replace("{parent}", str(os.getpid()))
+        return await sandbox.run(f"{attacks.PRELUDE}\n{program}\nprint('ESCAPED')")
+
+    outcomes = await all_of(attacks.REACHES, attack)
+    assert [name for name, outcome in outcomes.items() if "ESCAPED" in outcome.stdout] == []
+    # They were refused where they tried, not before.
+    assert {name for name, outcome in outcomes.items() if "Error" not in outcome.stderr} <= {
+        "become root by set-user-id"
+    }
+    assert canary.read_text() == "untouched"
+    assert nothing_left(sandbox, before)
+
+
+async def test_what_a_program_uses_up_is_limited(sandbox):
+    before = below(sandbox._launcher)
+    programs = {name: program for name, (program, _) in attacks.EXHAUSTS.items()}
+    outcomes = await all_of(programs, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"))
+    wrong = {
+        name: (outcome.status, outcome.exit, outcome.stderr[-300:])
+        for name, outcome in outcomes.items()
+        if outcome.status not in attacks.EXHAUSTS[name][1]
+    }
+    assert wrong == {}
+    assert nothing_left(sandbox, before)
+    assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+
+async def test_nothing_remains_of_a_program(sandbox):
+    before = below(sandbox._launcher)
+    outcomes = await all_of(attacks.REMAINS, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"))
+    assert {outcome.status for outcome in outcomes.values()} == {"ok", "killed"}
+    assert nothing_left(sandbox, before)
+    listing = await sandbox.run("import os; print(os.listdir('/tmp'))")
+    assert listing.stdout == "['main.py']\n"
+
+
+async def test_no_program_passes_asserts_without_the_answer(code_tests):
+    secret = 10**8 + secrets.randbelow(10**8)
+    row = {"test_list": [f"assert f(7) == {secret}"]}
+    before = below(code_tests._sandbox._launcher)
+    scores = await all_of(attacks.CHEATS, lambda program: code_tests.score("", program, row))
+    assert {name: score for name, score in scores.items() if score != (0.0, {"passed": 0.0})} == {}
+    assert await code_tests.score("", f"def f(x): return {secret}", row) == (1.0, {"passed": 1.0})
+    assert nothing_left(code_tests._sandbox, before)
+
+
+HUMAN_EVAL = {
+    "prompt": "from typing import List\n\ndef twice(x):\n    return 2 * x\n\n"
+    "def add(xs: List[int]) -> int:\n    '''Sum'''\n",
+    "entry_point": "add",
+    "canonical_solution": "    return sum(xs)\n",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) + twice(2) == 4\n",
+}
+
+
+async def test_rows_of_human_eval_are_tested_with_the_prompt_before_the_completion(code_tests):
+    async def score(completion):
+        return (await code_tests.score("a chat template", completion, HUMAN_EVAL))[0]
+
+    assert await score(HUMAN_EVAL["canonical_solution"]) == 1.0
+    assert await score(HUMAN_EVAL["canonical_solution"] + "\nNow some text") == 1.0
+    assert await score("So:\n```python\ndef add(xs: List[int]):\n    return sum(xs)\n```") == 1.0
+    assert await score("    return 3\n") == 0.0
+
+
+async def test_asserts_pass_data_and_objects_of_the_program_both_ways(code_tests):
+    program = """
+import collections
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, x): self.items.append(x); return self
+    def top(self): return self.items[-1]
+def same(x): return x
+def squares(n): return (i * i for i in range(n))
+def counts(x): return collections.Counter(x)
+def fails(x): raise ValueError(x)
+"""
+    tests = [
+        "for x in (1, 1.5, True, None, 'ä', b'b', (1, [2, {3}]), {(1, 2): 'x'}, 2j, 10**5000): assert same(x) == x",
+        "assert type(same((1, 2))) is tuple and same(True) is True",
+        "assert list(squares(4)) == [0, 1, 4, 9]",
+        "assert counts('aab') == {'a': 2, 'b': 1}",
+        "assert Stack().push(1).push(2).top() == 2 and Stack().items == []",
+        "try:\n    fails('x')\nexcept ValueError as e:\n    assert str(e) == 'x'\nelse:\n    assert False",
+        "import math\nassert math.isclose(same(0.1) + same(0.2), 0.3)",
+        "assert same(1) == 2",
+        "assert Stack()",
+        "assert missing(1)",
+    ]
+    score, parts = await code_tests.score("", program, {"test_list": tests})
+    assert (score, parts["passed"]) == (0.0, 0.7)
+
+
+async def test_programs_that_read_stdin_are_scored_by_what_they_print(code_tests):
+    row = {"tests": json.dumps([{"input": "1 2", "output": "3"}, {"input": "5 5\n", "output": "10\n"}])}
+    text = "I add.\n```python\nprint(0)\n```\nNo:\n```python\nprint(sum(map(int, input().split())))\n```\n"
+    assert await code_tests.score("", text, row) == (1.0, {"passed": 1.0})
+    assert await code_tests.score("", "print(3)", row) == (0.0, {"passed": 0.5})
+    assert await code_tests.score("", "print(3); raise SystemExit(1)", row) == (0.0, {"passed": 0.0})
+    apps = {"input_output": {"inputs": [["1", "2"]], "outputs": ["3"]}}
+    assert await code_tests.score("", "print(int(input()) + int(input()))", apps) == (1.0, {"passed": 1.0})
+
+
+PROGRAMS = {
+    "cpp": ("g++", "#include <iostream>\nint main() { int a; std::cin >> a; std::cout << a + 1; }"),
+    "nodejs": ("node", "console.log(Number(require('fs').readFileSync(0)) + 1)"),
+    "bash": ("bash", "read a; echo $((a + 1))"),
+}
+
+
+@pytest.mark.parametrize("language", PROGRAMS)
+async def test_other_languages_run_where_they_are_installed(language):
+    command, program = PROGRAMS[language]
+    if shutil.which(command) is None:
+        pytest.skip(f"{command} is not installed")
+    reward = CodeTests()
+    row = {"language": language, "tests": [{"input": str(i), "output": str(i + 1)} for i in range(2)]}
+    try:
+        assert await reward.score("", f"```{language}\n{program}\n```", row) == (1.0, {"passed": 1.0})
+        assert await reward.score("", "no program )", row) == (0.0, {"passed": 0.0})
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "has no tests"),
+        ({"tests": "[1"}, "no JSON"),
+        ({"tests": [1]}, "no list of objects"),
+        ({"input_output": {"inputs": ["1"], "outputs": []}}, "1 inputs and 0 outputs"),
+        ({"test_list": ["assert f()"], "language": "cpp"}, "its language is cpp"),
+    ],
+)
+async def test_a_row_without_usable_tests_is_an_error_not_a_score(code_tests, row, message):
+    with pytest.raises(RewardError, match=message):
+        await code_tests.score("", "print(1)", row)
+
+
+async def test_the_failure_of_the_sandbox_is_no_outcome_and_the_next_program_runs(sandbox):
+    with pytest.raises(SandboxError, match="no language 'cobol'"):
+        await sandbox.run("", "cobol")
+    running = asyncio.create_task(sandbox.run("import time; time.sleep(3)"))
+    await asyncio.sleep(0.3)
+    for pid in below(sandbox._launcher):
+        os.kill(pid, 9)
+    with pytest.raises(SandboxError, match="without a result"):
+        await running
+    sandbox._launcher.wait(10)
+    assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+
+async def test_a_program_whose_caller_is_cancelled_is_ended(sandbox):
+    before = below(sandbox._launcher)
+    running = asyncio.create_task(sandbox.run("import time; time.sleep(3)"))
+    await asyncio.sleep(0.3)
+    assert len(below(sandbox._launcher)) > len(before)
+    running.cancel()
+    await asyncio.wait([running])
+    assert await asyncio.to_thread(nothing_left, sandbox, before)
+
+
+def test_all_programs_end_with_the_worker():
+    code = (
+        "import asyncio, os\nfrom areal.config import SandboxConfig\nfrom areal.sandbox import open_sandbox\n"
+        "s = open_sandbox(SandboxConfig())\n"
+        "async def main():\n"
+        "    t = asyncio.create_task(s.run('import time; time.sleep(29)'))\n"
+        "    await asyncio.sleep(0.3)\n    print(flush=True)\n    await t\n"
+        "asyncio.run(main())"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as worker:
+        worker.stdout.readline()
+        left = {process.pid for process in descendants(worker.pid)}
+        worker.kill()
+    assert len(left) >= 4
+    for pid in left:
+        while Path(f"/proc/{pid}").exists():
+            threading.Event().wait(0.02)
+
+
+UNPRIVILEGED = f"""
+import asyncio, attacks
+from areal.config import SandboxConfig
+from areal.sandbox import open_sandbox
+
+async def main():
+    with open_sandbox(SandboxConfig(**{LIMITS})) as sandbox:
+        for name in ("read init's memory", "connect", "mount", "stop init", "become root", "raise its limits"):
+            outcome = await sandbox.run(attacks.PRELUDE + attacks.REACHES[name] + "\\nprint('ESCAPED')")
+            assert "ESCAPED" not in outcome.stdout and "Error" in outcome.stderr, name
+        for name in ("fork bomb", "fill memory by orphans"):
+            program, statuses = attacks.EXHAUSTS[name]
+            outcome = await sandbox.run(attacks.PRELUDE + program)
+            assert outcome.status in statuses, (name, outcome)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="all other tests are run by an unprivileged user already")
+def test_it_holds_for_an_unprivileged_user_too(tmp_path):
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
+    nobody = {"user": 65534, "group": 65534, "extra_groups": [], "env": environment, "cwd": "/"}
+    system_python = [f"/usr/bin/python3.{sys.version_info.minor}", "-B"]
+    try:
+        subprocess.run([*system_python, "-c", "import attacks, areal.sandbox"], check=True, **nobody)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("another user cannot run this Python")
+    subprocess.run([*system_python, "-c", UNPRIVILEGED], check=True, timeout=60, **nobody)
+
+
+@pytest.fixture
+def weakened(monkeypatch, tmp_path):
+    """Has the launcher do something else instead of a part of it."""
+
+    def weaken(part, instead):
+        launcher = sandbox_module.sandbox_init
+        source = Path(launcher.__file__).read_text()
+        assert part in source
+        (tmp_path / "launcher.py").write_text(source.replace(part, instead))
+        monkeypatch.setattr(launcher, "__file__", str(tmp_path / "launcher.py"))
+
+    return weaken
+
+
+def test_where_namespaces_are_forbidden_nothing_is_run(weakened):
+    weakened('call("unshare", CLONE_NEWUSER)\n    finally', 'raise OSError(1, "unshare: forbidden")\n    finally')
+    with pytest.raises(UserError, match=r"this machine \(.*unshare: forbidden.*sandbox.url.*sandbox.mode=none"):
+        LocalSandbox(SandboxConfig())
+
+
+@pytest.mark.parametrize(
+    ("part", "instead", "leak"),
+    [
+        ('call("umount2", b"/old", MNT_DETACH)\n    os.rmdir("/old")', "pass", "read the host's files"),
+        ("install_filter(self.filter)", "pass", "open connections"),
+        ("resource.setrlimit(resource.RLIMIT_NPROC", "max((resource.RLIMIT_NPROC,)", "start any number of processes"),
+        ('call("capset"', '("capset"', "use capabilities"),
+        (
+            "CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET)\n            if os.fork():",
+            "CLONE_NEWNS)\n            if 0:",
+            "",
+        ),
+    ],
+)
+def test_a_sandbox_that_leaks_is_found_before_anything_runs(weakened, part, instead, leak):
+    weakened(part, instead)
+    with pytest.raises(UserError, match=f"on this machine.*{leak}"):
+        LocalSandbox(SandboxConfig(**LIMITS))
+
+
+async def test_programs_read_the_folders_they_are_given_and_cannot_change_them():
+    with pytest.raises(UserError, match="lies in /tmp, which every program has for itself"):
+        LocalSandbox(SandboxConfig(folders=[Path("/tmp/data")]))
+    with open_sandbox(SandboxConfig(folders=[Path("/var/tmp")])) as sandbox:
+        outcome = await sandbox.run("import os; print(os.listdir('/var')); open('/var/tmp/x', 'w')")
+        assert outcome.stdout == "['tmp']\n"
+        assert "Read-only file system" in outcome.stderr
+
+
+async def test_mode_none_still_ends_what_takes_too_long():
+    with open_sandbox(SandboxConfig(**LIMITS, mode="none")) as sandbox:
+        outcome = await sandbox.run("print(input())", stdin="41")
+        assert (outcome.status, outcome.stdout) == ("ok", "41\n")
+        assert (await sandbox.run("while True: pass")).status == "timeout"
+        daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)"
+        assert (await sandbox.run(daemon)).status == "ok"
+        assert len(below(sandbox._launcher)) == 0
+
+
+class Fusion(BaseHTTPRequestHandler):
+    """A SandboxFusion server: POST /run_code."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer = {"status": "SandboxError", "message": "no room", "compile_result": None, "run_result": None}
+        if self.path == "/run_code" and asked["code"] != "fail":
+            files = {name: base64.b64decode(content) for name, content in asked["files"].items()}
+            run = self.server.sandbox.run(asked["code"], asked["language"], stdin=asked["stdin"], files=files)
+            outcome = asyncio.run(run)
+            state = "TimeLimitExceeded" if outcome.status == "timeout" else "Finished" if outcome.exit == 0 else "Error"
+            result = {
+                "status": state,
+                "execution_time": outcome.seconds,
+                "return_code": outcome.exit,
+                "stdout": outcome.stdout,
+                "stderr": outcome.stderr,
+            }
+            answer |= {"status": "Success" if outcome.succeeded else "Failed", "run_result": result}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def fusion(sandbox, free_port):
+    server = ThreadingHTTPServer(("127.0.0.1", free_port), Fusion)
+    server.sandbox = sandbox
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{free_port}"
+    server.shutdown()
+    server.server_close()
+
+
+async def test_a_server_that_speaks_sandbox_fusion_runs_programs_instead(fusion):
+    reward = await asyncio.to_thread(CodeTests, url=fusion)
+    pairs = {"tests": [{"input": "41", "output": "42"}]}
+    assert await reward.score("", "print(int(input()) + 1)", pairs) == (1.0, {"passed": 1.0})
+    assert await reward.score("", "while True: pass", pairs) == (0.0, {"passed": 0.0})
+    assert await reward.score("", HUMAN_EVAL["canonical_solution"], HUMAN_EVAL) == (1.0, {"passed": 1.0})
+    with pytest.raises(SandboxError, match="no room"):
+        await reward.score("", "fail", pairs)
+
+
+def test_a_server_that_is_not_there_is_told_at_the_start(free_port):
+    with pytest.raises(UserError, match=f"sandbox.url is http://127.0.0.1:{free_port}, but .*start the server"):
+        open_sandbox(SandboxConfig(url=f"http://127.0.0.1:{free_port}"))
+
+
+def test_programs_are_taken_from_the_last_block_of_their_language():
+    assert program_in("```python\na\n```\n```py\nb\n```\n```text\nc\n```") == "b\n"
+    assert program_in("```\na\n```\nso") == "a\n"
+    assert program_in("```python\ncut off") == "cut off"
+    assert program_in("a = 1") == "a = 1"
+    assert program_in("```c++\nx\n```\n```python\ny\n```", "cpp") == "x\n"
+
+
+def test_a_continuation_ends_where_the_function_does():
+    assert continued("def f():\n", "    return 1\n\nprint(f())", "f") == "def f():\n    return 1\n\n"
+    assert continued("def f():\n    1\n", "def f():\n    return 2", "f").endswith("\n\ndef f():\n    return 2")
+
+
+def test_outputs_are_the_same_but_for_white_space_and_rounding():
+    assert same_output("1 2 \n3\n\n", "1 2\n3")
+    assert same_output("0.3333333", "0.33333334")
+    assert not same_output("1\n2", "1 2")
+    assert not same_output("3.0", "3")
+    assert not same_output("nan", "0.5")

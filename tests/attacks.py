@@ -1,0 +1,199 @@
+# ruff: noqa: E501
+"""Programs that attack the sandbox or the grader. {canary} is a file of the host, {parent} the worker's process id."""
+
+PRELUDE = """
+import ctypes, mmap, os, resource, signal, socket, struct, subprocess, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+room = ctypes.create_string_buffer(4096)
+
+def syscall(*arguments):
+    if libc.syscall(*map(ctypes.c_long, arguments)) < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+
+def libc_call(name, *arguments):
+    if getattr(libc, name)(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+
+def read_other(pid, what):
+    assert open(f"/proc/{pid}/{what}", "rb").read(1)
+
+def expect(condition):
+    assert condition
+"""
+
+# Each is one expression, or statement, that must fail.
+REACHES = {
+    "read a file of the host": "open('{canary}').read()",
+    "write a file of the host": "open('{canary}', 'w').write('x')",
+    "list the host's home": "expect(set(os.listdir('/root' if os.path.exists('/root') else '/home')) - {'.pyenv'})",
+    "read passwords": "open('/etc/shadow').read()",
+    "find users of the host": "expect('root' in open('/etc/passwd').read())",
+    "find an inherited variable": "expect('HARNESS_SECRET' in os.environ)",
+    "read init's environment": "read_other(1, 'environ')",
+    "read init's memory": "read_other(1, 'mem')",
+    "read init's files": "os.listdir('/proc/1/fd')",
+    "go to init's root": "os.listdir('/proc/1/root')",
+    "see the worker": "os.kill({parent}, 0)",
+    "see many processes": "expect(len([n for n in os.listdir('/proc') if n.isdigit()]) > 2)",
+    "read the kernel's settings": "os.listdir('/proc/sys')",
+    "crash the kernel": "open('/proc/sysrq-trigger', 'w').write('c')",
+    "set where cores go": "open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')",
+    "read sysfs": "expect(os.listdir('/sys'))",
+    "read a disk": "open('/dev/vda', 'rb').read(1)",
+    "read memory": "open('/dev/mem', 'rb').read(1)",
+    "use a terminal": "open('/dev/tty')",
+    "use fuse": "open('/dev/fuse')",
+    "use kvm": "open('/dev/kvm')",
+    "make a device": "os.mknod('/tmp/disk', 0o60666, os.makedev(254, 0))",
+    "write to the system": "open('/usr/bin/mine', 'w')",
+    "write to Python": "open(os.__file__, 'a')",
+    "write to the root": "os.mkdir('/mine')",
+    "hard link a system file": "os.link('/usr/bin/env', '/tmp/env')",
+    "follow a link to the host": "os.symlink('{canary}', '/tmp/link') or open('/tmp/link').read()",
+    "leave by a chroot": "os.chroot('/tmp')",
+    "become root": "os.setuid(0)",
+    "become root by set-user-id": "expect(subprocess.run(['su', '-c', 'id -u'], input=b'').returncode == 0)",
+    "connect": "socket.create_connection(('127.0.0.1', 22), 1)",
+    "listen": "socket.create_server(('127.0.0.1', 0))",
+    "send datagrams": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+    "use IPv6": "socket.socket(socket.AF_INET6)",
+    "use raw packets": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+    "use netlink": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
+    "use vsock": "socket.socket(40)",
+    "use the kernel's crypto": "socket.socket(38, 5)",
+    "use D-Bus": "socket.socket(socket.AF_UNIX).connect('/run/dbus/system_bus_socket')",
+    "find an abstract socket": "socket.socket(socket.AF_UNIX).connect('\\0' + '{canary}')",
+    "use io_uring": "syscall(425, 8, ctypes.addressof(room))",
+    "load bpf": "syscall(321, 0, 0, 0)",
+    "use userfaultfd": "syscall(323, 0)",
+    "use perf events": "syscall(298, 0, 0, -1, -1, 0)",
+    "use keys": "syscall(250, 0, -3, 1)",
+    "trace": "syscall(101, 16, 1, 0, 0)",
+    "trace its parent": "syscall(101, 0x4206, os.getppid(), 0, 0)",
+    "read another's memory": "syscall(310, 1, 0, 0, 0, 0, 0)",
+    "mount": "libc_call('mount', b'tmpfs', b'/tmp', b'tmpfs', 0, None)",
+    "unmount": "libc_call('umount2', b'/proc', 2)",
+    "mount anew": "syscall(428, -100, 0, 1)",
+    "make a user namespace": "libc_call('unshare', 0x10000000)",
+    "clone into a namespace": "syscall(56, 0x10000011, 0, 0, 0, 0)",
+    "clone by clone3": "syscall(435, 0, 0)",
+    "enter a namespace": "libc_call('setns', os.open('/proc/self/ns/net', 0), 0)",
+    "hide memory in a file": "os.memfd_create('x')",
+    "hide memory in System V": "syscall(29, 0, 1 << 20, 0o1600)",
+    "hide memory in shared pages": "mmap.mmap(-1, 1 << 20)",
+    "hide memory in a queue": "syscall(240, 0, 66, 384, 0)",
+    "lock memory": "libc_call('mlockall', 3)",
+    "raise its limits": "resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999))",
+    "set the clock": "time.clock_settime(time.CLOCK_REALTIME, 0)",
+    "rename the host": "socket.sethostname('mine')",
+    "load a module": "syscall(313, 0, 0, 0)",
+    "reboot": "syscall(169, 0xFEE1DEAD, 672274793, 0, 0)",
+    "be scheduled first": "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))",
+    "be nicer to itself": "os.nice(-10)",
+    "spare itself from the OOM killer": "open('/proc/self/oom_score_adj', 'w').write('-1000')",
+    "call the x32 way": "syscall(0x40000000 + 39)",
+    "call what is newer than the filter": "syscall(463, 0, 0, 0)",
+    "open by handle": "syscall(304, 0, 0, 0)",
+    "watch the file system": "syscall(300, 0, 0)",
+    "stop init": "os.kill(1, signal.SIGKILL) or time.sleep(0.1) or expect(not os.path.exists('/proc/1'))",
+    "make a huge file": "open('big', 'w').close() or os.truncate('big', 1 << 40)",
+}
+
+# Each uses up something. What may become of it: its statuses.
+EXHAUSTS = {
+    "loop": ("while True: pass", {"timeout"}),
+    "sleep": ("time.sleep(1000)", {"timeout"}),
+    "wait for input": ("sys.stdin.read(); os.read(0, 1); signal.pause()", {"timeout"}),
+    "ignore signals": (
+        "for n in set(range(1, 65)) - {9, 19, 32, 33}: signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
+        {"timeout"},
+    ),
+    "stop itself": ("os.kill(os.getpid(), signal.SIGSTOP)", {"timeout"}),
+    "fork bomb": (
+        "while True:\n    try: os.fork()\n    except OSError: pass",
+        {"timeout"},
+    ),
+    "fork bomb in bash": ("os.execvp('bash', ['bash', '-c', ':(){ :|:& };:; sleep 100'])", {"timeout", "ok", "output"}),
+    "threads": ("while True:\n    try: threading.Thread(target=time.sleep, args=(99,)).start()\n    except RuntimeError: pass", {"timeout"}),
+    "fill memory": ("x = []\nwhile True: x.append(bytearray(1 << 20))", {"ok", "memory"}),
+    "fill memory from C": ("libc.malloc.restype = ctypes.c_void_p\nwhile True:\n    p = libc.malloc(1 << 24)\n    if not p: sys.exit(1)\n    libc.memset(ctypes.c_void_p(p), 1, 1 << 24)", {"ok", "memory", "killed", "timeout"}),
+    "fill memory by children": (
+        "for _ in range(16):\n    if os.fork() == 0:\n        x = bytearray(40 << 20)\n        time.sleep(99)\ntime.sleep(99)",
+        {"memory"},
+    ),
+    "fill memory by orphans": (
+        "for _ in range(16):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
+        "            x = bytearray(40 << 20)\n            time.sleep(99)\n        os._exit(0)\ntime.sleep(99)",
+        {"memory"},
+    ),
+    "fill the stack": (
+        "sys.setrecursionlimit(1 << 30)\nf = lambda *a: f(f, *a) if a else f(1)\nf()",
+        {"ok", "killed", "memory", "timeout"},
+    ),
+    "fill the disk": ("for i in range(99):\n    open(f'f{i}', 'wb').write(bytes(1 << 20))", {"ok"}),
+    "fill the disk with names": ("for i in range(1 << 20): open(f'f{i}', 'w').close()", {"ok", "timeout"}),
+    "print for ever": ("while True: print('x' * 4096)", {"output"}),
+    "complain for ever": ("while True: sys.stderr.write('x' * 4096)", {"output"}),
+    "open everything": ("fs = [open('/dev/null') for _ in range(1 << 20)]", {"ok"}),
+    "fill pipes": ("ps = []\nwhile True:\n    ps.append(os.pipe())\n    os.write(ps[-1][1], bytes(1 << 16))", {"ok"}),
+    "zombies": ("while True:\n    try:\n        if os.fork() == 0: os._exit(0)\n    except OSError: pass", {"timeout"}),
+    "close everything and stay": ("os.closerange(0, 99)\nwhile True: pass", {"timeout"}),
+    "spin in children": (
+        "for _ in range(4):\n    if os.fork() == 0:\n        while True: pass\nos.wait()",
+        {"timeout"},
+    ),
+}  # fmt: skip
+
+# Each leaves something behind, or breaks what is around it.
+REMAINS = {
+    "a daemon": "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(1000)\n    os._exit(0)",
+    "a daemon with its output open": "subprocess.Popen(['sleep', '1000'])",
+    "daemons that ignore signals": (
+        "for _ in range(8):\n    if os.fork() == 0:\n        signal.pthread_sigmask(0, range(1, 65))\n        time.sleep(1000)"
+    ),
+    "nobody alive": "os.kill(-1, signal.SIGKILL)",
+    "its group dead": "os.killpg(0, signal.SIGKILL)",
+    "itself dead": "os.kill(os.getpid(), signal.SIGKILL)",
+    "a crash": "ctypes.string_at(0)",
+    "a core": "resource.setrlimit(resource.RLIMIT_CORE, (1, 1))\nos.abort()",
+    "an early end": "os._exit(0)",
+    "files that nobody can remove": (
+        "os.makedirs('a/' * 200)\nos.mkfifo('fifo')\nos.chmod('a', 0)\nopen('-rf *', 'w')\nos.symlink('/', 'root')"
+    ),
+    "no program": "os.remove('main.py')",
+    "a file locked": "import fcntl\nfcntl.flock(open('main.py'), fcntl.LOCK_EX)\nif os.fork() == 0: time.sleep(1000)",
+    "half a line in another encoding": "os.write(1, bytes(range(256)))",
+}
+
+# Each wants `f(7) == secret` to hold, and does not know the secret.
+CHEATS = {
+    "leaves early": "import os\nos._exit(0)",
+    "exits early": "raise SystemExit(0)",
+    "exits in the call": "def f(x):\n    import os\n    os._exit(0)",
+    "exits at exit": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
+    "equals everything": "class A(int):\n    def __eq__(self, o): return True\n    __ne__ = __eq__\n    __hash__ = None\ndef f(x): return A(1)",
+    "an object that equals everything": "class A:\n    def __eq__(self, o): return True\n    def __bool__(self): return True\ndef f(x): return A()",
+    "a list that equals everything": "class L(list):\n    def __eq__(self, o): return True\ndef f(x): return L()",
+    "patches the builtins": "import builtins\nbuiltins.AssertionError = None\nbuiltins.all = builtins.print = builtins.isinstance = lambda *a, **k: True\ndef f(x): return 0",
+    "patches modules": "import json, sys\njson.load = json.loads = lambda *a, **k: None\nsys.modules['ast'] = None\ndef f(x): return 0",
+    "replaces itself in sys.modules": "import sys\nsys.modules['__main__'].judge = lambda *a: None\nsys.modules['tests'] = sys\ndef f(x): return 0",
+    "prints a verdict": "import os\nfor fd in range(9):\n    for s in (b'x 0 1\\n', b'0 1\\n'):\n        try: os.write(fd, s)\n        except OSError: pass\ndef f(x): return 0",
+    "answers before it is asked": "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'{\"value\": 1}\\n' * 9)\n    except OSError: pass\ndef f(x): return 0",
+    "sends no data": "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'[' * 100000 + b'\\n')\n    except OSError: pass\ndef f(x): return 0",
+    "sends another object": "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'{\"value\": {\"object\": \"__class__\"}}\\n' * 9)\n    except OSError: pass\ndef f(x): return 0",
+    "reads the tests": "import os\ndef f(x):\n    for p in [os.getppid(), 1]:\n        for n in os.listdir(f'/proc/{p}/fd'):\n            t = open(f'/proc/{p}/fd/{n}').read()\n            return int(t.split('f(7) == ')[1].split('\"')[0])",
+    "reads the tests from memory": "import os, re\ndef f(x):\n    m = open(f'/proc/{os.getppid()}/mem', 'rb', 0)\n    for l in open(f'/proc/{os.getppid()}/maps'):\n        a, b = (int(v, 16) for v in l.split()[0].split('-'))\n        m.seek(a)\n        t = re.search(rb'f\\(7\\) == (\\d+)', m.read(b - a))\n        if t: return int(t[1])",
+    "reads the tests from its own memory": "import re\ndef f(x):\n    m = open('/proc/self/mem', 'rb', 0)\n    for l in open('/proc/self/maps'):\n        a, b = (int(v, 16) for v in l.split()[0].split('-'))\n        if 'v' in l.split()[-1]: continue\n        m.seek(a)\n        t = re.search(rb'f\\(7\\) == (\\d{5,})', m.read(b - a))\n        if t: return int(t[1])",
+    "reads the tests from stdin": "import os, sys\ndef f(x):\n    os.lseek(0, 0, 0)\n    return int(sys.stdin.read().split('== ')[1][:9])",
+    "looks through the frames": "import sys, gc\ndef f(x):\n    fr = sys._getframe()\n    while fr:\n        for v in fr.f_locals.values():\n            if isinstance(v, dict) and 'tests' in v: return int(v['tests'][0].split('== ')[1])\n        fr = fr.f_back\n    for o in gc.get_objects():\n        if isinstance(o, dict) and 'tests' in o and isinstance(o['tests'], list): return int(o['tests'][0].split('== ')[1])",
+    "rewrites the runner": "import os\nopen('main.py', 'w').write('print(1)')\nos.execv('/proc/self/exe', ['python', 'main.py'])",
+    "traces the runner": "import ctypes, os\nl = ctypes.CDLL(None)\nwhile l.ptrace(16, os.getppid(), 0, 0) == 0: pass\ndef f(x): return 0",
+    "kills the runner": "import os\ndef f(x): os.kill(os.getppid(), 9)",
+    "stops the runner": "import os\ndef f(x): os.kill(os.getppid(), 19)",
+    "lets it wait": "import time\ndef f(x): time.sleep(1000)",
+    "answers without end": "import os\ndef f(x):\n    while True: os.write(4, b'1' * 65536)",
+    "forges an error": "class ProgramError(BaseException): pass\ndef f(x): raise ProgramError",
+    "raises what ends the runner": "def f(x): raise SystemExit(0)",
+    "raises for ever": "def f(x): return f(x)",
+    "defines the verdict": "nonce = 1\ndef check(c): return True\nclass Remote: pass\ndef f(x): return True",
+}  # fmt: skip
