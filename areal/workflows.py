@@ -9,25 +9,15 @@ text is only ever made for the reward.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from areal.config import UserError
+from areal.conversation import Generation
 from areal.data import Row, encode_prompt
 from areal.plugins import load
 from areal.trajectory import NOT_SAMPLED, Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What the policy sampled after a prompt: tokens int32, logprobs float32, versions int32, all [n]."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    finish: str
 
 
 class Session(Protocol):
