@@ -11,7 +11,8 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -20,12 +21,16 @@ from actors.runtime import Actor
 from areal import routing
 from areal.config import DataConfig, SamplingConfig
 from areal.data import PromptSource, Row, open_source, prompt_text
+from areal.openai_api import Access
 from areal.routing import Load, fullness
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
-from areal.workflows import Generation, resolve_workflow
+from areal.workflows import Generation, Keep, resolve_workflow
 from protocols.errors import BusError, RefusedError
 from protocols.messages import Generate, Member, Message, Score, Scored, TokenChunk
+
+if TYPE_CHECKING:
+    from actors.openai_endpoint import OpenAIEndpoint
 
 # A sequence may take this long; silence is noticed far earlier, by the stream itself.
 SEQUENCE_SECONDS = 24 * 3600.0
@@ -146,16 +151,19 @@ class SampleSession:
         self._place: Member | None = None
         self._stand(home)
 
-    async def generate(self, tokens: Sequence[int]) -> Generation:
+    async def generate(
+        self, tokens: Sequence[int], max_new_tokens: int | None = None, keep: Keep | None = None
+    ) -> Generation:
         """Raises SampleFailed where a generator refuses the prompt."""
         prompt = np.asarray(tokens, np.int32)
+        limit = min(max_new_tokens or self._sampling.max_new_tokens, self._sampling.max_new_tokens)
         parts: list[TokenChunk] = []
         try:
             while True:
                 generator = self._home or await self._router.choose("generator", min_version=self.min_version)
                 self._stand(generator)
                 try:
-                    return await self._continue_on(generator, prompt, parts)
+                    return await self._continue_on(generator, prompt, parts, limit, keep)
                 except RefusedError as error:
                     raise SampleFailed(f"the generator refused the prompt: {error}") from None
                 except BusError as error:
@@ -189,7 +197,9 @@ class SampleSession:
         elif self._home.identity not in self._router.actor.directory:
             self._home = None
 
-    async def _continue_on(self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk]) -> Generation:
+    async def _continue_on(
+        self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk], limit: int, keep: Keep | None
+    ) -> Generation:
         sampled = sum(len(part.tokens) for part in parts)
         self.sequence = routing.Sequence(
             name=f"{next(self._router.sequences)}",
@@ -197,7 +207,7 @@ class SampleSession:
             since=asyncio.get_running_loop().time(),
             prefix=len(prompt) + sampled,
             sampled=sampled,
-            left=self._sampling.max_new_tokens - sampled,
+            left=limit - sampled,
             min_version=self.min_version,
         )
         request = Generate(
@@ -205,15 +215,17 @@ class SampleSession:
             tokens=np.concatenate([prompt, *(part.tokens for part in parts)]),
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
-            max_new_tokens=self._sampling.max_new_tokens - sampled,
+            max_new_tokens=limit - sampled,
             min_version=self.min_version,
         )
         stream = self._router.actor.bus.peer(generator.address).stream(request, SEQUENCE_SECONDS)
         async with contextlib.aclosing(stream):
-            return await self._take(stream, generator, parts)
+            return await self._take(stream, generator, parts, keep)
 
-    async def _take(self, stream: AsyncIterator[Message], generator: Member, parts: list[TokenChunk]) -> Generation:
-        """Add what arrives to `parts` until the sequence is finished."""
+    async def _take(
+        self, stream: AsyncIterator[Message], generator: Member, parts: list[TokenChunk], keep: Keep | None
+    ) -> Generation:
+        """Add what arrives to `parts` until the sequence is finished, or ended by `keep`."""
         async for part in stream:
             if not isinstance(part, TokenChunk):
                 raise BusError(f"{generator.identity} streamed {part.kind!r}")
@@ -223,14 +235,18 @@ class SampleSession:
             if not self.started and len(part.versions):
                 self.started = True
                 self._on_start(int(part.versions[0]))
-            if part.finish is not None:  # what the stream still has to say must not undo this
+            end = keep(np.concatenate([part.tokens for part in parts])) if keep else None
+            if end is not None or part.finish is not None:  # what the stream still has to say must not undo this
                 return Generation(
-                    tokens=np.concatenate([part.tokens for part in parts]),
-                    logprobs=np.concatenate([part.logprobs for part in parts]),
-                    versions=np.concatenate([part.versions for part in parts]),
-                    finish=part.finish,
+                    tokens=np.concatenate([part.tokens for part in parts])[:end],
+                    logprobs=np.concatenate([part.logprobs for part in parts])[:end],
+                    versions=np.concatenate([part.versions for part in parts])[:end],
+                    finish=part.finish if end is None else "stop",
                 )
         raise BusError(f"{generator.identity} ended a sequence without a finish")
+
+    def endpoint(self) -> AbstractAsyncContextManager[Access]:
+        return self._router.actor.endpoint.serve(self)
 
     async def score(self, completion: str) -> float:
         """Raises SampleFailed where a function failed on every attempt."""
@@ -272,12 +288,26 @@ class Sampler(Actor):
         super().__init__(*args, **kwargs)
         self._open_source = open_source
         self._load_tokenizer = load_tokenizer
+        self._endpoint: OpenAIEndpoint | None = None
 
     async def setup(self) -> None:
         self._router = Router(self)
         self._source = await asyncio.to_thread(self._open_source, self.config.data, self.config.seed)
         self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model)
-        self._workflow = resolve_workflow(self.config.rollout_manager.workflow)
+        own = self.config.rollout_manager
+        self._workflow = resolve_workflow(own.workflow, own.workflow_options)
+
+    async def teardown(self) -> None:
+        if self._endpoint is not None:
+            await self._endpoint.close()
+
+    @property
+    def endpoint(self) -> OpenAIEndpoint:
+        if self._endpoint is None:
+            from actors.openai_endpoint import OpenAIEndpoint  # with a web server, which few runs need
+
+            self._endpoint = OpenAIEndpoint(self.config.model, self.config.rollout_manager.endpoint_host)
+        return self._endpoint
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """One sample. Raises SampleFailed, also for what the user's own code raised: that is the sample's failure, not

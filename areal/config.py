@@ -91,6 +91,8 @@ class GeneratorConfig(Section):
 class RolloutManagerConfig(Section):
     count: int = Field(1, ge=1)
     workflow: str = Field("single_turn", description="built-in name or package.module:function")
+    workflow_options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the workflow")
+    endpoint_host: str = Field("127.0.0.1", description="interface on which agents reach the policy (docs/agents.md)")
     max_concurrent_groups: int = Field(64, ge=1, description="groups one manager runs at once")
 
 

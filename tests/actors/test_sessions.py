@@ -112,6 +112,24 @@ async def test_a_sequence_that_moves_goes_on_at_its_target_from_the_tokens_so_fa
     assert (session.tokens_sampled, dict(router.load)) == (3, {})
 
 
+async def test_a_sequence_may_be_ended_early():
+    cluster = Cluster(generator(0))
+    router, session = session_at(cluster, generator(0))
+    cluster.bus = Streams(at0=[[chunk(5, 6, version=3), chunk(7, 8, version=4), chunk(9, version=4, finish="length")]])
+    done = await session.generate([1], keep=lambda tokens: 3 if 7 in tokens else None)
+    assert (done.tokens.tolist(), done.versions.tolist(), done.finish) == ([5, 6, 7], [3, 3, 4], "stop")
+    assert (len(done.logprobs), session.tokens_sampled, dict(router.load)) == (3, 4, {})
+
+
+@pytest.mark.parametrize(("wanted", "asked"), [(None, 10), (4, 4), (40, 10)])
+async def test_a_call_may_ask_for_fewer_tokens_than_the_run_s(wanted, asked):
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+    cluster.bus = Streams(at0=[[chunk(5, version=3, finish="length")]])
+    await session.generate([1], max_new_tokens=wanted)
+    assert cluster.bus.asked[0][1].max_new_tokens == asked
+
+
 async def test_a_place_is_taken_while_a_sequence_is_to_come_or_runs():
     cluster = Cluster(generator(0))
     router, session = session_at(cluster, generator(0))
