@@ -37,7 +37,6 @@ class _Open:
     """A sample that an agent is at work on, and the calls in progress."""
 
     chat: ChatSession
-    tokenizer: Any
     calls: set[asyncio.Task] = field(default_factory=set)
 
 
@@ -59,7 +58,7 @@ class OpenAIEndpoint:
         """Answers calls for this sample until the end of the block; what is generated then is stopped."""
         port = await self._port()
         key = f"sample-{secrets.token_urlsafe(24)}"
-        self._open[key] = sample = _Open(ChatSession(session), session.tokenizer)
+        self._open[key] = sample = _Open(ChatSession(session))
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             yield Access(f"http://{host}:{port}/v1", key, sample.chat)
@@ -117,8 +116,8 @@ class OpenAIEndpoint:
             call.cancel()
             sample.calls.discard(call)
         if not asked.stream:
-            return web.json_response(completion(answer, asked, sample.tokenizer))
-        return await _stream(request, chunks(answer, asked, sample.tokenizer))
+            return web.json_response(completion(answer, asked, sample.chat.tokenizer))
+        return await _stream(request, chunks(answer, asked, sample.chat.tokenizer))
 
     async def _reward(self, request: web.Request) -> web.Response:
         self._sample(request).chat.reward = reward = _parse(Reward, await request.read()).reward

@@ -83,8 +83,15 @@ def check(options: dict[str, Any]) -> None:
             f"The agent {function!r} is no `async def`, and would stop the rollout manager while it waits: "
             f"write it as one, or start it as a program with {where}.command."
         )
-    if command and not shutil.which(shlex.split(command)[0]):
-        raise UserError(f"There is no program {shlex.split(command)[0]!r} to start: correct {where}.command.")
+    if command and not shutil.which(_program(command, where)):
+        raise UserError(f"There is no program {_program(command, where)!r} to start: correct {where}.command.")
+
+
+def _program(command: str, where: str) -> str:
+    try:
+        return (shlex.split(command) or [""])[0]
+    except ValueError as error:
+        raise UserError(f"{where}.command is {command!r}, which is no command line: {error}.") from None
 
 
 async def _call(function: str, api: Access, row: Row) -> float | None:

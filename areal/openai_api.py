@@ -15,7 +15,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import jinja2
 import numpy as np
 from pydantic import BaseModel, Field
 
@@ -88,10 +87,11 @@ class ChatSession:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.tokenizer = session.tokenizer
         self._turn = asyncio.Lock()
         self._tools: list[Json] | None = None
         self._full: Answer | None = None
-        self.conversation = Conversation(session.tokenizer)
+        self.conversation = Conversation(self.tokenizer)
         self.reward: float | None = None
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
@@ -120,7 +120,7 @@ class ChatSession:
     def _prompt(self, messages: list[Json], tools: list[Json] | None) -> list[int]:
         """Raises ApiError where the messages do not go on from the last answer, or have no tokens."""
         if not self.conversation.generations:
-            self._tools, self.conversation = tools, Conversation(self._session.tokenizer, tools)
+            self._tools, self.conversation = tools, Conversation(self.tokenizer, tools)
         elif tools != self._tools or not self.conversation.continues(messages):
             what = (
                 "other tools are offered than" if tools != self._tools else "the messages do not begin with all those"
@@ -132,12 +132,12 @@ class ChatSession:
             )
         try:
             return self.conversation.prompt(messages)
-        except (ValueError, TypeError, jinja2.TemplateError) as error:
-            raise ApiError(f"the model's chat template does not take these messages: {error}") from None
+        except Exception as error:  # templates and tokenizers raise whatever they like
+            raise ApiError(f"the model's tokenizer or chat template does not take these messages: {error}") from None
 
     async def _generate(self, prompt: list[int], limit: int | None, stops: list[str]) -> Generation:
         def keep(tokens: np.ndarray) -> int | None:
-            return _complete_stop(self._session.tokenizer, tokens, stops)
+            return _complete_stop(self.tokenizer, tokens, stops)
 
         try:
             return await self._session.generate(prompt, limit, keep if stops else None)

@@ -459,6 +459,7 @@ def _alive(pid: int) -> bool:
         ({"agnt": "m:f"}, "'agnt'"),
         ({"agent": "its_agents:not_async"}, "async def"),
         ({"command": "no-such-program --fast"}, "no-such-program"),
+        ({"command": "python 'my agent.py"}, "no command line"),
     ],
 )
 def test_a_mistake_in_the_options_is_told_before_anything_starts(monkeypatch, options, advice):
