@@ -19,12 +19,13 @@ import structlog
 from actors.runtime import Actor
 from areal import routing
 from areal.config import DataConfig, SamplingConfig
+from areal.conversation import Generation
 from areal.data import PromptSource, Row, open_source, prompt_text
 from areal.routing import Load, fullness
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
-from areal.workflows import Generation, resolve_workflow
-from protocols.errors import BusError, RefusedError
+from areal.workflows import resolve_workflow
+from protocols.errors import BusError, FencedError, RefusedError
 from protocols.messages import Generate, Member, Message, Score, Scored, TokenChunk
 
 # A sequence may take this long; silence is noticed far earlier, by the stream itself.
@@ -125,7 +126,7 @@ class SampleSession:
     `home`: the generator that the group's samples share, for its prompt prefix. A place there is taken at once, and
     given back after the first completion, or by `close`. `on_start` is called with the version that sampled the first
     token. `min_version` rises to the group's start version once that is known, so that no later token is older.
-    `tokens_sampled`: all that have come, whatever became of them.
+    `tokens_sampled`: all that have come, in all calls, whatever became of them.
     """
 
     def __init__(
@@ -146,17 +147,23 @@ class SampleSession:
         self._place: Member | None = None
         self._stand(home)
 
-    async def generate(self, tokens: Sequence[int]) -> Generation:
-        """Raises SampleFailed where a generator refuses the prompt."""
+    async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Generation:
+        """Raises SampleFailed where a generator refuses the first prompt of the sample."""
         prompt = np.asarray(tokens, np.int32)
         parts: list[TokenChunk] = []
+        room = self._sampling.max_new_tokens - self.tokens_sampled
+        most = room if max_new_tokens is None else min(room, max_new_tokens)
+        if most <= 0:
+            return _joined(parts, "length")
         try:
             while True:
                 generator = self._home or await self._router.choose("generator", min_version=self.min_version)
                 self._stand(generator)
                 try:
-                    return await self._continue_on(generator, prompt, parts)
+                    return await self._continue_on(generator, prompt, parts, most)
                 except RefusedError as error:
+                    if self.tokens_sampled and not isinstance(error, FencedError):  # outgrown by what was added since
+                        return _joined(parts, "length")
                     raise SampleFailed(f"the generator refused the prompt: {error}") from None
                 except BusError as error:
                     await self._leave(generator, parts, error)
@@ -189,7 +196,9 @@ class SampleSession:
         elif self._home.identity not in self._router.actor.directory:
             self._home = None
 
-    async def _continue_on(self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk]) -> Generation:
+    async def _continue_on(
+        self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk], most: int
+    ) -> Generation:
         sampled = sum(len(part.tokens) for part in parts)
         self.sequence = routing.Sequence(
             name=f"{next(self._router.sequences)}",
@@ -197,7 +206,7 @@ class SampleSession:
             since=asyncio.get_running_loop().time(),
             prefix=len(prompt) + sampled,
             sampled=sampled,
-            left=self._sampling.max_new_tokens - sampled,
+            left=most - sampled,
             min_version=self.min_version,
         )
         request = Generate(
@@ -205,7 +214,7 @@ class SampleSession:
             tokens=np.concatenate([prompt, *(part.tokens for part in parts)]),
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
-            max_new_tokens=self._sampling.max_new_tokens - sampled,
+            max_new_tokens=most - sampled,
             min_version=self.min_version,
         )
         stream = self._router.actor.bus.peer(generator.address).stream(request, SEQUENCE_SECONDS)
@@ -224,13 +233,12 @@ class SampleSession:
                 self.started = True
                 self._on_start(int(part.versions[0]))
             if part.finish is not None:  # what the stream still has to say must not undo this
-                return Generation(
-                    tokens=np.concatenate([part.tokens for part in parts]),
-                    logprobs=np.concatenate([part.logprobs for part in parts]),
-                    versions=np.concatenate([part.versions for part in parts]),
-                    finish=part.finish,
-                )
+                return _joined(parts, part.finish)
         raise BusError(f"{generator.identity} ended a sequence without a finish")
+
+    async def run_python(self, code: str) -> str:
+        """Raises SampleFailed: there is no sandbox."""
+        raise SampleFailed("the workflow runs Python, but this run has no sandbox to run it in")
 
     async def score(self, completion: str) -> float:
         """Raises SampleFailed where a function failed on every attempt."""
@@ -262,6 +270,15 @@ class SampleSession:
                 await self._router.avoid(member)
 
 
+def _joined(parts: Sequence[TokenChunk], finish: str) -> Generation:
+    return Generation(
+        tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)]),
+        logprobs=np.concatenate([np.zeros(0, np.float32), *(part.logprobs for part in parts)]),
+        versions=np.concatenate([np.zeros(0, np.int32), *(part.versions for part in parts)]),
+        finish=finish,
+    )
+
+
 class Sampler(Actor):
     """Base of the roles that run the workflow on rows of the run's data."""
 
@@ -277,7 +294,8 @@ class Sampler(Actor):
         self._router = Router(self)
         self._source = await asyncio.to_thread(self._open_source, self.config.data, self.config.seed)
         self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model)
-        self._workflow = resolve_workflow(self.config.rollout_manager.workflow)
+        own = self.config.rollout_manager
+        self._workflow = resolve_workflow(own.workflow, own.workflow_options)
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """One sample. Raises SampleFailed, also for what the user's own code raised: that is the sample's failure, not

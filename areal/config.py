@@ -49,7 +49,7 @@ class DataConfig(Section):
 class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0, description="0 is greedy; training needs more")
     top_p: float = Field(1.0, gt=0, le=1)
-    max_new_tokens: int = Field(gt=0)
+    max_new_tokens: int = Field(gt=0, description="of a sample, over all its turns")
 
 
 class RewardConfig(Section):
@@ -91,6 +91,7 @@ class GeneratorConfig(Section):
 class RolloutManagerConfig(Section):
     count: int = Field(1, ge=1)
     workflow: str = Field("single_turn", description="built-in name or package.module:function")
+    workflow_options: dict[str, Any] = Field(default_factory=dict, description="the workflow's keyword arguments")
     max_concurrent_groups: int = Field(64, ge=1, description="groups one manager runs at once")
 
 
