@@ -32,6 +32,7 @@ class DataConfig(Section):
     * `addition`: the quickstart's long additions;
     * a path ending in .jsonl: one object a line with `prompt` and `answer`;
     * `reasoning_gym:NAME`: a task of the reasoning_gym library, with `options` handed to it;
+    * `verifiers:NAME`: an environment of the verifiers library, likewise; `verifiers:NAME:eval`: its other rows;
     * `hf:NAME` or the path of a folder: a Hugging Face dataset (hub id, or `save_to_disk` folder).
     """
 

@@ -107,6 +107,15 @@ async def environment(
     return talk.trajectory(total)
 
 
+async def verifiers(session: Session, row: Row) -> Trajectory:
+    """The policy in an environment of the verifiers library, which gives the rows too (data.source verifiers:NAME)."""
+    from areal import verifiers_tasks
+
+    if "environment" not in row.fields:
+        raise UserError("The workflow verifiers needs data.source verifiers:NAME: its rows name their environment.")
+    return await verifiers_tasks.play(session, row)
+
+
 def begin(session: Session, prompt: Prompt) -> tuple[Conversation, list[Message]]:
     """A conversation and its first messages. Messages go through the tokenizer's chat template where it has one; text
     is taken as it is, and so is then all that follows."""
@@ -151,6 +160,7 @@ BUILT_IN: dict[str, Workflow] = {
     "multi_turn": multi_turn,
     "python_tool": python_tool,
     "environment": environment,
+    "verifiers": verifiers,
 }
 
 
