@@ -352,6 +352,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _environment_has_rows(self) -> Config:
+        if self.rollout_manager.workflow == "verifiers" and not self.data.source.startswith("verifiers:"):
+            raise ValueError(
+                f"rollout_manager.workflow=verifiers plays environments that come with their rows, but data.source is "
+                f"{self.data.source!r}: set data.source=verifiers:NAME"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _some_group_has_signal(self) -> Config:
         if self.filter_zero_signal and self.group_size == 1:
             raise ValueError(
