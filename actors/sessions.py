@@ -20,13 +20,14 @@ import structlog
 from actors.runtime import Actor
 from areal import routing
 from areal.config import DataConfig, SamplingConfig
+from areal.conversation import Generation
 from areal.data import PromptSource, Row, open_source, prompt_text
 from areal.openai_api import Access
 from areal.routing import Load, fullness
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
-from areal.workflows import Generation, Keep, resolve_workflow
-from protocols.errors import BusError, RefusedError
+from areal.workflows import Keep, resolve_workflow
+from protocols.errors import BusError, FencedError, RefusedError
 from protocols.messages import Generate, Member, Message, Score, Scored, TokenChunk
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class SampleSession:
     `home`: the generator that the group's samples share, for its prompt prefix. A place there is taken at once, and
     given back after the first completion, or by `close`. `on_start` is called with the version that sampled the first
     token. `min_version` rises to the group's start version once that is known, so that no later token is older.
-    `tokens_sampled`: all that have come, whatever became of them.
+    `tokens_sampled`: all that have come, in all calls, whatever became of them.
     """
 
     def __init__(
@@ -154,17 +155,22 @@ class SampleSession:
     async def generate(
         self, tokens: Sequence[int], max_new_tokens: int | None = None, keep: Keep | None = None
     ) -> Generation:
-        """Raises SampleFailed where a generator refuses the prompt."""
+        """Raises SampleFailed where a generator refuses the first prompt of the sample."""
         prompt = np.asarray(tokens, np.int32)
-        limit = min(max_new_tokens or self._sampling.max_new_tokens, self._sampling.max_new_tokens)
         parts: list[TokenChunk] = []
+        room = self._sampling.max_new_tokens - self.tokens_sampled
+        most = room if max_new_tokens is None else min(room, max_new_tokens)
+        if most <= 0:
+            return _joined(parts, "length")
         try:
             while True:
                 generator = self._home or await self._router.choose("generator", min_version=self.min_version)
                 self._stand(generator)
                 try:
-                    return await self._continue_on(generator, prompt, parts, limit, keep)
+                    return await self._continue_on(generator, prompt, parts, most, keep)
                 except RefusedError as error:
+                    if self.tokens_sampled and not isinstance(error, FencedError):  # outgrown by what was added since
+                        return _joined(parts, "length")
                     raise SampleFailed(f"the generator refused the prompt: {error}") from None
                 except BusError as error:
                     await self._leave(generator, parts, error)
@@ -198,7 +204,7 @@ class SampleSession:
             self._home = None
 
     async def _continue_on(
-        self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk], limit: int, keep: Keep | None
+        self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk], most: int, keep: Keep | None
     ) -> Generation:
         sampled = sum(len(part.tokens) for part in parts)
         self.sequence = routing.Sequence(
@@ -207,7 +213,7 @@ class SampleSession:
             since=asyncio.get_running_loop().time(),
             prefix=len(prompt) + sampled,
             sampled=sampled,
-            left=limit - sampled,
+            left=most - sampled,
             min_version=self.min_version,
         )
         request = Generate(
@@ -215,7 +221,7 @@ class SampleSession:
             tokens=np.concatenate([prompt, *(part.tokens for part in parts)]),
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
-            max_new_tokens=limit - sampled,
+            max_new_tokens=most - sampled,
             min_version=self.min_version,
         )
         stream = self._router.actor.bus.peer(generator.address).stream(request, SEQUENCE_SECONDS)
@@ -236,14 +242,15 @@ class SampleSession:
                 self.started = True
                 self._on_start(int(part.versions[0]))
             end = keep(np.concatenate([part.tokens for part in parts])) if keep else None
-            if end is not None or part.finish is not None:  # what the stream still has to say must not undo this
-                return Generation(
-                    tokens=np.concatenate([part.tokens for part in parts])[:end],
-                    logprobs=np.concatenate([part.logprobs for part in parts])[:end],
-                    versions=np.concatenate([part.versions for part in parts])[:end],
-                    finish=part.finish if end is None else "stop",
-                )
+            if end is not None:
+                return _joined(parts, "stop", end)
+            if part.finish is not None:  # what the stream still has to say must not undo this
+                return _joined(parts, part.finish)
         raise BusError(f"{generator.identity} ended a sequence without a finish")
+
+    async def run_python(self, code: str) -> str:
+        """Raises SampleFailed: there is no sandbox."""
+        raise SampleFailed("the workflow runs Python, but this run has no sandbox to run it in")
 
     def endpoint(self) -> AbstractAsyncContextManager[Access]:
         return self._router.actor.endpoint.serve(self)
@@ -276,6 +283,15 @@ class SampleSession:
                 if refused > reward.retries or lost > REWARDS_LOST:
                     raise SampleFailed(f"reward {function!r}: {error}") from None
                 await self._router.avoid(member)
+
+
+def _joined(parts: Sequence[TokenChunk], finish: str, end: int | None = None) -> Generation:
+    return Generation(
+        tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)])[:end],
+        logprobs=np.concatenate([np.zeros(0, np.float32), *(part.logprobs for part in parts)])[:end],
+        versions=np.concatenate([np.zeros(0, np.int32), *(part.versions for part in parts)])[:end],
+        finish=finish,
+    )
 
 
 class Sampler(Actor):

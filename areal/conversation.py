@@ -7,6 +7,7 @@ and the next stands what the template writes *after* an assistant's content, for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,9 +100,12 @@ class Conversation:
         return self._tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True)
 
     def trajectory(self, reward: float) -> Trajectory:
-        """All turns as one sample to train on. Raises ValueError where nothing was sampled."""
+        """All turns as one sample to train on. Raises ValueError where nothing was sampled, or the reward is no finite
+        number."""
         if not any(len(sampled.tokens) for sampled in self.generations):
             raise ValueError("nothing was sampled")
+        if not math.isfinite(reward):
+            raise ValueError(f"a reward of {reward} is no score")
         return Trajectory(
             tokens=np.concatenate([part.tokens for part in self._parts]),
             logprobs=np.concatenate([part.logprobs for part in self._parts]),

@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from actors.sessions import Router, SampleSession
+from actors.sessions import Router, SampleFailed, SampleSession
 from areal.config import Config
 from areal.routing import Load
-from protocols.errors import StreamBrokenError
+from protocols.errors import FencedError, RefusedError, StreamBrokenError
 from protocols.messages import Member, Policy, TokenChunk
 
 
@@ -153,3 +153,47 @@ async def test_the_target_of_a_move_may_be_gone():
     )
     async with asyncio.timeout(5):
         assert (await session.generate([1, 2])).tokens.tolist() == [5, 6]
+
+
+async def test_all_turns_of_a_sample_share_its_tokens_and_none_is_older_than_its_group():
+    cluster = Cluster(generator(0), generator(1))
+    router, session = session_at(cluster, generator(0))
+    started = []
+    session._on_start = started.append
+    cluster.bus = Streams(
+        at0=[[chunk(5, 6, 7, version=3, finish="stop")], [chunk(*range(7), version=5, finish="length")]]
+    )
+    await session.generate([1, 2])
+    assert not router.load, "between turns no place is taken"
+    session.min_version = 4  # the group's start is known
+    await session.generate([1, 2, 5, 6, 7, 9])
+    nothing = await session.generate([1])
+    assert (len(nothing.tokens), nothing.finish) == (0, "length")
+    (first_at, first), (second_at, second) = cluster.bus.asked
+    assert (first_at, second_at) == ("0", "0"), "the prefix is there"
+    assert (first.max_new_tokens, second.max_new_tokens) == (10, 7)
+    assert (first.min_version, second.min_version) == (3, 4)
+    assert (started, session.tokens_sampled, dict(router.load)) == ([3], 10, {})
+
+
+async def test_a_turn_may_have_a_limit_of_its_own():
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+    cluster.bus = Streams(at0=[[chunk(5, 6, version=3, finish="length")], [chunk(7, version=3, finish="stop")]])
+    assert (await session.generate([1], 2)).finish == "length"
+    await session.generate([1], 20)
+    assert [request.max_new_tokens for _, request in cluster.bus.asked] == [2, 8]
+
+
+async def test_a_conversation_that_outgrows_the_model_is_cut_but_a_first_prompt_that_does_fails():
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+    cluster.bus = Streams(at0=[[chunk(5, version=3, finish="stop")], [RefusedError("too long")], [FencedError("gone")]])
+    await session.generate([1])
+    assert (await session.generate([1, 2])).finish == "length"
+    with pytest.raises(SampleFailed):
+        await session.generate([1, 2])
+    _, fresh = session_at(cluster, generator(0))
+    cluster.bus = Streams(at0=[[RefusedError("too long")]])
+    with pytest.raises(SampleFailed):
+        await fresh.generate([1])

@@ -188,3 +188,11 @@ def test_a_conversation_in_which_nothing_was_sampled_is_no_sample():
     talk.add(sampled(of, finish="length"))
     with pytest.raises(ValueError, match="nothing was sampled"):
         talk.trajectory(0)
+
+
+def test_a_reward_that_is_no_finite_number_is_no_score():
+    talk = Conversation(of := tokenizer(CHATML))
+    talk.prompt([user("x")])
+    talk.add(sampled(of, "h", END))
+    with pytest.raises(ValueError, match="a reward of nan"):
+        talk.trajectory(float("nan"))
