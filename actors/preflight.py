@@ -20,7 +20,7 @@ def check(config: Config) -> None:
         check_folder(config.weights.folder)
     for name in config.reward.functions | config.reward.options:
         rewards.check(name, config.reward.options.get(name, {}))
-    resolve_workflow(config.rollout_manager.workflow)
+    resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
     if ":" in config.trainer.objective:
         from areal.objectives import rehearse  # with torch, which only an objective of the user's own needs here
 

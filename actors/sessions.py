@@ -11,7 +11,8 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -19,14 +20,19 @@ import structlog
 from actors.runtime import Actor
 from areal import routing
 from areal.config import DataConfig, SamplingConfig
+from areal.conversation import Generation
 from areal.data import PromptSource, Row, open_source, prompt_text
+from areal.openai_api import Access
 from areal.reward_pool import Quarantine, RewardFailed, digest
 from areal.routing import Load, fullness
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
-from areal.workflows import Generation, resolve_workflow
-from protocols.errors import BusError, HarmfulError, RefusedError
+from areal.workflows import Keep, resolve_workflow
+from protocols.errors import BusError, FencedError, HarmfulError, RefusedError
 from protocols.messages import Done, Generate, Member, Message, Score, Scored, ScoringFailed, TokenChunk
+
+if TYPE_CHECKING:
+    from actors.openai_endpoint import OpenAIEndpoint
 
 # A sequence may take this long; silence is noticed far earlier, by the stream itself.
 SEQUENCE_SECONDS = 24 * 3600.0
@@ -126,7 +132,7 @@ class SampleSession:
     `home`: the generator that the group's samples share, for its prompt prefix. A place there is taken at once, and
     given back after the first completion, or by `close`. `on_start` is called with the version that sampled the first
     token. `min_version` rises to the group's start version once that is known, so that no later token is older.
-    `tokens_sampled`: all that have come, whatever became of them. `reward_parts`: of the last score.
+    `tokens_sampled`: all that have come, in all calls, whatever became of them. `reward_parts`: of the last score.
     """
 
     def __init__(
@@ -148,17 +154,25 @@ class SampleSession:
         self._place: Member | None = None
         self._stand(home)
 
-    async def generate(self, tokens: Sequence[int]) -> Generation:
-        """Raises SampleFailed where a generator refuses the prompt."""
+    async def generate(
+        self, tokens: Sequence[int], max_new_tokens: int | None = None, keep: Keep | None = None
+    ) -> Generation:
+        """Raises SampleFailed where a generator refuses the first prompt of the sample."""
         prompt = np.asarray(tokens, np.int32)
         parts: list[TokenChunk] = []
+        room = self._sampling.max_new_tokens - self.tokens_sampled
+        most = room if max_new_tokens is None else min(room, max_new_tokens)
+        if most <= 0:
+            return _joined(parts, "length")
         try:
             while True:
                 generator = self._home or await self._router.choose("generator", min_version=self.min_version)
                 self._stand(generator)
                 try:
-                    return await self._continue_on(generator, prompt, parts)
+                    return await self._continue_on(generator, prompt, parts, most, keep)
                 except RefusedError as error:
+                    if self.tokens_sampled and not isinstance(error, FencedError):  # outgrown by what was added since
+                        return _joined(parts, "length")
                     raise SampleFailed(f"the generator refused the prompt: {error}") from None
                 except BusError as error:
                     await self._leave(generator, parts, error)
@@ -191,7 +205,9 @@ class SampleSession:
         elif self._home.identity not in self._router.actor.directory:
             self._home = None
 
-    async def _continue_on(self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk]) -> Generation:
+    async def _continue_on(
+        self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk], most: int, keep: Keep | None
+    ) -> Generation:
         sampled = sum(len(part.tokens) for part in parts)
         self.sequence = routing.Sequence(
             name=f"{next(self._router.sequences)}",
@@ -199,7 +215,7 @@ class SampleSession:
             since=asyncio.get_running_loop().time(),
             prefix=len(prompt) + sampled,
             sampled=sampled,
-            left=self._sampling.max_new_tokens - sampled,
+            left=most - sampled,
             min_version=self.min_version,
         )
         request = Generate(
@@ -207,15 +223,17 @@ class SampleSession:
             tokens=np.concatenate([prompt, *(part.tokens for part in parts)]),
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
-            max_new_tokens=self._sampling.max_new_tokens - sampled,
+            max_new_tokens=most - sampled,
             min_version=self.min_version,
         )
         stream = self._router.actor.bus.peer(generator.address).stream(request, SEQUENCE_SECONDS)
         async with contextlib.aclosing(stream):
-            return await self._take(stream, generator, parts)
+            return await self._take(stream, generator, parts, keep)
 
-    async def _take(self, stream: AsyncIterator[Message], generator: Member, parts: list[TokenChunk]) -> Generation:
-        """Add what arrives to `parts` until the sequence is finished."""
+    async def _take(
+        self, stream: AsyncIterator[Message], generator: Member, parts: list[TokenChunk], keep: Keep | None
+    ) -> Generation:
+        """Add what arrives to `parts` until the sequence is finished, or ended by `keep`."""
         async for part in stream:
             if not isinstance(part, TokenChunk):
                 raise BusError(f"{generator.identity} streamed {part.kind!r}")
@@ -225,14 +243,19 @@ class SampleSession:
             if not self.started and len(part.versions):
                 self.started = True
                 self._on_start(int(part.versions[0]))
+            end = keep(np.concatenate([part.tokens for part in parts])) if keep else None
+            if end is not None:
+                return _joined(parts, "stop", end)
             if part.finish is not None:  # what the stream still has to say must not undo this
-                return Generation(
-                    tokens=np.concatenate([part.tokens for part in parts]),
-                    logprobs=np.concatenate([part.logprobs for part in parts]),
-                    versions=np.concatenate([part.versions for part in parts]),
-                    finish=part.finish,
-                )
+                return _joined(parts, part.finish)
         raise BusError(f"{generator.identity} ended a sequence without a finish")
+
+    async def run_python(self, code: str) -> str:
+        """Raises SampleFailed: there is no sandbox."""
+        raise SampleFailed("the workflow runs Python, but this run has no sandbox to run it in")
+
+    def endpoint(self) -> AbstractAsyncContextManager[Access]:
+        return self._router.actor.endpoint.serve(self)
 
     async def score(self, completion: str, tokens: Sequence[int] | None = None) -> float:
         """Raises SampleFailed where a reward failed on every attempt."""
@@ -278,6 +301,15 @@ class SampleSession:
                 await self._router.avoid(member)
 
 
+def _joined(parts: Sequence[TokenChunk], finish: str, end: int | None = None) -> Generation:
+    return Generation(
+        tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)])[:end],
+        logprobs=np.concatenate([np.zeros(0, np.float32), *(part.logprobs for part in parts)])[:end],
+        versions=np.concatenate([np.zeros(0, np.int32), *(part.versions for part in parts)])[:end],
+        finish=finish,
+    )
+
+
 class Sampler(Actor):
     """Base of the roles that run the workflow on rows of the run's data. `scored`: completions."""
 
@@ -289,13 +321,27 @@ class Sampler(Actor):
         self._open_source = open_source
         self._load_tokenizer = load_tokenizer
         self.scored = 0
+        self._endpoint: OpenAIEndpoint | None = None
 
     async def setup(self) -> None:
         self._router = Router(self)
         self.quarantine = Quarantine(self.config.reward.quarantine_after)
         self._source = await asyncio.to_thread(self._open_source, self.config.data, self.config.seed)
         self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model)
-        self._workflow = resolve_workflow(self.config.rollout_manager.workflow)
+        own = self.config.rollout_manager
+        self._workflow = resolve_workflow(own.workflow, own.workflow_options)
+
+    async def teardown(self) -> None:
+        if self._endpoint is not None:
+            await self._endpoint.close()
+
+    @property
+    def endpoint(self) -> OpenAIEndpoint:
+        if self._endpoint is None:
+            from actors.openai_endpoint import OpenAIEndpoint  # with a web server, which few runs need
+
+            self._endpoint = OpenAIEndpoint(self.config.model, self.config.rollout_manager.endpoint_host)
+        return self._endpoint
 
     def stats(self) -> dict[str, float]:
         return {"samples_scored": self.scored}

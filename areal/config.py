@@ -33,6 +33,7 @@ class DataConfig(Section):
     * `addition`: the quickstart's long additions;
     * a path ending in .jsonl: one object a line with `prompt` and `answer`;
     * `reasoning_gym:NAME`: a task of the reasoning_gym library, with `options` handed to it;
+    * `verifiers:NAME`: an environment of the verifiers library, likewise; `verifiers:NAME:eval`: its other rows;
     * `hf:NAME` or the path of a folder: a Hugging Face dataset (hub id, or `save_to_disk` folder).
     """
 
@@ -50,7 +51,7 @@ class DataConfig(Section):
 class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0, description="0 is greedy; training needs more")
     top_p: float = Field(1.0, gt=0, le=1)
-    max_new_tokens: int = Field(gt=0)
+    max_new_tokens: int = Field(gt=0, description="of a sample, over all its turns")
 
 
 def reward_weights(value: Any) -> dict[str, float]:
@@ -130,6 +131,8 @@ class GeneratorConfig(Section):
 class RolloutManagerConfig(Section):
     count: int = Field(1, ge=1)
     workflow: str = Field("single_turn", description="built-in name or package.module:function")
+    workflow_options: dict[str, Any] = Field(default_factory=dict, description="the workflow's keyword arguments")
+    endpoint_host: str = Field("127.0.0.1", description="interface on which agents reach the policy (docs/agents.md)")
     max_concurrent_groups: int = Field(64, ge=1, description="groups one manager runs at once")
 
 
@@ -406,6 +409,15 @@ class Config(Section):
             raise ValueError(
                 f"reward.overlong_tokens is {self.reward.overlong_tokens} but sampling.max_new_tokens is only "
                 f"{self.sampling.max_new_tokens}: lower reward.overlong_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _environment_has_rows(self) -> Config:
+        if self.rollout_manager.workflow == "verifiers" and not self.data.source.startswith("verifiers:"):
+            raise ValueError(
+                f"rollout_manager.workflow=verifiers plays environments that come with their rows, but data.source is "
+                f"{self.data.source!r}: set data.source=verifiers:NAME"
             )
         return self
 

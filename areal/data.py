@@ -202,6 +202,8 @@ def _open(config: DataConfig, name: str, options: Mapping[str, Any], seed: int, 
         return _open_addition(config, options, seed, what)
     if name.startswith("reasoning_gym:"):
         return _open_reasoning_gym(config, name.removeprefix("reasoning_gym:"), options, seed, what)
+    if name.startswith("verifiers:"):
+        return _open_verifiers(config, name.removeprefix("verifiers:"), options, what)
     if name.endswith(".jsonl"):
         if options:
             raise UserError(f"{what} is a file, which takes no data.options: remove {', '.join(options)}")
@@ -209,8 +211,8 @@ def _open(config: DataConfig, name: str, options: Mapping[str, Any], seed: int, 
     if name.startswith("hf:") or Path(name).is_dir():
         return _open_hugging_face(config, name, options, what)
     raise UserError(
-        f"{what} is none of addition, a path ending in .jsonl, reasoning_gym:NAME, hf:NAME, or the path of a folder "
-        f"that exists: correct it"
+        f"{what} is none of addition, a path ending in .jsonl, reasoning_gym:NAME, verifiers:NAME, hf:NAME, or the "
+        f"path of a folder that exists: correct it"
     )
 
 
@@ -383,6 +385,14 @@ class HuggingFaceTable:
 
     def prompts(self) -> Iterable[Any]:
         return self._dataset[self._config.prompt_key][:]
+
+
+def _open_verifiers(config: DataConfig, name: str, options: Mapping[str, Any], what: str) -> HuggingFaceTable:
+    """`verifiers:NAME` or, for the rows it keeps for evaluation, `verifiers:NAME:eval`."""
+    from areal import verifiers_tasks
+
+    name, _, side = name.partition(":")
+    return HuggingFaceTable(config, verifiers_tasks.rows(name, options, side or "train"), what)
 
 
 def _open_hugging_face(config: DataConfig, name: str, options: Mapping[str, Any], what: str) -> HuggingFaceTable:

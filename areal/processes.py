@@ -21,3 +21,8 @@ def die_with_parent(sign: signal.Signals, parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sign)
     if parent is not None and os.getppid() != parent:
         sys.exit("the process that started this one is gone")
+
+
+if __name__ == "__main__":  # PARENT PROGRAM ARGUMENT...: become a program that is killed when its parent ends
+    die_with_parent(signal.SIGKILL, int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

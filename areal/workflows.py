@@ -1,81 +1,213 @@
 """Workflows: how one sample of a prompt comes about. A workflow is one async function of a session and a row.
 
-    async def my_workflow(session: Session, row: Row) -> Trajectory: ...
+    async def my_workflow(session: Session, row: Row, *, depth: int = 3) -> Trajectory: ...
 
-is used by `rollout_manager.workflow: package.module:my_workflow`. Tokens go in and come out as the engine saw them;
-text is only ever made for the reward.
+is used by `rollout_manager.workflow: package.module:my_workflow`, with `rollout_manager.workflow_options: {depth: 5}`
+as its keyword arguments. Tokens go in and come out as the engine saw them (areal.conversation); text is only ever made
+for rewards, tools and environments. docs/workflows.md tells more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import functools
+import inspect
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Annotated, Any, Protocol, get_type_hints
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
+from areal import environments
+from areal.agents import agent
+from areal.agents import check as check_agent
 from areal.config import UserError
-from areal.data import Row, encode_prompt
+from areal.conversation import Conversation, Generation, Message
+from areal.data import Prompt, Row, prompt_text
+from areal.openai_api import Access
 from areal.plugins import load
-from areal.trajectory import NOT_SAMPLED, Trajectory
+from areal.trajectory import Trajectory
 
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What the policy sampled after a prompt: tokens int32, logprobs float32, versions int32, all [n]."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    finish: str
+Keep = Callable[[np.ndarray], int | None]
+"""Sees all tokens sampled so far: None to go on, or how many of them to end with."""
 
 
 class Session(Protocol):
-    """What a workflow may use. Both calls survive the loss of a generator or reward actor."""
+    """What a workflow may use for one sample. All calls survive the loss of the actor that serves them."""
 
     tokenizer: Any
 
-    async def generate(self, tokens: Sequence[int]) -> Generation:
-        """Continue `tokens` with the policy, at the run's sampling settings."""
+    async def generate(
+        self, tokens: Sequence[int], max_new_tokens: int | None = None, keep: Keep | None = None
+    ) -> Generation:
+        """Continue `tokens` with the policy, at the run's sampling settings.
+
+        All calls of a sample share `sampling.max_new_tokens`; `max_new_tokens` limits this one further. Where nothing
+        of it is left, or the conversation has outgrown the model, the generation is empty and its finish "length".
+        Ended by `keep`, its finish is "stop".
+        """
 
     async def score(self, completion: str, tokens: Sequence[int] | None = None) -> float:
         """The weighted sum of the row's rewards on this completion; `tokens` are for rewards that take them."""
 
+    async def run_python(self, code: str) -> str:
+        """What the code prints, errors included, run in a sandbox."""
 
-Workflow = Callable[[Session, Row], Awaitable[Trajectory]]
+    def endpoint(self) -> AbstractAsyncContextManager[Access]:
+        """This session for a program that speaks OpenAI's API, until the end of the block."""
+
+
+Workflow = Callable[..., Awaitable[Trajectory]]
+
+Turns = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 async def single_turn(session: Session, row: Row) -> Trajectory:
     """One completion of the prompt, scored."""
-    prompt = encode_prompt(session.tokenizer, row)
-    sampled = await session.generate(prompt)
-    text = session.tokenizer.decode(sampled.tokens, skip_special_tokens=True)
-    reward = await session.score(text, sampled.tokens)
-    return trajectory(prompt, sampled, reward)
+    talk, messages = begin(session, row.prompt)
+    sampled = await session.generate(talk.prompt(messages))
+    talk.add(sampled)
+    return talk.trajectory(await session.score(talk.text(sampled), sampled.tokens))
 
 
-def trajectory(prompt: Sequence[int], sampled: Generation, reward: float) -> Trajectory:
-    """A prompt and what was sampled after it."""
-    n = len(prompt)
-    return Trajectory(
-        tokens=np.concatenate([np.asarray(prompt, np.int32), sampled.tokens]),
-        logprobs=np.concatenate([np.zeros(n, np.float32), sampled.logprobs]),
-        versions=np.concatenate([np.full(n, NOT_SAMPLED, np.int32), sampled.versions]),
-        reward=reward,
-        finish=sampled.finish,
-    )
+async def multi_turn(
+    session: Session, row: Row, *, max_turns: Turns = 2, discount: Share = 1.0,
+    feedback: str = "That is not correct. Try again.", pass_score: float = 1.0,
+) -> Trajectory:  # fmt: skip
+    """Attempts until one scores `pass_score`, with `feedback` after each that does not, in which `{prompt}` stands for
+    the prompt. The reward is the score of the last attempt, times `discount` for each attempt before it."""
+    talk, messages = begin(session, row.prompt)
+    score = 0.0
+    async for attempt in turns(session, talk, messages, max_turns):
+        score = await session.score(attempt)
+        if score >= pass_score:
+            break
+        messages.append(user(feedback.replace("{prompt}", prompt_text(row.prompt))))
+    return talk.trajectory(score * discount ** (len(talk.generations) - 1))
 
 
-BUILT_IN: dict[str, Workflow] = {"single_turn": single_turn}
+async def python_tool(
+    session: Session, row: Row, *, max_calls: Turns = 4, max_output: Turns = 2000
+) -> Trajectory:  # fmt: skip
+    """The policy may write Python, in a ```python block or between <tool> and </tool>: it is told what that printed
+    (`max_output` characters at most), and goes on. The first turn without, or the last one, is scored."""
+    talk, messages = begin(session, row.prompt)
+    answer = ""
+    async for answer in turns(session, talk, messages, max_calls + 1):
+        code = python_call(answer)
+        if code is None:
+            break
+        messages.append(user(f"```output\n{_cut(await session.run_python(code), max_output)}\n```\n"))
+    return talk.trajectory(await session.score(answer))
 
 
-def resolve_workflow(name: str) -> Workflow:
-    """A workflow by built-in name or `package.module:function`. Raises UserError."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if ":" not in name:
+async def environment(
+    session: Session, row: Row, *, environment: str, environment_options: dict[str, Any] | None = None,
+    max_turns: Turns = 8,
+) -> Trajectory:  # fmt: skip
+    """The policy acts in an environment (areal.environments) until that is done, or for `max_turns`. The reward is the
+    sum of those of the steps."""
+    async with environments.opened(environment, environment_options or {}) as world:
+        talk, messages = begin(session, await world.reset(row))
+        total = 0.0
+        async for action in turns(session, talk, messages, max_turns):
+            observation, reward, done = await world.step(action)
+            total += reward
+            if done:
+                break
+            messages.append(user(observation))
+    return talk.trajectory(total)
+
+
+async def verifiers(session: Session, row: Row) -> Trajectory:
+    """The policy in an environment of the verifiers library, which gives the rows too (data.source verifiers:NAME)."""
+    from areal import verifiers_tasks
+
+    return await verifiers_tasks.play(session, row)
+
+
+def begin(session: Session, prompt: Prompt) -> tuple[Conversation, list[Message]]:
+    """A conversation and its first messages. Messages go through the tokenizer's chat template where it has one; text
+    is taken as it is, and so is then all that follows."""
+    plain = isinstance(prompt, str)
+    messages = [user(prompt)] if plain else list(prompt)
+    return Conversation(session.tokenizer, plain=plain), messages
+
+
+async def turns(session: Session, talk: Conversation, messages: list[Message], most: int) -> AsyncIterator[str]:
+    """The policy's turns, as text: `most` of them, or fewer where there is no room for more. Each is appended to
+    `messages`; who asks for another one has appended what comes before it."""
+    for _ in range(most):
+        sampled = await session.generate(talk.prompt(messages))
+        if not len(sampled.tokens):
+            return
+        messages.append(talk.add(sampled))
+        yield messages[-1]["content"]
+        if sampled.finish == "length":
+            return
+
+
+def user(text: str) -> Message:
+    """A message to the policy."""
+    return {"role": "user", "content": text}
+
+
+_PYTHON = re.compile(r"```python\s*\n(.*?)```|<tool>(.*?)</tool>", re.DOTALL)
+
+
+def python_call(text: str) -> str | None:
+    """The code in the first ```python block or pair of <tool> tags; None where there is none."""
+    found = _PYTHON.search(text)
+    return found and (found[1] or found[2] or "")
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} more characters]"
+
+
+BUILT_IN: dict[str, Workflow] = {
+    "single_turn": single_turn,
+    "multi_turn": multi_turn,
+    "python_tool": python_tool,
+    "environment": environment,
+    "agent": agent,
+    "verifiers": verifiers,
+}
+
+
+def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
+    """A workflow by built-in name or `package.module:function`, with its options set. Raises UserError."""
+    if name not in BUILT_IN and ":" not in name:
         raise UserError(
             f"Unknown workflow {name!r} in rollout_manager.workflow: "
             f"known are {', '.join(BUILT_IN)}, or write package.module:function."
         )
-    return load(name, "The workflow")
+    workflow = BUILT_IN.get(name) or load(name, "The workflow")
+    _check_options(name, workflow, options)
+    if workflow is environment:
+        environments.resolve(options["environment"], options.get("environment_options") or {})
+    if workflow is agent:
+        check_agent(options)
+    return functools.partial(workflow, **options)
+
+
+def _check_options(name: str, workflow: Workflow, options: Mapping[str, Any]) -> None:
+    where = f"rollout_manager.workflow_options: workflow {name!r}"
+    try:
+        inspect.signature(workflow).bind(None, None, **options)
+    except TypeError as error:
+        raise UserError(f"{where}: {error}: it takes {_options_of(workflow)}.") from None
+    if name not in BUILT_IN:
+        return
+    hints = get_type_hints(workflow, include_extras=True)
+    for option, value in options.items():
+        try:
+            TypeAdapter(hints[option]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise UserError(f"{where}: {option} is {value!r:.80}: {error.errors()[0]['msg']}.") from None
+
+
+def _options_of(workflow: Workflow) -> str:
+    return ", ".join(list(inspect.signature(workflow).parameters)[2:]) or "no options"

@@ -170,6 +170,8 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["reward.options={addition: {base: 3}}"], "reward 'addition' has reward.options, but is a function"),
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
+        (["rollout_manager.workflow=verifiers"], "set data.source=verifiers:NAME"),
+        (["rollout_manager.workflow_options.max_turns=2"], "it takes no options"),
         (["evaluator.temperature=0", "evaluator.samples=4"], "evaluator.samples is 4"),
         (["sampling.temperature=0"], "sampling.temperature is 0"),
         (["trainer.objective=gropo"], "Unknown objective 'gropo'"),

@@ -12,7 +12,7 @@ from areal.config import Config
 from areal.data import Row
 from areal.reward_pool import Quarantine
 from areal.routing import Load
-from protocols.errors import BusyError, HarmfulError, RefusedError, StreamBrokenError
+from protocols.errors import BusyError, FencedError, HarmfulError, RefusedError, StreamBrokenError
 from protocols.messages import Member, Policy, Scored, TokenChunk
 
 
@@ -118,6 +118,24 @@ async def test_a_sequence_that_moves_goes_on_at_its_target_from_the_tokens_so_fa
     assert second.min_version == 3
     assert first.sequence != second.sequence
     assert (session.tokens_sampled, dict(router.load)) == (3, {})
+
+
+async def test_a_sequence_may_be_ended_early():
+    cluster = Cluster(generator(0))
+    router, session = session_at(cluster, generator(0))
+    cluster.bus = Streams(at0=[[chunk(5, 6, version=3), chunk(7, 8, version=4), chunk(9, version=4, finish="length")]])
+    done = await session.generate([1], keep=lambda tokens: 3 if 7 in tokens else None)
+    assert (done.tokens.tolist(), done.versions.tolist(), done.finish) == ([5, 6, 7], [3, 3, 4], "stop")
+    assert (len(done.logprobs), session.tokens_sampled, dict(router.load)) == (3, 4, {})
+
+
+@pytest.mark.parametrize(("wanted", "asked"), [(None, 10), (4, 4), (40, 10)])
+async def test_a_call_may_ask_for_fewer_tokens_than_the_run_s(wanted, asked):
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+    cluster.bus = Streams(at0=[[chunk(5, version=3, finish="length")]])
+    await session.generate([1], max_new_tokens=wanted)
+    assert cluster.bus.asked[0][1].max_new_tokens == asked
 
 
 async def test_a_place_is_taken_while_a_sequence_is_to_come_or_runs():
@@ -227,3 +245,47 @@ async def test_a_reward_that_only_a_later_actor_serves_is_waited_for(monkeypatch
     monkeypatch.setattr("actors.sessions.NO_REWARD_SECONDS", 0.01)
     with pytest.raises(SampleFailed, match="no reward actor serves 'late'"):
         await cluster.session({"late": 1.0}).score("done")
+
+
+async def test_all_turns_of_a_sample_share_its_tokens_and_none_is_older_than_its_group():
+    cluster = Cluster(generator(0), generator(1))
+    router, session = session_at(cluster, generator(0))
+    started = []
+    session._on_start = started.append
+    cluster.bus = Streams(
+        at0=[[chunk(5, 6, 7, version=3, finish="stop")], [chunk(*range(7), version=5, finish="length")]]
+    )
+    await session.generate([1, 2])
+    assert not router.load, "between turns no place is taken"
+    session.min_version = 4  # the group's start is known
+    await session.generate([1, 2, 5, 6, 7, 9])
+    nothing = await session.generate([1])
+    assert (len(nothing.tokens), nothing.finish) == (0, "length")
+    (first_at, first), (second_at, second) = cluster.bus.asked
+    assert (first_at, second_at) == ("0", "0"), "the prefix is there"
+    assert (first.max_new_tokens, second.max_new_tokens) == (10, 7)
+    assert (first.min_version, second.min_version) == (3, 4)
+    assert (started, session.tokens_sampled, dict(router.load)) == ([3], 10, {})
+
+
+async def test_a_turn_may_have_a_limit_of_its_own():
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+    cluster.bus = Streams(at0=[[chunk(5, 6, version=3, finish="length")], [chunk(7, version=3, finish="stop")]])
+    assert (await session.generate([1], 2)).finish == "length"
+    await session.generate([1], 20)
+    assert [request.max_new_tokens for _, request in cluster.bus.asked] == [2, 8]
+
+
+async def test_a_conversation_that_outgrows_the_model_is_cut_but_a_first_prompt_that_does_fails():
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+    cluster.bus = Streams(at0=[[chunk(5, version=3, finish="stop")], [RefusedError("too long")], [FencedError("gone")]])
+    await session.generate([1])
+    assert (await session.generate([1, 2])).finish == "length"
+    with pytest.raises(SampleFailed):
+        await session.generate([1, 2])
+    _, fresh = session_at(cluster, generator(0))
+    cluster.bus = Streams(at0=[[RefusedError("too long")]])
+    with pytest.raises(SampleFailed):
+        await fresh.generate([1])

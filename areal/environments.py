@@ -1,0 +1,88 @@
+"""Environments: what a policy acts in, turn by turn, in the manner of Gym. Used by the workflow `environment`.
+
+    class MyEnvironment:
+        async def reset(self, row: Row) -> Prompt: ...
+        async def step(self, action: str) -> tuple[str, float, bool]: ...
+
+is named `package.module:MyEnvironment`. An object of the class, made with `environment_options`, serves one sample.
+Where it has an async `close`, that is called at the end, whatever the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
+
+from areal import plugins
+from areal.config import UserError
+from areal.data import Prompt, Row
+
+
+class Environment(Protocol):
+    """The state of one sample."""
+
+    async def reset(self, row: Row) -> Prompt:
+        """Begin; what the policy sees first."""
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        """What the policy sees next (nobody sees it where this was the last step), the reward of this step, and
+        whether it was the last."""
+
+
+class ColumnAddition:
+    """The quickstart's addition (areal.addition), one column a turn: the policy has to remember the carry.
+
+    For each column it sees `label, digit, digit, =` and writes `label, digit, digit, carry, sum`. A right one gives
+    1 / columns and the next column; a wrong one is the end.
+    """
+
+    async def reset(self, row: Row) -> str:
+        prompt = row.fields["prompt"]
+        self._columns = [prompt[start : start + 3] for start in range(0, len(prompt) - 1, 3)]
+        self._right = 0
+        self._carry = 0
+        return f"{self._columns[0]}="
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        column = self._columns[self._right]
+        total = int(column[1]) + int(column[2]) + self._carry
+        if action != f"{column}{total:02d}":
+            return "", 0.0, True
+        self._right += 1
+        self._carry = total // 10
+        done = self._right == len(self._columns)
+        return "" if done else f"{self._columns[self._right]}=", 1 / len(self._columns), done
+
+
+BUILT_IN: dict[str, Callable[..., Environment]] = {"column_addition": ColumnAddition}
+
+
+def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
+    """What makes the environment called `name`: a built-in one, or `package.module:Class`. Raises UserError."""
+    if name not in BUILT_IN and ":" not in name:
+        raise UserError(
+            f"Unknown environment {name!r} in rollout_manager.workflow_options: "
+            f"known are {', '.join(BUILT_IN)}, or write package.module:Class."
+        )
+    make = BUILT_IN.get(name) or plugins.load(name, "The environment")
+    for method in "reset", "step":
+        if not inspect.iscoroutinefunction(getattr(make, method, None)):
+            raise UserError(f"The environment {name!r} has no async {method}: docs/workflows.md tells what it needs.")
+    try:
+        inspect.signature(make).bind(**options)
+    except TypeError as error:
+        raise UserError(f"The environment {name!r} does not take these environment_options: {error}.") from None
+    return lambda: make(**options)
+
+
+@contextlib.asynccontextmanager
+async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Environment]:
+    """A new one, closed at the end."""
+    world = resolve(name, options)()
+    try:
+        yield world
+    finally:
+        if hasattr(world, "close"):
+            await world.close()

@@ -1,0 +1,273 @@
+"""One sample as a chat in the words of OpenAI's API: an agent's requests in, answers out, one conversation between.
+
+All calls of a sample are turns of one `Conversation`, and so one trajectory. A call that does not go on from the last
+answer is refused: its tokens could not be trained with the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import json
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, Field
+
+from areal.conversation import Conversation, Generation
+
+if TYPE_CHECKING:
+    from areal.workflows import Session
+
+Json = dict[str, Any]
+
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ApiError(Exception):
+    """A request that is answered with an HTTP status of 4xx."""
+
+    def __init__(self, message: str, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text"]
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class ChatRequest(BaseModel):
+    """The body of a chat completion. What else a client sends, such as `temperature`, is the run's to decide."""
+
+    messages: list[Json] = Field(min_length=1)
+    model: str = "policy"
+    tools: list[Json] | None = None
+    tool_choice: Any = None
+    n: Literal[1] | None = 1
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def offered(self) -> list[Json] | None:
+        """The tools that the policy may call."""
+        return self.tools if self.tools and self.tool_choice != "none" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A turn: the message as the agent gets it, why it ended, what was sampled after how many tokens."""
+
+    message: Json
+    finish: str
+    sampled: Generation
+    prompt_tokens: int
+
+
+class ChatSession:
+    """The turns of one sample. Once there is no room for another one, every further answer is empty, with the finish
+    "length".
+
+    reward: what the agent has reported. failure: holds the error that ended the sample from within, if one does.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.tokenizer = session.tokenizer
+        self._turn = asyncio.Lock()
+        self._tools: list[Json] | None = None
+        self._full: Answer | None = None
+        self.conversation = Conversation(self.tokenizer)
+        self.reward: float | None = None
+        self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    @property
+    def last_text(self) -> str:
+        """Of the last answer, tool calls apart."""
+        return self.conversation.messages[-1]["content"]
+
+    async def complete(self, request: ChatRequest) -> Answer:
+        """The policy's next turn; calls made at once take turns. Raises ApiError."""
+        async with self._turn:
+            if self._full:
+                return self._full
+            prompt = self._prompt([_message(raw) for raw in request.messages], request.offered)
+            stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+            sampled = await self._generate(prompt, request.max_completion_tokens or request.max_tokens, stops)
+            if not len(sampled.tokens):
+                self._full = Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
+                return self._full
+            text, stopped = _cut(self.conversation.text(sampled), stops)
+            message = self._shown(text, bool(request.offered))
+            self.conversation.add(sampled, _message(message))
+            finish = "stop" if stopped else "tool_calls" if "tool_calls" in message else sampled.finish
+            return Answer(message, finish, sampled, len(prompt))
+
+    def _prompt(self, messages: list[Json], tools: list[Json] | None) -> list[int]:
+        """Raises ApiError where the messages do not go on from the last answer, or have no tokens."""
+        if not self.conversation.generations:
+            self._tools, self.conversation = tools, Conversation(self.tokenizer, tools)
+        elif tools != self._tools or not self.conversation.continues(messages):
+            what = (
+                "other tools are offered than" if tools != self._tools else "the messages do not begin with all those"
+            )
+            raise ApiError(
+                f"{what} of the call before, its answer included: all calls of a sample must be turns of one "
+                f"conversation, because they are trained as one trajectory",
+                "not_a_continuation",
+            )
+        try:
+            return self.conversation.prompt(messages)
+        except Exception as error:  # templates and tokenizers raise whatever they like
+            raise ApiError(f"the model's tokenizer or chat template does not take these messages: {error}") from None
+
+    async def _generate(self, prompt: list[int], limit: int | None, stops: list[str]) -> Generation:
+        def keep(tokens: np.ndarray) -> int | None:
+            return _complete_stop(self.tokenizer, tokens, stops)
+
+        try:
+            return await self._session.generate(prompt, limit, keep if stops else None)
+        except Exception as error:  # whatever it is: a sample that has lost a turn is no sample
+            if not self.failure.done():
+                self.failure.set_result(error)
+            raise ApiError(f"the sample has failed: {error}", "sample_failed") from error
+
+    def _shown(self, text: str, tools: bool) -> Json:
+        rest, calls = _tool_calls(text, len(self.conversation.generations)) if tools else (text, [])
+        if not calls:
+            return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": rest or None, "tool_calls": calls}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What an agent needs to make the calls of one sample, and what has become of them."""
+
+    base_url: str
+    api_key: str
+    chat: ChatSession
+
+
+def completion(answer: Answer, request: ChatRequest, tokenizer: Any) -> Json:
+    """The body of an answer that comes whole."""
+    choice = {"index": 0, "message": answer.message | {"refusal": None}, "finish_reason": answer.finish}
+    choice["logprobs"] = _logprobs(answer.sampled, request, tokenizer)
+    return _envelope("chat.completion", request) | {"choices": [choice], "usage": _usage(answer)}
+
+
+def chunks(answer: Answer, request: ChatRequest, tokenizer: Any) -> list[Json]:
+    """The events of an answer that is streamed, but for the last one, [DONE]."""
+    envelope = _envelope("chat.completion.chunk", request)
+    calls = [call | {"index": i} for i, call in enumerate(answer.message.get("tool_calls", []))]
+    delta = answer.message | ({"tool_calls": calls} if calls else {})
+    logprobs = _logprobs(answer.sampled, request, tokenizer)
+    made = [
+        envelope | {"choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]},
+        envelope | {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish}]},
+    ]
+    if request.stream_options and request.stream_options.include_usage:
+        made.append(envelope | {"choices": [], "usage": _usage(answer)})
+    return made
+
+
+def _envelope(kind: str, request: ChatRequest) -> Json:
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": request.model,
+    }  # fmt: skip
+
+
+def _usage(answer: Answer) -> Json:
+    sampled = len(answer.sampled.tokens)
+    return {
+        "prompt_tokens": answer.prompt_tokens, "completion_tokens": sampled,
+        "total_tokens": answer.prompt_tokens + sampled,
+    }  # fmt: skip
+
+
+def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json | None:
+    """Of the sampled tokens; no others are known, however many are asked for."""
+    if not request.logprobs:
+        return None
+    content = []
+    for token, logprob in zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True):
+        text = tokenizer.decode([token])
+        this = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        content.append(this | {"top_logprobs": [this] if request.top_logprobs else []})
+    return {"content": content, "refusal": None}
+
+
+def _message(raw: Json) -> Json:
+    """A chat message as templates take it, with nothing in it that clients add to what they were sent. Raises
+    ApiError."""
+    role = "system" if raw.get("role") == "developer" else raw.get("role")
+    if role not in ("system", "user", "assistant", "tool"):
+        raise ApiError(f"a message has the role {role!r}: roles are system, developer, user, assistant and tool")
+    message = {"role": role, "content": _text(raw.get("content"))}
+    if role == "tool" and raw.get("tool_call_id"):
+        message["tool_call_id"] = raw["tool_call_id"]
+    if role == "assistant" and raw.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call) for call in raw["tool_calls"]]
+    return message
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    raise ApiError("the content of a message is neither text nor a list of text parts: nothing else can be trained yet")
+
+
+def _tool_call(raw: Any) -> Json:
+    try:
+        function = raw["function"]
+        called = {"name": function["name"], "arguments": json.loads(function["arguments"])}
+        return {"id": raw["id"], "type": "function", "function": called}
+    except (KeyError, TypeError, ValueError):
+        raise ApiError("a tool call in the messages lacks its id, function.name or function.arguments") from None
+
+
+def _tool_calls(text: str, turn: int) -> tuple[str, list[Json]]:
+    """The calls in a text, in the form that Hermes and Qwen models write them, <tool_call>{...}</tool_call>, and the
+    text without them. None where one of them is not well-formed."""
+    calls = []
+    for i, found in enumerate(_TOOL_CALL.finditer(text)):
+        try:
+            call = json.loads(found[1])
+        except ValueError:
+            return text, []
+        if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
+            return text, []
+        function = {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
+        calls.append({"id": f"call_{turn}_{i}", "type": "function", "function": function})
+    return _TOOL_CALL.sub("", text).strip(), calls
+
+
+def _cut(text: str, stops: list[str]) -> tuple[str, bool]:
+    """The text before the first stop string, and whether there is one."""
+    end = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+    return (text, False) if end is None else (text[:end], True)
+
+
+def _complete_stop(tokenizer: Any, tokens: np.ndarray, stops: list[str]) -> int | None:
+    """How many tokens there are up to where the first stop string is complete; None while none is."""
+
+    def has_stop(n: int) -> bool:
+        text = tokenizer.decode(tokens[:n].tolist(), skip_special_tokens=True)
+        return any(stop in text for stop in stops)
+
+    return bisect.bisect_left(range(len(tokens)), True, key=has_stop) if has_stop(len(tokens)) else None

@@ -1,0 +1,487 @@
+"""Agents sample through an OpenAI-compatible endpoint: real sockets and clients, and a policy that says what it is told
+to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from actors import openai_endpoint
+from actors.openai_endpoint import OpenAIEndpoint
+from actors.runtime import Signal
+from areal.agents import AgentFailed, agent
+from areal.config import UserError
+from areal.conversation import Generation
+from areal.data import Row
+from areal.workflows import resolve_workflow
+
+END = "<end>"
+CHATML = (
+    "{% if tools %}<start>tools {{ tools | map(attribute='function') | map(attribute='name') | join }}<end>{% endif %}"
+    "{% for m in messages %}<start>{{ m.role }} {{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant {% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
+ROW = Row(0, "2+2=", "4", None, {"prompt": "2+2=", "answer": "4"})
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<start>", END]
+    bpe = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe, additional_special_tokens=["<start>", END])
+    made.chat_template = CHATML
+    return made
+
+
+class Policy:
+    """A session whose policy says these texts, one a turn. An exception is raised, None never ends, and for an empty
+    one there was no room."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *says: str | Exception | None) -> None:
+        self.tokenizer = tokenizer
+        self._says = list(says)
+        self.prompts: list[str] = []
+        self.scored: list[str] = []
+        self.busy = self.stopped = 0
+        self.changed = Signal()
+        self._endpoint = OpenAIEndpoint("policy", "127.0.0.1")
+
+    async def generate(self, tokens, max_new_tokens=None, keep=None) -> Generation:
+        self.prompts.append(self.tokenizer.decode(tokens))
+        says = self._says.pop(0)
+        self.busy += 1
+        self.changed.notify()
+        assert self.busy == 1, "two calls of one sample generate at once"
+        try:
+            await asyncio.sleep(3600 if says is None else 0)
+        except asyncio.CancelledError:
+            self.stopped += 1
+            self.changed.notify()
+            raise
+        finally:
+            self.busy -= 1
+        if isinstance(says, Exception):
+            raise says
+        sampled = self.tokenizer.encode(says + END, add_special_tokens=False) if says else []
+        # As they would be streamed.
+        cut = next((n for i in range(len(sampled)) if keep and (n := keep(np.array(sampled[: i + 1])))), None)
+        n = min(cut or len(sampled), max_new_tokens or len(sampled))
+        finish = "stop" if says and (cut or n == len(sampled)) else "length"
+        return Generation(
+            np.array(sampled[:n], np.int32), np.full(n, -0.5, np.float32), np.full(n, 3, np.int32), finish
+        )
+
+    async def score(self, completion: str) -> float:
+        self.scored.append(completion)
+        return 0.25
+
+    @contextlib.asynccontextmanager
+    async def endpoint(self):
+        try:
+            async with self._endpoint.serve(self) as api:
+                yield api
+        finally:
+            await self._endpoint.close()
+
+
+@pytest.fixture
+async def opened(tokenizer):
+    """Opens a sample whose policy says the texts: (policy, access, client)."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*says):
+            policy = Policy(tokenizer, *says)
+            api = await stack.enter_async_context(policy.endpoint())
+            client = openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
+            await stack.enter_async_context(client)
+            return policy, api, client.chat.completions
+
+        yield start
+
+
+async def test_an_answer_is_what_the_policy_sampled_after_the_template_s_prompt(opened):
+    policy, _, chat = await opened("4")
+    done = await chat.create(model="my-model", messages=[user("2+2?")], logprobs=True, top_logprobs=5, temperature=0.3)
+    assert policy.prompts == ["<start>user 2+2?<end><start>assistant "]
+    assert (done.model, done.object, done.choices[0].finish_reason) == ("my-model", "chat.completion", "stop")
+    assert (done.choices[0].message.role, done.choices[0].message.content) == ("assistant", "4")
+    assert (done.usage.completion_tokens, done.usage.total_tokens) == (2, done.usage.prompt_tokens + 2)
+    first, last = done.choices[0].logprobs.content
+    assert (first.token, first.logprob, first.bytes, last.token) == ("4", -0.5, [ord("4")], END)
+    assert [top.token for top in first.top_logprobs] == ["4"]
+
+
+async def test_a_streamed_answer_has_the_same_parts(opened):
+    _, _, chat = await opened("fair: " + CALL)
+    parts = [
+        part
+        async for part in await chat.create(
+            model="m", messages=[user("?")], tools=[WEATHER], stream=True, stream_options={"include_usage": True}
+        )
+    ]
+    delta = parts[0].choices[0].delta
+    assert (delta.role, delta.content) == ("assistant", "fair:")
+    assert (delta.tool_calls[0].index, delta.tool_calls[0].function.name) == (0, "weather")
+    assert [part.choices[0].finish_reason for part in parts[:2]] == [None, "tool_calls"]
+    assert parts[2].usage.completion_tokens == len(("fair: " + CALL).encode()) + 1
+
+
+async def test_tool_calls_are_read_out_of_the_text_and_all_turns_are_one_trajectory(opened, tokenizer):
+    policy, api, chat = await opened(CALL, "Sunny.")
+    messages = [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}, user("Weather?")]
+    turn = (await chat.create(model="m", messages=messages, tools=[WEATHER])).choices[0]
+    call = turn.message.tool_calls[0]
+    assert (turn.finish_reason, turn.message.content) == ("tool_calls", None)
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Köln"})
+    messages += [turn.message, {"role": "tool", "tool_call_id": call.id, "content": "clear sky"}]
+    turn = (await chat.create(model="m", messages=messages, tools=[WEATHER])).choices[0]
+    assert turn.message.content == "Sunny."
+    beginning = "<start>tools weather<end><start>system Be brief.<end><start>user Weather?<end><start>assistant "
+    assert policy.prompts[1] == f"{beginning}{CALL}<end><start>tool clear sky<end><start>assistant "
+    done = api.chat.conversation.trajectory(1.0)
+    assert tokenizer.decode(done.tokens) == policy.prompts[1] + "Sunny.<end>"
+    assert tokenizer.decode(done.tokens[done.sampled]) == f"{CALL}<end>Sunny.<end>"
+
+
+async def test_without_tools_and_where_it_is_malformed_a_tool_call_is_text(opened):
+    malformed = '<tool_call>{"name": "weather",</tool_call>'
+    _, _, chat = await opened(malformed)
+    turn = (await chat.create(model="m", messages=[user("?")], tools=[WEATHER])).choices[0]
+    assert (turn.finish_reason, turn.message.content, turn.message.tool_calls) == ("stop", malformed, None)
+    _, _, chat = await opened(CALL)
+    turn = (await chat.create(model="m", messages=[user("?")], tools=[WEATHER], tool_choice="none")).choices[0]
+    assert (turn.message.content, turn.message.tool_calls) == (CALL, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "tools"),
+    [
+        (lambda m: m[:1], None),
+        (lambda m: [user("3+3?"), *m[1:]], None),
+        (lambda m: [m[0], {"role": "assistant", "content": "5"}, m[2]], None),
+        (lambda m: m, [WEATHER]),
+    ],
+    ids=["asked again", "another question", "another answer", "other tools"],
+)
+async def test_a_call_that_does_not_go_on_from_the_last_answer_is_refused(opened, change: Callable, tools):
+    _, api, chat = await opened("4", "yes")
+    messages = [user("2+2?"), {"role": "assistant", "content": "4"}, user("Sure?")]
+    await chat.create(model="m", messages=messages[:1])
+    with pytest.raises(openai.BadRequestError) as refused:
+        await chat.create(model="m", messages=change(messages), tools=tools or openai.omit)
+    assert refused.value.code == "not_a_continuation"
+    assert (await chat.create(model="m", messages=messages)).choices[0].message.content == "yes"
+    assert len(api.chat.conversation.generations) == 2
+
+
+async def test_a_stop_string_ends_the_turn_and_what_was_sampled_up_to_its_end_is_trained(opened, tokenizer):
+    policy, api, chat = await opened("run()\nObservation: 7", "7")
+    messages = [user("?")]
+    turn = (await chat.create(model="m", messages=messages, stop=["Observation:", "never"])).choices[0]
+    assert (turn.message.content, turn.finish_reason) == ("run()\n", "stop")
+    await chat.create(model="m", messages=[*messages, turn.message, user("8")], stop="Observation:")
+    done = api.chat.conversation.trajectory(1.0)
+    assert tokenizer.decode(done.tokens[done.sampled]) == "run()\nObservation:7<end>"
+    assert policy.prompts[1].endswith("run()\nObservation:<end><start>user 8<end><start>assistant ")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_an_answer_may_be_limited(opened, name):
+    _, _, chat = await opened("long answer")
+    turn = (await chat.create(model="m", messages=[user("?")], **{name: 4})).choices[0]
+    assert (turn.message.content, turn.finish_reason) == ("long", "length")
+
+
+async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sampled_before_is_trained(opened, tokenizer):
+    _, api, chat = await opened("4", "")
+    messages = [user("?")]
+    for content, finish in (("4", "stop"), ("", "length"), ("", "length")):
+        turn = (await chat.create(model="m", messages=messages)).choices[0]
+        assert (turn.message.content, turn.finish_reason) == (content, finish)
+        messages += [turn.message, user("Sure?")]
+    done = api.chat.conversation.trajectory(1.0)
+    assert (tokenizer.decode(done.tokens[done.sampled]), done.sampled[-1]) == ("4<end>", True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"n": 2}, "n: "),
+        ({"messages": []}, "messages: "),
+        ({"response_format": {"type": "json_object"}}, "response_format.type: "),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text"),
+        ({"messages": [{"role": "oracle", "content": "x"}]}, "oracle"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool call"),
+    ],
+)
+async def test_what_cannot_be_done_is_said(opened, asked, reason):
+    policy, _, chat = await opened("4")
+    with pytest.raises(openai.BadRequestError, match=reason):
+        await chat.create(**({"model": "m", "messages": [user("?")]} | asked))
+    assert not policy.prompts
+
+
+async def test_a_key_is_good_for_its_sample_alone_and_while_it_lasts(tokenizer):
+    policy = Policy(tokenizer, "4")
+    async with policy.endpoint() as api, policy.endpoint() as other:
+        assert api.api_key != other.api_key
+        async with openai.AsyncOpenAI(base_url=api.base_url, api_key="sample-0", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.chat.completions.create(model="m", messages=[user("?")])
+        async with openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0) as client:
+            assert [model.id async for model in client.models.list()] == ["policy"]
+            async with policy._endpoint.serve(policy) as ended:
+                pass
+            with pytest.raises(openai.AuthenticationError, match="ended"):
+                await client.with_options(api_key=ended.api_key).models.list()
+            with pytest.raises(openai.NotFoundError, match="Not Found"):
+                await client.embeddings.create(model="m", input="x")
+
+
+async def test_a_body_that_is_too_large_is_refused(opened, monkeypatch):
+    monkeypatch.setattr(openai_endpoint, "MAX_BODY_BYTES", 1000)
+    _, _, chat = await opened("4")
+    with pytest.raises(openai.APIStatusError) as refused:
+        await chat.create(model="m", messages=[user("x" * 1000)])
+    assert refused.value.status_code == 413
+
+
+async def test_a_client_that_goes_away_stops_its_generation_and_may_call_again(opened):
+    policy, _, chat = await opened(None, "4")
+    call = asyncio.create_task(chat.create(model="m", messages=[user("?")]))
+    async with asyncio.timeout(10):
+        await policy.changed.until(lambda: policy.busy)
+        call.cancel()
+        await policy.changed.until(lambda: policy.stopped)
+    assert (await chat.create(model="m", messages=[user("?")])).choices[0].message.content == "4"
+
+
+async def test_calls_of_one_sample_take_turns(opened):
+    policy, _, chat = await opened("4", "5")
+    calls = [chat.create(model="m", messages=[user("?")]) for _ in range(2)]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert sorted(type(answer).__name__ for answer in answers) == ["BadRequestError", "ChatCompletion"]
+    assert len(policy.prompts) == 1
+
+
+async def test_the_end_of_a_sample_stops_its_calls(tokenizer):
+    policy = Policy(tokenizer, None)
+    async with asyncio.timeout(10):
+        async with policy._endpoint.serve(policy) as api:
+            client = openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
+            call = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("?")]))
+            await policy.changed.until(lambda: policy.busy)
+        assert policy.stopped == 1
+        with pytest.raises(openai.BadRequestError, match="the sample has ended"):
+            await call
+    await client.close()
+    await policy._endpoint.close()
+
+
+# --- the workflow
+
+
+def ask(base_url: str, api_key: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+async def asks(base_url, api_key, row):
+    async with ask(base_url, api_key) as client:
+        done = await client.chat.completions.create(model="m", messages=[user(row["prompt"])])
+        return float(done.choices[0].message.content == row["answer"])
+
+
+async def asks_only(*access):
+    await asks(*access)
+
+
+async def reports(base_url, api_key, row):
+    await asks(base_url, api_key, row)
+    async with ask(base_url, api_key) as client:
+        await client.post("/reward", body={"reward": 0.5}, cast_to=object)
+        with pytest.raises(openai.BadRequestError):
+            await client.post("/reward", body={"reward": "much"}, cast_to=object)
+
+
+async def says_nothing(*access):
+    return 1.0
+
+
+async def breaks(*access):
+    await asks(*access)
+    raise LookupError("no such tool")
+
+
+async def hangs(*access):
+    await asks(*access)
+    await asyncio.sleep(3600)
+
+
+async def is_not_finite(*access):
+    await asks(*access)
+    return math.nan
+
+
+async def carries_on(*access):
+    with contextlib.suppress(openai.BadRequestError):
+        await asks(*access)
+    await asyncio.sleep(3600)
+
+
+def not_async(*access): ...
+
+
+async def sample(tokenizer, monkeypatch, *says, **options):
+    """(policy, trajectory) of one run of the workflow."""
+    monkeypatch.setitem(sys.modules, "its_agents", sys.modules[__name__])
+    policy = Policy(tokenizer, *says)
+    async with asyncio.timeout(60):
+        return policy, await agent(policy, ROW, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "reward", "scored"), [("asks", 1.0, []), ("reports", 0.5, []), ("asks_only", 0.25, ["4"])]
+)
+async def test_the_agent_gives_the_reward_or_the_row_s_functions_do(tokenizer, monkeypatch, name, reward, scored):
+    policy, done = await sample(tokenizer, monkeypatch, "4", agent=f"its_agents:{name}")
+    assert (done.reward, policy.scored) == (reward, scored)
+    assert tokenizer.decode(done.tokens[done.sampled]) == "4<end>"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "reason"),
+    [
+        ("says_nothing", AgentFailed, "without a single call"),
+        ("breaks", LookupError, "no such tool"),
+        ("hangs", AgentFailed, "timeout_seconds"),
+        ("is_not_finite", AgentFailed, "nan"),
+    ],
+)
+async def test_an_agent_that_does_not_do_its_work_fails_the_sample(tokenizer, monkeypatch, name, error, reason):
+    with pytest.raises(error, match=reason):
+        await sample(tokenizer, monkeypatch, "4", agent=f"its_agents:{name}", timeout_seconds=1)
+
+
+async def test_a_turn_that_is_lost_fails_the_sample_whatever_the_agent_makes_of_it(tokenizer, monkeypatch):
+    lost = RuntimeError("the generator refused the prompt")
+    with pytest.raises(RuntimeError, match="refused the prompt"):
+        await sample(tokenizer, monkeypatch, lost, agent="its_agents:carries_on")
+
+
+PROGRAM = """
+import json, os, subprocess, sys, urllib.request
+row = json.load(sys.stdin)
+def post(path, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+done = post("/chat/completions", {"messages": [{"role": "user", "content": row["prompt"]}]})
+print("the policy says", done["choices"][0]["message"]["content"])
+"""
+
+
+def program(folder: Path, last: str) -> str:
+    path = folder / "its agent.py"
+    path.write_text(PROGRAM + last)
+    return f"{sys.executable} '{path}'"
+
+
+@pytest.mark.parametrize(
+    ("last", "reward"),
+    [
+        ("print(json.dumps({'reward': 0.75}))", 0.75),
+        ("post('/reward', {'reward': 0.5})", 0.5),
+        ("print(1.0)", 0.25),
+    ],
+    ids=["its last line", "its report", "none"],
+)
+async def test_a_program_may_be_the_agent(tokenizer, monkeypatch, tmp_path, last, reward):
+    _, done = await sample(tokenizer, monkeypatch, "4", command=program(tmp_path, last))
+    assert done.reward == reward
+    assert tokenizer.decode(done.tokens) == "<start>user 2+2=<end><start>assistant 4<end>"
+
+
+async def test_a_program_that_fails_says_why(tokenizer, monkeypatch, tmp_path):
+    with pytest.raises(AgentFailed, match=r"exit code 3: no tool today"):
+        await sample(
+            tokenizer, monkeypatch, "4", command=program(tmp_path, "sys.stderr.write('no tool today'); sys.exit(3)")
+        )
+
+
+async def test_a_program_is_killed_with_what_it_has_started(tokenizer, monkeypatch, tmp_path):
+    below = tmp_path / "pid"
+    starts = f"open({str(below)!r}, 'w').write(str(subprocess.Popen(['sleep', '3600']).pid)); "
+    for last in (starts + "import time; time.sleep(3600)", starts):
+        with contextlib.suppress(AgentFailed):
+            await sample(tokenizer, monkeypatch, "4", command=program(tmp_path, last), timeout_seconds=3)
+        for _ in range(1000):
+            if not _alive(int(below.read_text())):
+                break
+            await asyncio.sleep(0.01)
+        else:
+            pytest.fail("what the program has started is still alive")
+
+
+def _alive(pid: int) -> bool:
+    """A process without a parent may stay a zombie here."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({}, "needs one of"),
+        ({"agent": "m:f", "command": "true"}, "needs one of"),
+        ({"agnt": "m:f"}, "'agnt'"),
+        ({"agent": "its_agents:not_async"}, "async def"),
+        ({"command": "no-such-program --fast"}, "no-such-program"),
+        ({"command": "python 'my agent.py"}, "no command line"),
+    ],
+)
+def test_a_mistake_in_the_options_is_told_before_anything_starts(monkeypatch, options, advice):
+    monkeypatch.setitem(sys.modules, "its_agents", sys.modules[__name__])
+    with pytest.raises(UserError, match=advice):
+        resolve_workflow("agent", options)
+
+
+async def test_an_agent_of_a_library_needs_another_base_url_only(opened):
+    library = pytest.importorskip("agents")
+    library.set_tracing_disabled(True)
+    asked = []
+
+    @library.function_tool
+    def weather(city: str) -> str:
+        asked.append(city)
+        return "clear sky"
+
+    policy, api, chat = await opened(CALL, "Sunny.")
+    model = library.OpenAIChatCompletionsModel(model="m", openai_client=chat._client)
+    done = await library.Runner.run(
+        library.Agent("guide", instructions="Be brief.", tools=[weather], model=model), "Weather?"
+    )
+    assert (done.final_output, asked) == ("Sunny.", ["Köln"])
+    assert len(api.chat.conversation.generations) == 2

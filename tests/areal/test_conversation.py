@@ -1,0 +1,198 @@
+"""Several turns are one sequence of tokens, in which what was sampled is never encoded again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from areal.conversation import Conversation, Generation
+
+START, END, EOS = "<start>", "<end>", "<eos>"
+
+CHATML = (
+    "{% for m in messages %}<start>{{ m.role }}\n{{ m.content | trim }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
+# As Qwen3 does it: the thinking of all turns but the last is left out.
+THINKING = (
+    "{% for m in messages %}<start>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n<think>{% endif %}"
+)
+# An end of turn that is not the token the policy stops with, and a system prompt when there is none.
+PECULIAR = (
+    "{% if messages[0].role != 'system' %}[SYSTEM: be kind]{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}<eos>{% else %}"
+    "[{{ m.role }} {{ loop.index }}: {{ m.content }}]{% endif %}{% endfor %}"
+)
+
+
+def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """Bytes, some of them merged: `he` is one token when encoded, and may be sampled as two."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, "he", "ll", "llo", "hello", START, END, EOS]
+    merges = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
+    bpe = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=EOS, additional_special_tokens=[START, END])
+    made.chat_template = template
+    return made
+
+
+def sampled(of: PreTrainedTokenizerFast, *words: str, version: int = 3, finish: str = "stop") -> Generation:
+    """Exactly these tokens."""
+    n = len(words)
+    tokens = of.convert_tokens_to_ids(list(words))
+    return Generation(
+        np.array(tokens, np.int32), np.full(n, -0.5, np.float32), np.full(n, version, np.int32), finish=finish
+    )
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def test_what_was_sampled_stays_though_its_text_would_be_encoded_otherwise():
+    of = tokenizer(CHATML)
+    talk = Conversation(of)
+    messages = [user("say hello")]
+    first = talk.prompt(messages)
+    assert first == of.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    messages.append(talk.add(sampled(of, "h", "e", "l", "l", "o", END)))
+    assert messages[-1] == {"role": "assistant", "content": "hello"}
+    messages.append(user("again"))
+    second = talk.prompt(messages)
+    assert of.decode(second) == of.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert second != of.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert second[: len(first) + 6] == [*first, *of.convert_tokens_to_ids(["h", "e", "l", "l", "o", END])]
+
+
+def test_only_sampled_tokens_are_trained_each_with_its_own_version():
+    of = tokenizer(CHATML)
+    talk = Conversation(of)
+    messages = [user("x")]
+    first = talk.prompt(messages)
+    messages += [talk.add(sampled(of, "h", END, version=3)), user("y")]
+    second = talk.prompt(messages)
+    talk.add(sampled(of, "l", "o", version=5, finish="length"))
+    made = talk.trajectory(0.5)
+    between = len(second) - len(first) - 2
+    assert made.versions.tolist() == [-1] * len(first) + [3, 3] + [-1] * between + [5, 5]
+    assert made.logprobs[made.sampled].tolist() == [-0.5] * 4
+    assert not made.logprobs[~made.sampled].any()
+    assert made.tokens.tolist() == [*second, *of.convert_tokens_to_ids(["l", "o"])]
+    assert (made.reward, made.finish, len(talk)) == (0.5, "length", len(made))
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING, PECULIAR])
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_end_of_a_turn_is_written_once_by_the_policy_or_else_by_the_template(template, ended):
+    of = tokenizer(template)
+    end = EOS if template is PECULIAR else END
+    talk = Conversation(of)
+    messages = [user("x")]
+    first = talk.prompt(messages)
+    words = ["h", "e", end] if ended else ["h", "e"]
+    messages += [talk.add(sampled(of, *words, finish="stop" if ended else "length")), user("y")]
+    second = talk.prompt(messages)
+    assert second[: len(first) + 3] == [*first, *of.convert_tokens_to_ids(["h", "e", end])]
+    after = of.decode(second[len(first) + 3 :])
+    new_turn = {
+        CHATML: "\n<start>user\ny<end>\n<start>assistant\n",
+        THINKING: "\n<start>user\ny<end>\n<start>assistant\n<think>",
+        PECULIAR: "[user 3: y]",
+    }
+    assert after == new_turn[template]
+    talk.add(sampled(of, "h", end))
+    assert talk.trajectory(1.0).sampled.sum() == len(words) + 2
+
+
+def test_thinking_that_the_template_would_leave_out_of_an_earlier_turn_stays():
+    of = tokenizer(THINKING)
+    talk = Conversation(of)
+    messages = [user("x")]
+    talk.prompt(messages)
+    messages += [talk.add(sampled(of, "h", *"</think>", "o", END)), user("y")]
+    assert "h</think>" not in of.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert "<think>h</think>o<end>\n<start>user\ny<end>" in of.decode(talk.prompt(messages))
+
+
+def test_a_token_that_ends_a_turn_otherwise_than_the_template_is_kept_beside_it():
+    of = tokenizer(CHATML)
+    talk = Conversation(of)
+    messages = [user("x")]
+    talk.prompt(messages)
+    messages += [talk.add(sampled(of, "h", EOS)), user("y")]
+    assert "h<eos><end>\n<start>user" in of.decode(talk.prompt(messages))
+
+
+def test_messages_that_branch_need_a_conversation_of_their_own():
+    of = tokenizer(CHATML)
+    talk = Conversation(of)
+    messages = [user("x")]
+    talk.prompt(messages)
+    messages.append(talk.add(sampled(of, "h", END)))
+    for branch in ([user("x")], [user("z"), messages[1], user("y")], [user("x"), user("y")]):
+        assert not talk.continues(branch)
+        with pytest.raises(ValueError, match="do not begin with"):
+            talk.prompt(branch)
+    assert talk.continues([*messages, user("y")])
+
+
+def test_a_prompt_may_be_asked_again_as_long_as_nothing_was_added():
+    talk = Conversation(of := tokenizer(CHATML))
+    talk.prompt([user("x")])
+    again = talk.prompt([user("y")])
+    talk.add(sampled(of, "h", END))
+    assert talk.trajectory(0).tokens[:-2].tolist() == again
+    with pytest.raises(ValueError, match="nothing was asked"):
+        talk.add(sampled(of, "h", END))
+
+
+def test_a_turn_is_known_again_in_the_form_the_other_side_was_shown():
+    of = tokenizer(CHATML)
+    talk = Conversation(of)
+    talk.prompt([user("x")])
+    call = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    talk.add(sampled(of, "h", END), {"role": "assistant", "content": None, "tool_calls": call})
+    back = {"role": "assistant", "content": "", "tool_calls": call, "refusal": None}
+    asked = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, back]
+    assert talk.continues(asked)
+    tokens = talk.prompt([*asked, {"role": "tool", "content": "4", "tool_call_id": "1"}])
+    assert of.decode(tokens).endswith("h<end>\n<start>tool\n4<end>\n<start>assistant\n")
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: Conversation(tokenizer()), lambda: Conversation(tokenizer(CHATML), plain=True)]
+)
+def test_without_a_template_texts_follow_one_another_as_they_are(made):
+    talk, of = made(), tokenizer()
+    messages = [user("hell")]
+    talk.prompt(messages)
+    messages += [talk.add(sampled(of, "o", EOS)), user("!")]
+    assert of.decode(talk.prompt(messages)) == "hello<eos>!"
+
+
+def test_tools_are_shown_by_the_template():
+    of = tokenizer("{{ tools[0].name }}" + CHATML)
+    assert of.decode(Conversation(of, [{"name": "lookup"}]).prompt([user("x")])).startswith("lookup<start>")
+
+
+def test_a_conversation_in_which_nothing_was_sampled_is_no_sample():
+    talk = Conversation(of := tokenizer(CHATML))
+    talk.prompt([user("x")])
+    talk.add(sampled(of, finish="length"))
+    with pytest.raises(ValueError, match="nothing was sampled"):
+        talk.trajectory(0)
+
+
+def test_a_reward_that_is_no_finite_number_is_no_score():
+    talk = Conversation(of := tokenizer(CHATML))
+    talk.prompt([user("x")])
+    talk.add(sampled(of, "h", END))
+    with pytest.raises(ValueError, match="a reward of nan"):
+        talk.trajectory(float("nan"))

@@ -1,0 +1,68 @@
+"""Environments of the verifiers library, where that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+import types
+
+import pytest
+from scripted_policy import Session
+
+from areal.config import DataConfig, UserError
+from areal.data import open_source
+from areal.workflows import resolve_workflow
+
+installed = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed")
+def test_without_the_library_the_user_is_told_how_to_install_it():
+    with pytest.raises(UserError, match="pip install 'verifiers"):
+        open_source(DataConfig(source="verifiers:echo-twice"), seed=0)
+
+
+@pytest.fixture
+def echo_twice(monkeypatch):
+    """An environment that wants the word of its row said in two turns."""
+    import verifiers
+    from datasets import Dataset
+
+    class EchoTwice(verifiers.MultiTurnEnv):
+        async def env_response(self, messages, state, **kwargs):
+            return [{"role": "user", "content": "again"}]
+
+    async def said(completion, answer) -> float:
+        return sum(message["content"] == answer for message in completion if message["role"] == "assistant") / 2
+
+    def load_environment(count: int = 4):
+        rows = [{"question": f"say {i}", "answer": str(i)} for i in range(count)]
+        return EchoTwice(max_turns=2, dataset=Dataset.from_list(rows), rubric=verifiers.Rubric(funcs=[said]))
+
+    monkeypatch.setitem(sys.modules, "echo_twice", types.SimpleNamespace(load_environment=load_environment))
+
+
+@installed
+async def test_an_environment_plays_with_the_policy_and_scores_by_its_own_rubric(echo_twice):
+    before = signal.getsignal(signal.SIGTERM)
+    source = open_source(DataConfig(source="verifiers:echo-twice", options={"count": 6}, eval_size=2), seed=0)
+    row = source.row(0)
+    session = Session(row.answer, "no")
+    done = await resolve_workflow("verifiers", {})(session, row)
+    assert session.prompts == [f"say {row.answer}", f"say {row.answer}{row.answer}again"]
+    assert (done.reward, int(done.sampled.sum())) == (0.5, 5)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@installed
+async def test_an_environment_that_fails_is_no_score(echo_twice):
+    source = open_source(DataConfig(source="verifiers:echo-twice", options={"count": 3}, eval_size=0), seed=0)
+    with pytest.raises(IndexError):
+        await resolve_workflow("verifiers", {})(Session(), source.row(0))
+
+
+@installed
+def test_an_environment_that_does_not_load_is_a_mistake_of_the_users():
+    with pytest.raises(UserError, match="does not load"):
+        open_source(DataConfig(source="verifiers:no-such-thing"), seed=0)

@@ -1,0 +1,168 @@
+"""What workflows make of several turns: one sample, its tokens as they were sampled, one reward."""
+
+from __future__ import annotations
+
+import pytest
+from scripted_policy import EOS, Characters, Session
+
+from areal.config import UserError
+from areal.data import Row
+from areal.workflows import python_call, resolve_workflow
+
+ROW = Row(index=0, prompt="1+1=", answer="2", reward=None, fields={"prompt": "a75b48=", "answer": "132"})
+
+
+async def run(name: str, session: Session, **options):
+    return await resolve_workflow(name, options)(session, ROW)
+
+
+def said(done) -> str:
+    """What of a trajectory was sampled."""
+    return Characters().decode(done.tokens[done.sampled].tolist(), skip_special_tokens=True)
+
+
+async def test_single_turn_is_one_scored_completion():
+    done = await run("single_turn", Session("2", scores={"2": 1.0}))
+    assert done.tokens.tolist() == [*map(ord, "1+1=2"), EOS]
+    assert done.versions.tolist() == [-1] * 4 + [7] * 2
+    assert (done.reward, done.finish) == (1.0, "stop")
+
+
+@pytest.mark.parametrize(
+    ("turns", "reward", "attempts"),
+    [(["2"], 1.0, 1), (["3", "2"], 0.5, 2), (["3", "4", "2"], 0.25, 3), (["3"] * 3, 0, 3)],
+)
+async def test_an_attempt_after_feedback_is_worth_less(turns, reward, attempts):
+    session = Session(*turns, scores={"2": 1.0})
+    done = await run("multi_turn", session, max_turns=3, discount=0.5, feedback=" no: {prompt}")
+    assert (done.reward, len(session.prompts)) == (reward, attempts)
+    assert said(done) == "".join(turns)
+    if attempts > 1:
+        assert session.prompts[1] == "1+1=3 no: 1+1="
+
+
+async def test_a_score_that_falls_short_of_pass_score_counts_where_no_attempt_is_left():
+    assert (await run("multi_turn", Session("a", "b", scores={"a": 0.2, "b": 0.4}), max_turns=2)).reward == 0.4
+    assert (await run("multi_turn", Session("a", scores={"a": 0.2}), pass_score=0.1)).reward == 0.2
+
+
+async def test_no_turn_follows_one_that_was_cut():
+    done = await run("multi_turn", Session("3…"), max_turns=3)
+    assert (said(done), done.finish) == ("3", "length")
+
+
+async def test_a_sample_without_room_for_another_turn_ends_with_the_turns_it_has():
+    done = await run("multi_turn", Session("3", "…", scores={"3": 0.3}), max_turns=3)
+    assert (done.tokens[-2:].tolist(), done.reward) == ([ord("3"), EOS], 0.3)
+
+
+CALL = "Let me see.\n```python\nprint(2)\n```"
+
+
+async def test_what_code_prints_is_told_and_not_trained():
+    session = Session(CALL, "2", scores={"2": 1.0})
+    done = await run("python_tool", session)
+    assert session.ran == ["print(2)\n"]
+    assert session.prompts[1] == f"1+1={CALL}```output\nran 9\n```\n"
+    assert (said(done), done.reward) == (CALL + "2", 1.0)
+
+
+async def test_the_turn_after_the_last_call_is_scored_whatever_it_is():
+    session = Session(CALL, CALL, scores={CALL: 0.5})
+    assert (await run("python_tool", session, max_calls=1)).reward == 0.5
+    assert len(session.prompts) == 2
+
+
+async def test_long_output_is_cut():
+    session = Session(CALL, "2")
+    await run("python_tool", session, max_output=3)
+    assert session.prompts[1].endswith("```output\nran\n[2 more characters]\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("2", None),
+        ("<tool>f()</tool> so", "f()"),
+        ("```python\nx\n```\n```python\ny\n```", "x\n"),
+        ("```\nx\n```", None),
+    ],
+)
+def test_a_call_is_a_python_block_or_stands_between_tool_tags(text, code):
+    assert python_call(text) == code
+
+
+async def test_acting_in_an_environment_earns_the_sum_of_its_rewards():
+    session = Session("a7512", "b4813")
+    done = await run("environment", session, environment="column_addition")
+    assert session.prompts == ["a75=", "a75=a7512b48="]
+    assert (said(done), done.reward) == ("a7512b4813", 1.0)
+
+
+async def test_a_forgotten_carry_ends_the_addition():
+    session = Session("a7512", "b4812")
+    assert (await run("environment", session, environment="column_addition")).reward == 0.5
+
+
+class Countdown:
+    """Counts a number down to 0; `closed` tells that it was cleared away."""
+
+    closed = 0
+
+    def __init__(self, start: int = 2) -> None:
+        self.left = start
+
+    async def reset(self, row):
+        return [{"role": "user", "content": f"{self.left}"}]
+
+    async def step(self, action):
+        if action == "!":
+            raise RuntimeError("broken")
+        self.left -= 1
+        return f"{self.left}", 0.25, self.left == 0
+
+    async def close(self):
+        Countdown.closed += 1
+
+
+async def test_an_environment_of_the_users_own_takes_options_and_is_closed_at_any_end(monkeypatch):
+    monkeypatch.setattr(Countdown, "closed", 0)
+    own = {"environment": f"{__name__}:Countdown", "environment_options": {"start": 3}}
+    assert (await run("environment", Session("x", "x", "x"), **own)).reward == 0.75
+    assert (await run("environment", Session("x", "x"), **own, max_turns=2)).reward == 0.5
+    with pytest.raises(RuntimeError, match="broken"):
+        await run("environment", Session("!"), **own)
+    assert Countdown.closed == 3
+
+
+async def my_workflow(session, row, *, depth: int):
+    return depth
+
+
+async def test_a_workflow_of_the_users_own_gets_its_options():
+    assert await resolve_workflow(f"{__name__}:my_workflow", {"depth": 4})(None, None) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("triple_turn", {}, "known are single_turn, multi_turn"),
+        ("single_turn", {"max_turns": 2}, "it takes no options"),
+        ("multi_turn", {"turns": 2}, "it takes max_turns, discount"),
+        ("multi_turn", {"max_turns": 0}, "max_turns is 0: Input should be greater"),
+        ("multi_turn", {"discount": "much"}, "discount is 'much'"),
+        ("environment", {}, "'environment': it takes environment, environment_options"),
+        ("environment", {"environment": "chess"}, "known are column_addition"),
+        ("environment", {"environment": "areal.data:Row"}, "has no async reset"),
+        (
+            "environment",
+            {"environment": f"{__name__}:Countdown", "environment_options": {"end": 1}},
+            "does not take these environment_options: got an unexpected keyword argument 'end'",
+        ),
+        (f"{__name__}:my_workflow", {}, "'depth': it takes depth"),
+    ],
+)
+def test_a_mistake_in_the_options_is_told_before_anything_runs(name, options, told):
+    with pytest.raises(UserError) as error:
+        resolve_workflow(name, options)
+    assert told in str(error.value)

@@ -1,0 +1,47 @@
+"""A session whose policy says what a test has written down."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from areal.conversation import Generation
+
+EOS = 0
+
+
+class Characters:
+    """A tokenizer: a character is its code point; nothing ends a turn but EOS."""
+
+    chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(token) for token in tokens if token != EOS)
+
+
+class Session:
+    """The policy says what the test has written down; a turn that ends in … is cut."""
+
+    tokenizer = Characters()
+
+    def __init__(self, *turns: str, scores: dict[str, float] | None = None) -> None:
+        self.turns = list(turns)
+        self.scores = scores or {}
+        self.prompts: list[str] = []
+        self.ran: list[str] = []
+
+    async def generate(self, tokens, max_new_tokens=None) -> Generation:
+        self.prompts.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        text = self.turns.pop(0)
+        said = [ord(c) for c in text.rstrip("…")] + ([] if text.endswith("…") else [EOS])
+        n, finish = len(said), "length" if text.endswith("…") else "stop"
+        return Generation(np.array(said, np.int32), np.zeros(n, np.float32), np.full(n, 7, np.int32), finish)
+
+    async def score(self, completion: str) -> float:
+        return self.scores.get(completion, 0.0)
+
+    async def run_python(self, code: str) -> str:
+        self.ran.append(code)
+        return f"ran {len(code)}"
