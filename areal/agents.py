@@ -39,7 +39,7 @@ async def agent(
     session: Any, row: Row, *, agent: str | None = None, command: str | None = None, timeout_seconds: float = 600.0
 ) -> Trajectory:
     """All that an agent sampled, as one trajectory, with the reward it gave; where it gave none, with what the row's
-    reward functions say to its last answer.
+    reward functions say to its last answer. session: areal.workflows.Session.
 
     agent: `package.module:function`, or command: a program and its arguments. timeout_seconds: deadline of one sample.
     Raises AgentFailed, what the agent raised, or what was raised while it sampled.
