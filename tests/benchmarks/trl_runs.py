@@ -58,7 +58,7 @@ from areal.engines.packed import packed_sdpa  # noqa: E402
 # Small, since it pads less: with vLLM colocated 8 was faster than 32 by a quarter.
 MICRO_BATCH = 8
 # Samples in a row of the asynchronous trainer.
-ROW = int(os.environ.get("ROW", 16))
+ROW = 16
 # Of prompts that the asynchronous trainer may take: it throws many samples away.
 SPARE_PROMPTS = 6
 SERVER_SECONDS = 600
