@@ -1,5 +1,7 @@
+import argparse
 import json
 
+import pytest
 import vs_trl
 
 
@@ -15,3 +17,49 @@ def test_of_trl_the_steps_after_the_first_count_and_what_was_never_trained_on_is
         "trained_length": 20,
         "accuracy_after": 0.5,
     }
+
+
+SPEEDS = {"ours": 300, "generate": 50, "colocate": 100, "colocate-1": 75, "async": 200, "async-unbiased": 150}
+
+
+def a_run(mode, seed):
+    return dict.fromkeys(vs_trl.COLUMNS) | {"samples_per_second": SPEEDS[mode] * (1 + seed)}
+
+
+def options(file, rounds):
+    return argparse.Namespace(json=file, rounds=rounds, steps=3, eval_size=0, model="model")
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """(mode, seed) of every run that is made; the runs themselves are made up."""
+    made = []
+    monkeypatch.setattr(
+        vs_trl, "measure", lambda mode, seed, *_: made.append((mode, seed)) or {"mode": mode} | a_run(mode, seed)
+    )
+    return made
+
+
+def test_ours_is_compared_with_the_fastest_of_each_kind_in_the_rounds_that_all_have_run():
+    runs = [{"mode": mode, "seed": seed} | a_run(mode, seed) for seed in range(3) for mode in SPEEDS]
+    found = vs_trl.summary(runs[:-1])
+    assert (found["ratio"], found["best"]) == (3, "colocate")
+    assert (found["ratio_async"], found["ratio_async_unbiased"]) == (1.5, 2)
+    assert found["rows"]["async"]["rounds"] == 2
+    assert vs_trl.summary(runs[:5]) == {}
+
+
+def test_a_run_that_the_file_holds_is_not_made_again(measured, tmp_path):
+    file = tmp_path / "results.json"
+    vs_trl.runs(options(file, rounds=1))
+    vs_trl.runs(options(file, rounds=2))
+    assert measured == [(mode, seed) for seed in range(2) for mode in SPEEDS]
+    assert len(json.loads(file.read_text())["runs"]) == len(measured)
+
+
+def test_results_of_another_setting_are_not_mixed_in(measured, tmp_path):
+    vs_trl.runs(options(tmp_path / "results.json", rounds=1))
+    other = options(tmp_path / "results.json", rounds=1)
+    other.steps = 4
+    with pytest.raises(SystemExit, match="another setting"):
+        vs_trl.runs(other)

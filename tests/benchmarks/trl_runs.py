@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.experimental.async_grpo import (  # noqa: E402
     AsyncGRPOConfig,
     AsyncGRPOTrainer,
+    async_grpo_trainer,
     async_rollout_worker,
     packing,
 )
@@ -51,15 +53,18 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient  # noqa: E402
 from areal import addition  # noqa: E402
 from areal.config import Config, load_config  # noqa: E402
 from areal.data import open_source  # noqa: E402
+from areal.engines.packed import packed_sdpa  # noqa: E402
 
 # Small, since it pads less: with vLLM colocated 8 was faster than 32 by a quarter.
 MICRO_BATCH = 8
-# Rows of the asynchronous trainer hold as many tokens as fit the model, its default; three of them about a minibatch.
-ROWS_PER_MINIBATCH = 3
+# Samples in a row of the asynchronous trainer.
+ROW = 16
 # Of prompts that the asynchronous trainer may take: it throws many samples away.
 SPARE_PROMPTS = 6
 SERVER_SECONDS = 600
 MAX_LENGTH = 512
+# Where weights are handed over: in memory, if there is such a file system.
+MEMORY = Path("/dev/shm")
 
 
 @dataclass
@@ -159,26 +164,25 @@ async_rollout_worker.parse_response = lambda tokenizer, ids, **_: {
 }
 
 
-# --- for the CPU: the attention of prefix trees, which is a kernel for GPUs
+# --- for the CPU: what the asynchronous trainer does with CUDA
 
 
 def tree_attention(module, query, key, value, attention_mask, *, tree_kv_index, scaling=None, **lengths: Any):
-    """Dense attention under a mask: for rows this short the fastest there is on the CPU."""
-    mask = tree_mask(tree_kv_index, lengths["tree_cu_seqlens_q"], lengths["tree_cu_seqlens_k"])
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(query, key, value, mask, scale=scaling, enable_gqa=True).transpose(1, 2), None
+    """In place of a kernel for GPUs that attends from every segment of a prefix tree to its path: our own, which does
+    the same."""
+    added, whole, mask = segments(lengths["tree_cu_seqlens_q"], lengths["tree_cu_seqlens_k"])
+    row = SimpleNamespace(added=added, lengths=whole, paths=tree_kv_index)
+    return packed_sdpa(module, query, key, value, None, row=row, mask=mask, scaling=scaling)
 
 
-@lru_cache(maxsize=1)  # all layers of a forward pass share it
-def tree_mask(index: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Which packed positions each position sees, [N, N]: those on the path of its segment, up to itself."""
-    (*starts, end), paths = queries.tolist(), keys.tolist()
-    seen = torch.zeros(end, end, dtype=torch.bool)
-    for start, stop, path, path_end in zip(starts, [*starts[1:], end], paths, paths[1:], strict=False):
-        seen[start:stop, index[path:path_end]] = True
-    return seen.tril_()
+@lru_cache(maxsize=1)  # all layers of a forward pass share them
+def segments(queries: torch.Tensor, keys: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
+    """Lengths of the segments, lengths of their paths, and the triangle that `packed_sdpa` takes its masks from."""
+    longest = int(keys.diff().max())
+    return queries.diff().tolist(), keys.diff().tolist(), torch.ones(longest, longest, dtype=torch.bool).tril()
 
 
+async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
 packing.tree_attention = tree_attention
 
 
@@ -206,12 +210,12 @@ class CpuAsyncTrainer(AsyncGRPOTrainer):
 # --- runs
 
 
-def common(config: Config, steps: int) -> dict[str, Any]:
+def common(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of both trainers."""
     trainer = config.trainer
     return {
-        "output_dir": tempfile.gettempdir(),
-        "max_steps": steps * trainer.minibatches,
+        "output_dir": str(options.out),
+        "max_steps": options.steps * trainer.minibatches,
         "num_generations": config.group_size,
         "max_completion_length": config.sampling.max_new_tokens,
         "learning_rate": trainer.lr,
@@ -245,7 +249,7 @@ def sync_trainer(mode: str, config: Config, options: argparse.Namespace, **share
     samples = config.batch_size * config.group_size
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": MAX_LENGTH}
     settings = GRPOConfig(
-        **common(config, options.steps),
+        **common(config, options),
         **(vllm if mode.startswith("colocate") else {}),
         per_device_train_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=samples // config.trainer.minibatches // MICRO_BATCH,
@@ -254,8 +258,7 @@ def sync_trainer(mode: str, config: Config, options: argparse.Namespace, **share
     )
     if settings.use_vllm:
         vllm_generation.LLM = partial(vllm_generation.LLM, **ENGINE)
-        weights = memory_folder(options.out)
-        vllm_generation.VLLMGeneration.sync_weights = lambda self: sync_weights(self, weights)
+        vllm_generation.VLLMGeneration.sync_weights = lambda self: sync_weights(self, options.weights)
     return SyncTrainer(
         model=str(options.model), args=settings, train_dataset=dataset(config, options.steps, str), **shared
     )
@@ -265,10 +268,11 @@ def async_trainer(mode: str, config: Config, options: argparse.Namespace, **shar
     minibatch = config.batch_size * config.group_size // config.trainer.minibatches
     # Its version counts as ours does: new weights after every training step.
     settings = AsyncGRPOConfig(
-        **common(config, options.steps),
+        **common(config, options),
         **({"max_inflight_tasks": 256, "max_staleness": 16} if mode == "async-unbiased" else {}),
-        per_device_train_batch_size=minibatch // ROWS_PER_MINIBATCH,
-        gradient_accumulation_steps=ROWS_PER_MINIBATCH,
+        per_device_train_batch_size=ROW,
+        gradient_accumulation_steps=minibatch // ROW,
+        token_budget=0,  # rows of as many samples, so that minibatches are as large as ours
         weight_sync_steps=config.trainer.minibatches,
         vllm_server_base_url=f"http://127.0.0.1:{options.port}",
         vllm_server_timeout=SERVER_SECONDS,
@@ -280,9 +284,7 @@ def async_trainer(mode: str, config: Config, options: argparse.Namespace, **shar
         args=settings,
         train_dataset=dataset(config, SPARE_PROMPTS * options.steps, lambda text: [{"role": "user", "content": text}]),
         processing_class=tokenizer,
-        weight_transfer=FileTransfer(
-            VLLMClient(settings.vllm_server_base_url, SERVER_SECONDS), memory_folder(options.out)
-        ),
+        weight_transfer=FileTransfer(VLLMClient(settings.vllm_server_base_url, SERVER_SECONDS), options.weights),
         **shared,
     )
     trainer.rollout_queue = CountingQueue(trainer.rollout_queue)
@@ -299,12 +301,6 @@ def serve(options: argparse.Namespace) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     )
-
-
-def memory_folder(out: Path) -> Path:
-    """A folder for weights, in memory where there is such a file system."""
-    memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else out))
 
 
 def dataset(config: Config, steps: int, form: Any) -> Dataset:
@@ -344,10 +340,12 @@ def main() -> None:
     torch.set_num_threads(THREADS[options.mode])
     server = serve(options) if options.mode.startswith("async") else None
     try:
-        make = async_trainer if server else sync_trainer
-        recorder = Recorder(options.out / "steps.jsonl", config.trainer.minibatches)
-        trainer = make(options.mode, config, options, reward_funcs=reward, callbacks=[recorder])
-        trainer.train()
+        with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as weights:
+            options.weights = Path(weights)
+            make = async_trainer if server else sync_trainer
+            recorder = Recorder(options.out / "steps.jsonl", config.trainer.minibatches)
+            trainer = make(options.mode, config, options, reward_funcs=reward, callbacks=[recorder])
+            trainer.train()
     finally:
         if server:
             server.terminate()

@@ -16,7 +16,11 @@ where colocated vLLM has both. Runs follow one another, each contestant once a r
 Samples per second are those trained in the steps after the first of them, which fill pipelines. A token is unused if it
 was generated and never trained on. Accuracy is held out, after the last step.
 
-`ratio` is ours over the fastest synchronous mode, `ratio_async` ours over each asynchronous one.
+`ratio` is ours over the fastest synchronous mode, `ratio_async` over the faster asynchronous one,
+`ratio_async_unbiased` over the one that trains on all lengths alike.
+
+The file is written after every run, and a run that is in it already is not made again: with the same command the
+benchmark goes on where it was stopped, and with more rounds it adds them.
 """
 
 from __future__ import annotations
@@ -39,8 +43,10 @@ from runs import FILLING, ROOT, Run, free_port, run
 from areal import quickstart
 
 SYNCHRONOUS = ("generate", "colocate", "colocate-1")
-ASYNCHRONOUS = {"async": "fastest", "async-unbiased": "no_length_bias"}
+ASYNCHRONOUS = ("async", "async-unbiased")
+UNBIASED = ASYNCHRONOUS[-1:]
 OURS = "ours"
+MODES = (OURS, *SYNCHRONOUS, *ASYNCHRONOUS)
 RUN_SECONDS = 3600
 COLUMNS = ("samples_per_second", "unused_share", "generated_length", "trained_length", "accuracy_after")
 
@@ -98,35 +104,45 @@ def records(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def compare(options: argparse.Namespace, folder: Path) -> None:
-    modes = [OURS, *SYNCHRONOUS, *ASYNCHRONOUS]
-    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
-    for seed in range(options.rounds):
-        for mode in modes:
-            found[mode].append(measure(mode, seed, options, folder))
-    speeds = {mode: [one["samples_per_second"] for one in runs] for mode, runs in found.items()}
-    ratios = {mode: ratio(speeds[OURS], speeds[mode]) for mode in modes}
-    best = max(SYNCHRONOUS, key=lambda mode: median(speeds[mode]))
-    rows = {mode: {key: middle(one[key] for one in runs) for key in COLUMNS} for mode, runs in found.items()}
-    results = {
-        "ratio": ratios[best][0],
-        "spread": ratios[best][1],
-        "best_synchronous": best,
-        "ratio_async": {name: ratios[mode][0] for mode, name in ASYNCHRONOUS.items()},
-        "spread_async": {name: ratios[mode][1] for mode, name in ASYNCHRONOUS.items()},
-        "rows": rows,
-        "runs": found,
+def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All that are asked for, each with its mode and seed; those that the file lacks are made."""
+    setting = {"steps": options.steps, "eval_size": options.eval_size}
+    done: list[dict[str, Any]] = []
+    if options.json and options.json.exists():
+        kept = json.loads(options.json.read_text())
+        if kept["setting"] != setting:
+            sys.exit(f"{options.json} holds results of another setting: give another file, or remove it.")
+        done = kept["runs"]
+    with tempfile.TemporaryDirectory() as folder:
+        options.model = options.model or quickstart.ensure(Path(folder) / "models")
+        for seed in range(options.rounds):
+            for mode in MODES:
+                if not any(one["mode"] == mode and one["seed"] == seed for one in done):
+                    done.append({"mode": mode, "seed": seed} | measure(mode, seed, options, Path(folder)))
+                    write({"setting": setting} | summary(done) | {"runs": done}, options.json)
+    return done
+
+
+def summary(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the rounds that every contestant has run; without one, nothing."""
+    seeds = set.intersection(*({one["seed"] for one in done if one["mode"] == mode} for mode in MODES))
+    if not seeds:
+        return {}
+    by_mode = {mode: [one for one in done if one["mode"] == mode and one["seed"] in seeds] for mode in MODES}
+    speeds = {mode: [one["samples_per_second"] for one in by_mode[mode]] for mode in MODES}
+    found: dict[str, Any] = {}
+    for name, modes in {"": SYNCHRONOUS, "_async": ASYNCHRONOUS, "_async_unbiased": UNBIASED}.items():
+        best = max(modes, key=lambda mode: median(speeds[mode]))
+        found[f"ratio{name}"], found[f"spread{name}"] = ratio(speeds[OURS], speeds[best])
+        found[f"best{name}"] = best
+    return found | {
+        "rows": {
+            mode: {"rounds": len(seeds)}
+            | {key: middle(one[key] for one in by_mode[mode]) for key in COLUMNS}
+            | {"ours_is_faster_by": ratio(speeds[OURS], speeds[mode])[0]}
+            for mode in MODES
+        }
     }
-    show(
-        f"{options.rounds} rounds of {options.steps} training steps",
-        ["", "samples/s", "tokens unused", "tokens generated", "trained", "accuracy after", "ours is faster by"],
-        [
-            [mode, *("–" if row[key] is None else row[key] for key in COLUMNS), ratios[mode][0]]
-            for mode, row in rows.items()
-        ],
-        [f"ours / TRL's fastest synchronous mode ({best}): {ratios[best][0]:.2f}"],
-    )
-    write(results, options.json)
 
 
 def middle(values: Any) -> float | None:
@@ -152,6 +168,19 @@ if __name__ == "__main__":
     options = arguments()
     if not importlib.util.find_spec("trl"):
         sys.exit("This benchmark needs TRL, which is not installed: pip install -e '.[bench]'")
-    with tempfile.TemporaryDirectory() as folder:
-        options.model = options.model or quickstart.ensure(Path(folder) / "models")
-        compare(options, Path(folder))
+    found = summary(runs(options))
+    show(
+        f"{options.steps} training steps, {options.rounds} rounds",
+        [
+            "",
+            "rounds",
+            "samples/s",
+            "tokens unused",
+            "tokens generated",
+            "trained",
+            "accuracy after",
+            "ours is faster by",
+        ],
+        [[mode, *("–" if cell is None else cell for cell in row.values())] for mode, row in found["rows"].items()],
+        [f"ours / {found[f'best{name}']}: {found[f'ratio{name}']:.2f}" for name in ("", "_async", "_async_unbiased")],
+    )
