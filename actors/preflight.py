@@ -10,17 +10,20 @@ from areal import rewards
 from areal.config import Config, UserError
 from areal.data import open_source
 from areal.models import resolve_model, resolve_reference
+from areal.sandbox import open_sandbox
 from areal.workflows import resolve_workflow
 
 
 def check(config: Config) -> None:
-    """Everything that can be known now: the port, rewards, workflow, objective, data and the model folders."""
+    """Everything that can be known now: the port, rewards, workflow, sandbox, objective, data and the model folders."""
     check_port(config.master.address)
     if config.weights.folder is not None:
         check_folder(config.weights.folder)
     for name in config.reward.functions | config.reward.options:
         rewards.check(name, config.reward.options.get(name, {}))
     resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
+    if "code" in config.reward.functions or config.rollout_manager.workflow == "python_tool":
+        open_sandbox(config.sandbox).close()
     if ":" in config.trainer.objective:
         from areal.objectives import rehearse  # with torch, which only an objective of the user's own needs here
 

@@ -36,7 +36,7 @@ class Reward(Actor):
         return self._functions or tuple(self.config.reward.functions)
 
     async def setup(self) -> None:
-        self._pool = self._make_pool(self.serves(), self.config.reward)
+        self._pool = self._make_pool(self.serves(), self.config.served_rewards)
         await self._pool.__aenter__()
 
     async def main(self) -> None:

@@ -19,12 +19,13 @@ import structlog
 
 from actors.runtime import Actor
 from areal import routing
-from areal.config import DataConfig, SamplingConfig
+from areal.config import DataConfig, SamplingConfig, UserError
 from areal.conversation import Generation
 from areal.data import PromptSource, Row, open_source, prompt_text
 from areal.openai_api import Access
 from areal.reward_pool import Quarantine, RewardFailed, digest
 from areal.routing import Load, fullness
+from areal.sandbox import Sandbox, SandboxError, open_sandbox
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
 from areal.workflows import Keep, resolve_workflow
@@ -251,8 +252,12 @@ class SampleSession:
         raise BusError(f"{generator.identity} ended a sequence without a finish")
 
     async def run_python(self, code: str) -> str:
-        """Raises SampleFailed: there is no sandbox."""
-        raise SampleFailed("the workflow runs Python, but this run has no sandbox to run it in")
+        """Raises SampleFailed where the sandbox fails, not the code."""
+        try:
+            outcome = await (await self._router.actor.sandbox()).run(code)
+        except (SandboxError, UserError) as error:
+            raise SampleFailed(f"no Python can be run: {error}") from None
+        return outcome.told
 
     def endpoint(self) -> AbstractAsyncContextManager[Access]:
         return self._router.actor.endpoint.serve(self)
@@ -322,6 +327,7 @@ class Sampler(Actor):
         self._load_tokenizer = load_tokenizer
         self.scored = 0
         self._endpoint: OpenAIEndpoint | None = None
+        self._sandbox: asyncio.Task[Sandbox] | None = None
 
     async def setup(self) -> None:
         self._router = Router(self)
@@ -334,6 +340,15 @@ class Sampler(Actor):
     async def teardown(self) -> None:
         if self._endpoint is not None:
             await self._endpoint.close()
+        if self._sandbox is not None:
+            with contextlib.suppress(UserError):
+                (await self._sandbox).close()
+
+    async def sandbox(self) -> Sandbox:
+        """Opened when it is first needed. Raises UserError where there is none."""
+        if self._sandbox is None:
+            self._sandbox = asyncio.create_task(asyncio.to_thread(open_sandbox, self.config.sandbox))
+        return await asyncio.shield(self._sandbox)
 
     @property
     def endpoint(self) -> OpenAIEndpoint:

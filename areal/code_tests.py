@@ -13,6 +13,8 @@ What a row holds says how its program is tested:
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
 import re
@@ -47,7 +49,9 @@ class CodeTests:
 
     def __init__(self, **options: Any) -> None:
         """Raises UserError where programs cannot be run safely."""
-        self._sandbox = open_sandbox(SandboxConfig(**options))
+        config = SandboxConfig(**options)
+        self._seconds = config.wall_seconds
+        self._sandbox = open_sandbox(config)
 
     def close(self) -> None:
         self._sandbox.close()
@@ -57,7 +61,10 @@ class CodeTests:
         language = row.get("language") or "python"
         code = program_in(completion, language)
         if pairs := stdin_tests(row):
-            results = await self._run_pairs(code, language, pairs)
+            results = [False] * len(pairs)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._seconds):
+                    await self._run_pairs(code, language, pairs, results)
         else:
             prepare, tests, candidate = asserts(row)
             if language != "python":
@@ -66,14 +73,12 @@ class CodeTests:
             results = await self._run_asserts(code, prepare, tests, candidate)
         return float(all(results)), {"passed": sum(results) / len(results)}
 
-    async def _run_pairs(self, code: str, language: str, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        results = [False] * len(pairs)
+    async def _run_pairs(self, code: str, language: str, pairs: Sequence[tuple[str, str]], results: list[bool]) -> None:
         for i, (given, wanted) in enumerate(pairs):
             outcome = await self._sandbox.run(code, language, stdin=given)
             results[i] = outcome.succeeded and same_output(outcome.stdout, wanted)
             if outcome.status in _GIVE_UP:
                 break
-        return results
 
     async def _run_asserts(
         self, code: str, prepare: Sequence[str], tests: Sequence[str], candidate: str | None

@@ -286,8 +286,10 @@ class SandboxConfig(Section):
         "namespaces", description="none: no protection at all, for programs that are trusted"
     )
     url: str | None = Field(None, pattern=r"^https?://.+", description="of a SandboxFusion server, without /run_code")
-    cpu_seconds: float = Field(5.0, gt=0, description="processor time, over all its processes")
-    wall_seconds: float = Field(15.0, gt=0, description="time; more than cpu_seconds, as a busy machine is slow")
+    cpu_seconds: float = Field(4.0, gt=0, description="processor time, over all its processes")
+    wall_seconds: float = Field(
+        8.0, gt=0, description="time, of all tests of a program together; more than cpu_seconds: machines are busy"
+    )
     memory_mib: int = Field(1024, ge=16)
     processes: int = Field(64, ge=1, description="processes and threads at once")
     disk_mib: int = Field(64, ge=1, description="all files together; they lie in memory")
@@ -428,6 +430,21 @@ class Config(Section):
                 "filter_zero_signal discards every group where group_size is 1: raise group_size or turn it off"
             )
         return self
+
+    @model_validator(mode="after")
+    def _programs_end_in_time(self) -> Config:
+        if "code" in self.reward.functions and self.sandbox.wall_seconds >= self.reward.timeout_seconds:
+            raise ValueError(
+                f"reward.timeout_seconds is {self.reward.timeout_seconds:g}, but the programs of the reward code may "
+                f"take sandbox.wall_seconds, {self.sandbox.wall_seconds:g}: raise the one or lower the other"
+            )
+        return self
+
+    @property
+    def served_rewards(self) -> RewardConfig:
+        """`reward`, with the sandbox as the options of `code`."""
+        options = {"code": self.sandbox.model_dump(mode="json")} | self.reward.options
+        return self.reward.model_copy(update={"options": options})
 
     @property
     def folder(self) -> Path:

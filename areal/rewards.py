@@ -91,9 +91,7 @@ def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., A
 
 def _find(name: str) -> Any:
     if name in BUILT_IN:
-        function, warm = BUILT_IN[name]
-        warm()
-        return function
+        return BUILT_IN[name]()
     if ":" in name:
         return plugins.load(name, "reward")
     installed = {point.name: point for point in entry_points(group=GROUP)}
@@ -187,14 +185,27 @@ def _answer(row: Mapping[str, Any]) -> str:
     return str(row["answer"]).strip()
 
 
-def _no_warming() -> None:
-    pass
+def _math() -> Callable[..., float]:
+    computer_algebra.warm()
+    return math_answer
 
 
-# Name: (function, what to do before its first call).
-BUILT_IN: dict[str, tuple[Callable[..., float], Callable[[], Any]]] = {
-    "math": (math_answer, computer_algebra.warm),
-    "exact_match": (exact_match, _no_warming),
-    "addition": (addition.reward, _no_warming),
-    "reasoning_gym": (reasoning_gym, reasoning_tasks.load),
+def _code() -> type:
+    from areal.code_tests import CodeTests  # which needs this module
+
+    return CodeTests
+
+
+def _reasoning_gym() -> Callable[..., float]:
+    reasoning_tasks.load()
+    return reasoning_gym
+
+
+# Each gives the reward, with what its first call needs.
+BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
+    "math": _math,
+    "code": _code,
+    "exact_match": lambda: exact_match,
+    "addition": lambda: addition.reward,
+    "reasoning_gym": _reasoning_gym,
 }

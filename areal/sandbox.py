@@ -69,6 +69,12 @@ class Outcome:
     seconds: float
 
     @property
+    def told(self) -> str:
+        """For who wrote the program: what it printed, and what else became of it."""
+        end = "" if self.status == "ok" else f"[it was ended: {self.status}]"
+        return f"{self.stdout}{self.stderr}{end}"
+
+    @property
     def succeeded(self) -> bool:
         return self.status == "ok" and self.exit == 0
 
@@ -92,7 +98,7 @@ LANGUAGES = {
 }
 
 
-def open_sandbox(config: SandboxConfig) -> LocalSandbox | RemoteSandbox:
+def open_sandbox(config: SandboxConfig) -> Sandbox:
     """The sandbox that the configuration asks for, tried. Raises UserError where there is none."""
     return RemoteSandbox(config) if config.url else LocalSandbox(config)
 
@@ -304,6 +310,9 @@ class RemoteSandbox:
         elif max(len(stdout), len(stderr)) > limit:
             status, code = "output", None
         return Outcome(status, code, stdout[:limit], stderr[:limit], ran["execution_time"] or 0.0)
+
+
+Sandbox = LocalSandbox | RemoteSandbox
 
 
 def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:

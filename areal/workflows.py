@@ -9,6 +9,7 @@ for rewards, tools and environments. docs/workflows.md tells more.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import inspect
 import re
@@ -81,7 +82,7 @@ async def multi_turn(
     talk, messages = begin(session, row.prompt)
     score = 0.0
     async for attempt in turns(session, talk, messages, max_turns):
-        score = await session.score(attempt)
+        score = await session.score(attempt, talk.generations[-1].tokens)
         if score >= pass_score:
             break
         messages.append(user(feedback.replace("{prompt}", prompt_text(row.prompt))))
@@ -95,12 +96,12 @@ async def python_tool(
     (`max_output` characters at most), and goes on. The first turn without, or the last one, is scored."""
     talk, messages = begin(session, row.prompt)
     answer = ""
-    async for answer in turns(session, talk, messages, max_calls + 1):
+    async for answer in turns(session, talk, messages, max_calls + 1, _until_call(session.tokenizer)):
         code = python_call(answer)
         if code is None:
             break
         messages.append(user(f"```output\n{_cut(await session.run_python(code), max_output)}\n```\n"))
-    return talk.trajectory(await session.score(answer))
+    return talk.trajectory(await session.score(answer, talk.generations[-1].tokens))
 
 
 async def environment(
@@ -136,11 +137,13 @@ def begin(session: Session, prompt: Prompt) -> tuple[Conversation, list[Message]
     return Conversation(session.tokenizer, plain=plain), messages
 
 
-async def turns(session: Session, talk: Conversation, messages: list[Message], most: int) -> AsyncIterator[str]:
-    """The policy's turns, as text: `most` of them, or fewer where there is no room for more. Each is appended to
-    `messages`; who asks for another one has appended what comes before it."""
+async def turns(
+    session: Session, talk: Conversation, messages: list[Message], most: int, keep: Keep | None = None
+) -> AsyncIterator[str]:
+    """The policy's turns, as text: `most` of them, or fewer where there is no room for more; `keep` may end one. Each
+    is appended to `messages`; who asks for another one has appended what comes before it."""
     for _ in range(most):
-        sampled = await session.generate(talk.prompt(messages))
+        sampled = await session.generate(talk.prompt(messages), keep=keep)
         if not len(sampled.tokens):
             return
         messages.append(talk.add(sampled))
@@ -161,6 +164,20 @@ def python_call(text: str) -> str | None:
     """The code in the first ```python block or pair of <tool> tags; None where there is none."""
     found = _PYTHON.search(text)
     return found and (found[1] or found[2] or "")
+
+
+def _until_call(tokenizer: Any) -> Keep:
+    """Ends a turn with the first call in it: what the policy would write next is the output that it imagines."""
+
+    def has_call(tokens: np.ndarray) -> bool:
+        return python_call(tokenizer.decode(tokens.tolist(), skip_special_tokens=True)) is not None
+
+    def keep(tokens: np.ndarray) -> int | None:
+        if not has_call(tokens):
+            return None
+        return 1 + bisect.bisect_left(range(1, len(tokens)), True, key=lambda n: has_call(tokens[:n]))
+
+    return keep
 
 
 def _cut(text: str, most: int) -> str:

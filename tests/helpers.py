@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+
+needs_namespaces = pytest.mark.skipif(
+    subprocess.run(["unshare", "-Urpfnm", "--mount-proc", "true"], capture_output=True).returncode != 0,
+    reason="user namespaces are forbidden here, as they often are in containers",
+)
 
 
 @dataclass(frozen=True, slots=True)

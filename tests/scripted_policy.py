@@ -32,14 +32,16 @@ class Session:
         self.prompts: list[str] = []
         self.ran: list[str] = []
 
-    async def generate(self, tokens, max_new_tokens=None) -> Generation:
+    async def generate(self, tokens, max_new_tokens=None, keep=None) -> Generation:
         self.prompts.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
         text = self.turns.pop(0)
         said = [ord(c) for c in text.rstrip("…")] + ([] if text.endswith("…") else [EOS])
-        n, finish = len(said), "length" if text.endswith("…") else "stop"
+        finish = "length" if text.endswith("…") else "stop"
+        said = said[: keep and keep(np.array(said, np.int32))]
+        n = len(said)
         return Generation(np.array(said, np.int32), np.zeros(n, np.float32), np.full(n, 7, np.int32), finish)
 
-    async def score(self, completion: str) -> float:
+    async def score(self, completion: str, tokens=None) -> float:
         return self.scores.get(completion, 0.0)
 
     async def run_python(self, code: str) -> str:

@@ -94,7 +94,7 @@ class Policy:
             np.array(sampled[:n], np.int32), np.full(n, -0.5, np.float32), np.full(n, 3, np.int32), finish
         )
 
-    async def score(self, completion: str) -> float:
+    async def score(self, completion: str, tokens=None) -> float:
         self.scored.append(completion)
         return 0.25
 

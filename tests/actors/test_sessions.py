@@ -6,12 +6,14 @@ import asyncio
 
 import numpy as np
 import pytest
+from helpers import needs_namespaces
 
 from actors.sessions import Router, SampleFailed, SampleSession
-from areal.config import Config
+from areal.config import Config, UserError
 from areal.data import Row
 from areal.reward_pool import Quarantine
 from areal.routing import Load
+from areal.sandbox import open_sandbox
 from protocols.errors import BusyError, FencedError, HarmfulError, RefusedError, StreamBrokenError
 from protocols.messages import Member, Policy, Scored, TokenChunk
 
@@ -289,3 +291,26 @@ async def test_a_conversation_that_outgrows_the_model_is_cut_but_a_first_prompt_
     cluster.bus = Streams(at0=[[RefusedError("too long")]])
     with pytest.raises(SampleFailed):
         await fresh.generate([1])
+
+
+@needs_namespaces
+async def test_python_runs_in_the_sandbox_and_what_it_prints_is_told(tmp_path):
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+    with open_sandbox(cluster.config.sandbox) as sandbox:
+        cluster.sandbox = lambda: asyncio.sleep(0, sandbox)
+        assert await session.run_python("print(6 * 7)") == "42\n"
+        assert (await session.run_python("1 / 0")).rstrip().endswith("ZeroDivisionError: division by zero")
+        assert "FileNotFoundError" in await session.run_python(f"open({str(tmp_path)!r})")
+
+
+async def test_without_a_sandbox_the_sample_that_needs_one_fails():
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+
+    async def sandbox():
+        raise UserError("namespaces are forbidden")
+
+    cluster.sandbox = sandbox
+    with pytest.raises(SampleFailed, match="namespaces are forbidden"):
+        await session.run_python("print(1)")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attacks
 import pytest
-from helpers import descendants
+from helpers import descendants, needs_namespaces
 
 from areal import sandbox as sandbox_module
 from areal.code_tests import CodeTests, continued, program_in, same_output
@@ -21,8 +21,7 @@ from areal.config import SandboxConfig, UserError
 from areal.rewards import RewardError
 from areal.sandbox import LocalSandbox, SandboxError, open_sandbox
 
-FORBIDDEN = subprocess.run(["unshare", "-Urpfnm", "--mount-proc", "true"], capture_output=True).returncode
-pytestmark = pytest.mark.skipif(FORBIDDEN, reason="user namespaces are forbidden here, as they often are in containers")
+pytestmark = needs_namespaces
 
 LIMITS = {
     "cpu_seconds": 0.6,

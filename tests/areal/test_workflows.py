@@ -67,6 +67,11 @@ async def test_what_code_prints_is_told_and_not_trained():
     assert (said(done), done.reward) == (CALL + "2", 1.0)
 
 
+async def test_what_the_policy_imagines_a_call_to_print_is_not_sampled():
+    session = Session(CALL + "```output\n7```", "2")
+    assert said(await run("python_tool", session)) == CALL + "2"
+
+
 async def test_the_turn_after_the_last_call_is_scored_whatever_it_is():
     session = Session(CALL, CALL, scores={CALL: 0.5})
     assert (await run("python_tool", session, max_calls=1)).reward == 0.5
