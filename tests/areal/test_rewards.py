@@ -139,7 +139,7 @@ def test_what_a_function_takes_is_seen(own):
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("maths", {}, "there is no reward 'maths': name one of math, exact_match, addition"),
+        ("maths", {}, "there is no reward 'maths': name one of math, code, exact_match, addition"),
         ("own_reward_module:shrt", {}, "has no shrt: did you mean short"),
         ("own_reward_module:value", {}, "is a int: name a function, or a class"),
         ("own_reward_module:NoJudge", {}, "is a class without a method score: name"),
