@@ -50,6 +50,16 @@ def _parser() -> argparse.ArgumentParser:
     sft.add_argument("--config", type=Path, metavar="FILE.yaml", help="keys of areal.sft.SftConfig")
     sft.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it, e.g. epochs=2 trainer.lr=1e-5")
     sft.set_defaults(tool=_sft)
+    score = tools.add_parser("score", help="score completions in a file with the rewards of a run")
+    score.add_argument("--reward", required=True, metavar="NAME", action="append", help="its name; may be repeated")
+    score.add_argument(
+        "--input", required=True, type=Path, metavar="FILE.jsonl", help="prompt, completion, answer, ..."
+    )
+    score.add_argument("--output", type=Path, metavar="FILE.jsonl", help="default: the standard output")
+    score.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as reward.workers=2 sandbox.cpu_seconds=2"
+    )
+    score.set_defaults(tool=_score)
     simulate = tools.add_parser(
         "simulate", help="run the actors on virtual time, with faults; exit code 1 where an invariant is broken"
     )
@@ -89,6 +99,25 @@ def _sft(options: argparse.Namespace) -> None:
     given = {"model": options.model, "data.source": options.data, "output": options.output}
     overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     fine_tune(load_config(options.config, [*overrides, *options.overrides], SftConfig), Console())
+
+
+def _score(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from areal import rewards
+    from areal.config import ScoringConfig, load_config
+    from areal.score import score_file
+
+    given = [f"reward.workers={os.cpu_count()}", f"reward.functions={json.dumps(options.reward)}"]
+    config = load_config(None, [*given, *options.overrides], ScoringConfig)
+    for name in config.reward.functions:
+        rewards.check(name, config.served_rewards.options.get(name, {}))
+    console = Console(stderr=True)
+    if options.output is None:
+        score_file(config, options.input, sys.stdout, console)
+        return
+    with options.output.open("w") as output:
+        score_file(config, options.input, output, console)
 
 
 def _simulate(options: argparse.Namespace) -> None:

@@ -4,9 +4,10 @@ What a row holds says how its program is tested:
 
 * `tests`, a list (or its JSON) of `{"input", "output"}`, or `input_output`, `{"inputs", "outputs"}` (or its JSON): the
   program reads stdin and prints. Outputs stay outside the sandbox; each test is a run of its own.
-* `test_list`, asserts as in MBPP, with `test_imports` or `test_setup_code` before them; Python only.
-* `prompt`, `test` and `entry_point`, as in HumanEval: `test` defines `check(candidate)`, and the program begins with
-  `prompt`; Python only.
+* `test_list` or `tests`, asserts as in MBPP, with `test_imports` or `test_setup_code` before them; Python only. With
+  `entry_point` they may call the function of that name `candidate`.
+* `test` or `tests` and `entry_point`, as in HumanEval: they define `check(candidate)`, and where `prompt` defines the
+  function the program begins with that; Python only.
 
 `language` names the row's language; default: python.
 """
@@ -69,7 +70,7 @@ class CodeTests:
             prepare, tests, candidate = asserts(row)
             if language != "python":
                 raise RewardError(f"the row's tests are Python's asserts, but its language is {language}")
-            code = continued(row["prompt"], code, candidate) if candidate else code
+            code = continued(row["prompt"], code, candidate) if begins_program(row) else code
             results = await self._run_asserts(code, prepare, tests, candidate)
         return float(all(results)), {"passed": sum(results) / len(results)}
 
@@ -111,12 +112,11 @@ def continued(prompt: str, code: str, function: str) -> str:
 
 def stdin_tests(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(input, output) of the row's tests, if they are of this kind. Raises RewardError."""
-    if row.get("tests"):
-        found = _parsed(row["tests"])
+    if pairs := [test for test in _listed(row.get("tests")) if not isinstance(test, str)]:
         try:
-            return [(str(test["input"]), str(test["output"])) for test in found]
+            return [(str(test["input"]), str(test["output"])) for test in pairs]
         except (TypeError, KeyError):
-            raise RewardError("the row's tests are no list of objects with input and output") from None
+            raise RewardError("the row's tests are no list of objects with input and output, nor of asserts") from None
     if row.get("input_output"):
         found = _parsed(row["input_output"])
         try:
@@ -133,12 +133,22 @@ def stdin_tests(row: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def asserts(row: Mapping[str, Any]) -> tuple[list[str], list[str], str | None]:
     """What the asserts need first, the tests, and the function under test where it has a name. Raises RewardError."""
-    if row.get("test_list"):
-        return [*(row.get("test_imports") or []), row.get("test_setup_code") or ""], list(row["test_list"]), None
-    if all(row.get(key) for key in ("prompt", "test", "entry_point")):
-        # The prompt may define what the tests use beside the function.
-        return [row["prompt"], row["test"]], ["check(candidate)"], row["entry_point"]
-    raise RewardError("the row has no tests: it needs tests, input_output, test_list, or prompt, test and entry_point")
+    tests = _listed(row.get("test_list")) or _listed(row.get("tests")) or _listed(row.get("test"))
+    if not tests:
+        raise RewardError("the row has no tests: it needs tests, input_output, test_list, or test and entry_point")
+    prepare = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
+    candidate = row.get("entry_point")
+    if candidate and begins_program(row):
+        prepare.append(row["prompt"])  # it may define what the tests use beside the function
+    if candidate and re.search(r"^def check\(", tests[0], re.MULTILINE):
+        return [*prepare, *tests], ["check(candidate)"], candidate
+    return prepare, tests, candidate
+
+
+def begins_program(row: Mapping[str, Any]) -> bool:
+    """Whether the prompt is the beginning of the program, as in HumanEval."""
+    function, prompt = row.get("entry_point"), row.get("prompt")
+    return bool(function) and isinstance(prompt, str) and f"def {function}" in prompt
 
 
 def same_output(printed: str, wanted: str) -> bool:
@@ -170,6 +180,16 @@ def _lines(text: str) -> list[str]:
 def _text(value: Any) -> str:
     """Some data sets keep lines in a list."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _listed(tests: Any) -> list[Any]:
+    """A list of tests, which may stand there as JSON; other text is one test."""
+    if isinstance(tests, str) and not tests.lstrip().startswith("["):
+        return [tests] if tests.strip() else []
+    found = _parsed(tests) or []
+    if not isinstance(found, list):
+        raise RewardError(f"the row's tests are a {type(found).__name__}, not a list")
+    return found
 
 
 def _parsed(value: Any) -> Any:

@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -299,6 +299,28 @@ class SandboxConfig(Section):
     )
 
 
+class ScoringConfig(Section):
+    """What scores completions."""
+
+    reward: RewardConfig
+    sandbox: SandboxConfig = SandboxConfig()
+
+    @model_validator(mode="after")
+    def _programs_end_in_time(self) -> Self:
+        if "code" in self.reward.functions and self.sandbox.wall_seconds >= self.reward.timeout_seconds:
+            raise ValueError(
+                f"reward.timeout_seconds is {self.reward.timeout_seconds:g}, but the programs of the reward code may "
+                f"take sandbox.wall_seconds, {self.sandbox.wall_seconds:g}: raise the one or lower the other"
+            )
+        return self
+
+    @property
+    def served_rewards(self) -> RewardConfig:
+        """`reward`, with the sandbox as the options of `code`."""
+        options = {"code": self.sandbox.model_dump(mode="json")} | self.reward.options
+        return self.reward.model_copy(update={"options": options})
+
+
 class EvaluatorConfig(Section):
     """Scores held-out rows at the first and the last version, and at every k-th between them: one generator stays at
     that version until it is scored, while everything else goes on."""
@@ -332,7 +354,7 @@ class MasterConfig(Section):
     drain_seconds: float = Field(60.0, gt=0, description="time an actor that is told to leave has to hand over")
 
 
-class Config(Section):
+class Config(ScoringConfig):
     """A run. `batch_size` (B) and all bounds count groups: prompts with their `group_size` (G) samples."""
 
     name: str = Field("run", pattern=r"^[\w.-]+$", description="the run's folder below run_dir")
@@ -365,14 +387,12 @@ class Config(Section):
 
     data: DataConfig
     sampling: SamplingConfig
-    reward: RewardConfig
     generator: GeneratorConfig = GeneratorConfig()
     rollout_manager: RolloutManagerConfig = RolloutManagerConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     guard: GuardConfig = GuardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
-    sandbox: SandboxConfig = SandboxConfig()
     master: MasterConfig = MasterConfig()
 
     @model_validator(mode="before")
@@ -430,21 +450,6 @@ class Config(Section):
                 "filter_zero_signal discards every group where group_size is 1: raise group_size or turn it off"
             )
         return self
-
-    @model_validator(mode="after")
-    def _programs_end_in_time(self) -> Config:
-        if "code" in self.reward.functions and self.sandbox.wall_seconds >= self.reward.timeout_seconds:
-            raise ValueError(
-                f"reward.timeout_seconds is {self.reward.timeout_seconds:g}, but the programs of the reward code may "
-                f"take sandbox.wall_seconds, {self.sandbox.wall_seconds:g}: raise the one or lower the other"
-            )
-        return self
-
-    @property
-    def served_rewards(self) -> RewardConfig:
-        """`reward`, with the sandbox as the options of `code`."""
-        options = {"code": self.sandbox.model_dump(mode="json")} | self.reward.options
-        return self.reward.model_copy(update={"options": options})
 
     @property
     def folder(self) -> Path:

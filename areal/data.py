@@ -323,7 +323,7 @@ class JsonlTable:
     def __init__(self, config: DataConfig, path: Path, what: str):
         self._config = config
         self._path = path
-        self._rows = list(_read_jsonl(path, what))
+        self._rows = list(read_jsonl(path, what))
         if not self._rows:
             raise UserError(f"{what}: the file has no rows: name another one")
         for position in range(len(self)):
@@ -342,8 +342,9 @@ class JsonlTable:
         return (raw[self._config.prompt_key] for _, raw in self._rows)
 
 
-def _read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of each line."""
+def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of each line that is not blank. `what` says in errors what the file is. Raises
+    UserError."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -54,6 +54,8 @@ def answer(runner: asyncio.Runner, reward: Reward, arguments: list[Any]) -> list
         value = reward(*arguments)
         if inspect.isawaitable(value):
             value = runner.run(_awaited(value))
+    except RewardError as error:
+        return ["raised", str(error)[:MAX_REASON_CHARACTERS]]
     except (Exception, SystemExit) as error:  # the user's function runs here and may raise anything
         traceback.print_exc()
         return ["raised", f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]]

@@ -1,0 +1,102 @@
+"""Scores completions that are there already, as a run would: `python -m areal score`.
+
+Each line of the input is an object with `prompt`, `completion`, and what the reward wants of a row (`answer`, `tests`,
+...). A row as in HumanEval that has no completion is scored with its `canonical_solution`. Each line of the output says
+what became of it, in the same order:
+
+    {"line": 1, "score": 1.0, "status": "ok", "seconds": 0.002, "parts": {}}
+
+`status` is `ok`, or why there is no score (areal.reward_pool.RewardFailed), with a `reason`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from areal.config import ScoringConfig, UserError
+from areal.data import prompt_text, read_jsonl
+from areal.reward_pool import RewardFailed, RewardPool
+
+Line = tuple[int, dict[str, Any]]
+
+
+def score_file(config: ScoringConfig, file: Path, output: TextIO, console: Console) -> None:
+    """Score all rows of a .jsonl file with `config.reward`, whose weighted sum counts, and say on the console how far
+    it is and what came of it. Raises UserError, before anything is scored, where a row is not usable."""
+    rows = _read(file)
+    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("scoring", total=len(rows))
+        results, seconds = asyncio.run(_score_all(config, rows, output, lambda: progress.advance(bar)))
+    scores = [result["score"] for result in results if result["status"] == "ok"]
+    mean = f", mean score {sum(scores) / len(scores):.4f}, {sum(s >= 1 for s in scores)} of them 1 or more"
+    console.print(
+        f"{len(scores)} of {len(rows)} completions scored in {seconds:.1f} s ({len(rows) / seconds:.1f}/s)"
+        f"{mean if scores else ''}",
+        soft_wrap=True,
+    )
+    for status, count in Counter(result["status"] for result in results if result["status"] != "ok").items():
+        console.print(f"{status}: {count}")
+
+
+def _read(file: Path) -> list[Line]:
+    rows = list(read_jsonl(file, f"--input {file}"))
+    if not rows:
+        raise UserError(f"--input {file} has no rows: name another file")
+    for number, row in rows:
+        row.setdefault("completion", row.get("canonical_solution"))
+        for key in "prompt", "completion":
+            if row.get(key) is None:
+                raise UserError(f"{file}, line {number}, has no {key!r}, only {', '.join(row)}: add it")
+        if not isinstance(row["completion"], str):
+            raise UserError(f"{file}, line {number}, has a completion that is no text: correct it")
+    return rows
+
+
+async def _score_all(
+    config: ScoringConfig, rows: Sequence[Line], output: TextIO, scored: Callable[[], None]
+) -> tuple[list[dict[str, Any]], float]:
+    """The results, each written as soon as it and all before it are there, and the seconds that the scoring took."""
+    async with RewardPool(list(config.reward.functions), config.served_rewards) as pool:
+        began = time.monotonic()
+        # As many as there are workers: what waits in a queue would count as seconds of the call.
+        free = asyncio.Semaphore(config.reward.workers)
+
+        async def one(number: int, row: dict[str, Any]) -> dict[str, Any]:
+            async with free:
+                result = {"line": number, **await _score(pool, config, row)}
+            scored()
+            return result
+
+        async with asyncio.TaskGroup() as tasks:
+            results = []
+            for task in [tasks.create_task(one(*line)) for line in rows]:
+                results.append(await task)
+                print(json.dumps(results[-1]), file=output, flush=True)
+        return results, time.monotonic() - began
+
+
+async def _score(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -> dict[str, Any]:
+    began = time.monotonic()
+    score, parts = 0.0, {}
+    try:
+        for name, weight in config.reward.functions.items():
+            result = await pool.score(name, prompt_text(row["prompt"]), row["completion"], row)
+            score += weight * result.score
+            parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
+            if len(config.reward.functions) > 1:
+                parts[name] = result.score
+    except RewardFailed as failure:
+        told = {"score": None, "status": failure.kind, "reason": failure.reason}
+    else:
+        told = {"score": score, "status": "ok", "parts": parts}
+    return told | {"seconds": round(time.monotonic() - began, 6)}

@@ -1,0 +1,97 @@
+"""`python -m areal score`: the same rewards, on completions in a file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers import needs_namespaces, read_jsonl
+
+from areal.__main__ import main
+
+
+@pytest.fixture
+def score(tmp_path, capsys):
+    """Runs the tool on rows; what it wrote, and what it said."""
+
+    def run(*rows: dict, reward: tuple[str, ...], overrides: tuple[str, ...] = ()) -> tuple[int, list[dict], str]:
+        given, output = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+        given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        named = [word for name in reward for word in ("--reward", name)]
+        arguments = [*named, "--input", str(given), "--output", str(output), "reward.workers=2", *overrides]
+        code = main(["score", *arguments])
+        return code, read_jsonl(output) if output.exists() else [], capsys.readouterr().err
+
+    return run
+
+
+def test_every_line_gets_a_score_or_the_reason_why_there_is_none(score):
+    asked = {"prompt": "1+1=", "answer": "2"}
+    code, scores, said = score(
+        asked | {"completion": "2"},
+        asked | {"completion": "3"},
+        {"prompt": "?", "completion": "2"},
+        reward=("exact_match",),
+    )
+    assert code == 0
+    told = [(one["line"], one["score"], one["status"]) for one in scores]
+    assert told == [(1, 1.0, "ok"), (2, 0.0, "ok"), (3, None, "raised")]
+    assert scores[2]["reason"] == "the row has no answer to compare with"
+    assert all(one["seconds"] > 0 for one in scores)
+    assert "2 of 3 completions scored" in said
+    assert "mean score 0.5000" in said
+    assert "raised: 1" in said
+
+
+def test_several_rewards_add_up_and_are_told_apart(score, tmp_path, monkeypatch):
+    (tmp_path / "scored_lengths.py").write_text("def short(prompt, completion, row):\n    return 0.25\n")
+    monkeypatch.chdir(tmp_path)
+    row = {"prompt": "1+1=", "answer": "2", "completion": "2"}
+    _, (result,), _ = score(row, reward=("exact_match", "scored_lengths.py:short"))
+    assert result["score"] == 1.25
+    assert result["parts"] == {"exact_match": 1.0, "scored_lengths.py:short": 0.25}
+
+
+HUMANEVAL = {
+    "prompt": 'def add(a, b):\n    """The sum."""\n',
+    "canonical_solution": "    return a + b\n",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+    "entry_point": "add",
+}
+
+
+@needs_namespaces
+def test_rows_with_programs_are_tested_in_the_ways_that_data_sets_write_them(score):
+    right, wrong = (
+        "```python\ndef add(a, b):\n    return a + b\n```",
+        "```python\ndef add(a, b):\n    return a - b\n```",
+    )
+    mbpp = {"prompt": "Write add.", "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]}
+    asserts = {"prompt": "Write add.", "entry_point": "add", "tests": "assert candidate(1, 2) == 3"}
+    defined = {"prompt": "Write add.", "entry_point": "add", "tests": HUMANEVAL["test"]}
+    stdin = {"prompt": "Add.", "tests": json.dumps([{"input": "1 2", "output": "3"}])}
+    _, scores, _ = score(
+        HUMANEVAL, HUMANEVAL | {"completion": "    return a * b\n"},
+        mbpp | {"completion": right}, mbpp | {"completion": wrong},
+        asserts | {"completion": right}, asserts | {"completion": wrong}, defined | {"completion": right},
+        stdin | {"completion": "print(sum(map(int, input().split())))"}, stdin | {"completion": right},
+        reward=("code",),
+    )  # fmt: skip
+    assert [one["score"] for one in scores] == [1, 0, 1, 0, 1, 0, 1, 1, 0]
+    assert scores[3]["parts"] == {"code/passed": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("row", "reward", "overrides", "sentence"),
+    [
+        ({"prompt": "1", "answer": "2"}, "exact_match", (), "line 1, has no 'completion', only prompt, answer"),
+        ({"completion": "1"}, "exact_match", (), "line 1, has no 'prompt'"),
+        ({"prompt": "1", "completion": "2"}, "exact", (), "there is no reward 'exact'"),
+        ({"prompt": "1", "completion": "2"}, "exact_match", ("reward.speed=2",), "Unknown key 'reward.speed'"),
+        ({"prompt": "1", "completion": "2"}, "code", ("sandbox.wall_seconds=60",), "reward.timeout_seconds is 10, but"),
+    ],
+)
+def test_a_mistake_is_one_sentence(score, row, reward, overrides, sentence):
+    code, scores, said = score(row, reward=(reward,), overrides=overrides)
+    assert (code, scores, len(said.splitlines())) == (2, [], 1)
+    assert sentence in said
