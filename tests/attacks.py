@@ -122,7 +122,7 @@ EXHAUSTS = {
         {"memory"},
     ),
     "fill memory by orphans": (
-        "for _ in range(16):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
+        "for _ in range(7):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
         "            x = bytearray(40 << 20)\n            time.sleep(99)\n        os._exit(0)\ntime.sleep(99)",
         {"memory"},
     ),
