@@ -6,6 +6,7 @@ So it is asked through `limited`: in a child process, forked for the one questio
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import logging
 import os
@@ -63,11 +64,6 @@ def warm() -> None:
     equal("\\frac{x}{2}+\\sqrt{x}", "\\sqrt{x}+0.5x")
 
 
-def readable(latex: str) -> bool:
-    """Whether the LaTeX is understood; raises, whatever the parser raises, where it is not. Only within `limited`."""
-    return _parsed(latex, True) is not None
-
-
 def equal(gold: str, given: str) -> bool:
     """Whether two pieces of LaTeX are the same mathematics. Only within `limited`.
 
@@ -111,6 +107,7 @@ def _answer(question: Callable[[], bool], pipe: int, parent: int) -> None:
     """Writes the answer of the question, and ends this process, whatever happens."""
     try:
         die_with_parent(signal.SIGKILL, parent)
+        faulthandler.disable()  # a deep enough formula ends the child, which is no news
         # By default these signals end the process, within an operation on large integers too.
         for timer, sign, seconds in (
             (signal.ITIMER_PROF, signal.SIGPROF, CPU_SECONDS),

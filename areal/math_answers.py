@@ -82,7 +82,7 @@ def _gold(answer: str) -> tuple[str | None, Value]:
     except NotUnderstood as error:
         raise UnreadableAnswer(f"the row's answer {text[:100]!r} cannot be compared with: {error}") from error
     expressions = list(math_values.leaves(value))
-    if expressions and not computer_algebra.limited(lambda: all(map(computer_algebra.readable, expressions))):
+    if expressions and not computer_algebra.limited(lambda: all(computer_algebra.equal(e, e) for e in expressions)):
         raise UnreadableAnswer(
             f"the row's answer {text!r} cannot be compared with: its LaTeX is not understood, or too hard"
         )
