@@ -17,6 +17,7 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from areal.config import UserError
@@ -119,6 +120,8 @@ def _plain(value: Any) -> Any:
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
         return {list: list, tuple: tuple, set: set}[type(value)](map(_plain, value))
+    if isinstance(value, Fraction):  # a variable of gsm_symbolic's, which its scoring does not look at
+        return float(value)
     if hasattr(value, "item"):  # a NumPy number
         return value.item()
     raise TypeError(f"an entry holds a {type(value).__name__}")
