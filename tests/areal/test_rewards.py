@@ -34,7 +34,9 @@ def test_addition_scores_its_own_rows():
     assert resolve("addition")(row.prompt, "a1", row.fields) == 0.0
 
 
-@pytest.mark.parametrize("task", ["leg_counting", "arc_1d", "rearc", "knights_knaves", "sudoku", "countdown", "gsm_symbolic"])
+@pytest.mark.parametrize(
+    "task", ["leg_counting", "arc_1d", "rearc", "knights_knaves", "sudoku", "countdown", "gsm_symbolic"]
+)
 def test_reasoning_gym_gives_its_own_answer_full_marks(task):
     row = open_source(DataConfig(source=f"reasoning_gym:{task}", eval_size=0), seed=0).row(3)
     reward = resolve("reasoning_gym")
