@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
 # Where pip finds PyTorch's CPU build, if not where it looks anyway.
 TORCH_INDEX ?=
 
-.PHONY: run test lint setup clean
+.PHONY: run test lint docs setup clean
 
 run: setup
 	$(BIN)/python run.py $(ARGS)
@@ -17,6 +17,13 @@ test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Fails on a link that leads nowhere.
+docs: setup
+	test -x $(BIN)/mkdocs || $(PIP) --editable '.[docs]'
+	$(BIN)/python docs/site/configuration.py
+	$(BIN)/mkdocs build --config-file docs/site/mkdocs.yml
 
 setup: .venv/installed-$(EXTRA)
 
@@ -38,4 +45,4 @@ setup: .venv/installed-$(EXTRA)
 	touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs build

@@ -37,11 +37,11 @@ class DataConfig(Section):
     * `hf:NAME` or the path of a folder: a Hugging Face dataset (hub id, or `save_to_disk` folder).
     """
 
-    source: str
+    source: str = Field(description="one of those above")
     eval_source: str | None = Field(None, description="held-out rows; default: the source itself, with other rows")
     split: str = Field("train", description="split of a Hugging Face dataset")
-    prompt_key: str = "prompt"
-    answer_key: str = "answer"
+    prompt_key: str = Field("prompt", description="field of a row")
+    answer_key: str = Field("answer", description="likewise")
     options: dict[str, Any] = Field(default_factory=dict, description="options of the task or dataset")
     system_prompt: str | None = Field(None, description="first message, where the tokenizer has a chat template")
     size: int | None = Field(None, gt=0, description="rows to make of a generated task (addition, reasoning_gym)")
@@ -50,7 +50,7 @@ class DataConfig(Section):
 
 class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0, description="0 is greedy; training needs more")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1, description="1: all tokens")
     max_new_tokens: int = Field(gt=0, description="of a sample, over all its turns")
 
 
@@ -79,8 +79,8 @@ class RewardConfig(Section):
     """`functions` are names of rewards (areal.rewards tells which there are), or a mapping of names to weights: the
     score is the weighted sum. A row may name its own in the same way."""
 
-    count: int = Field(1, ge=1)
-    functions: dict[str, float]
+    count: int = Field(1, ge=1, description="reward actors of a run on one machine")
+    functions: dict[str, float] = Field(description="a name, a list of names, or names with weights")
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="keyword arguments of rewards that are classes, by name"
     )
@@ -106,8 +106,8 @@ class RewardConfig(Section):
 
 
 class GeneratorConfig(Section):
-    count: int = Field(1, ge=1)
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    count: int = Field(1, ge=1, description="generators of a run on one machine")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="of the weights in the engine")
     threads: int = Field(1, ge=1, description="OpenMP threads of the engine (CPU only)")
     max_concurrent_rollouts: int = Field(
         64, ge=1, description="most sequences one generator runs at once; fewer where KV is short"
@@ -115,7 +115,7 @@ class GeneratorConfig(Section):
     max_model_len: int | None = Field(None, gt=0, description="prompt and completion; default: the model's own")
     memory_share: float = Field(0.3, gt=0, lt=1, description="vLLM's gpu_memory_utilization; of RAM on the CPU")
     kv_cache_gib: float = Field(1.0, gt=0, description="KV cache on the CPU, GiB")
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1, description="devices of one engine")
     stream_interval: int = Field(16, ge=1, description="tokens of a sequence in one streamed chunk")
     interrupt: bool = Field(
         True, description="stop sequences mid-way for new weights; false: finish what runs, begin nothing, then load"
@@ -129,7 +129,7 @@ class GeneratorConfig(Section):
 
 
 class RolloutManagerConfig(Section):
-    count: int = Field(1, ge=1)
+    count: int = Field(1, ge=1, description="rollout managers of a run on one machine")
     workflow: str = Field("single_turn", description="built-in name or package.module:function")
     workflow_options: dict[str, Any] = Field(default_factory=dict, description="the workflow's keyword arguments")
     endpoint_host: str = Field("127.0.0.1", description="interface on which agents reach the policy (docs/agents.md)")
@@ -166,10 +166,12 @@ OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv 2106.09685): W + alpha / rank * B A, where A and B alone are trained and published."""
+    """Low-rank adapters (arXiv 2106.09685): W + alpha / rank * B A, where A and B alone are trained and published.
 
-    rank: int = Field(16, ge=1)
-    alpha: int = Field(32, ge=1)
+    None of them, unless a key of this section is given."""
+
+    rank: int = Field(16, ge=1, description="of A and B")
+    alpha: int = Field(32, ge=1, description="the update counts alpha / rank times")
     target_modules: Literal["all-linear"] | list[str] = Field(
         "all-linear", description="names of the linear layers that get an adapter, such as q_proj"
     )
@@ -181,25 +183,27 @@ class TrainerConfig(Section):
     """
 
     ranks: int = Field(1, ge=1, description="DeepSpeed ranks on this machine")
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        0, description="what is spread over the ranks: nothing, moments (1), gradients too (2), weights too (3)"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the weights that compute and are sent")
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (CPU only)")
-    lr: float = Field(2e-5, gt=0)
+    lr: float = Field(2e-5, gt=0, description="of Adam")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="from lr after the warm-up to lr_final * lr at the run's last optimizer step"
     )
     lr_final: float = Field(0.1, ge=0, le=1, description="share of lr")
-    betas: tuple[float, float] = (0.9, 0.95)
-    adam_eps: float = Field(1e-5, gt=0)
-    weight_decay: float = Field(0.05, ge=0)
-    grad_clip: float = Field(1.0, gt=0)
+    betas: tuple[float, float] = Field((0.9, 0.95), description="of Adam")
+    adam_eps: float = Field(1e-5, gt=0, description="of Adam")
+    weight_decay: float = Field(0.05, ge=0, description="decoupled (AdamW)")
+    grad_clip: float = Field(1.0, gt=0, description="most of the gradient's norm")
     minibatches: int = Field(4, ge=1, description="optimizer steps a training step, each on its share of the batch")
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="cap C of Algorithm 1")
     gradient_checkpointing: bool = Field(False, description="compute activations again in the backward pass: memory")
     lora: LoraConfig | None = Field(None, description="train adapters in place of all weights")
     prefix_tree: bool = Field(True, description="compute what samples of a group begin with in common once")
-    objective: str = "decoupled_ppo"
+    objective: str = Field("decoupled_ppo", description="the loss (docs/objectives.md)")
     eps_clip: float = Field(0.2, gt=0, description="lower clip of pi_theta / pi_prox, at 1 - eps_clip; upper at 1 +")
     eps_clip_higher: float | None = Field(None, gt=0, description="upper clip, where it differs from eps_clip")
     eps_clip_dual: float | None = Field(None, gt=1, description="dual clip: most that a bad token's ratio counts")
@@ -221,8 +225,10 @@ class TrainerConfig(Section):
     )
     loss_tokens: int = Field(1, ge=1, description="of loss_mean=constant; default: sampling.max_new_tokens")
     kl_coef: float = Field(0.0, ge=0, description="of the penalty for leaving the reference model; 0: no such model")
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="k1 and k3 are unbiased, k3 is never negative, k2 varies little"
+    )
+    kl_in: Literal["loss", "reward"] = Field("loss", description="what the penalty is a part of")
     reference: str | None = Field(None, description="folder of the reference model; default: the run's model")
     checkpoint_every: int = Field(
         20, ge=1, description="steps between checkpoints: the most that a restarted trainer has to redo"
@@ -290,7 +296,7 @@ class SandboxConfig(Section):
     wall_seconds: float = Field(
         8.0, gt=0, description="time, of all tests of a program together; more than cpu_seconds: machines are busy"
     )
-    memory_mib: int = Field(1024, ge=16)
+    memory_mib: int = Field(1024, ge=16, description="of all its processes together, MiB")
     processes: int = Field(64, ge=1, description="processes and threads at once")
     disk_mib: int = Field(64, ge=1, description="all files together; they lie in memory")
     output_kib: int = Field(1024, ge=1, description="stdout, and stderr")
@@ -329,7 +335,7 @@ class EvaluatorConfig(Section):
     samples: int = Field(1, ge=1, description="completions a row")
     pass_score: float = Field(1.0, description="score from which a completion counts as solved (pass@k)")
     temperature: float = Field(1.0, ge=0, description="0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1, description="1: all tokens")
     timeout_seconds: float = Field(600.0, gt=0, description="deadline of one evaluation")
 
     @model_validator(mode="after")
@@ -343,7 +349,7 @@ class EvaluatorConfig(Section):
 
 
 class MasterConfig(Section):
-    address: str = Field("tcp://127.0.0.1:5555", pattern=r"^tcp://.+:\d+$")
+    address: str = Field("tcp://127.0.0.1:5555", pattern=r"^tcp://.+:\d+$", description="where the master listens")
     lease_seconds: float = Field(30.0, gt=0, description="silence after which an actor's leases return")
     lost_seconds: float = Field(
         60.0, gt=0, description="time without an answer of the master after which an actor gives up"
@@ -358,8 +364,8 @@ class Config(ScoringConfig):
     """A run. `batch_size` (B) and all bounds count groups: prompts with their `group_size` (G) samples."""
 
     name: str = Field("run", pattern=r"^[\w.-]+$", description="the run's folder below run_dir")
-    run_dir: Path = Path("runs")
-    seed: int = 0
+    run_dir: Path = Field(Path("runs"), description="holds the folders of runs")
+    seed: int = Field(0, description="of the data's order, sampling and training")
     model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart` (made here)")
     steps: int = Field(ge=1, description="training steps")
     batch_size: int = Field(ge=1, description="B, groups a training step")
@@ -374,7 +380,9 @@ class Config(ScoringConfig):
     run_ahead: Literal["auto", "max"] = Field(
         "auto", description="auto: as few groups alive as keep the trainer fed; max: as many as max_staleness allows"
     )
-    on_straggler: Literal["wait", "requeue", "mask", "admission_only"] = "wait"
+    on_straggler: Literal["wait", "requeue", "mask", "admission_only"] = Field(
+        "wait", description="where an unfinished group would be left past its deadline (docs/staleness.md)"
+    )
     on_failed_sample: Literal["requeue", "discard"] = Field(
         "requeue", description="what becomes of a group whose completion could not be scored"
     )

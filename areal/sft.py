@@ -44,10 +44,10 @@ class SftConfig(Section):
     model: str = Field(description="folder of a Hugging Face model, or hub id")
     output: Path = Field(description="folder for the trained model")
     data: SftData
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, description="passes over the rows")
     batch_size: int = Field(32, ge=1, description="rows an optimizer step")
     max_length: int = Field(2048, ge=2, description="tokens of prompt and completion; longer rows are left out")
-    seed: int = 0
+    seed: int = Field(0, description="of the rows' order")
     trainer: TrainerConfig = TrainerConfig()
 
 
