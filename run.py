@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 
@@ -276,7 +277,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *ranks, *sys.argv])
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End the process now: a thread inside an engine cannot be cancelled, and nothing is left to be saved."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -37,7 +37,7 @@ class _Open:
     """A sample that an agent is at work on, and the calls in progress."""
 
     chat: ChatSession
-    calls: set[asyncio.Task] = field(default_factory=set)
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 class OpenAIEndpoint:

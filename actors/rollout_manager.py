@@ -50,7 +50,7 @@ class RolloutManager(Sampler):
 
     async def setup(self) -> None:
         await super().setup()
-        self._groups: dict[str, asyncio.Task] = {}
+        self._groups: dict[str, asyncio.Task[None]] = {}
         self._unfinished: dict[str, int] = {}  # samples, by group
         self._sessions: dict[str, list[SampleSession]] = {}
         self._samples_finished = self._moved = 0

@@ -48,14 +48,16 @@ LEAVE_SECONDS = 2.0
 TEARDOWN_SECONDS = 6.0
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 log = structlog.get_logger()
 
 
-def handles(kind: type[Message]) -> Callable[[Callable], Callable]:
+def handles(kind: type[Message]) -> Callable[[Method], Method]:
     """Mark a method as the handler of one kind of request: `async def` for one answer, an async generator for a
     stream. It gets the `Request`."""
 
-    def mark(method: Callable) -> Callable:
+    def mark(method: Method) -> Method:
         method.handled_kind = kind  # type: ignore[attr-defined]
         return method
 
@@ -204,9 +206,9 @@ class Actor(HandlesRequests):
             raise BusError(f"{address} answered {message.kind!r} with {result.kind!r}")
         return result
 
-    def spawn(self, work: Coroutine, name: str) -> asyncio.Task:
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Run beside `main`; a failure of it is the actor's failure."""
-        return self._tasks.create_task(work, name=name)
+        return self._tasks.create_task(work, name=name)  # type: ignore[union-attr]
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
         return [m for m in self.directory.values() if m.role == role and (m.state == "healthy" or not healthy)]
@@ -385,7 +387,7 @@ async def first_answer(bus: Bus, master: str, message: Message) -> Any:
         raise UserError(f"The master at {master} refused: {error}") from None
 
 
-async def _result(future: asyncio.Future) -> None:
+async def _result(future: asyncio.Future[Any]) -> None:
     await future
 
 

@@ -88,7 +88,7 @@ class Child:
     index: int
     arguments: Callable[[], list[str]]
     process: asyncio.subprocess.Process | None = None
-    pump: asyncio.Task | None = None
+    pump: asyncio.Task[None] | None = None
     starts: int = 0
     deaths: Deaths = field(default_factory=Deaths)
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))

@@ -470,7 +470,7 @@ class Config(ScoringConfig):
         return self.folder / "weights" if self.weights.folder is None else self.weights.folder / self.name
 
 
-def load_config(file: Path | None, overrides: Sequence[str] = (), kind: type[T] = Config) -> T:
+def load_config(file: Path | None, overrides: Sequence[str] = (), kind: type[T] = Config) -> T:  # type: ignore[assignment]
     """The configuration in a YAML file, or none, changed by overrides such as `generator.count=2`.
 
     Raises UserError, which names the key, its place and what to do.
@@ -517,7 +517,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> str:
-    file = file or "the command line"
+    place = file or "the command line"
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     match first["type"]:
@@ -527,13 +527,13 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
                 section = _section(section.model_fields[part].annotation)
             close = difflib.get_close_matches(str(first["loc"][-1]), section.model_fields, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
-            return f"Unknown key {key!r} in {file} or the overrides: {hint}"
+            return f"Unknown key {key!r} in {place} or the overrides: {hint}"
         case "missing":
-            return f"The key {key!r} is missing in {file}: set it there or as an override, {key}=VALUE."
+            return f"The key {key!r} is missing in {place}: set it there or as an override, {key}=VALUE."
         case "value_error":
-            return f"{first['msg'].removeprefix('Value error, ')} ({file})."
+            return f"{first['msg'].removeprefix('Value error, ')} ({place})."
         case _:
-            return f"{key} is {first['input']!r:.80} in {file} or the overrides, but {_lower(first['msg'])}."
+            return f"{key} is {first['input']!r:.80} in {place} or the overrides, but {_lower(first['msg'])}."
 
 
 def _section(annotation: Any) -> Any:

@@ -30,7 +30,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 # Events kept for `story`: the last few transitions of every group of a large run (512 groups a batch, eta 8).
 STORY_EVENTS = 10_000
@@ -156,7 +156,7 @@ def event_record(event: Event) -> tuple[str, dict[str, Any]]:
 
 def event_of(kind: str, body: dict[str, Any]) -> Event:
     """The event of a record, also of one that has been through JSON. Raises KeyError for an unknown kind."""
-    return _EVENTS[kind](**_with_tuples(body))
+    return cast(Event, _EVENTS[kind](**_with_tuples(body)))
 
 
 def _fields(row: Any) -> dict[str, Any]:
@@ -398,7 +398,8 @@ class Ledger:
 
     def open_prompts(self) -> list[int]:
         """Prompts that were admitted and are neither trained nor discarded: alive, or waiting for another group."""
-        return sorted(row.prompt_index for row in (*self._groups.values(), *self._requeued))
+        rows: list[Group | Prompt] = [*self._groups.values(), *self._requeued]
+        return sorted(row.prompt_index for row in rows)
 
     def knows(self, group_id: str) -> bool:
         """Whether a payload of the group is still of use: it is alive, or its step is covered by no checkpoint."""
@@ -426,7 +427,8 @@ class Ledger:
 
     def renew(self, owner: str, group_ids: Iterable[str], now: float, lease_seconds: float) -> list[str]:
         """Extend the leases of an owner; returns the groups that are no longer its own, which it has to abort."""
-        owned, lost = [], []
+        owned: list[str] = []
+        lost: list[str] = []
         for group_id in group_ids:
             (owned if self._owned(group_id, owner) else lost).append(group_id)
         self._renew(owned, now + lease_seconds)
@@ -517,6 +519,7 @@ class Ledger:
             for group_id in waiting.stragglers if waiting else ():
                 self._fail(self._groups[group_id], STRAGGLER)
             self._emit(BatchLogged(version, tuple(group.group_id for group in chosen)))
+            assert self._batch is not None  # logged just now
         return self._batch
 
     def commit(self, version: int) -> StepRecord:

@@ -143,13 +143,13 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
     stored_file = folder / "config.yaml"
     if not stored_file.is_file() or not (folder / "journal.db").is_file():
         raise UserError(f"There is no run in {folder} that could be continued: give its folder, runs/NAME.")
-    stored = load_config(stored_file)
+    stored: Config = load_config(stored_file)
     if stored.folder.resolve() != folder.resolve():
         raise UserError(f"The run in {folder} was made in {stored.folder}: move it back there to continue it.")
     summary = read_summary(folder)
     if summary and summary["ok"]:
         raise UserError(f"The run in {folder} is complete: it has reached the end of its {summary['steps']} steps.")
-    config = load_config(file or stored_file, overrides)
+    config: Config = load_config(file or stored_file, overrides)
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
     if (config.model, config.trainer.reference) != (stored.model, stored.trainer.reference):
         config = with_folders(config)

@@ -95,7 +95,8 @@ def encode_body(message: Message) -> list[Frame]:
 
 def _pack(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
     # msgpack.packb allocates 256 KiB, which the system takes back each time: most of what a small message costs.
-    return msgpack.Packer(default=default, buf_size=1024).pack(value)
+    packed: bytes = msgpack.Packer(default=default, buf_size=1024).pack(value)
+    return packed
 
 
 def _limit(kind: str, what: str, size: int, limit: int) -> None:
@@ -184,7 +185,7 @@ def _array_frame(value: np.ndarray) -> Frame:
         raise MalformedError(f"an array of dtype {value.dtype.str} cannot travel")
     if value.ndim > MAX_DIMENSIONS or value.nbytes > MAX_FRAME_BYTES:
         raise MalformedError(f"an array of shape {value.shape} and {value.nbytes} bytes cannot travel")
-    return memoryview(np.ascontiguousarray(value)).cast("B") if value.size else b""
+    return np.ascontiguousarray(value).data.cast("B") if value.size else b""
 
 
 def _array(data: bytes, arrays: Sequence[Frame]) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import zmq
 
@@ -36,7 +36,9 @@ class Full(Exception):
 class Link(Protocol):
     """One socket."""
 
-    closed: bool
+    @property
+    def closed(self) -> bool:
+        """For good."""
 
     def send(self, frames: list[Frame]) -> None:
         """The memory of `frames` must not change later. Raises Full, Unreachable; on a closed link Unreachable."""
@@ -106,7 +108,7 @@ class ZmqNetwork:
         # A socket left open would hold up the interpreter's exit.
         self._context.destroy(linger=0)
 
-    def _socket(self, kind: int) -> zmq.Socket:
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
         """A socket that never holds up the process's end and notices a silent peer."""
         socket = self._context.socket(kind)
         socket.linger = 0
@@ -123,7 +125,7 @@ class ZmqNetwork:
 class ZmqOutlet:
     """A socket that only sends: a publisher's, which never has to wait."""
 
-    def __init__(self, socket: zmq.Socket) -> None:
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
 
     @property
@@ -137,7 +139,7 @@ class ZmqOutlet:
         except zmq.Again:
             raise Full("nobody is connected, or the queue is full") from None
         except zmq.ZMQError as error:
-            raise Unreachable(zmq.strerror(error.errno)) from None
+            raise Unreachable(error.strerror) from None
 
     async def send_when_possible(self, frames: list[Frame]) -> None:
         if not self.closed:
@@ -150,7 +152,7 @@ class ZmqOutlet:
 class ZmqLink(ZmqOutlet):
     """A socket and the one task that reads it, which hands every message to `receive`; what that raises is a crash."""
 
-    def __init__(self, socket: zmq.Socket, receive: Receive, on_crash: OnCrash) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], receive: Receive, on_crash: OnCrash) -> None:
         super().__init__(socket)
         self._receive = receive
         self._on_crash = on_crash
@@ -196,7 +198,7 @@ class ZmqLink(ZmqOutlet):
                     break
                 self._receive(frames)
             # Asking for the events also takes in what libzmq has not announced.
-            events = self._socket.events
+            events: Any = self._socket.events
             if events & zmq.POLLOUT:
                 self._writable.set()
             if events & zmq.POLLIN:
@@ -215,15 +217,15 @@ class ZmqLink(ZmqOutlet):
             if not frame.more:
                 return frames
 
-    def _ended(self, reader: asyncio.Task) -> None:
+    def _ended(self, reader: asyncio.Task[None]) -> None:
         if not reader.cancelled() and (error := reader.exception()):
             self._on_crash(error)
 
 
-def _bind(socket: zmq.Socket, address: str) -> str:
+def _bind(socket: zmq.Socket[bytes], address: str) -> str:
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
         socket.close()
-        raise OSError(error.errno, zmq.strerror(error.errno), address) from None
-    return socket.last_endpoint.decode()
+        raise OSError(error.errno, error.strerror, address) from None
+    return cast(bytes, socket.last_endpoint).decode()

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import AsyncGeneratorType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from protocols.codec import Frame, Header, decode_body, decode_header, encode, encode_body, encode_header
 from protocols.errors import (
@@ -61,7 +61,8 @@ class Request(NamedTuple):
 
 
 _Key = tuple[str, str]  # of a request: its sender and its id
-Handler = Callable[[Request], Awaitable[Message] | AsyncIterator[Message]]
+_Parts = AsyncGeneratorType[Message, None]
+Handler = Callable[[Request], Awaitable[Message] | _Parts]
 
 
 class Server:
@@ -127,11 +128,11 @@ class Server:
             call.task.cancel()
         elif header.kind == Credit.kind:
             try:
-                call.grant(decode_body(header.kind, frames).parts)
+                call.grant(cast(Credit, decode_body(header.kind, frames)).parts)
             except MalformedError as error:
                 self.counts[error.code] += 1
 
-    def _start(self, key: _Key, route: bytes, header: Header, frames: list[Frame]) -> None:
+    def _start(self, key: _Key, route: Frame, header: Header, frames: list[Frame]) -> None:
         sender = header.sender
         open_already = self._pending.get(sender, 0)
         try:
@@ -152,7 +153,7 @@ class Server:
         # Not in the task itself: one that is cancelled before its first step never runs at all.
         call.task.add_done_callback(partial(self._forget, key))
 
-    def _forget(self, key: _Key, task: asyncio.Task) -> None:
+    def _forget(self, key: _Key, task: asyncio.Task[None]) -> None:
         call = self._calls.pop(key)
         if task.cancelled():  # a late repeat of the request must not start it again
             self._keep(key, self._encode(_failure(StreamBrokenError("cancelled")), call.id))
@@ -161,12 +162,12 @@ class Server:
             del self._pending[key[0]]
 
     async def _answer(self, key: _Key, call: _Call, request: Request) -> None:
-        crash = None
+        crash: Exception | None = None
         try:
             result = self._handle(request)
             if isinstance(result, AsyncGeneratorType):
                 await self._stream(call, result)
-                answer = StreamEnd()
+                answer: Message = StreamEnd()
             else:
                 answer = await result
             frames = self._encode(answer, call.id, call.sent)
@@ -187,7 +188,7 @@ class Server:
         if len(self._answers) > MAX_ANSWERS_KEPT:
             self._answers.popitem(last=False)
 
-    async def _stream(self, call: _Call, parts: AsyncIterator[Message]) -> None:
+    async def _stream(self, call: _Call, parts: _Parts) -> None:
         self._keep_alive_later(call)
         try:
             async with contextlib.aclosing(parts):
@@ -216,10 +217,10 @@ class Server:
     def _encode(self, message: Message, reply_to: str = "", part: int = 0) -> list[Frame]:
         return encode(Header(message.kind, self.identity.name, self.run, reply_to=reply_to, part=part), message)
 
-    def _send(self, route: bytes, message: Message, reply_to: str = "", part: int = 0) -> Full | Unreachable | None:
+    def _send(self, route: Frame, message: Message, reply_to: str = "", part: int = 0) -> Full | Unreachable | None:
         return self._send_frames(route, self._encode(message, reply_to, part))
 
-    def _send_frames(self, route: bytes, frames: list[Frame]) -> Full | Unreachable | None:
+    def _send_frames(self, route: Frame, frames: list[Frame]) -> Full | Unreachable | None:
         """Why not: the asker is gone or full; it asks again if it still wants to know."""
         try:
             self._link.send([route, *frames])
@@ -235,10 +236,10 @@ class _Call:
 
     __slots__ = ("_granted", "id", "keep_alive", "known", "room", "route", "sent", "task")
 
-    def __init__(self, route: bytes, id: str) -> None:
+    def __init__(self, route: Frame, id: str) -> None:
         self.route = route
         self.id = id
-        self.task: asyncio.Task
+        self.task: asyncio.Task[None]
         self.keep_alive: asyncio.TimerHandle
         self.sent = self.known = 0
         self.room = STREAM_CREDIT
@@ -452,6 +453,7 @@ class _Inbox:
         self._timer = asyncio.get_running_loop().call_at(self._until, self._ring)
 
     def _ring(self) -> None:
+        assert self._timer is not None  # this is it
         early = self._timer.when() < self._until
         self._timer = None
         if early:
@@ -528,7 +530,7 @@ class Bus:
         self._ids = itertools.count()
         self._peers: dict[str, Peer] = {}
         self._others: list[Publisher | Subscriber] = []
-        self._closing: dict[asyncio.Task, None] = {}
+        self._closing: dict[asyncio.Task[None], None] = {}
         self._on_crash: OnCrash = _tell_loop
 
     def serve(self, address: str, handle: Handler, on_crash: OnCrash) -> str:
@@ -571,7 +573,8 @@ class Bus:
 
     async def close(self) -> None:
         """Cancel what is being answered, tell those who wait, and close the network."""
-        for part in (*self._others, *self._peers.values(), *([self.server] if self.server else [])):
+        parts: list[Publisher | Subscriber | Peer | Server] = [*self._others, *self._peers.values()]
+        for part in [*parts, self.server] if self.server else parts:
             await part.close()
         await asyncio.gather(*self._closing)
         self._network.close()

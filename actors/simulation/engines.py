@@ -251,7 +251,7 @@ class _Stream:
         self._parts: list[tuple[int, Weights, int]] = []
         self._since: float | None = None
         self._timer: Any = None
-        self._waiter: asyncio.Future | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._error: EngineError | None = None
         self.begun = False
 

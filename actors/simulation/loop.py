@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+Call = Callable[..., Any]
 Future = asyncio.Future
 _set_running_loop = asyncio._set_running_loop
 
@@ -69,7 +70,7 @@ class Scheduler:
         self.timers: list[tuple[float, int, Handle]] = []
         self.serial = count()
 
-    def call_at(self, when: float, callback: Callable, *args: Any, loop: ProcessLoop | None = None) -> Handle:
+    def call_at(self, when: float, callback: Call, *args: Any, loop: ProcessLoop | None = None) -> Handle:
         """Call at virtual time `when`: inside the process of `loop`, if it lives by then, or as the world itself."""
         handle = Handle((callback, args, loop, None, when))
         heappush(self.timers, (when, next(self.serial), handle))
@@ -138,7 +139,7 @@ class Scheduler:
             _set_running_loop(None)
 
 
-class Task(asyncio.Task):
+class Task(asyncio.Task[Any]):
     """A task whose place in a set does not depend on its address: task groups cancel in the order of a set."""
 
     __slots__ = ("_serial",)
@@ -165,15 +166,15 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.fuse = 0
         self.on_fuse: Callable[[], None] = self.kill
         self.held: list[Handle] = []
-        self.signals: dict[int, tuple[Callable, tuple]] = {}
+        self.signals: dict[int, tuple[Call, tuple[Any, ...]]] = {}
         self.on_exception: Callable[[ProcessLoop, dict[str, Any]], None] | None = None
         self.before_work: Callable[[], None] | None = None
         self.after_work: Callable[[], None] | None = None
         self._busy: dict[int, float] = {}
         self._serial = count(1)
         # Its own: to find them among those of all loops takes minutes where there are thousands of processes.
-        self._tasks: WeakSet[asyncio.Task] = WeakSet()
-        self._tasks_at_death: list[asyncio.Task] = []
+        self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+        self._tasks_at_death: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
         return f"<ProcessLoop {self.name} {self.state}>"
@@ -191,7 +192,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         for task in self._tasks_at_death:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
 
-    def pending_tasks(self) -> list[asyncio.Task]:
+    def pending_tasks(self) -> list[asyncio.Task[Any]]:
         return sorted((task for task in self._tasks if not task.done()), key=hash)
 
     def bury(self) -> None:
@@ -231,7 +232,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return self.scheduler.now + self.offset
 
-    def call_soon(self, callback: Callable, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
+    def call_soon(self, callback: Call, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
         handle = Handle((callback, args, self, context or copy_context(), 0.0))
         if self.state is not DEAD:
             self._ready.append(handle)
@@ -239,19 +240,21 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     call_soon_threadsafe = call_soon
 
-    def call_at(self, when: float, callback: Callable, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
+    def call_at(self, when: float, callback: Call, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
         handle = Handle((callback, args, self, context or copy_context(), when))
         if self.state is not DEAD:
             heappush(self._timers, (when - self.offset, next(self._order), handle))
         return handle
 
-    def call_later(self, delay: float, callback: Callable, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
+    def call_later(self, delay: float, callback: Call, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
         return self.call_at(self.scheduler.now + self.offset + delay, callback, *args, context=context)
 
-    def create_future(self) -> asyncio.Future:
+    def create_future(self) -> asyncio.Future[Any]:
         return Future(loop=self)
 
-    def create_task(self, coro: Coroutine, *, name: str | None = None, context: Context | None = None) -> asyncio.Task:  # type: ignore[override]
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
+    ) -> asyncio.Task[Any]:
         task = Task.__new__(Task)
         task._serial = next(self._serial)  # before __init__, which puts the task into a set
         task.__init__(coro, loop=self, name=name, context=context)  # type: ignore[misc]
@@ -260,7 +263,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._tasks.add(task)
         return task
 
-    def run_in_executor(self, executor: Any, func: Callable, *args: Any) -> asyncio.Future:  # type: ignore[override]
+    def run_in_executor(self, executor: Any, func: Call, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """The work happens at one instant, its caller hears of it at a later one. An executor of its own is one
         thread: its work does not overlap."""
         future = self.create_future()
@@ -274,7 +277,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.scheduler.call_at(begins + takes / 2, self._work, begins + takes, future, func, args, loop=self)
         return future
 
-    def _work(self, until: float, future: asyncio.Future, func: Callable, args: tuple) -> None:
+    def _work(self, until: float, future: asyncio.Future[Any], func: Call, args: tuple[Any, ...]) -> None:
         if self.before_work is not None:
             self.before_work()
             if self.state is DEAD:
@@ -289,7 +292,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             self.after_work()
         self.scheduler.call_at(until, _resolve, future, result, error, loop=self)
 
-    def add_signal_handler(self, sig: int, callback: Callable, *args: Any) -> None:
+    def add_signal_handler(self, sig: int, callback: Call, *args: Any) -> None:
         self.signals[sig] = (callback, args)
 
     def remove_signal_handler(self, sig: int) -> bool:
@@ -326,7 +329,7 @@ def _close(coroutine: Any) -> None:
             pass
 
 
-def _resolve(future: asyncio.Future, result: Any, error: Exception | None) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     if future.done():
         return
     if error is not None:

@@ -443,7 +443,7 @@ class Oracle:
         bounds = config.on_straggler in ("wait", "requeue")
         return Book(config.batch_size, config.max_staleness, bounds)
 
-    def _guard(self, check: Callable, *arguments: Any) -> None:
+    def _guard(self, check: Callable[..., Any], *arguments: Any) -> None:
         try:
             check(*arguments)
         except Violation as violation:

@@ -33,10 +33,10 @@ class Disk(sqlite3.Connection):
 class WatchedBus(Bus):
     """The real bus, whose handlers the world watches and interrupts. `on_start` hears (sender, id) of each call."""
 
-    watch: Callable[[Callable], Callable]
+    watch: Callable[[Callable[..., Any]], Callable[..., Any]]
     on_start: Callable[[tuple[str, str]], None]
 
-    def serve(self, address: str, handle: Callable, on_crash: Callable) -> str:
+    def serve(self, address: str, handle: Callable[..., Any], on_crash: Callable[..., Any]) -> str:
         bound = super().serve(address, self.watch(handle), on_crash)
         start, on_start = self.server._start, self.on_start
 
@@ -52,7 +52,7 @@ class WatchedJournal(Journal):
     """The real journal, whose events the oracle hears of. `marks`: how many there were after a task's last one."""
 
     oracle: Oracle
-    marks: dict[asyncio.Task | None, int]
+    marks: dict[asyncio.Task[Any] | None, int]
 
     def read(self) -> tuple[dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]:
         snapshot, events = super().read()

@@ -128,7 +128,7 @@ class Incarnation:
         self.mark = mark
         self.actor: Any = None
         self.bus: WatchedBus | None = None
-        self.task: asyncio.Task | None = None
+        self.task: asyncio.Task[Any] | None = None
         self.restart_after: float | None = None
         self.stays_away = False
         self.policy = (0, 0)
@@ -315,7 +315,7 @@ class World:
         judge = _Judge(self, one)
         return SimLearner(self.files, judge, one.loop.name, self.model.pace, self.random, self.model.doubtful)
 
-    def _ended(self, one: Incarnation, task: asyncio.Task) -> None:
+    def _ended(self, one: Incarnation, task: asyncio.Task[Any]) -> None:
         """A process has reached its end by itself."""
         if task.cancelled():
             how, ok = "was cancelled", False
