@@ -37,6 +37,7 @@ keep() {
 }
 
 # A role whose master stays away is not started again.
+# shellcheck disable=SC2329 # by keep
 role() {
   trap 'kill $!; exit 1' TERM
   python -m areal health --master "$MASTER" --wait 600 >/dev/null &
@@ -69,6 +70,7 @@ CUDA_VISIBLE_DEVICES='' keep "0 2" role python run.py "${others[@]}" &
 if ((NODE == 0)); then
   wait "$master"
   code=$?
+  # shellcheck disable=SC2046 # one word a job
   ((code)) && kill $(jobs -p)
 fi
 wait
