@@ -6,13 +6,17 @@ PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
 # Where pip finds PyTorch's CPU build, if not where it looks anyway.
 TORCH_INDEX ?=
 
-.PHONY: run test lint docs setup clean
+.PHONY: run test coverage lint docs setup clean
 
 run: setup
 	$(BIN)/python run.py $(ARGS)
 
 test: setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# The test suite, slower, and in build/coverage what it runs of the project, in all processes but those that are killed.
+coverage:
+	$(MAKE) test ARGS="--cov --cov-report=term --cov-report=html:build/coverage $(ARGS)"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -500,7 +500,7 @@ class Master(HandlesRequests):
 
     @handles(ScoringFailed)
     async def scoring_failed(self, request: Request) -> Done:
-        """A reward that only ever fails is a mistake, which nobody should have to wait for."""
+        """A reward or workflow that only ever fails is a mistake, which nobody should have to wait for."""
         self._member(request)
         if self._scored:
             return Done()
@@ -511,7 +511,7 @@ class Master(HandlesRequests):
             self._finish(
                 False,
                 f"Not one completion could be scored, and {failed} have failed, the last of them by {because}. Correct "
-                f"the reward and start again.",
+                f"that and start again.",
             )
         return Done()
 

@@ -7,8 +7,9 @@ import socket
 from pathlib import Path
 
 from areal import rewards
+from areal.addition import ALPHABET
 from areal.config import Config, UserError
-from areal.data import open_source
+from areal.data import Row, open_source, prompt_text
 from areal.models import resolve_model, resolve_reference
 from areal.sandbox import open_sandbox
 from areal.workflows import resolve_workflow
@@ -28,10 +29,21 @@ def check(config: Config) -> None:
         from areal.objectives import rehearse  # with torch, which only an objective of the user's own needs here
 
         rehearse(config.trainer)
-    open_source(config.data, config.seed)
-    if config.model != "quickstart":
+    source = open_source(config.data, config.seed)
+    if config.model == "quickstart":
+        check_characters(source.row(0))
+    else:
         resolve_model(config)
     resolve_reference(config)
+
+
+def check_characters(row: Row) -> None:
+    """Whether the quickstart's model can read such a row's prompt."""
+    if unknown := sorted(set(prompt_text(row.prompt)) - set(ALPHABET)):
+        raise UserError(
+            f"model=quickstart reads only the characters {ALPHABET}, but a prompt in data.source has {unknown[0]!r}: "
+            f"name another model."
+        )
 
 
 def check_port(address: str) -> None:

@@ -316,7 +316,7 @@ def _joined(parts: Sequence[TokenChunk], finish: str, end: int | None = None) ->
 
 
 class Sampler(Actor):
-    """Base of the roles that run the workflow on rows of the run's data. `scored`: completions."""
+    """Base of the roles that run the workflow on rows of the run's data. `scored`: what rewards and workflows gave."""
 
     def __init__(
         self, *args: Any, open_source: Callable[[DataConfig, int], PromptSource] = open_source,
@@ -362,7 +362,8 @@ class Sampler(Actor):
         return {"samples_scored": self.scored}
 
     def scoring_failed(self, reason: str) -> None:
-        """Of one completion. The master has to know while none at all has been scored: the reward may be to blame."""
+        """Of one completion. The master has to know while none at all has been scored: what the user wrote may be to
+        blame."""
         if not self.scored:
             self.spawn(self.ask_master(ScoringFailed(reason=reason[:4096]), Done), "scoring failed")
 
@@ -370,9 +371,12 @@ class Sampler(Actor):
         """One sample. Raises SampleFailed, also for what the user's own code raised: that is the sample's failure, not
         this actor's."""
         try:
-            return await self._workflow(session, row)
+            done = await self._workflow(session, row)
         except (SampleFailed, asyncio.CancelledError):
             raise
         except Exception as error:
             log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
+            self.scoring_failed(f"the workflow, which raised {type(error).__name__}: {error}")
             raise SampleFailed(f"the workflow raised {type(error).__name__}: {error}") from error
+        self.scored += 1  # not every workflow asks a reward actor
+        return done

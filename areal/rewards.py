@@ -86,7 +86,24 @@ def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., A
             inspect.signature(found).bind(**options)
         except TypeError as error:
             raise UserError(f"reward {name!r}: {error}: correct reward.options, which are {dict(options)}") from None
+    _check_call(name, found, is_class)
     return found
+
+
+def _check_call(name: str, found: Any, is_class: bool) -> None:
+    function = found.score if is_class else found
+    parameters = _parameters(function)
+    if not parameters:  # it tells nothing, or takes nothing; the first call shows which
+        return
+    bound = is_class and not isinstance(inspect.getattr_static(found, "score"), staticmethod | classmethod)
+    more = {"tokens": ()} if "tokens" in parameters else {}
+    try:
+        inspect.signature(function).bind(*[None] * bound, "", "", {}, **more)
+    except TypeError as error:
+        raise UserError(
+            f"reward {name!r}: {error}: it is called with prompt, completion and row, and with tokens where it "
+            f"has a parameter of that name"
+        ) from None
 
 
 def _find(name: str) -> Any:

@@ -38,12 +38,10 @@ def score_file(config: ScoringConfig, file: Path, output: TextIO, console: Conso
         bar = progress.add_task("scoring", total=len(rows))
         results, seconds = asyncio.run(_score_all(config, rows, output, lambda: progress.advance(bar)))
     scores = [result["score"] for result in results if result["status"] == "ok"]
-    mean = f", mean score {sum(scores) / len(scores):.4f}, {sum(s >= 1 for s in scores)} of them 1 or more"
-    console.print(
-        f"{len(scores)} of {len(rows)} completions scored in {seconds:.1f} s ({len(rows) / seconds:.1f}/s)"
-        f"{mean if scores else ''}",
-        soft_wrap=True,
-    )
+    told = f"{len(scores)} of {len(rows)} completions scored in {seconds:.1f} s ({len(rows) / seconds:.1f}/s)"
+    if scores:
+        told += f", mean score {sum(scores) / len(scores):.4f}, {sum(s >= 1 for s in scores)} of them 1 or more"
+    console.print(told, soft_wrap=True)
     for status, count in Counter(result["status"] for result in results if result["status"] != "ok").items():
         console.print(f"{status}: {count}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import configuration
 import pytest
@@ -30,8 +31,24 @@ def test_every_link_to_a_file_leads_to_one(page):
     assert not missing
 
 
-def test_the_example_of_the_quickstart_page_is_a_configuration():
+def examples(language: str) -> list[str]:
+    """Those of the quickstart's page."""
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+
+
+def test_the_examples_of_the_quickstart_page_are_configurations():
     from areal.config import Config
 
-    example = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
-    Config.model_validate(yaml.safe_load(example))
+    assert [Config.model_validate(yaml.safe_load(example)).name for example in examples("yaml")] == ["mine", "talks"]
+
+
+def test_the_reward_of_the_quickstart_page_knows_right_from_wrong():
+    (source,) = examples("python")
+    names: dict[str, Any] = {}
+    exec(source, names)
+    scores = [
+        names["digits_right"]("a75b48c30=", completion, {"answer": "432"})
+        for completion in ("a7512b4813c3004", "a7512b4812c3004", "a7512", "", "a7512b4813c3004" * 2)
+    ]
+    assert scores == [1, 2 / 3, 1 / 3, 0, 1 / 2]

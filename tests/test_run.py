@@ -169,6 +169,7 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         ),
         (["reward.options={addition: {base: 3}}"], "reward 'addition' has reward.options, but is a function"),
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
+        (["model=quickstart", "data.source=words.jsonl", "data.eval_size=0"], "but a prompt in data.source has ' '"),
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
         (["rollout_manager.workflow=verifiers"], "set data.source=verifiers:NAME"),
         (["rollout_manager.workflow_options.max_turns=2"], "it takes no options"),
@@ -182,6 +183,7 @@ def test_a_mistake_gets_one_sentence_before_anything_is_started(
 ):
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(ROW + '{"prompt": "a12b34="}\n')
+    Path("words.jsonl").write_text('{"prompt": "one and two", "answer": "three"}\n')
     check_refused(monkeypatch, capsys, ["--config", CONFIG, *small, *arguments], sentence)
 
 

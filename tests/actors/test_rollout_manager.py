@@ -23,7 +23,7 @@ async def workflow(session, row):
 def run(role, overlong_tokens):
     """The sample that an actor of this role gets, without a cluster around it."""
     actor = object.__new__(role)
-    actor._workflow = workflow
+    actor._workflow, actor.scored = workflow, 0
     actor.config = Config(
         model="m",
         steps=1,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import needs_namespaces
 
-from actors.sessions import Router, SampleFailed, SampleSession
+from actors.sessions import Router, SampleFailed, Sampler, SampleSession
 from areal.config import Config, UserError
 from areal.data import Row
 from areal.reward_pool import Quarantine
@@ -314,3 +314,16 @@ async def test_without_a_sandbox_the_sample_that_needs_one_fails():
     cluster.sandbox = sandbox
     with pytest.raises(SampleFailed, match="namespaces are forbidden"):
         await session.run_python("print(1)")
+
+
+async def test_the_master_hears_of_a_workflow_that_raises_as_of_a_reward_that_does():
+    async def of_the_user(session, row):
+        return {"a": 1.0}[row]
+
+    sampler = Cluster()
+    sampler._workflow = of_the_user
+    assert await Sampler.run_workflow(sampler, None, "a") == 1.0
+    assert (sampler.scored, sampler.failures) == (1, [])
+    with pytest.raises(SampleFailed, match="the workflow raised KeyError"):
+        await Sampler.run_workflow(sampler, None, "b")
+    assert (sampler.scored, sampler.failures) == (1, ["the workflow, which raised KeyError: 'b'"])

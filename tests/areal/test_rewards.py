@@ -95,6 +95,13 @@ class Judge:
 
 class NoJudge:
     pass
+
+def hasty(prompt, completion):
+    return 1.0
+
+class Hasty:
+    def score(self, completion):
+        return 1.0
 """
 
 
@@ -145,6 +152,8 @@ def test_what_a_function_takes_is_seen(own):
         ("own_reward_module:shrt", {}, "has no shrt: did you mean short"),
         ("own_reward_module:value", {}, "is a int: name a function, or a class"),
         ("own_reward_module:NoJudge", {}, "is a class without a method score: name"),
+        ("own_reward_module:hasty", {}, "too many positional arguments: it is called with prompt, completion and row"),
+        ("own_reward_module:Hasty", {}, "too many positional arguments: it is called with prompt, completion and row"),
         ("own_missing:short", {}, "ModuleNotFoundError: No module named 'own_missing'"),
         ("rewards/nothing.py:short", {}, "FileNotFoundError: .*rewards/nothing.py"),
         ("own_reward_module:short", {"x": 1}, "has reward.options, but is a function"),

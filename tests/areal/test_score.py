@@ -43,6 +43,14 @@ def test_every_line_gets_a_score_or_the_reason_why_there_is_none(score):
     assert "raised: 1" in said
 
 
+def test_a_reward_that_scores_nothing_leaves_the_reasons(score):
+    code, scores, said = score({"prompt": "?", "completion": "2"}, reward=("exact_match",))
+    assert code == 0
+    assert scores[0]["reason"] == "the row has no answer to compare with"
+    assert "0 of 1 completions scored" in said
+    assert "raised: 1" in said
+
+
 def test_several_rewards_add_up_and_are_told_apart(score, tmp_path, monkeypatch):
     (tmp_path / "scored_lengths.py").write_text("def short(prompt, completion, row):\n    return 0.25\n")
     monkeypatch.chdir(tmp_path)
