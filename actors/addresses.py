@@ -32,7 +32,9 @@ class Door:
     @classmethod
     def towards(cls, master: str, host: str | None = None, bind: str | None = None, ports: str = "*") -> Door:
         """By default both on the interface that leads to the master. Raises UserError."""
-        if ports != "*" and not (re.fullmatch(r"\d+-\d+", ports) and 0 < (first := port_range(ports))[0] <= first[1]):
+        if ports != "*" and not (
+            re.fullmatch(r"\d+-\d+", ports) and 0 < (found := port_range(ports))[0] <= found[1] < 65536
+        ):
             raise UserError(f"--ports {ports!r} is not a range of ports: write FIRST-LAST, such as 20000-20100.")
         nearest = host_towards(master)
         listens = bind or (host if host and _is_number(host) else nearest)

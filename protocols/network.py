@@ -13,7 +13,6 @@ import asyncio
 import functools
 import operator
 import random
-import socket as sockets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -191,6 +190,7 @@ class Watch:
         self._handle = handle
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(socket.fileno(), self._read)
+        self._loop.call_soon(self._read)  # libzmq announces nothing to whom it has not yet told that there is nothing
 
     def close(self) -> None:
         """Harmless on a closed one."""
@@ -374,25 +374,15 @@ class ZmqLink(ZmqOutlet):
 
 def _bind(socket: zmq.Socket, address: str) -> str:
     """The real address. Of a range, ports are tried from a random one on: many actors start at once. Raises OSError."""
-    host, _, ports = address.removeprefix("tcp://").rpartition(":")
-    host = _number_of(host)
+    host, _, ports = address.rpartition(":")
     first, dash, last = ports.partition("-")
     numbers = range(int(first), int(last) + 1) if dash else [ports]
     start = random.randrange(len(numbers))
     for number in [*numbers[start:], *numbers[:start]]:
         try:
-            socket.bind(f"tcp://{host}:{number}")
+            socket.bind(f"{host}:{number}")
         except zmq.ZMQError as error:
             failed = OSError(error.errno, zmq.strerror(error.errno), address)
         else:
             return socket.last_endpoint.decode()
     raise failed
-
-
-def _number_of(host: str) -> str:
-    """Of a name, its address: libzmq listens at addresses and interfaces alone."""
-    try:
-        address = sockets.getaddrinfo(host.strip("[]"), None, type=sockets.SOCK_STREAM)[0][4][0]
-    except sockets.gaierror:  # an interface, or a star
-        return host
-    return f"[{address}]" if ":" in address else address

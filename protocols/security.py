@@ -123,7 +123,7 @@ def retire_keys(folder: Path) -> Path:
 
 def _load(file: Path) -> list[Generation]:
     try:
-        with file.open() as opened:
+        with file.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
             text = opened.read()
     except FileNotFoundError:
