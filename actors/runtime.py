@@ -237,7 +237,8 @@ class Actor(HandlesRequests):
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, self._told_to_leave, sign.name)
         try:
-            await self._join(self.door.reached_at(self._serve()))
+            if not await self._join_unless_stopped(self.door.reached_at(self._serve())):
+                return self._stop.result()
             ending = await self._live()
             if not ending.fenced:
                 await self._leave(ending.reason)
@@ -257,6 +258,19 @@ class Actor(HandlesRequests):
             raise UserError(
                 f"Nothing can listen at {self.door.address} ({error.strerror}): change --bind, --host or --ports."
             ) from None
+
+    async def _join_unless_stopped(self, address: str) -> bool:
+        """Whether it has joined; whoever waits for a master can be told to leave."""
+        joining = asyncio.create_task(self._join(address), name="join")
+        try:
+            await asyncio.wait([joining, self._stop], return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                await joining
+                return True
+            return False
+        finally:
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
 
     async def _join(self, address: str) -> None:
         join = Join(role=self.role, index=self.index, address=address)
