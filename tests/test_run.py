@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -120,7 +119,6 @@ def test_roles_started_by_hand_train_adapters_on_policy_by_a_reward_of_the_users
     master = f"tcp://127.0.0.1:{free_port}"
     runs = [run("--role", "master", "--config", CONFIG, *small, *changes)]
     roles = ["trainer", "generator", "rollout_manager", "evaluator"]
-    time.sleep(5)  # a person starts the master first; a role waits ten seconds for it
     runs += [run("--role", role, "--master", master) for role in roles]
     runs += [run("--role", "reward", "--reward", "mine:short", "--master", master)]
     outputs = [started.wait(240) for started in runs]
