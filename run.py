@@ -175,6 +175,7 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
 
     from actors.supervisor import Supervisor
 
+    config_of_run(arguments)  # a master that is not there yet is waited for here, where it is seen
     rest = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
     rest += role_options(arguments, arguments.ports)
     rewards = [word for name in arguments.reward or [] for word in ("--reward", name)]
@@ -284,23 +285,7 @@ def build(role: str, arguments: argparse.Namespace):
 def join_ranks(arguments: argparse.Namespace) -> None:
     """Become one of the run's trainer ranks. Rank 0 returns and is the actor; a process that was started without
     torchrun turns into it where there are several ranks."""
-    from actors.addresses import host_of, host_towards, open_network
-    from actors.runtime import first_answer, incarnation
-    from protocols.messages import AskConfig
-    from protocols.transport import Bus
-
-    host_towards(arguments.master)
-    network = open_network(host_of(arguments.master))
-
-    async def ask() -> Config:
-        bus = Bus(f"trainer/?#{incarnation()}", network)
-        try:
-            answer = await first_answer(bus, arguments.master, AskConfig(), arguments.wait)
-        finally:
-            await bus.close()
-        return Config.model_validate(answer.values)
-
-    config = asyncio.run(ask())
+    config = config_of_run(arguments)
     if "RANK" in os.environ:
         if os.environ["RANK"] != "0":
             from actors.ranks import follow
@@ -312,6 +297,27 @@ def join_ranks(arguments: argparse.Namespace) -> None:
         # After the dashes torchrun leaves --master to us, which it would take for one of its own.
         ranks = ["--standalone", "--nproc-per-node", str(config.trainer.ranks), "--"]
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *ranks, *sys.argv])
+
+
+def config_of_run(arguments: argparse.Namespace) -> Config:
+    """What the master was given, once it is there. Raises UserError."""
+    from actors.addresses import host_of, host_towards, open_network
+    from actors.runtime import first_answer, incarnation
+    from protocols.messages import AskConfig
+    from protocols.transport import Bus
+
+    host_towards(arguments.master)
+    network = open_network(host_of(arguments.master))
+
+    async def ask() -> Config:
+        bus = Bus(f"{arguments.role[0]}/?#{incarnation()}", network)
+        try:
+            answer = await first_answer(bus, arguments.master, AskConfig(), arguments.wait)
+        finally:
+            await bus.close()
+        return Config.model_validate(answer.values)
+
+    return asyncio.run(ask())
 
 
 def leave(code: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from actors.addresses import host_of
+from actors.addresses import host_of, is_loopback
 from actors.run_state import RunState
 from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from areal.config import Config, UserError
@@ -379,6 +379,8 @@ class Master(HandlesRequests):
         self._pulses[identity] = _Pulse(self._now(), Counter())
         self._send_out(MembersChanged(changed=(member,)))
         log.info("joined", actor=identity, address=asked.address)
+        if len({is_loopback(host_of(m.address)) for m in self.state.members.values()}) > 1:
+            log.warning("some actors listen where other hosts cannot reach them: give those --host", joined=identity)
         return member
 
     def _free_index(self, role: str) -> int:

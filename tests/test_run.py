@@ -222,8 +222,8 @@ def test_what_has_to_be_imported_to_find_a_mistake_says_nothing_itself(run, smal
     assert len(output.strip().splitlines()) == 1
 
 
-def test_a_role_without_a_master_says_so(run, free_port):
-    started = run("--role", "generator", "--master", f"tcp://127.0.0.1:{free_port}", "--wait", "4")
+def test_roles_without_a_master_say_so(run, free_port):
+    started = run("--role", "generator", "--role", "reward", "--master", f"tcp://127.0.0.1:{free_port}", "--wait", "4")
     output = started.wait(60)
     assert started.code == 2
     assert "waiting for the master" in output

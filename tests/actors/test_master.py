@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
+import structlog
 
 from actors.master import UNSCORED_LIMIT, Master
 from areal.config import Config
@@ -71,8 +72,8 @@ class Caller:
     async def ask(self, message, seconds: float = SECONDS):
         return await self.bus.peer(self.address).ask(message, seconds)
 
-    async def join(self, index: int | None = None):
-        welcome = await self.ask(Join(role=self.role, index=index, address="tcp://127.0.0.1:1"))
+    async def join(self, index: int | None = None, listens: str = "tcp://127.0.0.1:1"):
+        welcome = await self.ask(Join(role=self.role, index=index, address=listens))
         self.bus.identity.name = welcome.identity
         return welcome
 
@@ -218,6 +219,17 @@ async def test_who_joins_in_the_place_of_another_replaces_it(config):
         with pytest.raises(RefusedError, match="not a member"):
             await old.beat()
         await new.bus.close()
+
+
+async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there_are_other_hosts(config):
+    with structlog.testing.capture_logs() as logs:
+        async with master_of(config), callers(config, "trainer", "reward"):
+            assert not [line for line in logs if line["log_level"] == "warning"]
+            elsewhere = Caller("generator", config.master.address)
+            await elsewhere.join(listens="tcp://10.0.0.7:1")
+            await elsewhere.bus.close()
+    warned = [line for line in logs if "cannot reach" in line["event"]]
+    assert [line["joined"] for line in warned] == ["generator/0#generator"]
 
 
 async def test_a_run_in_which_nothing_moves_says_who_waits_for_whom(config):
