@@ -9,7 +9,6 @@ for rewards, tools and environments. docs/workflows.md tells more.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import inspect
 import re
@@ -24,7 +23,7 @@ from areal import environments
 from areal.agents import agent
 from areal.agents import check as check_agent
 from areal.config import UserError
-from areal.conversation import Conversation, Generation, Message
+from areal.conversation import Conversation, Generation, Message, first_tokens
 from areal.data import Prompt, Row, prompt_text
 from areal.openai_api import Access
 from areal.plugins import load
@@ -168,16 +167,7 @@ def python_call(text: str) -> str | None:
 
 def _until_call(tokenizer: Any) -> Keep:
     """Ends a turn with the first call in it: what the policy would write next is the output that it imagines."""
-
-    def has_call(tokens: np.ndarray) -> bool:
-        return python_call(tokenizer.decode(tokens.tolist(), skip_special_tokens=True)) is not None
-
-    def keep(tokens: np.ndarray) -> int | None:
-        if not has_call(tokens):
-            return None
-        return 1 + bisect.bisect_left(range(1, len(tokens)), True, key=lambda n: has_call(tokens[:n]))
-
-    return keep
+    return lambda tokens: first_tokens(tokenizer, tokens, lambda text: python_call(text) is not None)
 
 
 def _cut(text: str, most: int) -> str:

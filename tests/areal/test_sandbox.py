@@ -346,7 +346,7 @@ async def test_mode_none_still_ends_what_takes_too_long():
         assert (await sandbox.run("while True: pass")).status == "timeout"
         daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)"
         assert (await sandbox.run(daemon)).status == "ok"
-        assert len(below(sandbox._launcher)) == 0
+        assert nothing_left(sandbox, set())
 
 
 class Fusion(BaseHTTPRequestHandler):
