@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from areal.data import prompt_text
+from areal.data import Prompt, prompt_text
 from areal.trajectory import NOT_SAMPLED, Trajectory
 
 Message = dict[str, Any]
@@ -140,6 +140,19 @@ class Conversation:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def begin(tokenizer: Any, prompt: Prompt) -> tuple[Conversation, list[Message]]:
+    """A conversation and its first messages. Messages go through the tokenizer's chat template where it has one; text
+    is taken as it is, and so is then all that follows."""
+    plain = isinstance(prompt, str)
+    messages = [user(prompt)] if plain else list(prompt)
+    return Conversation(tokenizer, plain=plain), messages
+
+
+def user(text: str) -> Message:
+    """A message to the policy."""
+    return {"role": "user", "content": text}
 
 
 def first_tokens(tokenizer: Any, tokens: np.ndarray, holds: Callable[[str], bool]) -> int | None:
