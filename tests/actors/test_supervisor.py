@@ -139,7 +139,7 @@ def whole(stage, config, tmp_path, monkeypatch):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110  # what is waited for happens in other processes
             await asyncio.sleep(0.02)
 
@@ -317,13 +317,14 @@ async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, c
     assert len(play.starts("generator")) == 1
 
 
-async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_path):
+async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_path, monkeypatch):
     notes = "def note(*_):\n    file = open('stopped', 'a')\n    file.write(role + chr(10))\n    file.close()\n    "
     slow = (
         notes + "sys.exit(0)\nsignal.signal(signal.SIGTERM, note)\nprint('up', flush=True)\nwhile True: time.sleep(1)"
     )
     hears = "print('up', flush=True)\nwait_for(Path('stopped'))\nprint('heard')"
     play = whole(trainer=slow, reward=hears)
+    monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 4.0)
     running = asyncio.create_task(play.supervisor.run_everything(config, [], [], ZmqNetwork()))
     await until(play.everybody_is_up)
     play.supervisor.interrupt(signal.SIGTERM)
