@@ -9,6 +9,8 @@ import sys
 
 # Set in the environment of what a supervisor starts.
 SUPERVISED = "AREAL_SUPERVISED"
+# Names the folder of the run's keys in the environment, or says `none`.
+KEYS = "AREAL_KEYS"
 _PR_SET_PDEATHSIG = 1
 
 

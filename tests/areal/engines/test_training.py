@@ -3,6 +3,9 @@
 Run under torchrun, this file is also the worker of the test of two ranks.
 """
 
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings
+from torch.utils.cpp_extension import _get_build_directory
 from transformers import AutoModelForCausalLM
 
 from areal.config import UserError
@@ -233,7 +237,7 @@ def test_the_learning_rate_falls_to_its_final_share_at_the_runs_last_step(engine
     assert rates_of(longer, 1)[0] > 0.9
 
 
-BATCHES = [make_batch(seed=seed) for seed in range(4)]
+BATCHES = [make_batch(groups=2, seed=seed) for seed in range(4)]
 
 
 def train(engine, batches):
@@ -263,7 +267,7 @@ def test_a_new_engine_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_pat
 def two_ranks(folder, tmp_path_factory):
     """What `work` wrote on two ranks."""
     out = tmp_path_factory.mktemp("two")
-    run_worker(__file__, "work", folder, out, ranks=2)
+    run_worker(__file__, folder, out, ranks=2)
     return out
 
 
@@ -293,8 +297,7 @@ def write_gradients(folder, out):
         engine.close()
 
 
-def test_two_new_processes_go_on_from_a_checkpoint_to_the_same_bits(folder, two_ranks):
-    run_worker(__file__, "go-on", folder, two_ranks, ranks=2)
+def test_two_ranks_go_on_from_a_checkpoint_to_the_same_bits(two_ranks):
     for name in CASES:
         assert_same_bits(two_ranks / f"{name}-resumed", two_ranks / f"{name}-straight")
         dtypes = {tensor.dtype for tensor in stored(two_ranks / f"{name}-checkpoint").values()}
@@ -400,6 +403,25 @@ def test_a_snapshot_is_what_is_written_whatever_is_trained_meanwhile(engine_of, 
     assert not tensors_equal(after / "model.safetensors", folder / "model.safetensors")
 
 
+BUILD = """
+from deepspeed.comm.torch import build_shm_op
+from areal.engines.training import build_communication
+
+build_communication()
+build_shm_op()  # as DeepSpeed does, while the ranks wait for one another
+"""
+
+
+def test_a_rank_that_was_killed_while_deepspeed_built_its_op_does_not_stop_those_after_it(engine_of, tmp_path):
+    engine_of()  # which has built it
+    shutil.copytree(Path(_get_build_directory("deepspeed_shm_comm", False)), tmp_path / "deepspeed_shm_comm")
+    left = tmp_path / "deepspeed_shm_comm" / "lock"
+    left.touch()
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", BUILD], env=environment, check=True, timeout=200)
+    assert not left.exists()
+
+
 def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match=str(tmp_path)):
         TrainingEngine(tmp_path, settings(), seed=0)
@@ -408,6 +430,7 @@ def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):
 def work(folder, out):
     write_gradients(folder, out)
     train_straight_and_stop(folder, out)
+    go_on(folder, out)
 
 
 CASES = {f"zero{stage}": {"zero_stage": stage, "minibatches": 1 + stage % 2} for stage in (0, 1, 2, 3)}
@@ -442,5 +465,4 @@ def go_on(folder, out):
 
 
 if __name__ == "__main__":
-    what, *folders = sys.argv[1:]
-    {"work": work, "go-on": go_on}[what](*map(Path, folders))
+    work(*map(Path, sys.argv[1:]))
