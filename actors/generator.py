@@ -110,10 +110,11 @@ class Generator(Actor):
 
     @handles(HandOver)
     async def hand_over_some(self, request: Request) -> Done:
+        if self._engine is None:
+            return Done()
         names = {_name(request.sender, sequence) for sequence in request.message.sequences}
         self._leaving |= names & self._sequences.keys()
-        if self._engine is not None:
-            self._engine.hand_over(names)
+        self._engine.hand_over(names)
         self._loaded.notify()
         return Done()
 
@@ -124,6 +125,8 @@ class Generator(Actor):
             raise BusyError("this generator takes no sequences now")
         sampling = SamplingConfig(temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=asked.max_new_tokens)
         name = _name(request.sender, asked.sequence)
+        if name in self._sequences:
+            raise RefusedError(f"sequence {asked.sequence!r} of {request.sender} runs already")
         self._sequences[name] = request.sender
         try:
             await self._loaded.until(lambda: self._engine.version >= asked.min_version or self._leaves(name))

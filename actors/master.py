@@ -21,10 +21,10 @@ from actors.run_state import RunState
 from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from areal.config import Config, UserError
 from areal.journal import Journal
-from areal.ledger import ZERO_SIGNAL, Answer, Batch, Ledger, RunEnded, StepRecord, Waiting
+from areal.ledger import ZERO_SIGNAL, Answer, Batch, Ledger, LedgerError, RunEnded, StepRecord, Waiting
 from areal.rewards import mean_parts
 from areal.run_folder import RunFolder
-from protocols.errors import FencedError, RefusedError
+from protocols.errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskConfig,
@@ -90,6 +90,9 @@ FILTERED_LIMIT = 100
 UNSCORED_LIMIT = 20
 UNSCORED_SECONDS = 30.0
 UNSCORED_LEAST = 3
+MARK_CHARACTERS = 64
+# All of them have to fit into a snapshot, and so into a message.
+MAX_MEMBERS = 4096
 ROLES = ("trainer", "generator", "reward", "rollout_manager")
 # What generators count from their start on; a step's metrics have the sums over all of them.
 COUNTERS = (
@@ -201,7 +204,10 @@ class Master(HandlesRequests):
         return self._durably(super().dispatch(request))
 
     async def _durably(self, answer: Awaitable[Message]) -> Message:
-        result = await answer
+        try:
+            result = await answer
+        except LedgerError as error:  # the asker's mistake, which has changed nothing
+            raise RefusedError(str(error)) from None
         await self.journal.durable()
         return result
 
@@ -359,6 +365,8 @@ class Master(HandlesRequests):
     async def join(self, request: Request) -> Welcome:
         asked: Join = request.message
         mark = request.sender.rpartition("#")[2]
+        if len(mark) > MARK_CHARACTERS:
+            raise RefusedError(f"an incarnation has at most {MARK_CHARACTERS} characters")
         member = self._joined_already(asked, mark) or self._admit_member(asked, mark)
         return Welcome(identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot())
 
@@ -369,6 +377,8 @@ class Master(HandlesRequests):
 
     def _admit_member(self, asked: Join, mark: str) -> Member:
         # There is one trainer: whoever comes takes the place of the one before.
+        if len(self.state.members) >= MAX_MEMBERS:
+            raise BusyError(f"a run has at most {MAX_MEMBERS} members")
         index = 0 if asked.role == "trainer" else asked.index
         index = self._free_index(asked.role) if index is None else index
         identity = f"{asked.role}/{index}#{mark}"
@@ -494,8 +504,8 @@ class Master(HandlesRequests):
     @handles(GroupFailed)
     async def group_failed(self, request: Request) -> Done:
         owner, failed = self._member(request, "rollout_manager").identity, request.message
-        log.warning("group failed", group=failed.group, reason=failed.reason)
         if self.ledger.failed(failed.group, owner, failed.reason) is Answer.ACCEPTED:
+            log.warning("group failed", group=failed.group, reason=failed.reason)
             self.state.emit("tokens_discarded", count=failed.discarded)
         self._changed.notify()
         return Done()
@@ -621,6 +631,7 @@ class Master(HandlesRequests):
         groups = record.batch.group_ids
         rewards = [state.rewards[group] for group in groups]
         metrics = {
+            **commit.metrics,
             "step": commit.version,
             "reward_mean": sum(rewards) / len(rewards),
             "reward_mean_all": state.score / state.scored if state.scored else None,
@@ -636,12 +647,13 @@ class Master(HandlesRequests):
             "groups_alive": self.ledger.alive,
             "groups_left_over": self._left_over or 0,
             "starved_seconds": self._starved,
-            **commit.metrics,
             "prompts": list(record.prompts),
             "discarded": state.discarded.copy(),
         }
         # Before its first step the trainer also waits for the others to start, which is no part of the step.
-        metrics["trainer_wait_seconds"] = min(metrics["trainer_wait_seconds"], metrics["step_seconds"])
+        metrics["trainer_wait_seconds"] = min(
+            commit.metrics.get("trainer_wait_seconds") or 0.0, metrics["step_seconds"]
+        )
         self._counted, self._step_begun = Counter(), now
         self._starved, self._left_over = 0.0, None
         return metrics
