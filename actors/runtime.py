@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 import structlog
 
+from actors import prometheus
 from actors.logs import write_log_file
 from areal.config import Config, UserError
 from protocols.errors import BusError, DeadlineError, FencedError, RefusedError
@@ -37,6 +39,7 @@ from protocols.messages import (
     PolicyPublished,
     Shutdown,
     Snapshot,
+    Span,
 )
 from protocols.transport import Bus, Request, Subscriber
 
@@ -46,6 +49,8 @@ CONTROL_SECONDS = 10.0
 LEAVE_SECONDS = 2.0
 # What `teardown` may take: the whole stop has to fit into ten seconds.
 TEARDOWN_SECONDS = 6.0
+# Between two heartbeats; the newest count.
+SPANS_KEPT = 64
 
 M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
@@ -149,6 +154,8 @@ class Actor(HandlesRequests):
         self._told: asyncio.Future[str] = loop.create_future()
         self._crash: asyncio.Future[None] = loop.create_future()
         self._sequence = 0
+        self._numbers: dict[str, float] = {}  # of the last heartbeat
+        self._spans: deque[tuple[str, float, float]] = deque(maxlen=SPANS_KEPT)
         self._events: Subscriber | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -208,6 +215,10 @@ class Actor(HandlesRequests):
         """Run beside `main`; a failure of it is the actor's failure."""
         return self._tasks.create_task(work, name=name)
 
+    def took(self, what: str, began: float, seconds: float) -> None:
+        """Tell the master, for those who look at the run, what this actor did; `began`: by the clock of its loop."""
+        self._spans.append((what, began, seconds))
+
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
         return [m for m in self.directory.values() if m.role == role and (m.state == "healthy" or not healthy)]
 
@@ -254,6 +265,7 @@ class Actor(HandlesRequests):
         self.config = Config.model_validate(welcome.config)
         self.index = int(welcome.identity.split("/")[1].split("#")[0])
         self._keep_log(self.config.folder / "logs" / f"{self.role}-{self.index}.jsonl")
+        prometheus.serve(self.config.observe, self.role, self.index, lambda: self._numbers)
         await self._believe(welcome.snapshot)
 
     async def _live(self) -> Ending:
@@ -322,8 +334,9 @@ class Actor(HandlesRequests):
     async def _beat(self) -> None:
         beat = Heartbeat(
             state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats(),
-            engagement=self.engagement(),
+            engagement=self.engagement(), spans=self._take_spans(),
         )  # fmt: skip
+        self._numbers = {"healthy": float(beat.state == "healthy"), **beat.stats}
         answer = await self.ask_master(beat, HeartbeatAnswer)
         if answer.ended:
             return self.stop(True, "the run is over")
@@ -331,6 +344,12 @@ class Actor(HandlesRequests):
         if answer.sequence > self._sequence:
             # An event was lost or is still on its way, or the master is a new one; the snapshot is newer in any case.
             await self._believe(await self.ask_master(AskSnapshot(), Snapshot))
+
+    def _take_spans(self) -> tuple[Span, ...]:
+        now = asyncio.get_running_loop().time()
+        spans = tuple(Span(name=what, ago=now - began, seconds=seconds) for what, began, seconds in self._spans)
+        self._spans.clear()
+        return spans
 
     # --- events
 

@@ -6,7 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
 # Set in the environment of what a supervisor starts.
 SUPERVISED = "AREAL_SUPERVISED"
 _PR_SET_PDEATHSIG = 1

@@ -40,7 +40,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 Array = InstanceOf[np.ndarray]
 Name = Annotated[str, Field(max_length=256)]
@@ -171,15 +171,25 @@ class LoadTold(Part):
     version: int
 
 
+class Span(Part):
+    """Something an actor did, which began `ago` seconds before this was sent and took `seconds`."""
+
+    name: Name
+    ago: float
+    seconds: float
+
+
 class Heartbeat(Message):
-    """Sent every second. `serves` names what the actor offers; `stats` are gauges and counters by name. A generator is
-    healthy once it has loaded the policy that was current when it joined. `engagement`: of a generator."""
+    """Sent every second. `serves` names what the actor offers; `stats` are gauges and counters by name; `spans` are
+    what it did since the one before. A generator is healthy once it has loaded the policy that was current when it
+    joined. `engagement`: of a generator."""
 
     state: State
     serves: tuple[Name, ...]
     activity: Annotated[str, Field(max_length=512)]
     stats: dict[str, float]
     engagement: Engagement | None = None
+    spans: tuple[Span, ...] = ()
 
 
 class HeartbeatAnswer(Message):
@@ -486,7 +496,9 @@ class EvaluationAbandoned(Message):
 
 
 class AskStatus(Message):
-    pass
+    """`since`: with the newest steps after this one; None: without any."""
+
+    since: int | None = None
 
 
 class Status(Message):

@@ -175,6 +175,7 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["evaluator.temperature=0", "evaluator.samples=4"], "evaluator.samples is 4"),
         (["sampling.temperature=0"], "sampling.temperature is 0"),
         (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
+        (["observe.prometheus_port=0"], "observe.prometheus_port is 0"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_anything_is_started(
@@ -191,6 +192,18 @@ def test_a_port_in_use_is_told(small, free_port, monkeypatch, capsys):
         taken.listen()
         arguments = ["--config", CONFIG, *small]
         check_refused(monkeypatch, capsys, arguments, f"cannot listen at tcp://127.0.0.1:{free_port}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--role", "monitor"], "Say where the master is"),
+        (["--role", "monitor", "--role", "reward", "--master", "tcp://127.0.0.1:1"], "Start the monitor by itself"),
+        (["--role", "monitor", "--master", "node0"], "is not an address"),
+    ],
+)
+def test_a_monitor_without_a_master_to_look_at_says_so(monkeypatch, capsys, arguments, sentence):
+    check_refused(monkeypatch, capsys, arguments, sentence)
 
 
 def check_refused(monkeypatch, capsys, arguments: list[str], sentence: str) -> None:
