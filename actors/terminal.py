@@ -17,7 +17,7 @@ from actors.monitor import REFRESH_SECONDS, Feed, actors_table, rate
 from protocols.errors import BusError
 
 STEPS_SHOWN = 512
-BAR = 24
+BAR = 16
 
 Step = dict[str, Any]
 
@@ -54,8 +54,7 @@ class Plot(Vertical):
             low, high = min(values), max(values)
             span = f"  [dim]{low:{self._form}} to {high:{self._form}}[/]"
             self.query_one(Static).update(f"[b]{self._title}[/]  {values[-1]:{self._form}}{span}")
-            # A sparkline's bars start at the lowest value: where all are the same, they are drawn in the middle.
-            self.query_one(Sparkline).data = values if high > low else [0.0, *[0.5] * len(values), 1.0]
+            self.query_one(Sparkline).data = values
 
 
 class Dashboard(App[None]):

@@ -107,8 +107,8 @@ class Tracker:
         for name, sink in list(self._sinks.items()):
             try:
                 sink(record[key], numbers, record.get("time", time.time()))
-            except Exception:  # code of others, on machines of others
-                log.exception("gets no more", sink=name)
+            except Exception as error:  # code of others, on machines of others
+                log.warning("gets no more", sink=name, error=repr(error))
                 del self._sinks[name]
 
 
@@ -131,8 +131,8 @@ def open_sinks(config: Config, folder: Path) -> dict[str, Sink]:
         if getattr(config.observe, name):
             try:
                 sinks[name] = opener(config, folder)
-            except Exception:  # no network, no key, no room
-                log.exception("cannot be opened", sink=name)
+            except Exception as error:  # no network, no key, no room
+                log.warning("cannot be opened", sink=name, error=repr(error))
     return sinks
 
 
