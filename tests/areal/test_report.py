@@ -154,7 +154,7 @@ def test_a_whole_run_has_its_headlines_and_every_figure(whole):
     page = Page(whole)
     for words in ("2.5% → 91.3%", "37.2", "staleness, max (bound 8)", "1.5e-04", "12,800", "name: demo"):
         assert page.says(words), words
-    assert page.tags.count("svg") == len(TITLES)
+    assert page.tags.count("svg") == len(TITLES) + 1  # the timeline
     for title in TITLES:
         assert page.says(title), title
 
