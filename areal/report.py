@@ -292,6 +292,8 @@ def timeline_figure(spans: Sequence[tuple[Span, bool]]) -> Any:
     axes.set_yticks(range(1, len(actors) + 1), reversed(actors))
     axes.set_xlabel("seconds, up to the end of the last step", color=INK)
     axes.tick_params(colors=INK)
+    axes.grid(axis="x", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(INK)
