@@ -164,12 +164,12 @@ def test_a_run_goes_on_after_it_lost_its_generators_was_stopped_and_lost_its_mac
     started = run("--config", CONFIG, *small, "steps=100000")
     lose_generators(started, folder)
     for end in chaos.sample([stop, lose_machine], 2):
-        after_steps(started, folder, chaos.randint(2, 5))
+        after_steps(started, folder, chaos.randint(2, 4))
         time.sleep(chaos.uniform(0, PHASE_SECONDS))
         print(f"step {steps_done(folder)}: {end.__name__}")
         end(started)
         assert not processes_mentioning(f"tcp://127.0.0.1:{free_port}")
-        last = steps_done(folder) + 15
+        last = steps_done(folder) + 8
         started = run("--resume", str(folder), "generator.count=1", f"steps={last}")
     check_finished(started, folder, SECONDS_OF_A_SMALL_RUN)
 
@@ -191,7 +191,7 @@ def lose_generators(run: Run, folder: Path) -> None:
     wait_for(run, lambda: "generator/0 exited with 3" in run.output)
     os.kill(leaving.pid, signal.SIGTERM)
     wait_for(run, lambda: "generator/1 has left" in run.output)
-    after_steps(run, folder, 6)  # by the new generator/0 alone
+    after_steps(run, folder, 4)  # by the new generator/0 alone
 
 
 def stop(run: Run) -> None:

@@ -19,6 +19,7 @@ HANDLERS: dict[str, tuple[str, ...]] = {
         "join", "heartbeat", "leave", "ask_snapshot", "ask_permits", "renew_leases", "group_started", "group_failed",
         "ask_recovery", "publish_policy", "group_ready", "ask_batch", "commit_step", "checkpoint_saved",
         "training_finished", "training_failed", "ask_evaluation", "evaluation_done", "evaluation_abandoned",
+        "scoring_failed",
     ),
     "trainer": ("store_group",),
     "generator": ("generate", "hand_over"),
@@ -299,6 +300,7 @@ _PROVOKED_BY = {
     "leave": _draw_leaves,
     "publish_policy": _draw_trainer_kill,
     "renew_leases": _draw_stragglers,
+    "scoring_failed": _draw_scores,
 }
 
 _DRAWS = {

@@ -407,12 +407,16 @@ def test_a_number_is_an_answer(score):
     assert score("#### 18", 18) == score("#### 0.5", 0.5) == 1.0
 
 
-@pytest.mark.parametrize("form", ["#### {}", "\\boxed{{{}}}", "The answer is {}.", "so she makes ${} a day", "{}"])
-def test_gsm8k_is_scored_without_algebra_and_without_a_mistake(score, no_algebra, form):
+@pytest.mark.parametrize(
+    ("form", "every"),
+    [("#### {}", 1), ("\\boxed{{{}}}", 1), ("The answer is {}.", 10), ("so she makes ${} a day", 10), ("{}", 10)],
+)
+def test_gsm8k_is_scored_without_algebra_and_without_a_mistake(score, no_algebra, form, every):
     assert len(GSM8K) == 1319
-    others = [str(int(gold.replace(",", "")) + 1) for gold in GSM8K]
-    assert [gold for gold in GSM8K if score(form.format(gold), f"#### {gold}") != 1.0] == []
-    assert [gold for gold, other in zip(GSM8K, others, strict=True) if score(form.format(other), gold) != 0.0] == []
+    golds = GSM8K[::every]
+    others = [str(int(gold.replace(",", "")) + 1) for gold in golds]
+    assert [gold for gold in golds if score(form.format(gold), f"#### {gold}") != 1.0] == []
+    assert [gold for gold, other in zip(golds, others, strict=True) if score(form.format(other), gold) != 0.0] == []
 
 
 def test_it_works_in_any_thread(score):

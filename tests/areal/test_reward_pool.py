@@ -331,28 +331,6 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_job(tmp_path):
     os.kill(grandchild, signal.SIGKILL)
 
 
-HOSTILE = [
-    "\\boxed{" + "(" * 140 + "1" + ")" * 140 + "}",
-    "\\boxed{10^{10^{10}}}",
-    "10**10**10",
-    "\\boxed{(10^9)!}",
-    "{" * 100_000,
-    "1" * 100_000,
-    "\\boxed{" * 20_000,
-    "\\boxed{" + "\\frac{1}{" * 25 + "2" + "}" * 26,
-]
-
-
-async def test_hostile_mathematics_is_scored_or_times_out_and_the_pool_lives():
-    async with RewardPool(["math"], RewardConfig(functions="math", timeout_seconds=0.8, cache_size=0)) as pool:
-        for completion in HOSTILE:
-            try:
-                assert await score(pool, "math", "", completion, {"answer": "18"}) == 0.0
-            except RewardFailed as error:
-                assert error.kind == "timeout"
-            assert await score(pool, "math", "", "\\boxed{18}", {"answer": "#### 18"}) == 1.0
-
-
 def test_a_worker_imports_neither_torch_nor_a_library_it_does_not_need():
     code = (
         "import areal.reward_worker, sys; sys.exit(any(n in sys.modules for n in ('torch', 'sympy', 'reasoning_gym')))"
