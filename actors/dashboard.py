@@ -22,9 +22,8 @@ from areal.config import UserError
 from areal.report import FILES_OF_A_RUN
 from areal.run_folder import NewRecords, read_summary
 
-# Of the timeline, up to the newest event; that many events at most.
+# Of the timeline, up to the newest event.
 WINDOW_SECONDS = 120.0
-EVENTS_KEPT = 20_000
 LEFT_OUT = ("prompts", "discarded")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
@@ -46,7 +45,7 @@ class RunView:
         self._new_events = NewRecords(folder / timeline.FILE)
         self._steps: list[dict[str, Any]] = []
         self._evaluated: list[dict[str, Any]] = []
-        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
+        self._events: deque[dict[str, Any]] = deque()
         self._actors: dict[str, dict[str, Any]] = {}
 
     def since(self, step: int) -> dict[str, Any]:
@@ -66,14 +65,17 @@ class RunView:
 
     def _read(self) -> None:
         for record in self._metrics.read():
-            self._steps.append({k: _finite(v) for k, v in record.items() if k not in LEFT_OUT})
-        self._evaluated += self._evaluations.read()
-        for event in self._new_events.read():
+            self._steps.append(_finite({k: v for k, v in record.items() if k not in LEFT_OUT}))
+        self._evaluated += _finite(self._evaluations.read())
+        for event in _finite(self._new_events.read()):
             self._events.append(event)
             if event.get("state") == timeline.GONE:
                 self._actors.pop(event["actor"], None)
             elif "state" in event:
                 self._actors[event["actor"]] = event
+        # What an actor says is recorded again and again: of what began earlier there is a later event.
+        while self._events and self._events[0]["time"] < self._events[-1]["time"] - WINDOW_SECONDS:
+            self._events.popleft()
 
     def _lanes(self) -> list[dict[str, Any]]:
         """By actor: what it did in the last WINDOW_SECONDS, as (name, seconds before the end, seconds, whether it
@@ -136,6 +138,10 @@ def serve(folder: Path, host: str, port: int, token: str | None) -> None:
 
 def _finite(value: Any) -> Any:
     """JSON in a browser has no infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

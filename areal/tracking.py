@@ -44,15 +44,20 @@ def check(config: ObserveConfig) -> None:
 
 
 def start(config: Config) -> subprocess.Popen | None:
-    """The process that follows the run in `config.folder`; None where nothing is to be told to anybody."""
+    """The process that follows the run in `config.folder`; None where nothing is to be told to anybody, or no process
+    can be started, which is no reason for a run to fail."""
     own = config.observe
     if not (own.tensorboard or own.wandb or own.trackio):
         return None
-    with (config.folder / "logs" / "track.out").open("a") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", "areal", "track", str(config.folder)],
-            cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-        )  # fmt: skip
+    try:
+        with (config.folder / "logs" / "track.out").open("a") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "areal", "track", str(config.folder)],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            )  # fmt: skip
+    except OSError as error:
+        log.warning("nothing is tracked", error=str(error))
+        return None
 
 
 def finish(process: subprocess.Popen | None, folder: Path) -> None:

@@ -39,6 +39,14 @@ async def test_the_page_stands_alone_and_asks_for_what_is_new(folder):
         assert [s["step"] for s in (await (await page.get("/data?since=2")).json())["steps"]] == [3]
 
 
+async def test_a_browser_can_read_whatever_is_recorded(folder):
+    said = {"time": 1.0, "actor": "trainer/0", "state": "healthy", "activity": "", "stats": {"lr": math.nan}}
+    add(folder, "metrics.jsonl", {"step": 1, "reward_parts": {"format": -math.inf}})
+    add(folder, "evaluations.jsonl", {"version": 1, "accuracy": math.nan})
+    add(folder, "events.jsonl", said)
+    json.dumps(RunView(folder).since(0), allow_nan=False)
+
+
 async def test_actors_are_shown_as_they_last_were_until_they_are_gone(folder):
     def said(at: float, actor: str, activity: str, state: str = "healthy") -> dict:
         return {"time": at, "actor": actor, "state": state, "activity": activity, "stats": {}}

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
 from actors import prometheus
 from areal.config import ObserveConfig
-
-ROOT = Path(__file__).parents[2]
-DASHBOARD = ROOT / "configs" / "deploy" / "grafana.json"
 
 
 @pytest.fixture
@@ -60,12 +54,3 @@ def test_an_actor_lives_without_a_port(serve, monkeypatch):
 
     monkeypatch.setattr("prometheus_client.start_http_server", refuse)
     assert serve(5, running=1.0) is None
-
-
-def test_the_dashboard_asks_for_metrics_that_there_are():
-    targets = [panel["targets"] for panel in json.loads(DASHBOARD.read_text())["panels"]]
-    files = [file for folder in ("actors", "areal") for file in (ROOT / folder).rglob("*.py")]
-    sources = "".join(file.read_text() for file in files)
-    for name in set(re.findall(r"areal_(\w+)", json.dumps(targets))):
-        word = name.removesuffix("_total").removeprefix("step_").removeprefix("groups_")
-        assert re.search(rf'"{word}"', sources) or re.search(rf'"{word.removesuffix("_seconds")}"', sources), name

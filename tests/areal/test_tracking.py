@@ -111,6 +111,10 @@ def test_what_is_configured_and_not_installed_is_told_before_anything_starts(mon
     tracking.check(ObserveConfig())
 
 
+def test_a_process_that_cannot_be_started_is_no_failure_of_the_run(tmp_path):
+    assert tracking.start(SimpleNamespace(observe=ObserveConfig(), folder=tmp_path / "missing")) is None
+
+
 def test_a_process_that_does_not_end_in_time_is_not_waited_for(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     tracking.finish(process, tmp_path)
