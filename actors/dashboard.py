@@ -58,7 +58,7 @@ class RunView:
             "max_staleness": config.get("max_staleness"),
             "steps": [record for record in self._steps if record["step"] > step],
             "evaluations": self._evaluated,
-            "actors": list(self._actors.values()),
+            "actors": [self._actors[actor] for actor in sorted(self._actors)],
             "lanes": self._lanes(),
             "ended": (read_summary(self._folder) or {}).get("reason"),
         }

@@ -410,8 +410,8 @@ class Master(HandlesRequests):
     async def heartbeat(self, request: Request) -> HeartbeatAnswer:
         member, beat = self._member(request), request.message
         self._listen(self._pulses[member.identity], beat)
-        spans = [(span.name, span.ago, span.seconds) for span in beat.spans]
-        self.folder.heard(_name(member.identity), beat.state, beat.activity, beat.stats, spans)
+        spans = [(span.name, span.began, span.seconds) for span in beat.spans]
+        self.folder.heard(_name(member.identity), beat.state, beat.activity, beat.stats, beat.clock, spans)
         if (beat.state, beat.serves) != (member.state, member.serves):
             self._change(member, state=beat.state, serves=beat.serves)
             self._progress()

@@ -155,7 +155,7 @@ class Actor(HandlesRequests):
         self._crash: asyncio.Future[None] = loop.create_future()
         self._sequence = 0
         self._numbers: dict[str, float] = {}  # of the last heartbeat
-        self._spans: deque[tuple[str, float, float]] = deque(maxlen=SPANS_KEPT)
+        self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._events: Subscriber | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -217,7 +217,7 @@ class Actor(HandlesRequests):
 
     def took(self, what: str, began: float, seconds: float) -> None:
         """Tell the master, for those who look at the run, what this actor did; `began`: by the clock of its loop."""
-        self._spans.append((what, began, seconds))
+        self._spans.append(Span(name=what, began=began, seconds=seconds))
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
         return [m for m in self.directory.values() if m.role == role and (m.state == "healthy" or not healthy)]
@@ -334,8 +334,9 @@ class Actor(HandlesRequests):
     async def _beat(self) -> None:
         beat = Heartbeat(
             state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats(),
-            engagement=self.engagement(), spans=self._take_spans(),
+            engagement=self.engagement(), spans=tuple(self._spans), clock=asyncio.get_running_loop().time(),
         )  # fmt: skip
+        self._spans.clear()
         self._numbers = {"healthy": float(beat.state == "healthy"), **beat.stats}
         answer = await self.ask_master(beat, HeartbeatAnswer)
         if answer.ended:
@@ -344,12 +345,6 @@ class Actor(HandlesRequests):
         if answer.sequence > self._sequence:
             # An event was lost or is still on its way, or the master is a new one; the snapshot is newer in any case.
             await self._believe(await self.ask_master(AskSnapshot(), Snapshot))
-
-    def _take_spans(self) -> tuple[Span, ...]:
-        now = asyncio.get_running_loop().time()
-        spans = tuple(Span(name=what, ago=now - began, seconds=seconds) for what, began, seconds in self._spans)
-        self._spans.clear()
-        return spans
 
     # --- events
 

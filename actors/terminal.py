@@ -101,7 +101,8 @@ class Dashboard(App[None]):
         except BusError as error:
             waiting.update(f"The master does not answer: {error}")
             return
-        self.show(status)
+        if self.is_running:  # the person may have left meanwhile
+            self.show(status)
 
     def show(self, status: dict[str, Any]) -> None:
         self._steps.extend(status["recent"])

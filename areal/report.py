@@ -271,7 +271,7 @@ def timeline_of(run: Run) -> list[tuple[Span, bool]]:
     for span, is_measured in found:
         begin, until = max(span.begin - end, -TIMELINE_SECONDS), min(span.begin + span.seconds - end, 0.0)
         if until > begin and not span.actor.startswith("master"):
-            shown.append((Span(span.actor, re.sub(r"\W*\d+.*", "", span.name), begin, until - begin), is_measured))
+            shown.append((Span(span.actor, span.kind, begin, until - begin), is_measured))
     return sorted(shown, key=lambda pair: pair[0].actor)
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,9 @@ FLUSH_SECONDS = 1.0
 # more than ACTORS_AT_ONCE would.
 EVERY_SECONDS = 1.0
 ACTORS_AT_ONCE = 50
+# Messages are delayed, by seconds where a process is busy: the least delayed one of so many tells how an actor's clock
+# differs from the master's.
+DELAYS_KEPT = 60
 GONE = "gone"
 # Of a step, in the order in which the trainer does them. It commits the step at the end of them.
 PHASES = ("save", "trainer_wait", "fetch", "train", "publish_wait", "snapshot")
@@ -46,23 +51,30 @@ class EventLog:
         self._clock = clock
         self._lines: list[str] = []
         self._said: dict[str, tuple[float, str, str]] = {}  # by actor: when it was written, state, activity
+        self._behind: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DELAYS_KEPT))
         self._flushed = clock()
         self._failed = False
 
     def heard(
         self, actor: str, state: str, activity: str, stats: dict[str, float],
-        spans: Iterable[tuple[str, float, float]] = (),
+        clock: float | None = None, spans: Iterable[tuple[str, float, float]] = (),
     ) -> None:  # fmt: skip
-        """What an actor has just said. spans: (what it did, how many seconds ago that began, for how many seconds)."""
+        """What an actor said at `clock` by its own clock; None: now. spans: (what it did, when that began by its own
+        clock, for how many seconds)."""
         now = self._clock()
-        for name, ago, seconds in spans:
-            self._add({"time": now - ago, "actor": actor, "span": name, "seconds": seconds})
+        if clock is not None:
+            behind = self._behind[actor]
+            behind.append(now - clock)
+            for name, began, seconds in spans:
+                self._add({"time": began + min(behind), "actor": actor, "span": name, "seconds": seconds})
         written, *before = self._said.get(actor, (0.0, "", ""))
         due = EVERY_SECONDS * max(1.0, len(self._said) / ACTORS_AT_ONCE)
         # A beat that comes a little early is not put off by a whole one.
         if before != [state, activity] or now - written > due * 0.9:
             self._said[actor] = (now, state, activity)
             self._add({"time": now, "actor": actor, "state": state, "activity": activity, "stats": stats})
+        if state == GONE:
+            self._behind.pop(actor, None)
         if now - self._flushed >= FLUSH_SECONDS:
             self.flush()
 
@@ -92,6 +104,11 @@ class Span:
     begin: float
     seconds: float
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The name, up to a number in it."""
+        return re.sub(r"\W*\d.*", "", self.name)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -25,8 +25,10 @@ COUNTERS = {
     "groups": ("groups_ready", "groups_alive", "groups_left_over"),
     "completion tokens": ("completion_tokens_mean", "completion_tokens_max"),
 }
-# What an actor says it does, above what it measured.
-SAID, MEASURED = 0, 1
+# The row of what an actor says it does; what it measured is below.
+SAID = 0
+# By so much spans that follow each other may seem to overlap.
+CLOCK_SECONDS = 0.02
 
 
 def write_trace(folder: Path) -> Path:
@@ -45,24 +47,37 @@ def trace_events(run: Run) -> list[dict[str, Any]]:
 
     actors = sorted({span.actor for span in measured + said} | {actor for actor, *_ in counters}, key=_order)
     numbers = {actor: number for number, actor in enumerate(actors, 1)}
-    events = [_named("process_name", numbers[actor], SAID, name=actor) for actor in actors]
-    events += [_named("process_sort_index", numbers[actor], SAID, sort_index=numbers[actor]) for actor in actors]
-    events += [_named("thread_name", numbers[actor], SAID, name="doing") for actor in actors]
-    rows = [(span, SAID) for span in said] + list(_in_rows(measured))
-    for span, row in rows:
-        events.append({
-            "ph": "X", "name": span.name, "pid": numbers[span.actor], "tid": row,
-            "ts": _microseconds(span.begin - begin), "dur": _microseconds(span.seconds), "args": span.details,
-        })  # fmt: skip
+    events = []
+    for actor, number in numbers.items():
+        events += [_named("process_name", number, name=actor), _named("process_sort_index", number, sort_index=number)]
+        rows = list(_rows(span for span in measured if span.actor == actor))
+        if spoken := [span for span in said if span.actor == actor]:
+            rows.insert(0, (SAID, sorted(spoken, key=lambda span: span.begin)))
+        for row, spans in rows:
+            kinds = "doing" if row == SAID else ", ".join(dict.fromkeys(span.kind for span in spans))
+            events += [_named("thread_name", number, row, name=kinds), *_drawn(spans, number, row, begin)]
     for actor, name, at, values in counters:
         events.append({"ph": "C", "name": name, "pid": numbers[actor], "ts": _microseconds(at - begin), "args": values})
     return events
 
 
+def _drawn(spans: Iterable[Span], pid: int, row: int, zero: float) -> Iterator[dict[str, Any]]:
+    """Spans of a row, in the order of time, each from the end of the one before on."""
+    end = 0
+    for span in spans:
+        begin = max(end, _microseconds(span.begin - zero))
+        end = max(begin, _microseconds(span.begin + span.seconds - zero))
+        yield {
+            "ph": "X", "name": span.name, "pid": pid, "tid": row, "ts": begin, "dur": end - begin, "args": span.details,
+        }  # fmt: skip
+
+
 def steps(run: Run) -> Iterator[Span]:
     """Each step from the commit before it to its own, and each evaluation up to its result."""
+    before = -math.inf
     for record, end in zip(run.records, run.times, strict=True):
-        seconds = record.get("step_seconds", 0.0)
+        seconds = min(record.get("step_seconds", 0.0), end - before)
+        before = end
         plain = {key: value for key, value in record.items() if isinstance(value, int | float | str)}
         yield Span(RUN, f"step {record['step']}", end - seconds, seconds, plain)
     for evaluation in run.evaluations:
@@ -97,16 +112,33 @@ def actor_counters(events: Iterable[dict[str, Any]]) -> Iterator[Counter]:
                 yield actor, f"{name} / s", at, {name: max(0.0, value - total) / (at - then)}
 
 
-def _in_rows(spans: Iterable[Span]) -> Iterator[tuple[Span, int]]:
-    """Each span with its row within its actor: the first in which nothing else goes on. In one row, the viewers take a
-    span that begins during another for a part of it."""
-    ends: dict[str, list[float]] = defaultdict(list)
+def _rows(spans: Iterable[Span]) -> Iterator[tuple[int, list[Span]]]:
+    """Each row of an actor with its number and spans, in the order of time. In one row the viewers take what begins
+    during another span for a part of it: kinds of spans share a row only where none of them overlap."""
+    kinds: dict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.begin):
-        rows = ends[span.actor]
-        # Clocks of two machines: what overlaps by less than this follows.
-        row = next((row for row, end in enumerate(rows) if end <= span.begin + 1e-5), len(rows))
-        rows[row : row + 1] = [span.begin + span.seconds]
-        yield span, MEASURED + row
+        kinds[span.kind].append(span)
+    rows: list[list[Span]] = []
+    for left in kinds.values():
+        while left:
+            chain, left = _chain(left)
+            row = next((row for row in rows if not _chain([*row, *chain])[1]), None)
+            if row is None:
+                rows.append(chain)
+            else:
+                row.extend(chain)
+    for number, row in enumerate(rows, 1):
+        yield number, sorted(row, key=lambda span: span.begin)
+
+
+def _chain(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
+    """As many spans as do not overlap, and the others."""
+    chain: list[Span] = []
+    others: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        follows = not chain or span.begin >= chain[-1].begin + chain[-1].seconds - CLOCK_SECONDS
+        (chain if follows else others).append(span)
+    return chain, others
 
 
 def _order(actor: str) -> tuple[int, str, int]:
@@ -114,7 +146,7 @@ def _order(actor: str) -> tuple[int, str, int]:
     return ORDER.index(role) if role in ORDER else len(ORDER), role, int(index or 0)
 
 
-def _named(what: str, pid: int, tid: int, **values: Any) -> dict[str, Any]:
+def _named(what: str, pid: int, tid: int = SAID, /, **values: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": values}
 
 

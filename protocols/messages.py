@@ -172,17 +172,17 @@ class LoadTold(Part):
 
 
 class Span(Part):
-    """Something an actor did, which began `ago` seconds before this was sent and took `seconds`."""
+    """Something an actor did, from `began` on, by its own clock, for `seconds`."""
 
     name: Name
-    ago: float
+    began: float
     seconds: float
 
 
 class Heartbeat(Message):
     """Sent every second. `serves` names what the actor offers; `stats` are gauges and counters by name; `spans` are
-    what it did since the one before. A generator is healthy once it has loaded the policy that was current when it
-    joined. `engagement`: of a generator."""
+    what it did since the one before, `clock` is when this was sent, by the same clock. A generator is healthy once it
+    has loaded the policy that was current when it joined. `engagement`: of a generator."""
 
     state: State
     serves: tuple[Name, ...]
@@ -190,6 +190,7 @@ class Heartbeat(Message):
     stats: dict[str, float]
     engagement: Engagement | None = None
     spans: tuple[Span, ...] = ()
+    clock: float = 0.0
 
 
 class HeartbeatAnswer(Message):

@@ -581,7 +581,7 @@ async def test_what_actors_say_and_measure_is_recorded(config, monkeypatch):
     async with master_of(config), callers(config, "trainer", "generator") as (trainer, generator):
         await generator.beat(running=3.0)
         said = {"state": "healthy", "serves": (), "activity": "training step 1", "stats": {}}
-        await trainer.ask(Heartbeat(**said, spans=(Span(name="train", ago=2.0, seconds=1.5),)))
+        await trainer.ask(Heartbeat(**said, clock=70.0, spans=(Span(name="train", began=68.0, seconds=1.5),)))
         await trainer.ask(Leave(reason="done"))
     events = read_events(config.folder)
     (span,) = spans(events)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from areal import timeline
-from areal.timeline import EventLog, Span, activities, read_events, spans
+from areal.timeline import GONE, EventLog, Span, activities, read_events, spans
 
 
 class Clock:
@@ -45,10 +45,22 @@ def test_many_actors_together_write_no_more_than_fifty_would(events, clock, tmp_
     assert len(read_events(tmp_path)) <= 500 * 3
 
 
-def test_spans_are_recorded_at_the_time_they_began(events, tmp_path):
-    events.heard("generator/0", "healthy", "generating", {}, [("load", 2.0, 0.5)])
+def test_spans_are_recorded_at_the_time_they_began_however_late_one_hears_of_them(events, clock, tmp_path):
+    events.heard("generator/0", "healthy", "generating", {}, 70.0, [("load", 68.0, 0.5)])
+    clock.now += 3.0
+    events.heard("generator/0", "healthy", "generating", {}, 71.0, [("load", 70.5, 0.25)])
     events.flush()
-    assert list(spans(read_events(tmp_path))) == [Span("generator/0", "load", 998.0, 0.5)]
+    assert list(spans(read_events(tmp_path))) == [
+        Span("generator/0", "load", 998.0, 0.5), Span("generator/0", "load", 1000.5, 0.25),
+    ]  # fmt: skip
+
+
+def test_an_actor_that_comes_back_may_have_another_clock(events, tmp_path):
+    events.heard("generator/0", "healthy", "generating", {}, 70.0)
+    events.heard("generator/0", GONE, "killed", {})
+    events.heard("generator/0", "healthy", "generating", {}, 5000.0, [("load", 4999.0, 0.5)])
+    events.flush()
+    assert list(spans(read_events(tmp_path))) == [Span("generator/0", "load", 999.0, 0.5)]
 
 
 def test_the_newest_events_are_kept_and_the_files_are_bounded(events, clock, tmp_path, monkeypatch):
