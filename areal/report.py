@@ -194,7 +194,7 @@ def panels(run: Run) -> list[Panel]:
             stack=[("training", trains), ("waiting for data", waits), ("other", others)],
         ),
         Panel(
-            "Trainer idle, share of the step",
+            "Trainer idle, share",
             lines=[
                 ("waiting for data", steps, _shares(waits, seconds)),
                 ("waiting to publish", steps, _shares(run.series("publish_wait_seconds"), seconds)),
@@ -277,18 +277,22 @@ def timeline_of(run: Run) -> list[tuple[Span, bool]]:
 
 def timeline_figure(spans: Sequence[tuple[Span, bool]]) -> Any:
     """A row for each actor: pale what it said, over that what it measured."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     actors = list(dict.fromkeys(span.actor for span, _ in spans))
     busy = list(dict.fromkeys(span.name for span, _ in spans if not _waits(span.name)))
-    colours = {name: f"C{number % 10}" for number, name in enumerate(busy)}
+    hues = colormaps["tab20"].colors
+    distinct = hues[0:14:2] + hues[16::2] + hues[1:14:2] + hues[17::2]  # 14 and 15 are grey, which is for waiting
+    colours = {name: distinct[number % len(distinct)] for number, name in enumerate(busy)}
     figure = Figure(figsize=(10, 0.9 + 0.3 * len(actors)), layout="constrained")
     axes = figure.add_subplot()
     for span, is_measured in spans:
         row, colour = len(actors) - actors.index(span.actor), colours.get(span.name, WAITING)
         height, alpha = (0.4, 1.0) if is_measured else (0.8, 0.35)
         axes.broken_barh([(span.begin, span.seconds)], (row - height / 2, height), facecolors=colour, alpha=alpha)
+    axes.set_xlim(-TIMELINE_SECONDS, 0)
     axes.set_yticks(range(1, len(actors) + 1), reversed(actors))
     axes.set_xlabel("seconds, up to the end of the last step", color=INK)
     axes.tick_params(colors=INK)

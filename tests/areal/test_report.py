@@ -21,7 +21,7 @@ TITLES = [
     "Staleness",
     "Groups by staleness",
     "Throughput",
-    "Trainer idle, share of the step",
+    "Trainer idle, share",
     "Completion length",
     "Share of completions cut at the limit",
     "Weight updates of all generators",
