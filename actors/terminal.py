@@ -64,7 +64,7 @@ class Dashboard(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     #waiting { padding: 0 1; background: $boost; }
-    #plots { grid-size: 3; grid-gutter: 0 2; height: 12; padding: 1 1 0 1; }
+    #plots { grid-size: 3; grid-gutter: 1 2; height: 13; padding: 1 1 0 1; }
     Plot { height: 5; } Sparkline { height: 4; }
     #below { grid-size: 2; grid-columns: 2fr 1fr; padding: 0 1; }
     """
@@ -125,9 +125,9 @@ def _numbers(status: dict[str, Any], steps: list[Step]) -> Table:
         table.add_row(f"accuracy of version {version}", f"{accuracy:.3f}")
     if steps:
         table.add_row("", "")
-        table.add_row("staleness", f"groups of step {steps[-1]['step']}")
+        table.add_row(f"staleness (bound {status['max_staleness']})", f"groups of step {steps[-1]['step']}")
         histogram = steps[-1]["staleness_histogram"]
         for age, groups in enumerate(histogram):
             bar = "█" * round(BAR * groups / max(histogram))
-            table.add_row(Text(f"{age}", justify="right"), f"{bar} {groups}")
+            table.add_row(Text(f"{age}", justify="right"), f"[blue]{bar}[/] {groups}")
     return table

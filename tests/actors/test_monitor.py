@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from typing import Any
 
@@ -32,6 +33,8 @@ class FakeMaster:
     def __init__(self, *steps: dict[str, Any]) -> None:
         self.steps = list(steps)
         self.silent = False
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.asked: list[int | None] = []
         self.subscribers: list = []
 
@@ -44,6 +47,7 @@ class FakeMaster:
 
     async def ask(self, message: AskStatus, seconds: float) -> Status:
         self.asked.append(message.since)
+        await self.answers.wait()
         if self.silent:
             raise DeadlineError("no answer")
         recent = [step for step in self.steps if step["step"] > (message.since or 0)]
@@ -105,6 +109,17 @@ async def test_a_master_that_is_silent_for_a_while_leaves_the_dashboard_up():
         master.end()
         await app._look()
         assert "The run has ended: the run reached its end" in text_of(app, "#waiting")
+
+
+async def test_leaving_while_the_master_is_asked_is_no_error():
+    master = FakeMaster(step(1))
+    app = Dashboard(Feed(master, "tcp://m:1"))
+    async with app.run_test(size=(140, 40)):
+        master.answers.clear()
+        looking = asyncio.create_task(app._look())
+        await asyncio.sleep(0)
+    master.answers.set()
+    await looking
 
 
 async def test_without_a_terminal_each_step_is_a_line_and_the_end_ends_it(monkeypatch):
