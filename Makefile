@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 EXTRA := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
+# Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
+unexport PYTHONDONTWRITEBYTECODE
 # Where pip finds PyTorch's CPU build, if not where it looks anyway.
 TORCH_INDEX ?=
 

@@ -24,6 +24,7 @@ from areal.conversation import Generation
 from areal.data import PromptSource, Row, open_source, prompt_text
 from areal.openai_api import Access
 from areal.reward_pool import Quarantine, RewardFailed, digest
+from areal.rewards import Result, combined
 from areal.routing import Load, fullness
 from areal.sandbox import Sandbox, SandboxError, open_sandbox
 from areal.tokens import load_tokenizer
@@ -265,13 +266,12 @@ class SampleSession:
     async def score(self, completion: str, tokens: Sequence[int] | None = None) -> float:
         """Raises SampleFailed where a reward failed on every attempt."""
         rewards = self._row.reward or self._router.actor.config.reward.functions
-        scored = {name: await self._score_by(name, completion, tokens) for name in rewards}
+        results = {name: await self._score_by(name, completion, tokens) for name in rewards}
         self._router.actor.scored += 1
-        parts = {f"{name}/{part}": score for name, one in scored.items() for part, score in one.parts.items()}
-        self.reward_parts = parts | ({name: one.score for name, one in scored.items()} if len(scored) > 1 else {})
-        return sum(rewards[name] * one.score for name, one in scored.items())
+        score, self.reward_parts = combined(rewards, results)
+        return score
 
-    async def _score_by(self, name: str, completion: str, tokens: Sequence[int] | None) -> Scored:
+    async def _score_by(self, name: str, completion: str, tokens: Sequence[int] | None) -> Result:
         actor = self._router.actor
         request = Score(
             function=name, prompt=prompt_text(self._row.prompt), completion=completion, row=self._row.fields,
@@ -291,7 +291,8 @@ class SampleSession:
             try:
                 with self._router.using(member):
                     timeout = actor.config.reward.timeout_seconds + SCORE_QUEUE_SECONDS
-                    return await actor.ask(member.address, request, Scored, timeout)
+                    scored = await actor.ask(member.address, request, Scored, timeout)
+                    return Result(scored.score, scored.parts)
             except BusError as error:
                 if isinstance(error, RefusedError):
                     refused += 1

@@ -23,7 +23,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +33,7 @@ from rich.console import Console
 from actors.monitor import print_steps, watch_live
 from actors.runtime import Ending, incarnation
 from areal.config import Config
+from areal.devices import VISIBLE
 from areal.processes import SUPERVISED
 from areal.run_folder import read_metrics, read_summary
 from protocols.errors import BusError
@@ -114,8 +115,15 @@ def role_command(role: str, arguments: list[str]) -> list[str]:
 class Supervisor:
     """Runs roles until one ends the run. Whatever happens, no child outlives it. To be used once."""
 
-    def __init__(self, console: Console, command: Callable[[str, list[str]], list[str]] = role_command) -> None:
+    def __init__(
+        self,
+        console: Console,
+        command: Callable[[str, list[str]], list[str]] = role_command,
+        devices: Mapping[str, str] | None = None,
+    ) -> None:
+        """devices: CUDA_VISIBLE_DEVICES of each actor that has some of its own."""
         self.console = console
+        self._devices = devices or {}
         self.children: list[Child] = []
         self.user_error = False
         self._command = command
@@ -263,12 +271,13 @@ class Supervisor:
         # A pipe of asyncio's own would keep `wait` waiting for whatever a dead child has left behind.
         ours, theirs = os.pipe()
         child.pump = asyncio.create_task(self._pump(child, os.fdopen(ours, "rb")), name=f"output of {child.name}")
+        own = {VISIBLE: self._devices[child.name]} if child.name in self._devices else {}
         try:
             child.process = await asyncio.create_subprocess_exec(
                 *self._command(child.role, child.arguments()),
                 stdin=asyncio.subprocess.DEVNULL, stdout=theirs, stderr=asyncio.subprocess.STDOUT,
                 # Some reasoning_gym tasks make the same rows in two processes only under the same hash seed.
-                env=os.environ | {SUPERVISED: str(os.getpid()), "PYTHONHASHSEED": "0"},
+                env=os.environ | {SUPERVISED: str(os.getpid()), "PYTHONHASHSEED": "0"} | own,
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops the others in order
             )  # fmt: skip
         finally:

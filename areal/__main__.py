@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -72,6 +73,30 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="key=value", help="such as reward.workers=2 sandbox.cpu_seconds=2"
     )
     score.set_defaults(tool=_score)
+    health = tools.add_parser(
+        "health", help="exit with 0 if the run's master answers, and the actor is healthy; else 1"
+    )
+    health.add_argument("--master", required=True, metavar="tcp://HOST:PORT")
+    health.add_argument("--actor", metavar="ROLE/INDEX", help="such as generator/0 (default: the master alone)")
+    health.add_argument("--wait", type=float, default=5.0, metavar="SECONDS", help="how long for that (default: 5)")
+    health.set_defaults(tool=_health)
+    plan = tools.add_parser(
+        "plan",
+        help="how to split devices between generation and training, and the memory that each needs",
+        epilog="Rates are measured by a short run, on any number of such devices: plan --from runs/NAME --devices N",
+    )
+    plan.add_argument("--config", type=Path, metavar="FILE.yaml", help="of the run (default with --from: that run's)")
+    plan.add_argument(
+        "--from", dest="run", type=Path, metavar="RUN_FOLDER", help="take rates and lengths from this run"
+    )
+    plan.add_argument("--devices", required=True, type=int, metavar="N")
+    plan.add_argument("--device-memory", required=True, type=float, metavar="GIB", help="of one device")
+    plan.add_argument("--generation-rate", type=float, metavar="TOKENS/S", help="completion tokens, of one device")
+    plan.add_argument("--training-rate", type=float, metavar="TOKENS/S", help="completion tokens, of one device")
+    plan.add_argument("--mean-tokens", type=float, metavar="N", help="mean length of a completion")
+    plan.add_argument("--prompt-tokens", type=int, default=1024, metavar="N", help="the longest (default: 1024)")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+    plan.set_defaults(tool=_plan)
     simulate = tools.add_parser(
         "simulate", help="run the actors on virtual time, with faults; exit code 1 where an invariant is broken"
     )
@@ -150,6 +175,39 @@ def _score(options: argparse.Namespace) -> None:
         return
     with options.output.open("w") as output:
         score_file(config, options.input, output, console)
+
+
+def _health(options: argparse.Namespace) -> None:
+    import asyncio
+
+    from actors.health import UnhealthyError, until_healthy
+    from actors.runtime import incarnation
+    from protocols.network import ZmqNetwork
+    from protocols.transport import Bus
+
+    if not re.fullmatch(r"tcp://.+:\d+", options.master):
+        raise UserError(f"--master {options.master!r} is not an address: write tcp://HOST:PORT.")
+
+    async def ask() -> str:
+        bus = Bus(f"monitor/0#{incarnation()}", ZmqNetwork())
+        try:
+            return await until_healthy(bus, options.master, options.actor, options.wait)
+        finally:
+            await bus.close()
+
+    try:
+        print(asyncio.run(ask()))
+    except UnhealthyError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from areal.planner import plan_run
+
+    plan_run(options, Console(width=None if sys.stdout.isatty() else 120))
 
 
 def _simulate(options: argparse.Namespace) -> None:

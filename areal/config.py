@@ -515,7 +515,9 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise UserError(f"The override {override!r} is not of the form key=value, such as generator.count=2.")
     *sections, last = key.split(".")
     for section in sections:
-        values = values.setdefault(section, {})
+        if values.get(section) is None:  # left out, or written as null
+            values[section] = {}
+        values = values[section]
         if not isinstance(values, dict):
             raise UserError(f"The override {override!r} goes into {section!r}, which is a value, not a section.")
     try:

@@ -7,14 +7,15 @@ and the next stands what the template writes *after* an assistant's content, for
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from areal.data import prompt_text
+from areal.data import Prompt, prompt_text
 from areal.trajectory import NOT_SAMPLED, Trajectory
 
 Message = dict[str, Any]
@@ -139,6 +140,31 @@ class Conversation:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def begin(tokenizer: Any, prompt: Prompt) -> tuple[Conversation, list[Message]]:
+    """A conversation and its first messages. Messages go through the tokenizer's chat template where it has one; text
+    is taken as it is, and so is then all that follows."""
+    plain = isinstance(prompt, str)
+    messages = [user(prompt)] if plain else list(prompt)
+    return Conversation(tokenizer, plain=plain), messages
+
+
+def user(text: str) -> Message:
+    """A message to the policy."""
+    return {"role": "user", "content": text}
+
+
+def first_tokens(tokenizer: Any, tokens: np.ndarray, holds: Callable[[str], bool]) -> int | None:
+    """Of how few of the first tokens the text has what `holds` looks for; None where that of all has not.
+
+    What a text has, all that begin with it must have too.
+    """
+
+    def has(n: int) -> bool:
+        return holds(tokenizer.decode(tokens[:n].tolist(), skip_special_tokens=True))
+
+    return bisect.bisect_left(range(len(tokens)), True, key=has) if has(len(tokens)) else None
 
 
 def _not_sampled(tokens: Sequence[int]) -> Generation:

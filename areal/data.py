@@ -48,16 +48,6 @@ class Row:
     fields: dict[str, Any]
 
 
-class Tokenizer(Protocol):
-    """What `encode_prompt` needs of a Hugging Face tokenizer."""
-
-    chat_template: Any
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
-
-
 class Table(Protocol):
     """A finite source."""
 
@@ -164,17 +154,6 @@ def open_source(config: DataConfig, seed: int) -> PromptSource:
 def prompt_text(prompt: Prompt) -> str:
     """The prompt as plain text: chat messages without their roles, a blank line between them."""
     return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
-
-
-def encode_prompt(tokenizer: Tokenizer, row: Row) -> list[int]:
-    """Token ids of the row's prompt, ready to be completed.
-
-    Chat messages go through the tokenizer's chat template, up to the start of the assistant's turn. Text, and
-    messages where there is no template, are encoded as they are, without special tokens.
-    """
-    if isinstance(row.prompt, str) or not tokenizer.chat_template:
-        return tokenizer.encode(prompt_text(row.prompt), add_special_tokens=False)
-    return tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
 def _held_out(config: DataConfig, source: Table | Generator, seed: int, what: str) -> list[Row]:

@@ -7,7 +7,6 @@ answer is refused: its tokens could not be trained with the others.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import json
 import re
 import secrets
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field
 
-from areal.conversation import Conversation, Generation
+from areal.conversation import Conversation, Generation, first_tokens
 
 if TYPE_CHECKING:
     from areal.workflows import Session
@@ -137,7 +136,7 @@ class ChatSession:
 
     async def _generate(self, prompt: list[int], limit: int | None, stops: list[str]) -> Generation:
         def keep(tokens: np.ndarray) -> int | None:
-            return _complete_stop(self.tokenizer, tokens, stops)
+            return first_tokens(self.tokenizer, tokens, lambda text: any(stop in text for stop in stops))
 
         try:
             return await self._session.generate(prompt, limit, keep if stops else None)
@@ -261,13 +260,3 @@ def _cut(text: str, stops: list[str]) -> tuple[str, bool]:
     """The text before the first stop string, and whether there is one."""
     end = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
     return (text, False) if end is None else (text[:end], True)
-
-
-def _complete_stop(tokenizer: Any, tokens: np.ndarray, stops: list[str]) -> int | None:
-    """How many tokens there are up to where the first stop string is complete; None while none is."""
-
-    def has_stop(n: int) -> bool:
-        text = tokenizer.decode(tokens[:n].tolist(), skip_special_tokens=True)
-        return any(stop in text for stop in stops)
-
-    return bisect.bisect_left(range(len(tokens)), True, key=has_stop) if has_stop(len(tokens)) else None

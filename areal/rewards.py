@@ -69,6 +69,7 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Reward:
     found = check(name, options)
     made = _make(name, found, options) if inspect.isclass(found) else found
     function = made.score if inspect.isclass(found) else made
+    WARMING.get(name, lambda: None)()
     return Reward(function, "tokens" in _parameters(function), getattr(made, "deterministic", True))
 
 
@@ -146,6 +147,15 @@ def as_score(value: Any) -> float:
     return score
 
 
+def combined(weights: Mapping[str, float], results: Mapping[str, Result]) -> Result:
+    """The weighted sum of several rewards' scores. Its parts are theirs, as `reward/part`, and their own scores where
+    there are several."""
+    parts = {f"{name}/{part}": score for name, result in results.items() for part, score in result.parts.items()}
+    if len(results) > 1:
+        parts |= {name: result.score for name, result in results.items()}
+    return Result(sum(weight * results[name].score for name, weight in weights.items()), parts)
+
+
 def mean_parts(scored: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The mean score of each part over those that have it."""
     scores: dict[str, list[float]] = defaultdict(list)
@@ -185,27 +195,18 @@ def _answer(row: Mapping[str, Any]) -> str:
     return str(row["answer"]).strip()
 
 
-def _math() -> Callable[..., float]:
-    computer_algebra.warm()
-    return math_answer
-
-
 def _code() -> type:
     from areal.code_tests import CodeTests  # which needs this module
 
     return CodeTests
 
 
-def _reasoning_gym() -> Callable[..., float]:
-    reasoning_tasks.load()
-    return reasoning_gym
-
-
-# Each gives the reward, with what its first call needs.
 BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
-    "math": _math,
+    "math": lambda: math_answer,
     "code": _code,
     "exact_match": lambda: exact_match,
     "addition": lambda: addition.reward,
-    "reasoning_gym": _reasoning_gym,
+    "reasoning_gym": lambda: reasoning_gym,
 }
+WARMING = {"math": computer_algebra.warm, "reasoning_gym": reasoning_tasks.load}
+"""What takes seconds at the first call, unless it was done before."""

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from areal.config import ScoringConfig, UserError
 from areal.data import prompt_text, read_jsonl
 from areal.reward_pool import RewardFailed, RewardPool
+from areal.rewards import combined
 
 Line = tuple[int, dict[str, Any]]
 
@@ -87,16 +88,12 @@ async def _score_all(
 
 async def _score(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
-    score, parts = 0.0, {}
+    weights = config.reward.functions
     try:
-        for name, weight in config.reward.functions.items():
-            result = await pool.score(name, prompt_text(row["prompt"]), row["completion"], row)
-            score += weight * result.score
-            parts |= {f"{name}/{part}": value for part, value in result.parts.items()}
-            if len(config.reward.functions) > 1:
-                parts[name] = result.score
+        results = {name: await pool.score(name, prompt_text(row["prompt"]), row["completion"], row) for name in weights}
     except RewardFailed as failure:
         told = {"score": None, "status": failure.kind, "reason": failure.reason}
     else:
+        score, parts = combined(weights, results)
         told = {"score": score, "status": "ok", "parts": parts}
     return told | {"seconds": round(time.monotonic() - began, 6)}

@@ -18,7 +18,8 @@ from pydantic import Field
 from rich.console import Console
 
 from areal.config import DataConfig, Section, TrainerConfig, UserError
-from areal.data import Row, encode_prompt, open_source
+from areal.conversation import begin
+from areal.data import Row, open_source
 from areal.models import find_model
 from areal.tokens import load_tokenizer
 from areal.trajectory import NOT_SAMPLED, Group, Trajectory
@@ -135,7 +136,8 @@ def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
         raise UserError(
             f"The row of {data.source!r} with the prompt {row.prompt!r:.60} has no {data.answer_key}: add it."
         )
-    prompt = encode_prompt(tokenizer, row)
+    talk, messages = begin(tokenizer, row.prompt)
+    prompt = talk.prompt(messages)
     completion = [*tokenizer.encode(row.answer, add_special_tokens=False), tokenizer.eos_token_id]
     versions = np.array([NOT_SAMPLED] * len(prompt) + [0] * len(completion), np.int32)
     tokens = np.array([*prompt, *completion], np.int32)

@@ -9,7 +9,6 @@ for rewards, tools and environments. docs/workflows.md tells more.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import inspect
 import re
@@ -24,8 +23,8 @@ from areal import environments
 from areal.agents import agent
 from areal.agents import check as check_agent
 from areal.config import UserError
-from areal.conversation import Conversation, Generation, Message
-from areal.data import Prompt, Row, prompt_text
+from areal.conversation import Conversation, Generation, Message, begin, first_tokens, user
+from areal.data import Row, prompt_text
 from areal.openai_api import Access
 from areal.plugins import load
 from areal.trajectory import Trajectory
@@ -67,7 +66,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 async def single_turn(session: Session, row: Row) -> Trajectory:
     """One completion of the prompt, scored."""
-    talk, messages = begin(session, row.prompt)
+    talk, messages = begin(session.tokenizer, row.prompt)
     sampled = await session.generate(talk.prompt(messages))
     talk.add(sampled)
     return talk.trajectory(await session.score(talk.text(sampled), sampled.tokens))
@@ -79,7 +78,7 @@ async def multi_turn(
 ) -> Trajectory:  # fmt: skip
     """Attempts until one scores `pass_score`, with `feedback` after each that does not, in which `{prompt}` stands for
     the prompt. The reward is the score of the last attempt, times `discount` for each attempt before it."""
-    talk, messages = begin(session, row.prompt)
+    talk, messages = begin(session.tokenizer, row.prompt)
     score = 0.0
     async for attempt in turns(session, talk, messages, max_turns):
         score = await session.score(attempt, talk.generations[-1].tokens)
@@ -94,7 +93,7 @@ async def python_tool(
 ) -> Trajectory:  # fmt: skip
     """The policy may write Python, in a ```python block or between <tool> and </tool>: it is told what that printed
     (`max_output` characters at most), and goes on. The first turn without, or the last one, is scored."""
-    talk, messages = begin(session, row.prompt)
+    talk, messages = begin(session.tokenizer, row.prompt)
     answer = ""
     async for answer in turns(session, talk, messages, max_calls + 1, _until_call(session.tokenizer)):
         code = python_call(answer)
@@ -111,7 +110,7 @@ async def environment(
     """The policy acts in an environment (areal.environments) until that is done, or for `max_turns`. The reward is the
     sum of those of the steps."""
     async with environments.opened(environment, environment_options or {}) as world:
-        talk, messages = begin(session, await world.reset(row))
+        talk, messages = begin(session.tokenizer, await world.reset(row))
         total = 0.0
         async for action in turns(session, talk, messages, max_turns):
             observation, reward, done = await world.step(action)
@@ -129,14 +128,6 @@ async def verifiers(session: Session, row: Row) -> Trajectory:
     return await verifiers_tasks.play(session, row)
 
 
-def begin(session: Session, prompt: Prompt) -> tuple[Conversation, list[Message]]:
-    """A conversation and its first messages. Messages go through the tokenizer's chat template where it has one; text
-    is taken as it is, and so is then all that follows."""
-    plain = isinstance(prompt, str)
-    messages = [user(prompt)] if plain else list(prompt)
-    return Conversation(session.tokenizer, plain=plain), messages
-
-
 async def turns(
     session: Session, talk: Conversation, messages: list[Message], most: int, keep: Keep | None = None
 ) -> AsyncIterator[str]:
@@ -152,11 +143,6 @@ async def turns(
             return
 
 
-def user(text: str) -> Message:
-    """A message to the policy."""
-    return {"role": "user", "content": text}
-
-
 _PYTHON = re.compile(r"```python\s*\n(.*?)```|<tool>(.*?)</tool>", re.DOTALL)
 
 
@@ -168,16 +154,7 @@ def python_call(text: str) -> str | None:
 
 def _until_call(tokenizer: Any) -> Keep:
     """Ends a turn with the first call in it: what the policy would write next is the output that it imagines."""
-
-    def has_call(tokens: np.ndarray) -> bool:
-        return python_call(tokenizer.decode(tokens.tolist(), skip_special_tokens=True)) is not None
-
-    def keep(tokens: np.ndarray) -> int | None:
-        if not has_call(tokens):
-            return None
-        return 1 + bisect.bisect_left(range(1, len(tokens)), True, key=lambda n: has_call(tokens[:n]))
-
-    return keep
+    return lambda tokens: first_tokens(tokenizer, tokens, lambda text: python_call(text) is not None)
 
 
 def _cut(text: str, most: int) -> str:

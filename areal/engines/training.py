@@ -7,6 +7,7 @@ Where one raises on any rank, training is over for all: the others wait inside i
 from __future__ import annotations
 
 import atexit
+import fcntl
 import io
 import os
 import warnings
@@ -41,6 +42,27 @@ log = structlog.get_logger()
 
 SILENCE = timedelta(days=7)
 """How long a rank waits for rank 0's next message. A run that waits for data is not broken; lost peers show at once."""
+
+
+def build_communication() -> None:
+    """Build DeepSpeed's op for ranks on one machine, unless that was done before, and load it.
+
+    torch marks a build by a file, and a process that is killed leaves it behind, for which all later ones would wait
+    without end. The lock here ends with its holder: who has it knows that nobody builds.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm.torch import build_shm_op
+    from torch.utils.cpp_extension import _get_build_directory
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None:
+        return
+    folder = Path(_get_build_directory(builder.name, False))
+    with folder.with_name(f"{builder.name}.building").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        with redirect_stdout(io.StringIO()):
+            build_shm_op()
 
 
 def _join_ranks() -> None:
@@ -88,6 +110,7 @@ class TrainingEngine:
         torch.manual_seed(seed)
         self.config = config
         self.source = model
+        build_communication()
         _join_ranks()
         self._control = dist.new_group(backend="gloo", timeout=SILENCE)
         self._zero = deepspeed.zero

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal.conversation import Conversation, Generation
+from areal.conversation import Conversation, Generation, begin, user
 
 START, END, EOS = "<start>", "<end>", "<eos>"
 
@@ -50,10 +50,6 @@ def sampled(of: PreTrainedTokenizerFast, *words: str, version: int = 3, finish: 
     return Generation(
         np.array(tokens, np.int32), np.full(n, -0.5, np.float32), np.full(n, version, np.int32), finish=finish
     )
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
 
 
 def test_what_was_sampled_stays_though_its_text_would_be_encoded_otherwise():
@@ -175,6 +171,17 @@ def test_without_a_template_texts_follow_one_another_as_they_are(made):
     talk.prompt(messages)
     messages += [talk.add(sampled(of, "o", EOS)), user("!")]
     assert of.decode(talk.prompt(messages)) == "hello<eos>!"
+
+
+def test_messages_begin_with_the_template_where_there_is_one_and_text_as_it_is():
+    def prompt_of(made, prompt):
+        talk, messages = begin(made, prompt)
+        return made.decode(talk.prompt(messages))
+
+    chat = [{"role": "system", "content": "abc"}, user("hello")]
+    assert prompt_of(tokenizer(CHATML), "hello") == "hello"
+    assert prompt_of(tokenizer(CHATML), chat).startswith("<start>system\nabc<end>\n<start>user\nhello<end>")
+    assert prompt_of(tokenizer(), chat) == "abc\n\nhello"
 
 
 def test_tools_are_shown_by_the_template():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from areal.config import DataConfig, UserError
-from areal.data import encode_prompt, open_source, prompt_text
+from areal.data import open_source, prompt_text
 
 
 def jsonl(folder, rows, name="rows.jsonl"):
@@ -178,28 +178,6 @@ def test_hugging_face_options_and_split_are_handed_on(tmp_path):
     assert len(source) == 12
     assert {source.heldout(i).answer for i in range(3)} == {"12", "13", "14"}
     refused("cannot be loaded .*correct the name, data.split", "hf:json:dev", options=options)
-
-
-class Tokenizer:
-    def __init__(self, chat_template=None):
-        self.chat_template = chat_template
-
-    def encode(self, text, *, add_special_tokens):
-        assert not add_special_tokens
-        return [ord(character) for character in text]
-
-    def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize, return_dict):
-        assert add_generation_prompt and tokenize and not return_dict
-        return [len(message["content"]) for message in conversation]
-
-
-def test_chat_messages_use_the_template_where_there_is_one(tmp_path):
-    path = jsonl(tmp_path, problems(1))
-    text = open_source(DataConfig(source=path, eval_size=0), seed=0).row(0)
-    chat = open_source(DataConfig(source=path, eval_size=0, system_prompt="abc"), seed=0).row(0)
-    assert encode_prompt(Tokenizer("template"), text) == [ord(c) for c in "question 0"]
-    assert encode_prompt(Tokenizer("template"), chat) == [3, 10]
-    assert encode_prompt(Tokenizer(), chat) == [ord(c) for c in "abc\n\nquestion 0"]
 
 
 def test_looking_up_a_row_needs_no_heavy_library():

@@ -16,6 +16,7 @@ from areal.rewards import (
     as_result,
     as_score,
     check,
+    combined,
     mean_parts,
     overlong_penalty,
     resolve,
@@ -172,6 +173,13 @@ def test_a_result_is_a_score_and_those_of_its_parts():
     for value in ((1.0, {"format": math.nan}), (1.0, 2.0), (math.inf, {}), (1.0, {}, 2)):
         with pytest.raises(RewardError):
             as_result(value)
+
+
+def test_several_rewards_count_by_their_weights_and_show_as_parts():
+    form, answer = Result(1.0, {"tags": 0.5}), Result(0.25, {})
+    both = combined({"form": 0.25, "answer": 2.0}, {"form": form, "answer": answer})
+    assert both == Result(0.75, {"form/tags": 0.5, "form": 1.0, "answer": 0.25})
+    assert combined({"form": 2.0}, {"form": form}) == Result(2.0, {"form/tags": 0.5})
 
 
 def test_the_mean_of_a_part_is_over_those_that_have_it():

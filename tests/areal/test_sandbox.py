@@ -23,14 +23,16 @@ from areal.sandbox import LocalSandbox, SandboxError, open_sandbox
 
 pytestmark = needs_namespaces
 
+# Ample time, for what shall end by itself on any machine, and little for what shall not.
 LIMITS = {
-    "cpu_seconds": 0.6,
-    "wall_seconds": 4.0,
+    "cpu_seconds": 20.0,
+    "wall_seconds": 60.0,
     "memory_mib": 192,
     "processes": 24,
     "disk_mib": 8,
     "output_kib": 64,
 }
+HURRIED = LIMITS | {"cpu_seconds": 0.6, "wall_seconds": 4.0}
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,14 @@ def sandbox():
 
 
 @pytest.fixture(scope="module")
+def hurried():
+    with open_sandbox(SandboxConfig(**HURRIED)) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="module")
 def code_tests():
-    reward = CodeTests(**LIMITS)
+    reward = CodeTests(**LIMITS | {"cpu_seconds": 3.0, "wall_seconds": 10.0})
     yield reward
     reward.close()
 
@@ -58,6 +66,12 @@ def nothing_left(sandbox, before, within=10.0):
     while below(sandbox._launcher) != before and time.monotonic() < deadline:
         time.sleep(0.02)
     return below(sandbox._launcher) == before
+
+
+def begun(sandbox, before):
+    """Returns once a program runs."""
+    while len(below(sandbox._launcher)) <= len(before):
+        time.sleep(0.02)
 
 
 async def all_of(programs, call, at_once=4):
@@ -90,9 +104,15 @@ async def test_no_program_reaches_what_is_not_its_own(sandbox, tmp_path):
     assert nothing_left(sandbox, before)
 
 
-async def test_what_a_program_uses_up_is_limited(sandbox):
+@pytest.mark.parametrize("kind", ["sandbox", "hurried"])
+async def test_what_a_program_uses_up_is_limited(kind, request):
+    sandbox = request.getfixturevalue(kind)
     before = below(sandbox._launcher)
-    programs = {name: program for name, (program, _) in attacks.EXHAUSTS.items()}
+    programs = {
+        name: program
+        for name, (program, statuses) in attacks.EXHAUSTS.items()
+        if ("timeout" in statuses) == (kind == "hurried")
+    }
     outcomes = await all_of(programs, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"))
     wrong = {
         name: (outcome.status, outcome.exit, outcome.stderr[-300:])
@@ -101,7 +121,6 @@ async def test_what_a_program_uses_up_is_limited(sandbox):
     }
     assert wrong == {}
     assert nothing_left(sandbox, before)
-    assert (await sandbox.run("print(1)")).stdout == "1\n"
 
 
 async def test_nothing_remains_of_a_program(sandbox):
@@ -219,8 +238,8 @@ async def test_a_row_without_usable_tests_is_an_error_not_a_score(code_tests, ro
 async def test_the_failure_of_the_sandbox_is_no_outcome_and_the_next_program_runs(sandbox):
     with pytest.raises(SandboxError, match="no language 'cobol'"):
         await sandbox.run("", "cobol")
-    running = asyncio.create_task(sandbox.run("import time; time.sleep(3)"))
-    await asyncio.sleep(0.3)
+    running = asyncio.create_task(sandbox.run("import time; time.sleep(60)"))
+    await asyncio.to_thread(begun, sandbox, below(sandbox._launcher))
     for pid in below(sandbox._launcher):
         os.kill(pid, 9)
     with pytest.raises(SandboxError, match="without a result"):
@@ -231,9 +250,8 @@ async def test_the_failure_of_the_sandbox_is_no_outcome_and_the_next_program_run
 
 async def test_a_program_whose_caller_is_cancelled_is_ended(sandbox):
     before = below(sandbox._launcher)
-    running = asyncio.create_task(sandbox.run("import time; time.sleep(3)"))
-    await asyncio.sleep(0.3)
-    assert len(below(sandbox._launcher)) > len(before)
+    running = asyncio.create_task(sandbox.run("import time; time.sleep(60)"))
+    await asyncio.to_thread(begun, sandbox, before)
     running.cancel()
     await asyncio.wait([running])
     assert await asyncio.to_thread(nothing_left, sandbox, before)
@@ -244,16 +262,15 @@ def test_all_programs_end_with_the_worker():
         "import asyncio, os\nfrom areal.config import SandboxConfig\nfrom areal.sandbox import open_sandbox\n"
         "s = open_sandbox(SandboxConfig())\n"
         "async def main():\n"
-        "    t = asyncio.create_task(s.run('import time; time.sleep(29)'))\n"
-        "    await asyncio.sleep(0.3)\n    print(flush=True)\n    await t\n"
+        "    print(flush=True)\n    await s.run('import time; time.sleep(60)')\n"
         "asyncio.run(main())"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as worker:
         worker.stdout.readline()
-        left = {process.pid for process in descendants(worker.pid)}
+        while len(left := {process.pid for process in descendants(worker.pid)}) < 4:
+            time.sleep(0.02)
         worker.kill()
-    assert len(left) >= 4
     for pid in left:
         while Path(f"/proc/{pid}").exists():
             threading.Event().wait(0.02)
@@ -265,7 +282,7 @@ from areal.config import SandboxConfig
 from areal.sandbox import open_sandbox
 
 async def main():
-    with open_sandbox(SandboxConfig(**{LIMITS})) as sandbox:
+    with open_sandbox(SandboxConfig(**{LIMITS | {"cpu_seconds": 3.0}})) as sandbox:
         for name in ("read init's memory", "connect", "mount", "stop init", "become root", "raise its limits"):
             outcome = await sandbox.run(attacks.PRELUDE + attacks.REACHES[name] + "\\nprint('ESCAPED')")
             assert "ESCAPED" not in outcome.stdout and "Error" in outcome.stderr, name
@@ -287,7 +304,7 @@ def test_it_holds_for_an_unprivileged_user_too(tmp_path):
         subprocess.run([*system_python, "-c", "import attacks, areal.sandbox"], check=True, **nobody)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("another user cannot run this Python")
-    subprocess.run([*system_python, "-c", UNPRIVILEGED], check=True, timeout=60, **nobody)
+    subprocess.run([*system_python, "-c", UNPRIVILEGED], check=True, timeout=200, **nobody)
 
 
 @pytest.fixture
@@ -340,13 +357,13 @@ async def test_programs_read_the_folders_they_are_given_and_cannot_change_them()
 
 
 async def test_mode_none_still_ends_what_takes_too_long():
-    with open_sandbox(SandboxConfig(**LIMITS, mode="none")) as sandbox:
+    with open_sandbox(SandboxConfig(**HURRIED, mode="none")) as sandbox:
         outcome = await sandbox.run("print(input())", stdin="41")
         assert (outcome.status, outcome.stdout) == ("ok", "41\n")
         assert (await sandbox.run("while True: pass")).status == "timeout"
         daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)"
         assert (await sandbox.run(daemon)).status == "ok"
-        assert len(below(sandbox._launcher)) == 0
+        assert nothing_left(sandbox, set())
 
 
 class Fusion(BaseHTTPRequestHandler):
@@ -379,9 +396,9 @@ class Fusion(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def fusion(sandbox, free_port):
+def fusion(hurried, free_port):
     server = ThreadingHTTPServer(("127.0.0.1", free_port), Fusion)
-    server.sandbox = sandbox
+    server.sandbox = hurried
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{free_port}"
     server.shutdown()

@@ -31,7 +31,8 @@ from runs import QUICKSTART, ROOT, free_port
 
 from areal import quickstart
 from areal.config import Config, load_config
-from areal.data import encode_prompt, open_source
+from areal.conversation import begin
+from areal.data import open_source
 from areal.tokens import load_tokenizer
 
 WINDOW = (0.1, 0.9)
@@ -67,7 +68,8 @@ def requests(config: Config) -> Iterator[tuple[int, list[int]]]:
     source = open_source(config.data, config.seed)
     tokenizer = load_tokenizer(config.model)
     for group in range(config.batch_size):
-        prompt = list(encode_prompt(tokenizer, source.row(group)))
+        talk, messages = begin(tokenizer, source.row(group).prompt)
+        prompt = talk.prompt(messages)
         for _ in range(config.group_size):
             yield group, prompt
 

@@ -3,6 +3,9 @@
 Run under torchrun, this file is also the worker of the test of two ranks.
 """
 
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings
+from torch.utils.cpp_extension import _get_build_directory
 from transformers import AutoModelForCausalLM
 
 from areal.config import UserError
@@ -398,6 +402,25 @@ def test_a_snapshot_is_what_is_written_whatever_is_trained_meanwhile(engine_of, 
     assert tensors_equal(tmp_path / "before" / "model.safetensors", folder / "model.safetensors")
     after = engine.publish(tmp_path / "after")
     assert not tensors_equal(after / "model.safetensors", folder / "model.safetensors")
+
+
+BUILD = """
+from deepspeed.comm.torch import build_shm_op
+from areal.engines.training import build_communication
+
+build_communication()
+build_shm_op()  # as DeepSpeed does, while the ranks wait for one another
+"""
+
+
+def test_a_rank_that_was_killed_while_deepspeed_built_its_op_does_not_stop_those_after_it(engine_of, tmp_path):
+    engine_of()  # which has built it
+    shutil.copytree(Path(_get_build_directory("deepspeed_shm_comm", False)), tmp_path / "deepspeed_shm_comm")
+    left = tmp_path / "deepspeed_shm_comm" / "lock"
+    left.touch()
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", BUILD], env=environment, check=True, timeout=200)
+    assert not left.exists()
 
 
 def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):

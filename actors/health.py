@@ -1,0 +1,47 @@
+"""Is the run at an address alive, and an actor in it? For the probes of cluster managers, and for whoever waits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from protocols.errors import BusError
+from protocols.messages import AskStatus
+from protocols.transport import Bus
+
+ASK_SECONDS = 5.0
+PAUSE_SECONDS = 0.5
+
+
+class UnhealthyError(Exception):
+    """Nothing was healthy in time; says what was missing last."""
+
+
+async def until_healthy(bus: Bus, master: str, actor: str | None, seconds: float) -> str:
+    """What the run is doing, in one line, once the master answers and `actor`, such as `generator/0`, is healthy.
+
+    Raises UnhealthyError after `seconds`.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while True:
+        missing = f"No master answers at {master}"
+        try:
+            left = max(0.0, deadline - loop.time())
+            status = (await bus.peer(master).ask(AskStatus(), min(left, ASK_SECONDS))).values
+        except BusError:
+            pass
+        else:
+            missing = _missing(status, actor)
+        if not missing:
+            return f"{status['run']} is at step {status['version']} of {status['steps']}: {status['waiting']}"
+        if loop.time() + PAUSE_SECONDS >= deadline:
+            raise UnhealthyError(f"{missing} (waited {seconds:g} s).")
+        await asyncio.sleep(PAUSE_SECONDS)
+
+
+def _missing(status: dict[str, Any], actor: str | None) -> str:
+    states = {member["identity"].partition("#")[0]: member["state"] for member in status["members"]}
+    if actor is None or states.get(actor) == "healthy":
+        return ""
+    return f"{actor} is {states[actor]}" if actor in states else f"There is no {actor} in the run {status['run']}"

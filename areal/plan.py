@@ -1,0 +1,282 @@
+"""How to split devices between generation and training, and what each needs: formulas alone, no I/O.
+
+Rates are completion tokens a second of one device, prompts and proximal log-probs being part of the work. Memory is in
+bytes of one device. Time is in seconds, lengths in tokens, `B` and `G` as in areal.config.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from areal.config import Config, UserError
+
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GENERATOR_SHARE = 0.9
+"""Of a device's memory, for an engine that has it to itself: vLLM's own default is 0.92."""
+TRAINER_SHARE = 0.9
+"""Of a device's memory: the rest is lost to fragmentation. Assumed."""
+GENERATOR_OTHER = 2 * GIB
+"""CUDA context, graphs and activations of an engine. Assumed."""
+TRAINER_OTHER = 3 * GIB
+"""CUDA context, NCCL and DeepSpeed's buckets. Assumed."""
+PAPER_STALENESS = 8
+"""The largest max_staleness that the paper (arXiv 2505.24298) trained with."""
+DEVICES_OF_A_MANAGER = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Sizes of a model. `trained`: parameters that are trained, all or those of adapters."""
+
+    parameters: int
+    trained: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    kv_heads: int
+    head_size: int
+
+    @property
+    def kv_values(self) -> int:
+        """Of one token: a key and a value in each layer."""
+        return 2 * self.layers * self.kv_heads * self.head_size
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Completion tokens a second of one device, while it has work."""
+
+    generating: float
+    training: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens: of a prompt at most, of a completion on average and at most."""
+
+    prompt: int
+    mean: float
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMemory:
+    """Of one rank, in bytes."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float
+    activations: float
+    other: float = TRAINER_OTHER
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.reference + self.activations + self.other
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationMemory:
+    """Of one device of a generator, in bytes. `room`: for the KV cache; `wanted`: by max_concurrent_rollouts sequences
+    of the greatest length. `sequences`: that one generator can run at once, at their mean length."""
+
+    weights: float
+    room: float
+    wanted: float
+    sequences: int
+    sequences_longest: int
+    other: float = GENERATOR_OTHER
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who does what, and what comes of it."""
+
+    generators: int
+    tensor_parallel: int
+    ranks: int
+    zero_stage: int
+    gradient_checkpointing: bool
+    generation: GenerationMemory
+    training: TrainingMemory
+    generated: float
+    """Tokens/s that the generators could make."""
+    trained: float
+    """Tokens/s that the trainer could take."""
+    step_seconds: float
+    longest_seconds: float
+    """Of the longest completion, on a full generator."""
+    max_staleness: int
+    staleness: float
+    """Expected mean with run_ahead auto; with max it is max_staleness."""
+    managers: int
+    groups_a_manager: int
+    samples_a_step: int
+
+    @property
+    def generating_devices(self) -> int:
+        return self.generators * self.tensor_parallel
+
+    @property
+    def share(self) -> float:
+        """Of the devices, that generate."""
+        return self.generating_devices / (self.generating_devices + self.ranks)
+
+    @property
+    def throughput(self) -> float:
+        """Tokens/s: the slower of the two sets the pace of both."""
+        return min(self.generated, self.trained)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples_a_step / self.step_seconds
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """The keys of the configuration that this plan sets."""
+        return {
+            "generator.count": f"{self.generators}",
+            "generator.memory_share": f"{GENERATOR_SHARE:g}",
+            "generator.max_concurrent_rollouts": f"{self.generation.sequences}",
+            "trainer.ranks": f"{self.ranks}",
+            "trainer.zero_stage": f"{self.zero_stage}",
+            "trainer.gradient_checkpointing": f"{self.gradient_checkpointing}".lower(),
+            "max_staleness": f"{self.max_staleness}",
+            "run_ahead": "auto",
+            "rollout_manager.count": f"{self.managers}",
+            "rollout_manager.max_concurrent_groups": f"{self.groups_a_manager}",
+        }
+
+
+def balanced_share(rates: Rates) -> float:
+    """Of the devices that generate where both pools are equally fast: x g = (1 - x) t, so x = t / (g + t). The paper's
+    0.75 is the answer for devices that train three times as many tokens as they generate."""
+    return rates.training / (rates.generating + rates.training)
+
+
+def training_memory(
+    config: Config, model: Model, ranks: int, stage: int, checkpointing: bool, longest: int
+) -> TrainingMemory:
+    """Of a rank. longest: tokens of a sequence with its prompt.
+
+    * Model states: ZeRO (arXiv 1910.02054, section 3) divides Adam's states by the ranks from stage 1 on, gradients
+      from 2 on, weights at 3. In bf16 the fp32 masters and two moments are 12 bytes a trained parameter, gradients add
+      up in fp32, and below stage 2 a rank also keeps the bf16 ones. In fp32 the moments are 8 bytes; from stage 1 on
+      DeepSpeed keeps masters of its own.
+    * Activations: 17 values a token, layer and hidden unit (arXiv 2205.05198, eq. 2, without the attention matrix:
+      fused kernels do not store it); with checkpointing one a layer and those of the layer at work. Then the logits
+      and their gradient.
+    """
+    trainer = config.trainer
+    size = BYTES[trainer.dtype]
+    tokens = max(trainer.max_tokens_per_microbatch, longest)
+    of_weights, of_gradients, of_optimizer = (ranks if stage >= least else 1 for least in (3, 2, 1))
+    half = trainer.dtype != "float32"
+    own_reference = trainer.kl_coef and not (trainer.lora and trainer.reference is None)
+    layers = model.layers + 17 if checkpointing else 17 * model.layers
+    return TrainingMemory(
+        weights=size * model.parameters / of_weights,
+        gradients=(6 if half and stage < 2 else 4) * model.trained / of_gradients,
+        optimizer=(12 if stage else 8) * model.trained / of_optimizer,
+        reference=size * model.parameters / of_weights if own_reference else 0.0,
+        activations=size * tokens * (layers * model.hidden + 2 * model.vocabulary),
+    )
+
+
+def generation_memory(config: Config, model: Model, lengths: Lengths, device_bytes: float) -> GenerationMemory:
+    """Of a device of a generator. A token's KV is spread over the devices as far as it has heads.
+
+    Raises UserError where the weights, or the KV of one sequence, do not fit."""
+    generator = config.generator
+    n, size = generator.tensor_parallel, BYTES[generator.dtype]
+    weights = size * model.parameters / n
+    room = GENERATOR_SHARE * device_bytes - weights - GENERATOR_OTHER
+    of_token = size * model.kv_values / min(n, model.kv_heads)
+    longest = int(room / (of_token * (lengths.prompt + lengths.longest)))
+    if longest < 1:
+        raise UserError(
+            f"A generator of {n} devices with {device_bytes / GIB:g} GiB has no room for the weights "
+            f"({weights / GIB:.1f} GiB on each) and one sequence of {lengths.prompt + lengths.longest} tokens: raise "
+            f"generator.tensor_parallel or lower sampling.max_new_tokens."
+        )
+    wanted = generator.max_concurrent_rollouts * of_token * (lengths.prompt + lengths.longest)
+    fitting = int(room / (of_token * (lengths.prompt + lengths.mean)))
+    return GenerationMemory(weights, room, wanted, min(generator.max_concurrent_rollouts, fitting), longest)
+
+
+def plan(config: Config, model: Model, rates: Rates, lengths: Lengths, devices: int, device_bytes: float) -> Plan:
+    """The split with the highest throughput among those in which training fits.
+
+    Throughput is min(x g, (n - x) t) for x of n devices in whole generators. Training fits with the lowest ZeRO stage
+    that does, if need be with gradient checkpointing.
+
+    Staleness. A step takes B G times the mean length over the throughput. A completion of L tokens takes L over the
+    pace of one of a full generator's sequences. No group is waited for if the longest completion fits into
+    max_staleness steps; generators stay full if their sequences are at most max_staleness batches (rule 1 has one more
+    for the batch in training). A group lives as long as its longest sample: about H_G = 1 + 1/2 + ... + 1/G mean
+    lengths (the maximum of G exponential ones), and waits half a step more until its batch is formed.
+
+    Raises UserError where nothing fits.
+    """
+    n = config.generator.tensor_parallel
+    if devices < n + 1:
+        raise UserError(f"{devices} devices are too few: a generator takes {n}, and the trainer at least one more.")
+    generation = generation_memory(config, model, lengths, device_bytes)
+    fitting = {}
+    for generators in range(1, (devices - 1) // n + 1):
+        if found := _fitting(config, model, devices - n * generators, lengths, device_bytes):
+            fitting[generators] = found
+    if not fitting:
+        least = training_memory(config, model, devices - n, 3, True, lengths.prompt + lengths.longest)
+        raise UserError(
+            f"Training does not fit: on {devices - n} devices each needs {least.total / GIB:.1f} GiB of its "
+            f"{TRAINER_SHARE * device_bytes / GIB:.1f} at ZeRO 3 with checkpointing: take more devices, trainer.lora, "
+            f"or a lower trainer.max_tokens_per_microbatch."
+        )
+
+    def throughput(generators: int) -> float:
+        return min(generators * n * rates.generating, (devices - generators * n) * rates.training)
+
+    generators = max(fitting, key=throughput)
+    stage, checkpointing, training = fitting[generators]
+    samples = config.batch_size * config.group_size
+    step = samples * lengths.mean / throughput(generators)
+    pace = rates.generating * n / generation.sequences
+    running = generators * generation.sequences
+    bound = max(1, math.ceil(lengths.longest / pace / step), math.ceil(running / samples))
+    of_group = min(lengths.longest, lengths.mean * sum(1 / k for k in range(1, config.group_size + 1)))
+    managers = max(1, round(devices / DEVICES_OF_A_MANAGER))
+    return Plan(
+        generators=generators,
+        tensor_parallel=n,
+        ranks=devices - generators * n,
+        zero_stage=stage,
+        gradient_checkpointing=checkpointing,
+        generation=generation,
+        training=training,
+        generated=generators * n * rates.generating,
+        trained=(devices - generators * n) * rates.training,
+        step_seconds=step,
+        longest_seconds=lengths.longest / pace,
+        max_staleness=bound,
+        staleness=min(bound, max(1.0, of_group / pace / step + 0.5)),
+        managers=managers,
+        groups_a_manager=math.ceil(running / config.group_size / managers) + 1,
+        samples_a_step=samples,
+    )
+
+
+def _fitting(
+    config: Config, model: Model, ranks: int, lengths: Lengths, device_bytes: float
+) -> tuple[int, bool, TrainingMemory] | None:
+    """ZeRO stage, checkpointing and memory of the cheapest training that fits; None: none does."""
+    first = 1 if config.trainer.dtype == "bfloat16" else 0  # areal.engines.optimizer tells why
+    stages = range(max(first, config.trainer.zero_stage), 4) if ranks > 1 else [first]
+    for checkpointing in sorted({config.trainer.gradient_checkpointing, True}):
+        for stage in stages:
+            memory = training_memory(config, model, ranks, stage, checkpointing, lengths.prompt + lengths.longest)
+            if memory.total <= TRAINER_SHARE * device_bytes:
+                return stage, checkpointing, memory
+    return None

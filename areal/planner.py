@@ -1,0 +1,170 @@
+"""`python -m areal plan`: where its numbers come from, and the table it prints."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from areal.config import Config, UserError, load_config
+from areal.plan import GIB, PAPER_STALENESS, Lengths, Model, Plan, Rates, balanced_share, plan
+from areal.report import read_run
+from areal.run_folder import STEADY
+
+STARVED = 0.05
+"""Share of the time that the trainer waited for generation, below which generators may have waited for it."""
+
+
+def plan_run(options: argparse.Namespace, console: Console) -> None:
+    """Print the plan that the command line asks for. Raises UserError."""
+    if not (options.config or options.run):
+        raise UserError("Say which run: --config FILE.yaml, or --from RUN_FOLDER to take its rates too.")
+    config = load_config(options.config or options.run / "config.yaml", options.overrides)
+    run = load_config(options.run / "config.yaml") if options.run else None
+    measured = measure(options.run, run) if run else {}
+    given = {name: getattr(options, name) for name in ("generation_rate", "training_rate", "mean_tokens")}
+    numbers = measured | {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name not in numbers:
+            raise UserError(f"Give --{name.replace('_', '-')}, or take it from a short run with --from RUN_FOLDER.")
+    for name in (*given, "devices", "device_memory", "prompt_tokens"):
+        value = numbers.get(name, getattr(options, name))
+        if not (math.isfinite(value) and value > 0):
+            raise UserError(f"--{name.replace('_', '-')} is {value:g}, but has to be more than 0.")
+    lengths = Lengths(options.prompt_tokens, numbers["mean_tokens"], config.sampling.max_new_tokens)
+    if lengths.mean > lengths.longest:
+        raise UserError(
+            f"Completions of {lengths.mean:g} tokens on average are longer than sampling.max_new_tokens, "
+            f"{lengths.longest}: correct one of them."
+        )
+    rates = Rates(numbers["generation_rate"], numbers["training_rate"])
+    found = plan(config, read_model(config), rates, lengths, options.devices, options.device_memory * GIB)
+    console.print(table(found, rates, options.device_memory))
+    for note in notes(found, numbers.get("starved")):
+        console.print(note, highlight=False)
+    console.print("\nWith these changes to the configuration:", highlight=False)
+    changes = " ".join(f"{key}={value}" for key, value in found.overrides.items())
+    console.print(f"  {changes}", highlight=False, soft_wrap=True)
+
+
+def measure(folder: Path, config: Config) -> dict[str, float]:
+    """Rates and mean length of the run in `folder`, over its steps from the STEADY-th on, and the share of the time for
+    which its trainer was starved. Raises UserError."""
+    records = read_run(folder).records
+    steps = [record for record in records if record["step"] >= STEADY] or records
+    seconds, training = (sum(step[key] for step in steps) for key in ("step_seconds", "train_seconds"))
+    if not seconds or not training:
+        raise UserError(f"{folder} holds no finished training step to measure: let the run take a few, such as 20.")
+    devices = config.generator.count * config.generator.tensor_parallel
+    return {
+        "generation_rate": sum(step["tokens_generated"] for step in steps) / seconds / devices,
+        "training_rate": sum(step["tokens_trained"] for step in steps) / training / config.trainer.ranks,
+        "mean_tokens": sum(step["completion_tokens_mean"] for step in steps) / len(steps),
+        "starved": sum(step["starved_seconds"] for step in steps) / seconds,
+    }
+
+
+def read_model(config: Config) -> Model:
+    """Sizes of the run's model, counted in the model itself without its weights. Raises UserError."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if config.model == "quickstart":
+        raise UserError("The model quickstart is made by its first run: plan with --from runs/quickstart.")
+    try:
+        sizes = AutoConfig.from_pretrained(config.model).get_text_config()
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(sizes)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"The model {config.model} cannot be read ({first}): set model=FOLDER.") from None
+    heads = sizes.num_attention_heads
+    parameters = sum(p.numel() for p in module.parameters())
+    return Model(
+        parameters=parameters,
+        trained=_adapters(config, module) if config.trainer.lora else parameters,
+        layers=sizes.num_hidden_layers,
+        hidden=sizes.hidden_size,
+        vocabulary=sizes.vocab_size,
+        kv_heads=getattr(sizes, "num_key_value_heads", None) or heads,
+        head_size=getattr(sizes, "head_dim", None) or sizes.hidden_size // heads,
+    )
+
+
+def _adapters(config: Config, module: Any) -> int:
+    """Parameters of A and B of every linear layer that gets an adapter."""
+    import torch
+
+    lora = config.trainer.lora
+    head = module.get_output_embeddings()
+    return sum(
+        lora.rank * (layer.in_features + layer.out_features)
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear) and layer is not head
+        if lora.target_modules == "all-linear" or name.rpartition(".")[2] in lora.target_modules
+    )
+
+
+def table(found: Plan, rates: Rates, device_gib: float) -> Table:
+    """What a person sees of a plan."""
+    result = Table("", "generation", "training", title="Plan", title_justify="left")
+    g, t = found.generation, found.training
+
+    def gib(value: float) -> str:
+        return f"{value / GIB:.1f} GiB"
+
+    engines = (
+        f"{found.generators} x {found.tensor_parallel} devices" if found.tensor_parallel > 1 else "of 1 device each"
+    )
+    checkpointing = ", checkpointing" if found.gradient_checkpointing else ""
+    both = {
+        "devices": (
+            f"{found.generating_devices} ({found.share:.0%}; ideal {balanced_share(rates):.0%})",
+            f"{found.ranks}",
+        ),
+        "as": (f"generators {engines}", f"ranks, ZeRO {found.zero_stage}{checkpointing}"),
+        "tokens/s, at most": (f"{found.generated:,.0f}", f"{found.trained:,.0f}"),
+        "in use": (f"{found.throughput / found.generated:.0%}", f"{found.throughput / found.trained:.0%}"),
+        f"of {device_gib:g} GiB each: weights": (gib(g.weights), gib(t.weights)),
+        "KV cache: room / all at full length": (f"{gib(g.room)} / {gib(g.wanted)}", ""),
+        "sequences at once: mean / full length": (f"{g.sequences} / {g.sequences_longest}", ""),
+        "gradients / Adam and masters": ("", f"{gib(t.gradients)} / {gib(t.optimizer)}"),
+        "reference model": ("", gib(t.reference) if t.reference else "none"),
+        "activations, roughly": ("", gib(t.activations)),
+        "other, assumed": (gib(g.other), gib(t.other)),
+        "together": (gib(g.weights + g.room + g.other), gib(t.total)),
+    }
+    for name, (generation, training) in both.items():
+        result.add_row(name, generation, training)
+    result.add_section()
+    for name, value in {
+        "samples/s": f"{found.samples_per_second:,.2f}",
+        "seconds a step": f"{found.step_seconds:,.1f}",
+        "seconds of the longest completion": f"{found.longest_seconds:,.1f}",
+        "max_staleness": f"{found.max_staleness}",
+        "staleness, mean: auto / max": f"{found.staleness:.1f} / {found.max_staleness}",
+    }.items():
+        result.add_row(name, value, "")
+    return result
+
+
+def notes(found: Plan, starved: float | None) -> list[str]:
+    """What to know about these numbers, a sentence each."""
+    said = []
+    if starved is not None and starved < STARVED:
+        said.append(
+            f"The trainer of that run was starved for {starved:.0%} of the time: its generators may be faster than "
+            f"measured. Measure with more trainer ranks or run_ahead=max."
+        )
+    if found.generation.sequences > found.generation.sequences_longest:
+        said.append("Not all sequences would fit at full length: some are preempted when many get that long.")
+    if found.max_staleness > PAPER_STALENESS:
+        said.append(
+            f"A max_staleness beyond the {PAPER_STALENESS} that the paper tried: with a lower one the trainer waits "
+            f"for the longest completions (on_straggler=mask does not)."
+        )
+    return said

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# All that belongs on one of several equal nodes, which is started again when it dies. The first GPUs train, from node 0
+# on; the others generate. slurm.sh and skypilot.yaml run this on each of their nodes; elsewhere do it yourself:
+#   NODE=0 NODES=2 HEAD=10.0.0.1 bash configs/deploy/node.sh         # on node 0; with NODE=1 on the other
+# HEAD is the address of node 0, as all nodes reach it (not one that node 0 itself takes for a loopback address).
+set -u
+cd "$(dirname "$0")/../.." || exit
+PATH=$PWD/.venv/bin:$PATH
+NODE=${NODE:-${SLURM_NODEID:?set NODE to the number of this node, from 0}}
+: "${NODES:?set NODES to the number of nodes}" "${HEAD:?set HEAD to the address of node 0}"
+RUN=${RUN:-runs/deploy}
+CONFIG=${CONFIG:-configs/deploy/run.yaml}
+GPUS=${GPUS:-8}                        # of each node
+TRAINING_GPUS=${TRAINING_GPUS:-4}      # of all nodes together; `python -m areal plan` tells how many
+TENSOR_PARALLEL=${TENSOR_PARALLEL:-2}  # GPUs of one generator
+WEIGHTS=${WEIGHTS:-folder}             # stream: where the nodes share no file system
+MASTER=tcp://$HEAD:5555
+
+if ((TRAINING_GPUS > GPUS && TRAINING_GPUS % GPUS)); then
+  echo "TRAINING_GPUS is $TRAINING_GPUS: use at most the $GPUS of one node, or whole nodes." >&2
+  exit 2
+fi
+
+# keep FINAL COMMAND...: starts the command again when it dies, unless its exit code is one of FINAL
+keep() {
+  local final=$1 child code
+  shift
+  trap 'kill "$child" 2>/dev/null; wait "$child"; exit 1' TERM
+  while true; do
+    "$@" &
+    child=$!
+    wait "$child"
+    code=$?
+    [[ " $final " == *" $code "* ]] && return "$code"
+    sleep 5
+  done
+}
+
+# A role whose master stays away is not started again.
+# shellcheck disable=SC2329 # by keep
+role() {
+  trap 'kill $!; exit 1' TERM
+  python -m areal health --master "$MASTER" --wait 600 >/dev/null &
+  wait $! || exit 2
+  exec "$@" --master "$MASTER"
+}
+
+devices() { seq -s , "$1" $(($1 + $2 - 1)); } # FIRST COUNT
+
+trap 'kill $(jobs -p) 2>/dev/null; wait; exit 1' TERM
+if ((NODE == 0)); then
+  keep "0 1 2" sh configs/deploy/master.sh "$RUN" --config "$CONFIG" "master.address=$MASTER" \
+    "generator.tensor_parallel=$TENSOR_PARALLEL" "weights.transport=$WEIGHTS" &
+  master=$!
+fi
+
+left=$((TRAINING_GPUS - NODE * GPUS))
+training=$((left < 0 ? 0 : left < GPUS ? left : GPUS))
+if ((training)); then
+  CUDA_VISIBLE_DEVICES=$(devices 0 $training) keep "0 2" role torchrun --nnodes $(((TRAINING_GPUS + GPUS - 1) / GPUS)) \
+    --nproc-per-node $training --rdzv-backend c10d --rdzv-endpoint "$HEAD:29400" -- run.py --role trainer &
+fi
+for ((first = training; first + TENSOR_PARALLEL <= GPUS; first += TENSOR_PARALLEL)); do
+  CUDA_VISIBLE_DEVICES=$(devices $first "$TENSOR_PARALLEL") keep "0 2" role python run.py --role generator &
+done
+others=(--role rollout_manager --role reward)
+((NODE == 0)) && others+=(--role evaluator)
+CUDA_VISIBLE_DEVICES='' keep "0 2" role python run.py "${others[@]}" &
+
+if ((NODE == 0)); then
+  wait "$master"
+  code=$?
+  # shellcheck disable=SC2046 # one word a job
+  ((code)) && kill $(jobs -p)
+fi
+wait
+exit "${code:-0}"

@@ -1,0 +1,63 @@
+"""GPUs of one machine, dealt out to the actors of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal.config import Config, UserError
+from areal.devices import own_devices, visible_devices
+
+
+def run_of(ranks: int = 1, count: int = 1, each: int = 1) -> Config:
+    return Config.model_validate(
+        {
+            "model": "m", "steps": 1, "batch_size": 4, "group_size": 1, "data": {"source": "addition"},
+            "sampling": {"max_new_tokens": 8}, "reward": {"functions": ["addition"]},
+            "trainer": {"ranks": ranks}, "generator": {"count": count, "tensor_parallel": each},
+        }
+    )  # fmt: skip
+
+
+def test_ranks_and_generators_have_devices_of_their_own_where_there_are_enough():
+    assert own_devices(run_of(ranks=2, count=3, each=2), list("01234567")) == {
+        "trainer/0": "0,1",
+        "generator/0": "2,3",
+        "generator/1": "4,5",
+        "generator/2": "6,7",
+    }
+
+
+def test_too_few_devices_are_shared_evenly():
+    owned = own_devices(run_of(ranks=1, count=4), ["4", "5"])
+    assert owned == {"trainer/0": "4", "generator/0": "5", "generator/1": "4", "generator/2": "5", "generator/3": "4"}
+
+
+def test_a_single_device_is_everybodys():
+    assert set(own_devices(run_of(count=2), ["GPU-1"]).values()) == {"GPU-1"}
+
+
+def test_without_devices_nothing_is_said():
+    assert own_devices(run_of(ranks=2, count=2), []) == {}
+
+
+@pytest.mark.parametrize(("key", "config"), [("trainer.ranks", run_of(ranks=3)), ("tensor_parallel", run_of(each=3))])
+def test_an_actor_that_takes_more_than_there_are_is_a_users_mistake(key, config):
+    with pytest.raises(UserError, match=rf"{key} is 3, but the GPUs here are 2 \(0,1\): lower it"):
+        own_devices(config, ["0", "1"])
+
+
+@pytest.mark.parametrize(("value", "devices"), [("2, 5", ["2", "5"]), ("", []), ("-1", [])])
+def test_what_the_environment_allows_is_what_there_is(monkeypatch, value, devices):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert visible_devices() == devices
+
+
+def test_else_the_driver_tells(monkeypatch, tmp_path):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\nprintf 'GPU 0: X (UUID: a)\\n  MIG 1g: (UUID: b)\\nGPU 1: X (UUID: c)\\n'\n")
+    driver.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_devices() == ["0", "1"]
+    driver.unlink()
+    assert visible_devices() == []

@@ -1,0 +1,242 @@
+"""The arithmetic of `python -m areal plan`, and what it makes of a command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal.__main__ import main
+from areal.config import Config, UserError, dump_config, load_config
+from areal.plan import GIB, Lengths, Model, Plan, Rates, balanced_share, generation_memory, plan, training_memory
+
+# DeepSeek-R1-Distill-Qwen 1.5B and 7B, from their config.json.
+SMALL = Model(1_777_088_000, 1_777_088_000, 28, 1536, 151_936, 2, 128)
+LARGE = Model(7_615_616_512, 7_615_616_512, 28, 3584, 152_064, 4, 128)
+PAPER_LENGTHS = Lengths(prompt=1024, mean=9300, longest=27 * 1024)
+# 371.7 k tokens/s on 128 devices of which 96 generate: the paper's throughput, if neither pool ever waited.
+PAPER_RATES = Rates(generating=371_700 / 96, training=371_700 / 32)
+
+
+def config(**changes) -> Config:
+    values = {
+        "model": "m",
+        "steps": 250,
+        "batch_size": 512,
+        "group_size": 16,
+        "data": {"source": "rows.jsonl"},
+        "sampling": {"max_new_tokens": 27 * 1024},
+        "reward": {"functions": ["math"]},
+        "trainer": {"dtype": "bfloat16"},
+        "generator": {"max_concurrent_rollouts": 128},
+    }
+    for key, value in changes.items():
+        values[key] = values[key] | value if isinstance(value, dict) else value
+    return Config.model_validate(values)
+
+
+def paper(**changes) -> Plan:
+    return plan(config(**changes), SMALL, PAPER_RATES, PAPER_LENGTHS, 128, 80 * GIB)
+
+
+def test_the_papers_setting_gives_the_papers_split():
+    found = paper()
+    assert balanced_share(PAPER_RATES) == pytest.approx(0.75)
+    assert (found.generating_devices, found.ranks, found.share) == (96, 32, 0.75)
+    assert found.throughput == pytest.approx(371_700)
+    assert found.step_seconds == pytest.approx(8192 * 9300 / 371_700)
+    assert found.samples_per_second == pytest.approx(371_700 / 9300)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+@pytest.mark.parametrize("rates", [Rates(100, 1000), Rates(1000, 100), Rates(300, 310)])
+def test_no_other_split_is_faster(tensor_parallel, rates):
+    devices = 16
+    wanted = config(generator={"tensor_parallel": tensor_parallel})
+    found = plan(wanted, SMALL, rates, PAPER_LENGTHS, devices, 80 * GIB)
+    assert found.generating_devices + found.ranks == devices
+    for generating in range(tensor_parallel, devices, tensor_parallel):
+        assert min(generating * rates.generating, (devices - generating) * rates.training) <= found.throughput
+
+
+def test_a_split_whose_training_does_not_fit_is_not_taken():
+    fast_trainer = Rates(generating=100, training=10_000)
+    found = plan(config(), LARGE, fast_trainer, Lengths(1024, 2000, 8192), 8, 80 * GIB)
+    assert found.ranks > 1  # one alone has no room for 18 bytes a parameter
+    assert found.training.total <= 0.9 * 80 * GIB
+
+
+def test_zero_divides_what_its_stage_says_by_the_ranks():
+    def states(stage: int, **trainer) -> list[float]:
+        memory = training_memory(config(trainer=trainer), LARGE, 8, stage, False, 2048)
+        return [part / LARGE.parameters for part in (memory.weights, memory.gradients, memory.optimizer)]
+
+    assert states(1) == pytest.approx([2, 6, 12 / 8])
+    assert states(2) == pytest.approx([2, 4 / 8, 12 / 8])
+    assert states(3) == pytest.approx([2 / 8, 4 / 8, 12 / 8])
+    assert states(0, dtype="float32") == pytest.approx([4, 4, 8])
+
+
+def test_the_cheapest_stage_that_fits_is_taken_and_checkpointing_only_if_need_be():
+    assert (paper().zero_stage, paper().gradient_checkpointing) == (2, False)
+    assert paper(trainer={"zero_stage": 3}).zero_stage == 3  # what the configuration wants is kept
+    tight = plan(config(), LARGE, PAPER_RATES, PAPER_LENGTHS, 128, 80 * GIB)
+    assert (tight.zero_stage, tight.gradient_checkpointing) == (2, True)
+    roomy = plan(config(), LARGE, PAPER_RATES, PAPER_LENGTHS, 128, 400 * GIB)
+    assert (roomy.zero_stage, roomy.gradient_checkpointing) == (1, False)
+
+
+def test_adapters_need_neither_gradients_nor_moments_of_the_model():
+    adapters = Model(LARGE.parameters, 40_000_000, *(getattr(LARGE, n) for n in LARGE.__slots__[2:]))
+    memory = training_memory(config(), adapters, 1, 1, True, 2048)
+    assert memory.gradients + memory.optimizer == 18 * 40_000_000
+    assert memory.weights == 2 * LARGE.parameters
+
+
+def test_a_penalty_takes_a_second_model_unless_adapters_can_be_put_aside():
+    def reference(**trainer) -> float:
+        return training_memory(config(trainer=trainer), LARGE, 1, 1, True, 2048).reference
+
+    assert reference() == 0
+    assert reference(kl_coef=0.1) == 2 * LARGE.parameters
+    assert reference(kl_coef=0.1, lora={}) == 0
+    assert reference(kl_coef=0.1, lora={}, reference="/other") == 2 * LARGE.parameters
+
+
+def test_activations_grow_with_the_longest_sequence_where_it_is_above_the_cap():
+    def activations(longest: int) -> float:
+        return training_memory(config(), SMALL, 1, 1, True, longest).activations
+
+    assert activations(1) == activations(16384) == activations(32768) / 2
+
+
+def test_a_generators_kv_is_what_its_sequences_take_at_full_length():
+    wanted = config(generator={"tensor_parallel": 2, "max_concurrent_rollouts": 10})
+    memory = generation_memory(wanted, LARGE, Lengths(1024, 5000, 15 * 1024), 80 * GIB)
+    assert memory.wanted == 10 * 16384 * 57_344 / 2
+    assert memory.weights == LARGE.parameters
+    assert memory.weights + memory.room + memory.other == pytest.approx(0.9 * 80 * GIB)
+    assert memory.sequences == 10
+    assert memory.sequences_longest == int(memory.room / (16384 * 57_344 / 2))
+
+
+def test_a_token_is_on_every_device_where_there_are_fewer_heads_than_devices():
+    def wanted(tensor_parallel: int) -> float:
+        generator = {"tensor_parallel": tensor_parallel}
+        return generation_memory(config(generator=generator), LARGE, Lengths(1, 1, 1), 80 * GIB).wanted
+
+    assert wanted(8) == wanted(4) == wanted(1) / 4
+
+
+@pytest.mark.parametrize("longest", [9300, 27 * 1024, 64 * 1024])
+def test_at_the_bound_no_group_is_waited_for_and_generators_are_full(longest):
+    lengths = Lengths(1024, 9300, longest)
+    found = plan(config(), SMALL, PAPER_RATES, lengths, 128, 80 * GIB)
+    assert found.longest_seconds <= found.max_staleness * found.step_seconds
+    assert found.generators * found.generation.sequences <= found.max_staleness * found.samples_a_step
+    assert 1 <= found.staleness <= found.max_staleness
+    assert found.longest_seconds > (found.max_staleness - 1) * found.step_seconds or found.max_staleness <= 2
+
+
+def test_two_devices_are_enough_and_one_is_not():
+    found = plan(config(), SMALL, Rates(1, 100), PAPER_LENGTHS, 2, 141 * GIB)
+    assert (found.generators, found.ranks) == (1, 1)
+    with pytest.raises(UserError, match="1 devices are too few"):
+        plan(config(), SMALL, Rates(1, 1), PAPER_LENGTHS, 1, 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("memory", "sentence"), [(10, "raise generator.tensor_parallel"), (24, "Training does not fit: on 1 devices each")]
+)
+def test_what_does_not_fit_is_told_with_what_to_do(memory, sentence):
+    with pytest.raises(UserError, match=sentence):
+        plan(config(), LARGE, Rates(1, 1), Lengths(512, 500, 1024), 2, memory * GIB)
+
+
+# --- the tool
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A configuration whose model is the config.json of a small Qwen3 with 4 layers."""
+    sizes = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
+    path = tmp_path / "run.yaml"
+    changes = {"model": str(tmp_path / "model"), "sampling": {"max_new_tokens": 512}}
+    path.write_text(dump_config(config(**changes)))
+    return path
+
+
+RATES = ["--generation-rate", "1000", "--training-rate", "3000", "--mean-tokens", "200"]
+SIZES = ["--devices", "16", "--device-memory", "80"]
+
+
+def test_the_tool_prints_changes_that_the_configuration_takes(file, capsys):
+    assert main(["plan", "--config", str(file), *SIZES, *RATES]) == 0
+    said = capsys.readouterr().out
+    assert "12 (75%; ideal 75%)" in said
+    overrides = said.splitlines()[-1].split()
+    planned = load_config(file, overrides)
+    assert (planned.generator.count, planned.trainer.ranks, planned.run_ahead) == (12, 4, "auto")
+
+
+def test_a_model_is_counted_from_its_config_json(file):
+    from areal.planner import read_model
+
+    attention = 64 * (4 * 32) * 2 + 64 * (2 * 32) * 2 + 2 * 32
+    layer = attention + 3 * 64 * 128 + 2 * 64
+    model = read_model(load_config(file))
+    assert model == Model(4 * layer + 1000 * 64 + 64, 4 * layer + 1000 * 64 + 64, 4, 64, 1000, 2, 32)
+    adapted = read_model(load_config(file, ["trainer.lora.rank=8", "trainer.lora.target_modules=[q_proj]"]))
+    assert adapted.trained == 4 * 8 * (64 + 128)
+    everywhere = 64 + 128 + 2 * (64 + 64) + 128 + 64 + 3 * (64 + 128)
+    assert read_model(load_config(file, ["trainer.lora.rank=8"])).trained == 4 * 8 * everywhere
+
+
+def test_rates_come_from_a_finished_run(file, tmp_path, capsys):
+    run = tmp_path / "runs" / "short"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(dump_config(load_config(file, ["generator.count=2", "trainer.ranks=2"])))
+    numbers = {"tokens_generated": 20_000, "tokens_trained": 18_000, "starved_seconds": 0.1, "step_seconds": 10.0}
+    numbers |= {"train_seconds": 9.0, "completion_tokens_mean": 200.0}
+    warm_up = {key: 1e6 for key in numbers}
+    records = [{"step": n} | (warm_up if n < 3 else numbers) for n in range(1, 6)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["plan", "--from", str(run), "--devices", "2", "--device-memory", "80"]) == 0
+    said = capsys.readouterr().out
+    assert "1,000" in said  # tokens/s of one generating device, and of one rank
+    assert "may be faster than measured" in " ".join(said.split())
+    assert main(["plan", "--from", str(run), "--devices", "2", "--device-memory", "80", "--training-rate", "77"]) == 0
+    assert "77" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([*SIZES, *RATES], "Say which run"),
+        (["--config", "nowhere.yaml", *SIZES, *RATES], "There is no configuration file"),
+        (["--config", "FILE", *SIZES], "Give --generation-rate"),
+        (["--config", "FILE", "--devices", "0", "--device-memory", "80", *RATES], "--devices is 0"),
+        (["--config", "FILE", "--devices", "4", "--device-memory", "nan", *RATES], "--device-memory is nan"),
+        (["--config", "FILE", *SIZES, *RATES, "sampling.max_new_tokens=100"], "longer than sampling.max_new_tokens"),
+        (["--config", "FILE", *SIZES, *RATES, "model=quickstart"], "plan with --from runs/quickstart"),
+        (["--config", "FILE", *SIZES, *RATES, "model=./nowhere"], "cannot be read"),
+        (["--config", "FILE", *SIZES, *RATES, "generator.count=0"], "generator.count"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(file, capsys, arguments, sentence):
+    assert main(["plan", *(str(file) if word == "FILE" else word for word in arguments)]) == 2
+    said = capsys.readouterr()
+    assert sentence in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_a_run_without_a_step_cannot_be_measured(file, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(file.read_text())
+    assert main(["plan", "--from", str(tmp_path), *SIZES]) == 2
+    assert "holds no finished training step" in capsys.readouterr().err

@@ -1,0 +1,232 @@
+"""What lies in configs/deploy: every command in it is one that run.py or `python -m areal` takes, and the scripts for
+several nodes start everything, once each, on devices of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import run
+from areal.__main__ import _parser
+from areal.config import load_config
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "configs" / "deploy"
+
+
+def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The parsed arguments of a command that starts a part of a run. Fails where it would be refused."""
+    words = [re.sub(r"\$[({]?\w+[)}]?", "0", word.replace("${MASTER}", "tcp://h:1")) for word in words]
+    if words[:2] == ["sh", "-c"]:
+        words = shlex.split(words[2])
+    if "areal" in words:
+        return _parser().parse_args(words[words.index("areal") + 1 :])
+    if "configs/deploy/master.sh" in words:
+        words = ["run.py", "--role", "master", *words[words.index("configs/deploy/master.sh") + 2 :]]
+    if "torchrun" in words[0]:
+        words = words[words.index("--") + 1 :]
+    start = next(n for n, word in enumerate(words) if word.endswith("run.py"))
+    monkeypatch.setattr(sys, "argv", words[start:])
+    arguments = run.parse()
+    if arguments.role == ["master"]:
+        load_config(ROOT / arguments.config, arguments.overrides)
+        assert any(override.startswith("master.address=tcp://") for override in arguments.overrides)
+    else:
+        assert arguments.role and arguments.master.startswith("tcp://") and not arguments.overrides
+    return arguments
+
+
+def kubernetes_pods() -> Iterator[tuple[int, dict]]:
+    """How many there are of each, and what they are."""
+    for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()):
+        if document["kind"] == "Job":
+            yield document["spec"].get("completions", 1), document["spec"]["template"]["spec"]
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every command in the YAML files and units, with where it is from."""
+    compose = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
+    for name, service in compose["services"].items():
+        yield f"compose-{name}", shlex.split(service["command"])
+        if "healthcheck" in service:
+            yield f"compose-{name}-health", service["healthcheck"]["test"][1:]
+    for _, pod in kubernetes_pods():
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            name = f"kubernetes-{pod['containers'][0]['name']}-{container['name']}"
+            yield name, [*container["command"], *container.get("args", [])]
+            for probe in ("startupProbe", "livenessProbe"):
+                if probe in container:
+                    yield f"{name}-{probe}", container[probe]["exec"]["command"]
+    for unit in sorted((DEPLOY / "systemd").iterdir()):
+        for line in re.findall(
+            r"^Exec\w+=(.*)$", unit.read_text().replace("--role %i", "--role trainer"), re.MULTILINE
+        ):
+            yield f"systemd-{unit.stem}", shlex.split(line)
+
+
+@pytest.mark.parametrize("words", [pytest.param(words, id=name) for name, words in commands()])
+def test_a_command_is_one_that_the_programs_take(words, monkeypatch):
+    check_command(words, monkeypatch)
+
+
+def test_in_kubernetes_the_devices_are_as_many_as_the_commands_want():
+    devices: Counter[str] = Counter()
+    for count, pod in kubernetes_pods():
+        (container,) = pod["containers"]
+        limit = container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0)
+        devices[container["name"]] += count * limit
+        if container["name"] == "trainer":
+            assert container["command"][container["command"].index("--nproc-per-node") + 1] == str(limit)
+        if container["name"] == "generator":
+            assert limit == load_config(DEPLOY / "run.yaml").generator.tensor_parallel
+    assert (devices["generator"], devices["trainer"], devices.total()) == (12, 4, 16)
+
+
+def test_in_compose_no_two_services_share_a_device():
+    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
+    groups = [
+        device["device_ids"]
+        for service in services.values()
+        for device in service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+    ]
+    assert sorted(sum(groups, [])) == [str(n) for n in range(8)]
+
+
+# A stand-in for python, torchrun and srun: notes how it was called, then does what a file of its own name says.
+STAND_IN = """\
+#!/bin/bash
+line="${NODE:-${SLURM_NODEID:-}}|${CUDA_VISIBLE_DEVICES-}|$(basename "$0") $*"
+echo "$line" >> "$CALLS"
+for behaviour in "$CALLS".*; do
+  [[ -e $behaviour && " $* " == *" ${behaviour##*.} "* ]] && . "$behaviour"
+done
+exit 0
+"""
+SRUN = """\
+#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for n in 0 1; do SLURM_NODEID=$n "$@" & all+=($!); done
+for one in "${all[@]}"; do wait "$one" || code=$?; done
+exit ${code:-0}
+"""
+
+
+class Nodes:
+    """A copy of configs/deploy whose programs are stand-ins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls = folder, folder / "calls"
+        shutil.copytree(DEPLOY, folder / "configs" / "deploy")
+        for name, text in {
+            "python": STAND_IN,
+            "torchrun": STAND_IN,
+            "srun": SRUN,
+            "scontrol": "#!/bin/sh\necho node0\necho node1\n",
+            "sleep": "#!/bin/sh\n",
+        }.items():
+            program = folder / ".venv" / "bin" / name
+            program.parent.mkdir(parents=True, exist_ok=True)
+            program.write_text(text)
+            program.chmod(0o755)
+
+    def behave(self, word: str, script: str) -> None:
+        """What a stand-in does that is called with this word."""
+        Path(f"{self.calls}.{word}").write_text(script)
+
+    def start(self, script: str, **environment: str) -> int:
+        """The exit code of a script in configs/deploy."""
+        path = f"{self.folder / '.venv' / 'bin'}:{os.environ['PATH']}"
+        known = {"PATH": path, "CALLS": str(self.calls), "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]"}
+        command = ["bash", f"configs/deploy/{script}"]
+        return subprocess.run(command, cwd=self.folder, env=known | environment, timeout=120).returncode
+
+    def called(self) -> list[tuple[str, str, list[str]]]:
+        """Node, visible devices and words of each command but those that only wait for the master."""
+        lines = [line.split("|") for line in self.calls.read_text().splitlines()]
+        return [(node, devices, shlex.split(call)) for node, devices, call in lines if " health " not in call]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Nodes:
+    return Nodes(tmp_path)
+
+
+def test_the_slurm_script_starts_everything_on_devices_of_its_own(nodes, monkeypatch):
+    assert nodes.start("slurm.sh") == 0
+    roles, used = Counter(), Counter()
+    for node, devices, words in nodes.called():
+        arguments = check_command(words, monkeypatch)
+        if arguments.role == ["master"]:
+            assert node == "0" and "master.address=tcp://node0:5555" in arguments.overrides
+            assert "generator.tensor_parallel=2" in arguments.overrides
+        else:
+            assert arguments.master == "tcp://node0:5555"
+        roles.update(arguments.role)
+        used.update((node, device) for device in devices.split(",") if device)
+        if arguments.role == ["trainer"]:
+            assert words[:5] == ["torchrun", "--nnodes", "1", "--nproc-per-node", "4"]
+            assert (node, devices) == ("0", "0,1,2,3")
+    assert roles == {"master": 1, "trainer": 1, "generator": 6, "rollout_manager": 2, "reward": 2, "evaluator": 1}
+    assert used == {(node, str(device)): 1 for node in "01" for device in range(8)}
+
+
+def test_a_trainer_may_take_several_nodes(nodes):
+    for node in "012":
+        assert nodes.start("node.sh", NODE=node, NODES="3", HEAD="h", GPUS="4", TRAINING_GPUS="8") == 0
+    ranks = [(node, words[1:5]) for node, _, words in nodes.called() if words[0] == "torchrun"]
+    assert sorted(ranks) == [(node, ["--nnodes", "2", "--nproc-per-node", "4"]) for node in "01"]
+    generators = [(node, devices) for node, devices, words in nodes.called() if "generator" in words]
+    assert sorted(generators) == [("2", "0,1"), ("2", "2,3")]
+
+
+def test_part_of_a_second_node_is_refused(nodes, capfd):
+    assert nodes.start("node.sh", NODE="0", NODES="3", HEAD="h", GPUS="4", TRAINING_GPUS="6") == 2
+    assert "use at most the 4 of one node, or whole nodes" in capfd.readouterr().err
+
+
+def test_what_dies_is_started_again_until_it_ends_well(nodes):
+    nodes.behave(
+        "generator", '(($(grep -c "|0,1|" "$CALLS") < 6)) && exit 1\n'
+    )  # each time beside a wait for the master
+    assert nodes.start("node.sh", NODE="1", NODES="2", HEAD="h", GPUS="2", TRAINING_GPUS="2", TENSOR_PARALLEL="2") == 0
+    assert sum("generator" in words for _, _, words in nodes.called()) == 3
+
+
+def test_a_run_that_failed_ends_its_node_with_its_exit_code(nodes):
+    nodes.behave("master", "exit 1\n")
+    nodes.behave("health", "exec /bin/sleep 1000\n")
+    assert nodes.start("node.sh", NODE="0", NODES="1", HEAD="h") == 1
+
+
+def test_a_run_that_has_begun_is_resumed(nodes, monkeypatch):
+    begun = nodes.folder / "runs" / "mine"
+    begun.mkdir(parents=True)
+    (begun / "journal.db").touch()
+    assert nodes.start("node.sh", NODE="0", NODES="1", HEAD="h", RUN="runs/mine") == 0
+    (master,) = [words for _, _, words in nodes.called() if "master" in words]
+    arguments = check_command(master, monkeypatch)
+    assert arguments.resume == Path("runs/mine")
+    assert {"run_dir=runs", "name=mine"} <= set(arguments.overrides)
+
+
+def test_skypilot_starts_the_same_script(nodes, monkeypatch):
+    task = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+    (nodes.folder / "configs" / "deploy" / "task.sh").write_text(task["run"])
+    sky = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    for node in "01":
+        assert nodes.start("task.sh", SKYPILOT_NODE_RANK=node, **task["envs"], **sky) == 0
+    parsed = [check_command(words, monkeypatch) for _, _, words in nodes.called()]
+    assert Counter(role for arguments in parsed for role in arguments.role)["generator"] == 6
+    (master,) = [arguments for arguments in parsed if arguments.role == ["master"]]
+    assert {"master.address=tcp://10.0.0.1:5555", "weights.transport=stream"} <= set(master.overrides)
