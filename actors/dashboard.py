@@ -88,7 +88,7 @@ class RunView:
         found += [(span, True) for span in timeline.spans(ordered)]
         lanes: dict[str, list[tuple[str, float, float, bool]]] = {}
         for span, measured in found:
-            if span.begin + span.seconds >= end - WINDOW_SECONDS:
+            if span.end >= end - WINDOW_SECONDS:
                 lanes.setdefault(span.actor, []).append((span.name, end - span.begin, span.seconds, measured))
         return [{"actor": actor, "spans": lanes[actor]} for actor in sorted(lanes)]
 

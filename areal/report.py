@@ -269,7 +269,7 @@ def timeline_of(run: Run) -> list[tuple[Span, bool]]:
     end = run.times[-1] if run.times else 0.0
     shown = []
     for span, is_measured in found:
-        begin, until = max(span.begin - end, -TIMELINE_SECONDS), min(span.begin + span.seconds - end, 0.0)
+        begin, until = max(span.begin - end, -TIMELINE_SECONDS), min(span.end - end, 0.0)
         if until > begin and not span.actor.startswith("master"):
             shown.append((Span(span.actor, span.kind, begin, until - begin), is_measured))
     return sorted(shown, key=lambda pair: pair[0].actor)

@@ -106,6 +106,10 @@ class Span:
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def end(self) -> float:
+        return self.begin + self.seconds
+
+    @property
     def kind(self) -> str:
         """The name, up to a number in it."""
         return re.sub(r"\W*\d.*", "", self.name)

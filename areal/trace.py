@@ -66,7 +66,7 @@ def _drawn(spans: Iterable[Span], pid: int, row: int, zero: float) -> Iterator[d
     end = 0
     for span in spans:
         begin = max(end, _microseconds(span.begin - zero))
-        end = max(begin, _microseconds(span.begin + span.seconds - zero))
+        end = max(begin, _microseconds(span.end - zero))
         yield {
             "ph": "X", "name": span.name, "pid": pid, "tid": row, "ts": begin, "dur": end - begin, "args": span.details,
         }  # fmt: skip
@@ -128,15 +128,15 @@ def _rows(spans: Iterable[Span]) -> Iterator[tuple[int, list[Span]]]:
             else:
                 row.extend(chain)
     for number, row in enumerate(rows, 1):
-        yield number, sorted(row, key=lambda span: span.begin)
+        yield number, sorted(row, key=lambda span: span.end)
 
 
 def _chain(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
     """As many spans as do not overlap, and the others."""
     chain: list[Span] = []
     others: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.begin):
-        follows = not chain or span.begin >= chain[-1].begin + chain[-1].seconds - CLOCK_SECONDS
+    for span in sorted(spans, key=lambda span: span.end):
+        follows = not chain or span.begin >= chain[-1].end - CLOCK_SECONDS
         (chain if follows else others).append(span)
     return chain, others
 

@@ -65,6 +65,34 @@ def test_what_overlaps_lies_in_different_rows_and_the_rest_in_one():
     assert rows["train"] == rows["save"] != rows["write"]
 
 
+def test_a_kind_of_span_keeps_its_row_which_has_its_name():
+    events = [span("trainer/0", "train", begin, 2.0) for begin in (0.0, 2.0)]
+    events += [span("trainer/0", "write", begin, 1.0) for begin in (1.5, 3.5)]
+    events += [span("trainer/0", "save", 4.5, 1.0)]
+    found = trace(events=events)
+    names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    assert [(e["name"], names[e["tid"]]) for e in found if e["ph"] == "X"] == [
+        ("train", "train, save"), ("train", "train, save"), ("save", "train, save"), ("write", "write"),
+        ("write", "write"),
+    ]  # fmt: skip
+
+
+def test_what_clocks_or_rounding_make_overlap_a_little_follows():
+    events = [
+        span("generator/0", "load", 0.0951, 0.5),
+        span("generator/0", "pause", 0.0, 0.1000004),
+        span("generator/0", "resume", 0.595, 0.0002),
+    ]
+    drawn = [(e["name"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in trace(events=events) if e["ph"] == "X"]
+    assert drawn == [("pause", 1, 0, 100_000), ("load", 1, 100_000, 595_100), ("resume", 1, 595_100, 595_200)]
+
+
+def test_what_is_over_just_after_the_next_one_seems_to_begin_comes_before_it():
+    events = [span("trainer/0", "train", 1.0, 2.0), span("trainer/0", "fetch", 1.0001, 0.001)]
+    assert spans_of(trace(events=events))["trainer/0"] == [("fetch", 0.0001, 0.001), ("train", 0.0011, 1.9989)]
+    assert len({e["tid"] for e in trace(events=events) if e["ph"] == "X"}) == 1
+
+
 def test_numbers_that_only_grow_are_shown_as_rates():
     heard = [
         {"time": at, "actor": "generator/0", "state": "healthy", "activity": "", "stats": stats}
