@@ -13,10 +13,12 @@ from pathlib import Path
 import structlog
 
 from areal.config import Config, UserError, dump_config, load_config
-from areal.processes import SUPERVISED, die_with_parent
+from areal.processes import KEYS, SUPERVISED, die_with_parent
 from areal.run_folder import configuration_to_resume
 
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator", "monitor")
+# Nodes of a cluster start in any order.
+WAIT_SECONDS = 300.0
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 HELP = """\
@@ -28,7 +30,9 @@ Everything on this machine:
   python run.py --config FILE --dry-run             print the resolved configuration
   python run.py --resume RUN_FOLDER                 go on with a run that was stopped, or whose machine was lost
 
-One role per terminal or node; only the master reads the configuration, the others get it from there:
+One role per terminal or node; only the master reads the configuration, the others get it from there. Beyond one machine
+links need keys, the same on every node (docs/security.md):
+  python -m areal keys FOLDER; export AREAL_KEYS=FOLDER
   python run.py --role master --config FILE master.address=tcp://NODE0:5555
   python run.py --role trainer --master tcp://NODE0:5555
   python run.py --role generator --master tcp://NODE0:5555
@@ -53,6 +57,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--role", action="append", choices=ROLES, help="start this role only (may be repeated)")
     parser.add_argument("--master", metavar="tcp://HOST:PORT", help="where the master listens")
+    parser.add_argument(
+        "--keys", metavar="FOLDER",
+        help=f"the run's keys, from `python -m areal keys`, or `none` (default: {KEYS}); needed beyond this machine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS",
+        help=f"for a master that is not there yet (default: {WAIT_SECONDS:g})",
+    )  # fmt: skip
     parser.add_argument("--config", type=Path, help="YAML file of the run (default: configs/quickstart.yaml)")
     parser.add_argument(
         "--resume", type=Path, metavar="RUN_FOLDER", help="go on with this run (default for --config: its own)"
@@ -63,7 +75,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--index", type=int, help="number of this actor within its role (default: the master gives one)"
     )
-    parser.add_argument("--host", help="address others reach this actor at (default: the interface towards the master)")
+    parser.add_argument(
+        "--host", help="name or address others reach this actor at (default: the interface towards the master)"
+    )
+    parser.add_argument("--bind", metavar="HOST", help="interface to listen on, `*` for all (default: that of --host)")
+    parser.add_argument("--ports", metavar="FIRST-LAST", default="*", help="ports to listen at (default: any free one)")
     parser.add_argument(
         "--reward",
         action="append",
@@ -98,6 +114,7 @@ def start(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             print(dump_config(config), end="")
             return 0
+        keep_keys(arguments.keys or config.network.keys)
         return run_master(config, bool(arguments.resume)) if roles else run_everything(config, arguments)
     if "master" in roles:
         raise UserError("Start the master by itself (--role master --config FILE); the other roles need its address.")
@@ -107,9 +124,16 @@ def start(arguments: argparse.Namespace) -> int:
         )
     if not arguments.master:
         raise UserError(f"Say where the master is: --role {roles[0]} --master tcp://HOST:PORT.")
+    keep_keys(arguments.keys)
     if "monitor" in roles:
         return run_monitor(roles, arguments)
     return run_role(roles[0], arguments) if len(roles) == 1 else run_roles(roles, arguments)
+
+
+def keep_keys(keys: str | None) -> None:
+    """For whatever is started from here, too."""
+    if keys:
+        os.environ[KEYS] = keys
 
 
 def configuration(arguments: argparse.Namespace) -> Config:
@@ -122,6 +146,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     """Check everything that can be checked, then the whole run on this machine."""
     from rich.console import Console
 
+    from actors.addresses import host_of, open_network
     from actors.monitor import print_summary
     from actors.preflight import check
     from actors.supervisor import Supervisor
@@ -129,6 +154,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from areal.report import write_report
 
     check(config)
+    network = open_network(host_of(config.master.address))
     devices = own_devices(config, visible_devices())
     console = Console()
 
@@ -137,7 +163,8 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
         resume = ["--resume", str(arguments.resume.resolve())] if arguments.resume else []
         file = arguments.config or (None if resume else DEFAULT_CONFIG)
         master = [*resume, *(["--config", str(file)] if file else []), *arguments.overrides]
-        ending = await supervisor.run_everything(config, master)
+        options = role_options(arguments, config.network.ports_text)
+        ending = await supervisor.run_everything(config, master, options, network)
         if not ending.ok:
             print(ending.reason, file=sys.stderr)
             return 2 if supervisor.user_error else 1
@@ -154,8 +181,9 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
 
     from actors.supervisor import Supervisor
 
-    rest = ["--master", arguments.master]
-    rest += ["--host", arguments.host] if arguments.host else []
+    config_of_run(arguments)  # a master that is not there yet is waited for here, where it is seen
+    rest = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
+    rest += role_options(arguments, arguments.ports)
     rewards = [word for name in arguments.reward or [] for word in ("--reward", name)]
 
     async def run() -> int:
@@ -169,6 +197,12 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     return asyncio.run(run())
 
 
+def role_options(arguments: argparse.Namespace, ports: str) -> list[str]:
+    """What a supervisor hands on to each role."""
+    options = {"--host": arguments.host, "--bind": arguments.bind, "--ports": ports}
+    return [word for option, value in options.items() if value for word in (option, value)]
+
+
 def stoppable(supervisor):
     for sign in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sign, supervisor.interrupt, sign)
@@ -176,6 +210,7 @@ def stoppable(supervisor):
 
 
 def run_master(config: Config, resume: bool) -> int:
+    from actors.addresses import host_of, open_network
     from actors.logs import configure_logging, write_log_file
     from actors.master import Master
     from actors.preflight import check_port
@@ -186,10 +221,10 @@ def run_master(config: Config, resume: bool) -> int:
     from areal.models import with_folders
     from areal.report import write_report
     from areal.run_folder import RunFolder
-    from protocols.network import ZmqNetwork
     from protocols.transport import Bus
 
     configure_logging("master/0")
+    network = open_network(host_of(config.master.address))
     check_port(config.master.address)
     tracking.check(config.observe)
     open_source(config.data, config.seed)
@@ -200,7 +235,7 @@ def run_master(config: Config, resume: bool) -> int:
     write_log_file(folder.path / "logs" / "master-0.jsonl")
 
     async def run():
-        bus = Bus(f"master/0#{incarnation()}", ZmqNetwork())
+        bus = Bus(f"master/0#{incarnation()}", network)
         return await Master(bus, config, journal=journal, folder=folder).run()
 
     tracker = tracking.start(config)
@@ -222,21 +257,22 @@ def run_master(config: Config, resume: bool) -> int:
 def run_monitor(roles: list[str], arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from actors.addresses import host_of, host_towards, open_network
     from actors.monitor import Feed, follow
-    from actors.runtime import first_answer, host_towards, incarnation
+    from actors.runtime import first_answer, incarnation
     from protocols.messages import AskStatus
-    from protocols.network import ZmqNetwork
     from protocols.transport import Bus
 
     if roles != ["monitor"]:
         raise UserError("Start the monitor by itself (--role monitor): it has the terminal to itself.")
     host_towards(arguments.master)
+    network = open_network(host_of(arguments.master))
     console = Console()
 
     async def run() -> int:
-        bus = Bus(f"monitor/0#{incarnation()}", ZmqNetwork())
+        bus = Bus(f"monitor/0#{incarnation()}", network)
         try:
-            await first_answer(bus, arguments.master, AskStatus())
+            await first_answer(bus, arguments.master, AskStatus(), arguments.wait)
             feed = Feed(bus, arguments.master)
             if not console.is_terminal:
                 return await follow(feed, console)
@@ -277,34 +313,22 @@ def build(role: str, arguments: argparse.Namespace):
     """The actor of a role. Only its own module is imported, and so only its own engine."""
     from importlib import import_module
 
+    from actors.addresses import Door, host_of, open_network
     from actors.runtime import incarnation
-    from protocols.network import ZmqNetwork
     from protocols.transport import Bus
 
+    door = Door.towards(arguments.master, arguments.host, arguments.bind, arguments.ports)
+    network = open_network(host_of(arguments.master), door.bind)
     kind = getattr(import_module(f"actors.{role}"), "".join(word.capitalize() for word in role.split("_")))
     more = {"functions": tuple(arguments.reward or ())} if role == "reward" else {}
-    bus = Bus(f"{role}/{'?' if arguments.index is None else arguments.index}#{incarnation()}", ZmqNetwork())
-    return kind(bus, arguments.master, arguments.index, arguments.host, **more)
+    bus = Bus(f"{role}/{'?' if arguments.index is None else arguments.index}#{incarnation()}", network)
+    return kind(bus, arguments.master, arguments.index, door, patience=arguments.wait, **more)
 
 
 def join_ranks(arguments: argparse.Namespace) -> None:
     """Become one of the run's trainer ranks. Rank 0 returns and is the actor; a process that was started without
     torchrun turns into it where there are several ranks."""
-    from actors.runtime import first_answer, host_towards, incarnation
-    from protocols.messages import AskConfig
-    from protocols.network import ZmqNetwork
-    from protocols.transport import Bus
-
-    host_towards(arguments.master)
-
-    async def ask() -> Config:
-        bus = Bus(f"trainer/?#{incarnation()}", ZmqNetwork())
-        try:
-            return Config.model_validate((await first_answer(bus, arguments.master, AskConfig())).values)
-        finally:
-            await bus.close()
-
-    config = asyncio.run(ask())
+    config = config_of_run(arguments)
     if "RANK" in os.environ:
         if os.environ["RANK"] != "0":
             from actors.ranks import follow
@@ -316,6 +340,27 @@ def join_ranks(arguments: argparse.Namespace) -> None:
         # After the dashes torchrun leaves --master to us, which it would take for one of its own.
         ranks = ["--standalone", "--nproc-per-node", str(config.trainer.ranks), "--"]
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *ranks, *sys.argv])
+
+
+def config_of_run(arguments: argparse.Namespace) -> Config:
+    """What the master was given, once it is there. Raises UserError."""
+    from actors.addresses import host_of, host_towards, open_network
+    from actors.runtime import first_answer, incarnation
+    from protocols.messages import AskConfig
+    from protocols.transport import Bus
+
+    host_towards(arguments.master)
+    network = open_network(host_of(arguments.master))
+
+    async def ask() -> Config:
+        bus = Bus(f"{arguments.role[0]}/?#{incarnation()}", network)
+        try:
+            answer = await first_answer(bus, arguments.master, AskConfig(), arguments.wait)
+        finally:
+            await bus.close()
+        return Config.model_validate(answer.values)
+
+    return asyncio.run(ask())
 
 
 def leave(code: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from actors import prometheus
+from actors.addresses import host_of, is_loopback
 from actors.run_state import RunState
 from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from areal.config import Config, UserError
@@ -197,16 +198,15 @@ class Master(HandlesRequests):
 
     def _open(self) -> None:
         address = self.config.master.address
-        host = address.removeprefix("tcp://").rpartition(":")[0]
+        first = self.state.masters * EVENTS_OF_ONE_MASTER
         try:
             self.bus.serve(address, self.dispatch, self._crashed)
+            self._events = self.bus.publisher(f"tcp://{host_of(address)}:{self.config.network.ports_text}", first)
         except OSError as error:
             raise UserError(
-                f"The master cannot listen at {address} ({error.strerror}): stop what uses the port, "
-                f"or choose another with master.address=tcp://HOST:PORT."
+                f"The master cannot listen at {error.filename} ({error.strerror}): stop what uses the port, "
+                f"or choose another with master.address=tcp://HOST:PORT or network.ports."
             ) from None
-        first = self.state.masters * EVENTS_OF_ONE_MASTER
-        self._events = self.bus.publisher(f"tcp://{host}:*", first)
         prometheus.serve(self.config.observe, "master", 0, lambda: self._numbers)
         log.info("master ready", address=address, run=str(self.folder.path))
 
@@ -400,6 +400,8 @@ class Master(HandlesRequests):
         self._pulses[identity] = _Pulse(self._now(), Counter())
         self._send_out(MembersChanged(changed=(member,)))
         log.info("joined", actor=identity, address=asked.address)
+        if len({is_loopback(host_of(m.address)) for m in self.state.members.values()}) > 1:
+            log.warning("some actors listen where other hosts cannot reach them: give those --host", joined=identity)
         return member
 
     def _free_index(self, role: str) -> int:

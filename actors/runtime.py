@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 import structlog
 
 from actors import prometheus
+from actors.addresses import Door, host_of, reachable
 from actors.logs import write_log_file
 from areal.config import Config, UserError
 from protocols.errors import BusError, DeadlineError, FencedError, RefusedError
@@ -44,6 +45,8 @@ from protocols.messages import (
 from protocols.transport import Bus, Request, Subscriber
 
 JOIN_SECONDS = 10.0
+# A master that does not answer for so long is waited for, and that is said.
+SILENCE_SECONDS = 3.0
 HEARTBEAT_SECONDS = 1.0
 CONTROL_SECONDS = 10.0
 LEAVE_SECONDS = 2.0
@@ -134,19 +137,20 @@ class Actor(HandlesRequests):
     role: ClassVar[str]
 
     def __init__(
-        self, bus: Bus, master: str, index: int | None = None, host: str | None = None, *,
-        keep_log: Callable[[Path], None] = write_log_file,
+        self, bus: Bus, master: str, index: int | None = None, door: Door | None = None, *,
+        patience: float = JOIN_SECONDS, keep_log: Callable[[Path], None] = write_log_file,
     ) -> None:  # fmt: skip
         self.bus = bus
         self.master = master
         self.index = index
-        self.host = host or host_towards(master)
+        self.door = door or Door.towards(master)
         self.config: Config = None  # type: ignore[assignment]  # known from joining on
         self.policy: Policy = None  # type: ignore[assignment]
         self.directory: dict[str, Member] = {}
         self.state = "stale"
         self.activity = "starting"
         self._changed = Signal()
+        self._patience = patience  # seconds, for a master that is not there yet
         self._keep_log = keep_log
         loop = asyncio.get_running_loop()
         self._stop: asyncio.Future[Ending] = loop.create_future()
@@ -244,8 +248,8 @@ class Actor(HandlesRequests):
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, self._told_to_leave, sign.name)
         try:
-            address = self.bus.serve(f"tcp://{self.host}:*", self.dispatch, self._crashed)
-            await self._join(address)
+            if not await self._join_unless_stopped(self.door.reached_at(self._serve())):
+                return self._stop.result()
             ending = await self._live()
             if not ending.fenced:
                 await self._leave(ending.reason)
@@ -258,9 +262,30 @@ class Actor(HandlesRequests):
                 log.warning("teardown took too long", seconds=TEARDOWN_SECONDS)
             await self.bus.close()
 
+    def _serve(self) -> str:
+        try:
+            return self.bus.serve(self.door.address, self.dispatch, self._crashed)
+        except OSError as error:
+            raise UserError(
+                f"Nothing can listen at {self.door.address} ({error.strerror}): change --bind, --host or --ports."
+            ) from None
+
+    async def _join_unless_stopped(self, address: str) -> bool:
+        """Whether it has joined; whoever waits for a master can be told to leave."""
+        joining = asyncio.create_task(self._join(address), name="join")
+        try:
+            await asyncio.wait([joining, self._stop], return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                await joining
+                return True
+            return False
+        finally:
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
+
     async def _join(self, address: str) -> None:
         join = Join(role=self.role, index=self.index, address=address)
-        welcome = await first_answer(self.bus, self.master, join)
+        welcome = await first_answer(self.bus, self.master, join, self._patience)
         self.bus.identity.name = welcome.identity
         self.config = Config.model_validate(welcome.config)
         self.index = int(welcome.identity.split("/")[1].split("#")[0])
@@ -363,10 +388,11 @@ class Actor(HandlesRequests):
         self._changed.notify()
 
     async def _believe(self, snapshot: Snapshot) -> None:
-        if self._events is None or self._events.address != snapshot.events:
+        events = reachable(snapshot.events, host_of(self.master))
+        if self._events is None or self._events.address != events:
             if self._events is not None:
                 await self._events.close()
-            self._events = self.bus.subscribe(snapshot.events, self._on_event)
+            self._events = self.bus.subscribe(events, self._on_event)
         if snapshot.sequence >= self._sequence:
             self._sequence = snapshot.sequence
             self._follow(snapshot.policy)
@@ -386,17 +412,23 @@ class Actor(HandlesRequests):
                 self.bus.forget(member.address)
 
 
-async def first_answer(bus: Bus, master: str, message: Message) -> Any:
-    """The master's answer to the first thing said to it. Raises UserError where none comes."""
+async def first_answer(bus: Bus, master: str, message: Message, patience: float) -> Any:
+    """The master's answer to the first thing said to it. Raises UserError where none comes in `patience` seconds."""
+    telling = asyncio.get_running_loop().call_later(
+        SILENCE_SECONDS, lambda: log.warning("waiting for the master", address=master, seconds=patience)
+    )
     try:
-        return await bus.peer(master).ask(message, JOIN_SECONDS)
+        return await bus.peer(master).ask(message, patience)
     except DeadlineError:
         raise UserError(
-            f"No master answers at {master} (waited {JOIN_SECONDS:g} s): start it with "
-            f"`python run.py --role master --config FILE`, or check the address given to --master."
+            f"No master answers at {master} (waited {patience:g} s): start it with "
+            f"`python run.py --role master --config FILE`, check the address given to --master, "
+            f"and whether both have the same keys (--keys, network.keys)."
         ) from None
     except BusError as error:
         raise UserError(f"The master at {master} refused: {error}") from None
+    finally:
+        telling.cancel()
 
 
 async def _result(future: asyncio.Future) -> None:
@@ -413,20 +445,3 @@ def first_error(error: BaseException) -> BaseException:
 def incarnation() -> str:
     """Fresh at each start, so that an actor that came back is never taken for the one before it."""
     return secrets.token_hex(4)
-
-
-def host_towards(master: str) -> str:
-    """The address of the interface that leads to the master. Raises UserError for an address that is none."""
-    import socket
-
-    host, _, port = master.removeprefix("tcp://").rpartition(":")
-    if not master.startswith("tcp://") or not host or not port.isdigit():
-        raise UserError(f"--master {master!r} is not an address: write tcp://HOST:PORT.")
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)  # sends nothing: only asks the kernel for the route
-            name = probe.getsockname()[0]
-    except OSError as error:
-        raise UserError(f"--master {master}: {error.strerror or error}: check the host's name.") from None
-    return f"[{name}]" if ":" in name else name

@@ -30,6 +30,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from actors.addresses import on_this_machine
 from actors.monitor import print_steps, watch_live
 from actors.runtime import Ending, incarnation
 from areal.config import Config
@@ -38,7 +39,7 @@ from areal.processes import SUPERVISED
 from areal.run_folder import read_metrics, read_summary
 from protocols.errors import BusError
 from protocols.messages import AskStatus
-from protocols.network import ZmqNetwork
+from protocols.network import Network
 from protocols.transport import Bus
 
 RUN_PY = Path(__file__).parent.parent / "run.py"
@@ -131,8 +132,13 @@ class Supervisor:
         self._folder: Path | None = None  # the run's, once the master has made it
         self._over: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
-    async def run_everything(self, config: Config, arguments: list[str]) -> Ending:
-        """The whole run of a configuration on this machine. `arguments` are the master's, for its first start."""
+    async def run_everything(
+        self, config: Config, arguments: list[str], options: list[str], network: Network
+    ) -> Ending:
+        """The whole run of a configuration on this machine.
+
+        arguments: the master's, for its first start. options: further ones of all others.
+        """
         folder = config.folder.resolve()
         before = _file_id(folder / "journal.db")
         shown = sum(1 for _ in read_metrics(folder / "metrics.jsonl")) if "--resume" in arguments else 0
@@ -147,16 +153,17 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 self._master = self._add("master", 0, master_arguments)
                 tasks.create_task(self._keep(self._master), name="master/0")
-                await self._until_answers(bus, config.master.address)
+                await self._until_answers(bus, address)
                 self._folder = folder
                 for role, count in roles_of(config):
                     for index in range(count):
-                        address = ["--index", str(index), "--master", config.master.address]
-                        child = self._add(role, index, lambda address=address: address)
+                        words = ["--index", str(index), "--master", address, *options]
+                        child = self._add(role, index, lambda words=words: words)
                         tasks.create_task(self._keep(child), name=child.name)
-                await self._view(bus, config, shown)
+                await self._view(bus, address, config, shown)
 
-        bus = Bus(f"supervisor/0#{incarnation()}", ZmqNetwork())
+        address = on_this_machine(config.master.address)
+        bus = Bus(f"supervisor/0#{incarnation()}", network)
         try:
             return await self._until_over(work())
         finally:
@@ -202,10 +209,10 @@ class Supervisor:
     def _summary(self) -> dict[str, Any] | None:
         return read_summary(self._folder) if self._folder else None
 
-    async def _view(self, bus: Bus, config: Config, shown: int) -> None:
+    async def _view(self, bus: Bus, address: str, config: Config, shown: int) -> None:
         """What a person sees. `shown`: steps that an earlier start of the run has shown already."""
         live = self.console.is_terminal
-        watch = watch_live(bus, config.master.address, self.console) if live else None
+        watch = watch_live(bus, address, self.console) if live else None
         view = asyncio.create_task(watch or print_steps(config, self.console, shown), name="view")
         try:
             await asyncio.wait([view])

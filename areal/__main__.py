@@ -118,6 +118,12 @@ def _parser() -> argparse.ArgumentParser:
     scale.add_argument("--steps", type=int, default=8, metavar="N", help="training steps that count (default: 8)")
     scale.add_argument("--warm-up", type=int, default=4, metavar="N", help="training steps before those (default: 4)")
     simulate.set_defaults(tool=_simulate)
+    keys = tools.add_parser("keys", help="make the keys without which nobody talks to a run (docs/security.md)")
+    keys.add_argument("folder", type=Path, metavar="FOLDER", help="every node needs a copy")
+    change = keys.add_mutually_exclusive_group()
+    change.add_argument("--rotate", action="store_true", help="add new ones; the old ones stay valid")
+    change.add_argument("--retire", action="store_true", help="drop all but the newest")
+    keys.set_defaults(tool=_keys)
     return parser
 
 
@@ -180,16 +186,18 @@ def _score(options: argparse.Namespace) -> None:
 def _health(options: argparse.Namespace) -> None:
     import asyncio
 
+    from actors.addresses import host_of, open_network
     from actors.health import UnhealthyError, until_healthy
     from actors.runtime import incarnation
-    from protocols.network import ZmqNetwork
     from protocols.transport import Bus
 
     if not re.fullmatch(r"tcp://.+:\d+", options.master):
         raise UserError(f"--master {options.master!r} is not an address: write tcp://HOST:PORT.")
 
+    network = open_network(host_of(options.master))
+
     async def ask() -> str:
-        bus = Bus(f"monitor/0#{incarnation()}", ZmqNetwork())
+        bus = Bus(f"monitor/0#{incarnation()}", network)
         try:
             return await until_healthy(bus, options.master, options.actor, options.wait)
         finally:
@@ -248,6 +256,16 @@ def _simulate_scale(options: argparse.Namespace, console: Console) -> None:
         for devices in sizes
     ]
     run_sizes(setups, console)
+
+
+def _keys(options: argparse.Namespace) -> None:
+    from protocols.security import KeysError, make_keys, retire_keys, rotate_keys
+
+    change = rotate_keys if options.rotate else retire_keys if options.retire else make_keys
+    try:
+        print(change(options.folder))
+    except KeysError as error:
+        raise UserError(str(error)) from None
 
 
 def _quickstart_model(options: argparse.Namespace) -> None:

@@ -358,7 +358,9 @@ class ObserveConfig(Section):
 
 
 class MasterConfig(Section):
-    address: str = Field("tcp://127.0.0.1:5555", pattern=r"^tcp://.+:\d+$")
+    address: str = Field(
+        "tcp://127.0.0.1:5555", pattern=r"^tcp://.+:\d+$", description="tcp://*:PORT listens on every interface"
+    )
     lease_seconds: float = Field(30.0, gt=0, description="silence after which an actor's leases return")
     lost_seconds: float = Field(
         60.0, gt=0, description="time without an answer of the master after which an actor gives up"
@@ -367,6 +369,31 @@ class MasterConfig(Section):
         300.0, gt=0, description="time without any progress after which the run gives up; remedies come before that"
     )
     drain_seconds: float = Field(60.0, gt=0, description="time an actor that is told to leave has to hand over")
+
+
+class NetworkConfig(Section):
+    """How actors reach each other (docs/security.md). Roles that are started by hand have options for the same."""
+
+    keys: str | None = Field(
+        None,
+        description="folder made by `python -m areal keys`, or `none`: links are open to anybody; needed where the "
+        "master listens beyond this machine; default: AREAL_KEYS",
+    )
+    ports: tuple[int, int] | None = Field(None, description="first and last port to listen at; default: any free one")
+
+    @field_validator("ports")
+    @classmethod
+    def _ports_rise(cls, ports: tuple[int, int] | None) -> tuple[int, int] | None:
+        if ports is not None and not 0 < ports[0] <= ports[1] < 65536:
+            raise ValueError(
+                f"network.ports is {list(ports)}: write the first and the last port, such as [20000, 20100]"
+            )
+        return ports
+
+    @property
+    def ports_text(self) -> str:
+        """As addresses have it."""
+        return "*" if self.ports is None else f"{self.ports[0]}-{self.ports[1]}"
 
 
 class Config(ScoringConfig):
@@ -410,6 +437,7 @@ class Config(ScoringConfig):
     evaluator: EvaluatorConfig = EvaluatorConfig()
     master: MasterConfig = MasterConfig()
     observe: ObserveConfig = ObserveConfig()
+    network: NetworkConfig = NetworkConfig()
 
     @model_validator(mode="before")
     @classmethod

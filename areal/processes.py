@@ -11,6 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Set in the environment of what a supervisor starts.
 SUPERVISED = "AREAL_SUPERVISED"
+# Names the folder of the run's keys in the environment, or says `none`.
+KEYS = "AREAL_KEYS"
 _PR_SET_PDEATHSIG = 1
 
 

@@ -18,7 +18,7 @@ from areal.timeline import EventLog
 # has done so far, or what its journal and checkpoints mean.
 MAY_CHANGE = (
     "steps", "run_ahead", "oversample", "filter_zero_signal", "generator", "rollout_manager", "guard", "evaluator",
-    "master", "observe", "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
+    "master", "network", "observe", "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
     "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
     "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads",
     "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",

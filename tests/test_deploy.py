@@ -20,6 +20,7 @@ import yaml
 import run
 from areal.__main__ import _parser
 from areal.config import load_config
+from areal.processes import KEYS
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "configs" / "deploy"
@@ -93,6 +94,15 @@ def test_in_kubernetes_the_devices_are_as_many_as_the_commands_want():
     assert (devices["generator"], devices["trainer"], devices.total()) == (12, 4, 16)
 
 
+def test_in_kubernetes_everybody_has_the_keys():
+    for _, pod in kubernetes_pods():
+        (secret,) = (volume["secret"] for volume in pod["volumes"] if volume["name"] == "keys")
+        assert secret == {"secretName": "areal-keys", "defaultMode": 0o400}
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            assert {"name": "keys", "mountPath": "/keys"} in container["volumeMounts"]
+            assert {"name": KEYS, "value": "/keys"} in container["env"]
+
+
 def test_in_compose_no_two_services_share_a_device():
     services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
     groups = [
@@ -152,14 +162,21 @@ class Nodes:
         return subprocess.run(command, cwd=self.folder, env=known | environment, timeout=120).returncode
 
     def called(self) -> list[tuple[str, str, list[str]]]:
-        """Node, visible devices and words of each command but those that only wait for the master."""
+        """Node, visible devices and words of each command that starts a part of the run."""
         lines = [line.split("|") for line in self.calls.read_text().splitlines()]
-        return [(node, devices, shlex.split(call)) for node, devices, call in lines if " health " not in call]
+        return [(node, devices, shlex.split(call)) for node, devices, call in lines if "-m areal " not in call]
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Nodes:
     return Nodes(tmp_path)
+
+
+def test_the_slurm_script_makes_keys_where_there_are_none_yet(nodes):
+    for _ in range(2):
+        nodes.start("slurm.sh")
+        (nodes.folder / "runs" / "deploy-keys").mkdir(parents=True, exist_ok=True)
+    assert nodes.calls.read_text().count("areal keys runs/deploy-keys") == 1
 
 
 def test_the_slurm_script_starts_everything_on_devices_of_its_own(nodes, monkeypatch):

@@ -16,6 +16,7 @@ from helpers import processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.supervisor import Supervisor
+from areal.processes import KEYS
 from areal.run_folder import read_metrics
 from run import main
 
@@ -153,7 +154,6 @@ def test_roles_started_by_hand_train_adapters_on_policy_by_a_reward_of_the_users
     master = f"tcp://127.0.0.1:{free_port}"
     runs = [run("--role", "master", "--config", CONFIG, *small, *changes)]
     roles = ["trainer", "generator", "rollout_manager", "evaluator"]
-    time.sleep(5)  # a person starts the master first; a role waits ten seconds for it
     runs += [run("--role", role, "--master", master) for role in roles]
     runs += [run("--role", "reward", "--reward", "mine:short", "--master", master)]
     outputs = [started.wait(240) for started in runs]
@@ -208,6 +208,9 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["rollout_manager.workflow_options.max_turns=2"], "it takes no options"),
         (["evaluator.temperature=0", "evaluator.samples=4"], "evaluator.samples is 4"),
         (["sampling.temperature=0"], "sampling.temperature is 0"),
+        (["master.address=tcp://*:5999"], "* is beyond this machine, where links need keys"),
+        (["network.keys=no_such_folder"], "There are no keys in"),
+        (["network.ports=[20100, 20000]"], "network.ports is [20100, 20000]"),
         (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
         (["observe.prometheus_port=0"], "observe.prometheus_port is 0"),
     ],
@@ -244,6 +247,7 @@ def check_refused(monkeypatch, capsys, arguments: list[str], sentence: str) -> N
     """What run.py does with the arguments, in this process: importing everything again takes longer than the check."""
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
     monkeypatch.setattr(Supervisor, "run_everything", None)
+    monkeypatch.setenv(KEYS, "")
     assert main() == 2
     out, error = capsys.readouterr()
     assert out == ""
@@ -266,9 +270,10 @@ def test_what_has_to_be_imported_to_find_a_mistake_says_nothing_itself(run, smal
     assert len(output.strip().splitlines()) == 1
 
 
-def test_a_role_without_a_master_says_so(run, free_port):
-    started = run("--role", "generator", "--master", f"tcp://127.0.0.1:{free_port}")
+def test_roles_without_a_master_say_so(run, free_port):
+    started = run("--role", "generator", "--role", "reward", "--master", f"tcp://127.0.0.1:{free_port}", "--wait", "4")
     output = started.wait(60)
     assert started.code == 2
+    assert "waiting for the master" in output
     assert f"No master answers at tcp://127.0.0.1:{free_port}" in output
     assert "Traceback" not in output

@@ -25,6 +25,7 @@ from random import Random
 from typing import Any
 from zlib import crc32
 
+from actors.addresses import Door
 from actors.generator import Generator
 from actors.master import Master
 from actors.reward import Reward
@@ -262,7 +263,11 @@ class World:
         if one.role == "master":
             return self._make_master(one)
         pace, mishaps, random = self.model.pace, self.plan.mishaps, self.random
-        common = {"index": one.process.index, "host": one.process.name, "keep_log": _keep_no_log}
+        common = {
+            "index": one.process.index,
+            "door": Door(one.process.name, one.process.name),
+            "keep_log": _keep_no_log,
+        }
         match one.role:
             case "trainer":
                 seams: dict[str, Any] = {

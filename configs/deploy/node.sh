@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All that belongs on one of several equal nodes, which is started again when it dies. The first GPUs train, from node 0
 # on; the others generate. slurm.sh and skypilot.yaml run this on each of their nodes; elsewhere do it yourself:
+#   export AREAL_KEYS=keys        # made once by `python -m areal keys keys`; a copy on every node
 #   NODE=0 NODES=2 HEAD=10.0.0.1 bash configs/deploy/node.sh         # on node 0; with NODE=1 on the other
 # HEAD is the address of node 0, as all nodes reach it (not one that node 0 itself takes for a loopback address).
 set -u

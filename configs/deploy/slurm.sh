@@ -21,5 +21,7 @@ CONFIG=${CONFIG:-configs/deploy/run.yaml} # change, or copy and edit that file
 GPUS=8                                    # change; of a node
 TRAINING_GPUS=4                           # change; of all nodes: the other 12 generate
 TENSOR_PARALLEL=2                         # change; GPUs of one generator
-export NODES HEAD RUN CONFIG GPUS TRAINING_GPUS TENSOR_PARALLEL
+AREAL_KEYS=${AREAL_KEYS:-$RUN-keys}
+export NODES HEAD RUN CONFIG GPUS TRAINING_GPUS TENSOR_PARALLEL AREAL_KEYS
+[ -e "$AREAL_KEYS" ] || .venv/bin/python -m areal keys "$AREAL_KEYS"
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --label bash configs/deploy/node.sh

@@ -8,6 +8,7 @@ import pytest
 
 from actors.health import UnhealthyError, until_healthy
 from areal.__main__ import main
+from areal.processes import KEYS
 from protocols.messages import Status
 from protocols.network import ZmqNetwork
 from protocols.transport import Bus
@@ -63,6 +64,12 @@ def test_without_a_master_the_exit_code_is_1_and_one_sentence_says_so(free_port,
         main(["health", "--master", address, "--wait", "0.1"])
     assert ended.value.code == 1
     assert capsys.readouterr().err == f"No master answers at {address} (waited 0.1 s).\n"
+
+
+def test_beyond_this_machine_it_wants_the_keys_too(capsys, monkeypatch):
+    monkeypatch.delenv(KEYS, raising=False)
+    assert main(["health", "--master", "tcp://10.0.0.1:1"]) == 2
+    assert "links need keys" in capsys.readouterr().err
 
 
 def test_an_address_that_is_none_is_the_users_mistake(capsys):

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
+import structlog
 
 from actors.master import UNSCORED_LIMIT, Master
 from areal.config import Config
@@ -44,7 +45,7 @@ from protocols.messages import (
 from protocols.network import ZmqNetwork
 from protocols.transport import Bus
 
-SECONDS = 5.0
+SECONDS = 60.0
 METRICS = {
     "trainer_wait_seconds": 0.0, "publish_wait_seconds": 0.0, "tokens_trained": 10.0, "logprob_gap": 1e-6,
 }  # fmt: skip
@@ -70,11 +71,11 @@ class Caller:
         self.bus = Bus(f"{role}/?#{mark or role}", ZmqNetwork())
         self.address = address
 
-    async def ask(self, message, seconds: float = SECONDS):
+    async def ask(self, message, seconds: float = 20.0):
         return await self.bus.peer(self.address).ask(message, seconds)
 
-    async def join(self, index: int | None = None):
-        welcome = await self.ask(Join(role=self.role, index=index, address="tcp://127.0.0.1:1"))
+    async def join(self, index: int | None = None, listens: str = "tcp://127.0.0.1:1"):
+        welcome = await self.ask(Join(role=self.role, index=index, address=listens))
         self.bus.identity.name = welcome.identity
         return welcome
 
@@ -222,11 +223,22 @@ async def test_who_joins_in_the_place_of_another_replaces_it(config):
         await new.bus.close()
 
 
+async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there_are_other_hosts(config):
+    with structlog.testing.capture_logs() as logs:
+        async with master_of(config), callers(config, "trainer", "reward"):
+            assert not [line for line in logs if line["log_level"] == "warning"]
+            elsewhere = Caller("generator", config.master.address)
+            await elsewhere.join(listens="tcp://10.0.0.7:1")
+            await elsewhere.bus.close()
+    warned = [line for line in logs if "cannot reach" in line["event"]]
+    assert [line["joined"] for line in warned] == ["generator/0#generator"]
+
+
 async def test_a_run_in_which_nothing_moves_says_who_waits_for_whom(config):
     config = config.model_copy(update={"master": config.master.model_copy(update={"stall_seconds": 0.5})})
     async with master_of(config) as running, callers(config, "trainer") as (trainer,):
         await trainer.beat()
-        ending = await asyncio.wait_for(running, 15.0)
+        ending = await asyncio.wait_for(running, SECONDS)
     assert not ending.ok
     assert "nothing has moved" in ending.reason
     assert "generator" in ending.reason
@@ -250,7 +262,7 @@ async def test_a_stalled_run_takes_the_remedies_there_are_before_it_gives_up(con
             while True:
                 await manager.beat()
                 await asyncio.sleep(0.1)
-        ending = await asyncio.wait_for(running, 15.0)
+        ending = await asyncio.wait_for(running, SECONDS)
     assert not ending.ok
     assert "nothing has moved" in ending.reason
 

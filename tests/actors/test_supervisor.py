@@ -18,6 +18,7 @@ from rich.console import Console
 from actors import supervisor
 from actors.supervisor import Deaths, Supervisor
 from areal.config import Config
+from protocols.network import ZmqNetwork
 
 # Each start of a role appends its arguments to ROLE.starts; then it does what the script for that start says.
 PRELUDE = """\
@@ -138,7 +139,7 @@ def whole(stage, config, tmp_path, monkeypatch):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110  # what is waited for happens in other processes
             await asyncio.sleep(0.02)
 
@@ -249,7 +250,7 @@ async def test_a_child_with_a_very_long_line_is_heard(stage):
 
 async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_path):
     play = whole()
-    running = asyncio.create_task(play.supervisor.run_everything(config, ["--config", "FILE"]))
+    running = asyncio.create_task(play.supervisor.run_everything(config, ["--config", "FILE"], [], ZmqNetwork()))
     await until(play.everybody_has_started)
     assert play.starts("generator") == [f"--index 0 --master {config.master.address}"]
     (tmp_path / "end").write_text("0")
@@ -261,7 +262,7 @@ async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_pa
 async def test_a_master_that_says_why_the_run_failed_is_not_started_again(whole, config, tmp_path):
     play = whole()
     (tmp_path / "end").write_text("1")
-    ending = await play.supervisor.run_everything(config, [])
+    ending = await play.supervisor.run_everything(config, [], [], ZmqNetwork())
     assert not ending.ok
     assert ending.reason == "the master's last line"
     assert len(play.starts("master")) == 1
@@ -271,7 +272,9 @@ async def test_a_master_that_says_why_the_run_failed_is_not_started_again(whole,
 async def test_a_master_that_dies_goes_on_with_its_journal(whole, config, tmp_path, at_once, death):
     dies = f"import threading\nif start == 2: {death}\n"
     play = whole(master=dies)
-    running = asyncio.create_task(play.supervisor.run_everything(config, ["--config", "FILE", "steps=2"]))
+    running = asyncio.create_task(
+        play.supervisor.run_everything(config, ["--config", "FILE", "steps=2"], [], ZmqNetwork())
+    )
     await until(play.everybody_has_started)
     os.kill(play.pid("master"), signal.SIGKILL)
     await until(lambda: len(play.starts("master")) == 3)
@@ -287,13 +290,13 @@ async def test_a_master_that_died_before_it_had_a_journal_starts_as_before(whole
     (tmp_path / "run" / "journal.db").touch()
     play = whole(master="if start == 1: sys.exit(4)\n")
     (tmp_path / "end").write_text("0")
-    assert (await play.supervisor.run_everything(config, ["--config", "FILE"])).ok
+    assert (await play.supervisor.run_everything(config, ["--config", "FILE"], [], ZmqNetwork())).ok
     assert play.starts("master") == ["--config FILE"] * 2
 
 
 async def test_a_master_that_died_after_the_summary_has_ended_the_run(whole, config, tmp_path):
     play = whole()
-    running = asyncio.create_task(play.supervisor.run_everything(config, []))
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], ZmqNetwork()))
     await until(play.everybody_has_started)
     (tmp_path / "run" / "summary.json").write_text(json.dumps({"ok": True, "reason": "the run reached its end"}))
     os.kill(play.pid("generator"), signal.SIGKILL)
@@ -305,7 +308,7 @@ async def test_a_master_that_died_after_the_summary_has_ended_the_run(whole, con
 
 async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, config, tmp_path):
     play = whole()
-    running = asyncio.create_task(play.supervisor.run_everything(config, []))
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], ZmqNetwork()))
     await until(play.everybody_is_up)
     os.kill(play.pid("generator"), signal.SIGTERM)
     await until(lambda: "generator/0 has left and is not started again" in play.output)
@@ -314,14 +317,15 @@ async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, c
     assert len(play.starts("generator")) == 1
 
 
-async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_path):
+async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_path, monkeypatch):
     notes = "def note(*_):\n    file = open('stopped', 'a')\n    file.write(role + chr(10))\n    file.close()\n    "
     slow = (
         notes + "sys.exit(0)\nsignal.signal(signal.SIGTERM, note)\nprint('up', flush=True)\nwhile True: time.sleep(1)"
     )
     hears = "print('up', flush=True)\nwait_for(Path('stopped'))\nprint('heard')"
     play = whole(trainer=slow, reward=hears)
-    running = asyncio.create_task(play.supervisor.run_everything(config, []))
+    monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 4.0)
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], ZmqNetwork()))
     await until(play.everybody_is_up)
     play.supervisor.interrupt(signal.SIGTERM)
     assert not (await running).ok

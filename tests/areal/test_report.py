@@ -71,6 +71,10 @@ def record(step, **changes):
     } | changes
 
 
+BRIEF = {"step": 1, "reward_mean": 0.5}
+"""A record of one figure: drawing them all takes seconds."""
+
+
 def sample(completion, score, prompt="12+7="):
     return {"prompt": prompt, "completion": completion, "answer": "19", "score": score}
 
@@ -181,7 +185,7 @@ def test_no_name_stands_twice_in_the_page(whole):
 def test_what_a_model_wrote_is_text_and_nothing_else(folder):
     evil = "</pre><script>alert(1)</script><img src=x onerror=y>"
     summary = SUMMARY | {"samples_after": [sample(evil, 0.0, prompt=evil)], "ok": False, "reason": evil}
-    page = report_of(folder([record(1)], summary, config=f"name: '{evil}'"))
+    page = report_of(folder([BRIEF], summary, config=f"name: '{evil}'"))
     assert not {"script", "img"} & set(page.tags)
     assert "".join(page.text).count(evil) == 4  # prompt, completion, reason, configuration
 
@@ -191,7 +195,7 @@ def test_samples_of_one_prompt_stand_side_by_side(folder):
         "samples_before": [sample("a", 0.0, "p"), sample("b", 0.0, "q")],
         "samples_after": [sample("c", 1.0, "q"), sample("d", 1.0, "r")],
     }
-    page = report_of(folder([record(1)], summary))
+    page = report_of(folder([BRIEF], summary))
     assert page.says("p 19 a score 0.0 –")
     assert page.says("q 19 b score 0.0 c score 1.0")
     assert page.says("r 19 – d score 1.0")
@@ -210,13 +214,13 @@ def test_a_run_without_a_step_still_has_a_report(folder):
 
 
 def test_a_run_without_a_summary_says_so(folder):
-    page = report_of(folder([record(1)]))
+    page = report_of(folder([BRIEF]))
     assert page.says("it is still going on, or it was killed")
     assert page.says("Reward, mean") and not page.says("Held-out accuracy")
 
 
 def test_a_run_that_ended_early_says_why(folder):
-    assert report_of(folder([record(1)], SUMMARY | {"ok": False, "reason": "the disk is full"})).says(
+    assert report_of(folder([BRIEF], SUMMARY | {"ok": False, "reason": "the disk is full"})).says(
         "The run ended early: the disk is full."
     )
 
@@ -240,7 +244,7 @@ def test_records_of_few_keys_and_half_a_line_break_nothing(folder):
 
 
 def test_a_gap_of_zero_has_no_place_on_a_log_axis(folder):
-    page = report_of(folder([record(step, logprob_gap=0.0) for step in (1, 2)], SUMMARY))
+    page = report_of(folder([BRIEF | {"step": step, "logprob_gap": 0.0} for step in (1, 2)], SUMMARY))
     assert not page.says("Log-prob gap, engine and trainer")
 
 
@@ -299,7 +303,7 @@ def test_a_summary_that_is_not_json_is_named(folder):
 
 
 def test_the_tool_prints_where_the_report_is(folder, capsys):
-    run = folder([record(1)], SUMMARY)
+    run = folder([BRIEF], SUMMARY)
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
 

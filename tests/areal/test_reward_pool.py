@@ -109,7 +109,7 @@ async def failure(pool, name, completion="", row=None):
     return caught.value.kind, caught.value.reason
 
 
-def gone(pid, within=5.0):
+def gone(pid, within=30.0):
     """Whether the process ends within so many seconds; one that nobody has waited for yet counts as ended."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
@@ -121,6 +121,13 @@ def gone(pid, within=5.0):
             return True
         time.sleep(0.02)
     return False
+
+
+async def written(file):
+    """Wait until there is something in a file."""
+    async with asyncio.timeout(30):
+        while not file.exists() or not file.read_text():  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.02)
 
 
 async def test_scores_come_from_built_in_and_own_functions():
@@ -144,18 +151,16 @@ async def test_a_failure_is_told_by_kind_and_never_a_score():
 
 
 async def test_a_hung_worker_is_killed_with_its_children_and_replaced(tmp_path):
-    async with pool_of("hangs", "echo", timeout_seconds=0.5) as pool:
-        started = time.monotonic()
+    async with pool_of("hangs", "echo", timeout_seconds=2) as pool:
         kind, reason = await failure(pool, "own:hangs", row={"pids": str(tmp_path / "pids")})
-        assert (kind, reason) == ("timeout", "no score within 0.5 s")
-        assert 0.5 <= time.monotonic() - started < 2.0
+        assert (kind, reason) == ("timeout", "no score within 2 s")
         assert all(gone(pid) for pid in (tmp_path / "pids").read_text().split())
         assert await score(pool, "own:echo", "", "1", {}) == 1.0
 
 
 async def test_the_deadline_counts_from_the_start_of_the_job():
-    async with pool_of("echo", timeout_seconds=0.6) as pool:
-        jobs = (score(pool, "own:echo", "", f"{i}", {"sleep": 0.25}) for i in range(5))
+    async with pool_of("echo", timeout_seconds=1.5) as pool:
+        jobs = (score(pool, "own:echo", "", f"{i}", {"sleep": 0.4}) for i in range(5))
         assert await asyncio.gather(*jobs) == [0, 1, 2, 3, 4]
 
 
@@ -200,7 +205,7 @@ async def test_callers_who_ask_the_same_at_once_share_one_call_which_outlives_al
 
 
 async def test_an_input_that_has_cost_too_many_workers_is_refused_at_once(tmp_path):
-    async with pool_of("leaves", "hangs", "echo", quarantine_after=2, timeout_seconds=0.3) as pool:
+    async with pool_of("leaves", "hangs", "echo", quarantine_after=2, timeout_seconds=1) as pool:
         row = {"pids": str(tmp_path / "pids")}
         assert [(await failure(pool, "own:leaves", "x"))[0] for _ in range(4)] == ["died", "died"] + ["quarantined"] * 2
         assert [(await failure(pool, "own:hangs", "x", row))[0] for _ in range(3)] == ["timeout"] * 2 + ["quarantined"]
@@ -251,16 +256,15 @@ async def test_large_completions_pass():
         assert await score(pool, "own:length", "", "x" * 3_000_000, {}) == 3_000_000
 
 
-async def test_a_cancelled_call_gives_its_answer_to_nobody():
-    async with pool_of("echo") as pool:
-        running = asyncio.create_task(pool.score("own:echo", "", "1", {"sleep": 0.3}))
-        queued = asyncio.create_task(pool.score("own:echo", "", "2", {"sleep": 0.3}))
-        await asyncio.sleep(0.1)
+async def test_a_cancelled_call_gives_its_answer_to_nobody_and_a_queued_one_is_not_made(tmp_path):
+    async with pool_of("listed") as pool:
+        running = asyncio.create_task(pool.score("own:listed", "", "a", {"sleep": 0.3}))
+        queued = asyncio.create_task(pool.score("own:listed", "", "bb", {"sleep": 0.3}))
+        await written(tmp_path / "calls")
         running.cancel()
         queued.cancel()
-        started = time.monotonic()
-        assert await score(pool, "own:echo", "", "3", {}) == 3.0
-        assert time.monotonic() - started < 0.4
+        assert await score(pool, "own:listed", "", "ccc", {}) == 3.0
+    assert (tmp_path / "calls").read_text().split() == ["a", "ccc"]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +296,7 @@ async def test_jobs_fail_while_no_worker_can_be_started_again(own_module):
 async def test_closing_fails_what_is_waiting_and_leaves_no_process(tmp_path):
     async with pool_of("hangs", "pid", workers=2, timeout_seconds=60.0) as pool:
         hung = asyncio.create_task(pool.score("own:hangs", "", "", {"pids": str(tmp_path / "pids")}))
-        await asyncio.sleep(0.3)
+        await written(tmp_path / "pids")
         worker = int(await score(pool, "own:pid", "", "", {}))
     with pytest.raises(RewardFailed, match="closed"):
         await hung
@@ -305,7 +309,7 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_job(tmp_path):
     script.write_text(
         textwrap.dedent(
             """
-            import asyncio
+            import asyncio, os
             from areal.config import RewardConfig
             from areal.reward_pool import RewardPool
 
@@ -313,7 +317,8 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_job(tmp_path):
                 names = ["own:hangs", "own:pid"]
                 async with RewardPool(names, RewardConfig(functions=names, workers=2, timeout_seconds=60)) as pool:
                     job = asyncio.create_task(pool.score("own:hangs", "", "", {"pids": "pids"}))
-                    await asyncio.sleep(0.3)
+                    while not os.path.exists("pids") or not open("pids").read():
+                        await asyncio.sleep(0.02)
                     print(int((await pool.score("own:pid", "", "", {})).score), flush=True)
                     await job
 

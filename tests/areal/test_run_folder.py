@@ -140,6 +140,7 @@ def test_a_run_may_go_on_with_more_steps_and_other_machines(begun, config, file)
         "generator.count=3",
         "reward.workers=2",
         "master.lease_seconds=5",
+        "network.keys=keys",
         "trainer.lr=1e-6",
         "guard.patience=9",
     ]

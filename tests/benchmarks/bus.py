@@ -5,8 +5,9 @@
 Every contestant moves the same content: a heartbeat and its answer, and arrays of 1 MiB. Ours is a real `Bus` on each
 side, with validated messages, deadlines and answers kept for repeated requests. Bare pyzmq is a DEALER and a ROUTER of
 `zmq.asyncio` with msgpack and nothing else: no validation, no deadline, no credit; a single asker does without request
-ids there. Ray is calls of an async actor, with `ray.get` where there is a single asker. All processes stand at the same
-time, and in every round each contestant does the same work, one after another.
+ids there. Ray is calls of an async actor, with `ray.get` where there is a single asker. With keys, ours is encrypted
+and both ends prove who they are (docs/security.md). All processes stand at the same time, and in every round each
+contestant does the same work, one after another.
 
 `ratio` is ours over pyzmq for small round trips, with one asker or with 64, whichever is less.
 """
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import multiprocessing
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -33,6 +36,7 @@ from results import ratio, show, write
 
 from protocols.messages import Generate, Heartbeat, HeartbeatAnswer, Message, Policy, TokenChunk
 from protocols.network import ZmqNetwork
+from protocols.security import Keys, make_keys
 from protocols.transport import Bus, Request
 
 try:
@@ -82,9 +86,9 @@ class Contestant:
 class Ours(Contestant):
     name = "ours"
 
-    def __init__(self) -> None:
-        self._server, address = serve(_serve_bus)
-        self._bus = Bus("generator/0#1f4a9c07", ZmqNetwork(), "benchmark")
+    def __init__(self, keys: Path | None = None) -> None:
+        self._server, address = serve(functools.partial(_serve_bus, keys=keys))
+        self._bus = Bus("generator/0#1f4a9c07", ZmqNetwork(keys and Keys(keys)), "benchmark")
         self._peer = self._bus.peer(address)
 
     async def close(self) -> None:
@@ -102,13 +106,25 @@ class Ours(Contestant):
             yield part.tokens
 
 
+class WithKeys(Ours):
+    name = "with keys"
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        super().__init__(make_keys(Path(self._folder.name)).parent)
+
+    async def close(self) -> None:
+        await super().close()
+        self._folder.cleanup()
+
+
 def _generate(parts: int) -> Generate:
     return Generate(tokens=NOTHING, temperature=1.0, top_p=1.0, max_new_tokens=parts, min_version=0, sequence="0")
 
 
-def _serve_bus(ready: Connection) -> None:
+def _serve_bus(ready: Connection, keys: Path | None) -> None:
     async def main() -> None:
-        bus = Bus("master/0#77d02be3", ZmqNetwork(), "benchmark")
+        bus = Bus("master/0#77d02be3", ZmqNetwork(keys and Keys(keys)), "benchmark")
         ready.send(bus.serve("tcp://127.0.0.1:*", _handle, _raise))
         await asyncio.Event().wait()
 
@@ -298,7 +314,7 @@ def serve(server: Callable[[Connection], None]) -> tuple[multiprocessing.process
     process = context.Process(target=server, args=(there,), daemon=True)
     process.start()
     if not here.poll(DEADLINE):
-        raise TimeoutError(f"{server.__name__} did not start within {DEADLINE:g} s")
+        raise TimeoutError(f"{server} did not start within {DEADLINE:g} s")
     return process, here.recv()
 
 
@@ -310,7 +326,7 @@ def stop(process: multiprocessing.process.BaseProcess) -> None:
 async def measure(rounds: int, share: float) -> dict[str, dict[str, list[float]]]:
     """For each measure and contestant its rates, one a round, after a round that warms up."""
     async with AsyncExitStack() as stack:
-        contestants = [make() for make in (Ours, Pyzmq, *([RayActor] if ray else []))]
+        contestants = [make() for make in (Ours, WithKeys, Pyzmq, *([RayActor] if ray else []))]
         for contestant in contestants:
             stack.push_async_callback(contestant.close)
         rates = {measure: {contestant.name: [] for contestant in contestants} for measure in MEASURES}

@@ -123,9 +123,7 @@ async def store_all(config: Config, finished: Finished) -> None:
         return IdleLearner()
 
     bus = Bus(f"trainer/?#{incarnation()}", ZmqNetwork())
-    trainer = Trainer(
-        bus, config.master.address, None, "127.0.0.1", start_learner=start_learner, open_spool=NotingSpool.open
-    )
+    trainer = Trainer(bus, config.master.address, start_learner=start_learner, open_spool=NotingSpool.open)
     ending = await trainer.run()
     if not ending.ok:
         sys.exit(ending.reason)

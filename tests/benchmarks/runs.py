@@ -56,9 +56,15 @@ def run(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> Run:
     )
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}")
-    summary = json.loads((folder / name / "summary.json").read_text())
-    steps = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    found = read(folder / name)
     shutil.rmtree(folder / name)
+    return found
+
+
+def read(folder: Path) -> Run:
+    """The numbers of a run that has ended."""
+    summary = json.loads((folder / "summary.json").read_text())
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Run(summary, steps)
 
 

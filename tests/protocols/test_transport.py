@@ -555,7 +555,7 @@ async def test_a_server_that_cannot_be_reached_breaks_the_stream(net, monkeypatc
 
 async def test_a_server_with_nothing_to_say_yet_keeps_the_stream_alive(net, monkeypatch):
     monkeypatch.setattr(transport, "KEEP_ALIVE_SECONDS", 0.01)
-    monkeypatch.setattr(transport, "STREAM_SILENCE_SECONDS", 0.6)
+    monkeypatch.setattr(transport, "STREAM_SILENCE_SECONDS", 2.0)
     silent = transport.STREAM_SILENCE_SECONDS * 1.5
 
     async def handle(request):
@@ -572,7 +572,7 @@ async def test_a_stream_that_does_not_end_in_time_is_a_deadline_error(net):
         await asyncio.Event().wait()
 
     bus, address = net.serve(handle)
-    parts = net.peer(address).stream(generate(), 0.6)
+    parts = net.peer(address).stream(generate(), 2.0)
     await anext(parts)
     with pytest.raises(DeadlineError, match="did not end in time"):
         await anext(parts)

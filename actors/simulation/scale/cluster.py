@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from actors.addresses import Door
 from actors.generator import Generator
 from actors.master import Master
 from actors.reward import Reward
@@ -201,7 +202,7 @@ class Cluster:
         self._tasks.append(task)
 
     def _make(self, role: str, index: int, bus: Bus) -> Any:
-        common = {"index": index, "host": f"{role}-{index}", "keep_log": lambda path: None}
+        common = {"index": index, "door": Door(f"{role}-{index}", f"{role}-{index}"), "keep_log": lambda path: None}
         match role:
             case "master":
                 journal = Journal(_memory())

@@ -237,7 +237,7 @@ def test_the_learning_rate_falls_to_its_final_share_at_the_runs_last_step(engine
     assert rates_of(longer, 1)[0] > 0.9
 
 
-BATCHES = [make_batch(seed=seed) for seed in range(4)]
+BATCHES = [make_batch(groups=2, seed=seed) for seed in range(4)]
 
 
 def train(engine, batches):
@@ -267,7 +267,7 @@ def test_a_new_engine_goes_on_from_a_checkpoint_to_the_same_bits(folder, tmp_pat
 def two_ranks(folder, tmp_path_factory):
     """What `work` wrote on two ranks."""
     out = tmp_path_factory.mktemp("two")
-    run_worker(__file__, "work", folder, out, ranks=2)
+    run_worker(__file__, folder, out, ranks=2)
     return out
 
 
@@ -297,8 +297,7 @@ def write_gradients(folder, out):
         engine.close()
 
 
-def test_two_new_processes_go_on_from_a_checkpoint_to_the_same_bits(folder, two_ranks):
-    run_worker(__file__, "go-on", folder, two_ranks, ranks=2)
+def test_two_ranks_go_on_from_a_checkpoint_to_the_same_bits(two_ranks):
     for name in CASES:
         assert_same_bits(two_ranks / f"{name}-resumed", two_ranks / f"{name}-straight")
         dtypes = {tensor.dtype for tensor in stored(two_ranks / f"{name}-checkpoint").values()}
@@ -431,6 +430,7 @@ def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):
 def work(folder, out):
     write_gradients(folder, out)
     train_straight_and_stop(folder, out)
+    go_on(folder, out)
 
 
 CASES = {f"zero{stage}": {"zero_stage": stage, "minibatches": 1 + stage % 2} for stage in (0, 1, 2, 3)}
@@ -465,5 +465,4 @@ def go_on(folder, out):
 
 
 if __name__ == "__main__":
-    what, *folders = sys.argv[1:]
-    {"work": work, "go-on": go_on}[what](*map(Path, folders))
+    work(*map(Path, sys.argv[1:]))

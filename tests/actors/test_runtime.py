@@ -1,0 +1,33 @@
+"""What an actor does before it has a master."""
+
+import asyncio
+
+import pytest
+
+from actors.runtime import Actor
+from areal.config import UserError
+from protocols.network import ZmqNetwork
+from protocols.transport import Bus
+
+
+class Idle(Actor):
+    role = "reward"
+
+
+def waiting(port, patience):
+    return Idle(Bus("reward/?#a", ZmqNetwork()), f"tcp://127.0.0.1:{port}", patience=patience)
+
+
+async def test_one_who_waits_for_a_master_leaves_when_told(free_port):
+    actor = waiting(free_port, patience=1000.0)
+    running = asyncio.create_task(actor.run())
+    await asyncio.sleep(0.1)
+    assert not running.done()
+    actor._told_to_leave("SIGTERM")
+    ending = await running
+    assert ending.ok and ending.reason == "told to leave by SIGTERM"
+
+
+async def test_one_who_has_waited_long_enough_says_so(free_port):
+    with pytest.raises(UserError, match="No master answers at .*waited 0.1 s"):
+        await waiting(free_port, patience=0.1).run()
