@@ -191,6 +191,11 @@ class Generator(Actor):
                 policy = self.policy if policy == wanted else wanted
         self._lineage = policy.lineage
         self._reloads.update({"reloads": 1, **asdict(times)})
+        parts = {"pause": times.pause_seconds, "load": times.load_seconds, "resume": times.resume_seconds}
+        began = asyncio.get_running_loop().time() - sum(parts.values())
+        for part, seconds in parts.items():
+            self.took(part, began, seconds)
+            began += seconds
         self._loaded.notify()
 
 

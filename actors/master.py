@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from actors import prometheus
 from actors.addresses import host_of, is_loopback
 from actors.run_state import RunState
 from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
@@ -24,6 +25,8 @@ from areal.journal import Journal
 from areal.ledger import ZERO_SIGNAL, Answer, Batch, Ledger, LedgerError, RunEnded, StepRecord, Waiting
 from areal.rewards import mean_parts
 from areal.run_folder import RunFolder
+from areal.timeline import GONE
+from areal.tracking import flat
 from protocols.errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskBatch,
@@ -94,6 +97,13 @@ MARK_CHARACTERS = 64
 # All of them have to fit into a snapshot, and so into a message.
 MAX_MEMBERS = 4096
 ROLES = ("trainer", "generator", "reward", "rollout_manager")
+# Steps that a monitor which comes late can still be shown, and what of each.
+RECENT_STEPS = 512
+RECENT = (
+    "step", "reward_mean", "reward_mean_all", "groups_filtered", "groups_ready", "staleness_mean", "staleness_max",
+    "staleness_histogram", "tokens_generated", "tokens_trained", "completion_tokens_mean", "step_seconds",
+    "train_seconds", "trainer_wait_seconds", "publish_wait_seconds",
+)  # fmt: skip
 # What generators count from their start on; a step's metrics have the sums over all of them.
 COUNTERS = (
     "tokens_generated", "reloads", "pause_seconds", "load_seconds", "resume_seconds", "sequences_interrupted",
@@ -132,6 +142,8 @@ class Master(HandlesRequests):
         self._mail = Signal()
         self._events: Publisher
         self._counted: Counter[str] = Counter()
+        self._numbers: dict[str, float] = {}  # of the last second
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self._starved = 0.0
         self._hungry_since: float | None = None
         self._left_over: int | None = None
@@ -180,6 +192,7 @@ class Master(HandlesRequests):
         self._pulses = {identity: _Pulse(now, None) for identity in self.state.members}
         if self.state.last_step:
             self.folder.append_metrics(self.state.last_step)
+            self._remember(self.state.last_step)
         for done in self.state.evaluations.values():
             self.folder.append_evaluation(_record(done))
         if self.state.masters > 1:
@@ -197,6 +210,7 @@ class Master(HandlesRequests):
                 f"The master cannot listen at {error.filename} ({error.strerror}): stop what uses the port, "
                 f"or choose another with master.address=tcp://HOST:PORT or network.ports."
             ) from None
+        prometheus.serve(self.config.observe, "master", 0, lambda: self._numbers)
         log.info("master ready", address=address, run=str(self.folder.path))
 
     def dispatch(self, request: Request) -> Awaitable[Message]:
@@ -272,6 +286,13 @@ class Master(HandlesRequests):
             if self.state.holder and now - self._held_since > self.config.evaluator.timeout_seconds:
                 self._abandon(f"it took more than evaluator.timeout_seconds, {self.config.evaluator.timeout_seconds:g}")
             self._changed.notify()
+            counts = self._counts()
+            self.folder.heard("master/0", "healthy", self._who_waits(), counts)
+            self._numbers = {
+                **{f"groups_{name}": float(n) for name, n in counts.items()},
+                **{f"step_{name}": value for name, value in flat(self.state.last_step or {}).items() if name != "step"},
+                "version": float(self.ledger.version),
+            }
             self._remedy_stall(now - self._progressed)
 
     def _excuse(self, absent: float) -> None:
@@ -401,6 +422,8 @@ class Master(HandlesRequests):
     async def heartbeat(self, request: Request) -> HeartbeatAnswer:
         member, beat = self._member(request), request.message
         self._listen(self._pulses[member.identity], beat)
+        spans = [(span.name, span.began, span.seconds) for span in beat.spans]
+        self.folder.heard(_name(member.identity), beat.state, beat.activity, beat.stats, beat.clock, spans)
         if (beat.state, beat.serves) != (member.state, member.serves):
             self._change(member, state=beat.state, serves=beat.serves)
             self._progress()
@@ -454,6 +477,7 @@ class Master(HandlesRequests):
         if holder and (identity == holder.identity or self.state.members[identity].role == "evaluator"):
             self._abandon(f"{identity} is gone")
         self.state.emit("left", identity=identity)
+        self.folder.heard(_name(identity), GONE, reason, {})
         del self._pulses[identity]
         released = self.ledger.release(identity)
         self._send_out(MembersChanged(gone=(identity,)))
@@ -621,10 +645,14 @@ class Master(HandlesRequests):
         self._changed.notify()
         await self.journal.durable()
         self.folder.append_metrics(metrics)
+        self._remember(metrics)
         long = ("prompts", "discarded")
         shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in metrics.items() if k not in long}
         log.info("step", **shown)
         return Done()
+
+    def _remember(self, metrics: dict[str, Any]) -> None:
+        self._recent.append({name: metrics[name] for name in RECENT if name in metrics})
 
     def _metrics(self, commit: CommitStep, record: StepRecord) -> dict[str, Any]:
         now, state = self._now(), self.state
@@ -780,6 +808,7 @@ class Master(HandlesRequests):
 
     @handles(AskStatus)
     async def ask_status(self, request: Request) -> Status:
+        since = request.message.since
         return Status(
             values={
                 "run": self.config.name,
@@ -787,11 +816,10 @@ class Master(HandlesRequests):
                 "lineage": self.state.lineage,
                 "steps": self.config.steps,
                 "max_staleness": self.config.max_staleness,
-                "alive": self.ledger.alive,
-                "ready": self.ledger.ready_count,
-                "capacity": self._free(),
+                **self._counts(),
                 "waiting": self._waiting_for(),
                 "metrics": self.state.last_step,
+                "recent": [] if since is None else [step for step in self._recent if step["step"] > since],
                 "accuracy": {str(version): done.accuracy for version, done in self.state.evaluations.items()},
                 "members": [
                     {"identity": i, "state": m.state, "activity": p.activity, "stats": p.stats}
@@ -802,6 +830,10 @@ class Master(HandlesRequests):
                 "events": self._events.address,
             }
         )
+
+    def _counts(self) -> dict[str, int]:
+        """Groups."""
+        return {"alive": self.ledger.alive, "ready": self.ledger.ready_count, "capacity": self._free()}
 
     def _waiting_for(self) -> str:
         """Who waits for whom and since when, in one line."""
@@ -862,6 +894,11 @@ class Master(HandlesRequests):
             "samples_before": [s.model_dump() for s in before.samples] if before else [],
             "samples_after": [s.model_dump() for s in after.samples] if after else [],
         }
+
+
+def _name(identity: str) -> str:
+    """role/index"""
+    return identity.partition("#")[0]
 
 
 def _record(done: EvaluationDone) -> dict[str, Any]:

@@ -332,7 +332,9 @@ class Trainer(Actor):
     def _clock(self, what: str) -> Iterator[None]:
         began = asyncio.get_running_loop().time()
         yield
-        self._seconds[what] += asyncio.get_running_loop().time() - began
+        seconds = asyncio.get_running_loop().time() - began
+        self._seconds[what] += seconds
+        self.took(what, began, seconds)
 
     def _checkpoint(self, version: int) -> Path:
         return self.config.folder / "checkpoints" / f"step_{version:06}"

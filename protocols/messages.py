@@ -40,7 +40,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -195,15 +195,26 @@ class LoadTold(Part):
     version: int
 
 
+class Span(Part):
+    """Something an actor did, from `began` on, by its own clock, for `seconds`."""
+
+    name: Name
+    began: float
+    seconds: float
+
+
 class Heartbeat(Message):
-    """Sent every second. `serves` names what the actor offers; `stats` are gauges and counters by name. A generator is
-    healthy once it has loaded the policy that was current when it joined. `engagement`: of a generator."""
+    """Sent every second. `serves` names what the actor offers; `stats` are gauges and counters by name; `spans` are
+    what it did since the one before, `clock` is when this was sent, by the same clock. A generator is healthy once it
+    has loaded the policy that was current when it joined. `engagement`: of a generator."""
 
     state: State
     serves: Annotated[Several[Name], Field(max_length=MAX_STATS)]
     activity: Annotated[str, Field(max_length=512)]
     stats: Annotated[dict[Name, float], Field(max_length=MAX_STATS)]
     engagement: Engagement | None = None
+    spans: Annotated[Several[Span], Field(max_length=MAX_STATS)] = ()
+    clock: float = 0.0
 
 
 class HeartbeatAnswer(Message):
@@ -511,7 +522,9 @@ class EvaluationAbandoned(Message):
 
 
 class AskStatus(Message):
-    pass
+    """`since`: with the newest steps after this one; None: without any."""
+
+    since: int | None = None
 
 
 class Status(Message):
