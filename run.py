@@ -17,7 +17,7 @@ from areal.config import Config, UserError, dump_config, load_config
 from areal.processes import KEYS, SUPERVISED, die_with_parent
 from areal.run_folder import configuration_to_resume
 
-ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
+ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator", "monitor")
 # Nodes of a cluster start in any order.
 WAIT_SECONDS = 300.0
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
@@ -40,6 +40,8 @@ links need keys, the same on every node (docs/security.md):
   python run.py --role rollout_manager --master tcp://NODE0:5555
   python run.py --role reward --reward mypkg.rewards:my_reward --master tcp://NODE0:5555
   python run.py --role evaluator --master tcp://NODE0:5555
+A live dashboard of any run, from any node that reaches its master:
+  python run.py --role monitor --master tcp://NODE0:5555
 A trainer on several nodes, on each of them (the ranks that torchrun starts count, not trainer.ranks):
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint NODE1:29400 -- \\
     run.py --role trainer --master tcp://NODE0:5555
@@ -124,6 +126,8 @@ def start(arguments: argparse.Namespace) -> int:
     if not arguments.master:
         raise UserError(f"Say where the master is: --role {roles[0]} --master tcp://HOST:PORT.")
     keep_keys(arguments.keys)
+    if "monitor" in roles:
+        return run_monitor(roles, arguments)
     return run_role(roles[0], arguments) if len(roles) == 1 else run_roles(roles, arguments)
 
 
@@ -212,6 +216,7 @@ def run_master(config: Config, resume: bool) -> int:
     from actors.master import Master
     from actors.preflight import check_port
     from actors.runtime import incarnation
+    from areal import tracking
     from areal.data import open_source
     from areal.journal import Journal
     from areal.models import with_folders
@@ -222,6 +227,7 @@ def run_master(config: Config, resume: bool) -> int:
     configure_logging("master/0")
     network = open_network(host_of(config.master.address))
     check_port(config.master.address)
+    tracking.check(config.observe)
     open_source(config.data, config.seed)
     config = with_folders(config).model_copy(update={"run_dir": config.run_dir.resolve()})
     new = None if resume else RunFolder.create(config)
@@ -233,6 +239,7 @@ def run_master(config: Config, resume: bool) -> int:
         bus = Bus(f"master/0#{incarnation()}", network)
         return await Master(bus, config, journal=journal, folder=folder).run()
 
+    tracker = tracking.start(config)
     try:
         ending = asyncio.run(run())
         write_report(config.folder)
@@ -241,9 +248,43 @@ def run_master(config: Config, resume: bool) -> int:
     except Exception:
         structlog.get_logger().exception("failed")
         return 4
+    finally:
+        tracking.finish(tracker, config.folder)
     if not ending.ok:
         print(ending.reason, file=sys.stderr)
     return 0 if ending.ok else 1
+
+
+def run_monitor(roles: list[str], arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from actors.addresses import host_of, host_towards, open_network
+    from actors.monitor import Feed, follow
+    from actors.runtime import first_answer, incarnation
+    from protocols.messages import AskStatus
+    from protocols.transport import Bus
+
+    if roles != ["monitor"]:
+        raise UserError("Start the monitor by itself (--role monitor): it has the terminal to itself.")
+    host_towards(arguments.master)
+    network = open_network(host_of(arguments.master))
+    console = Console()
+
+    async def run() -> int:
+        bus = Bus(f"monitor/0#{incarnation()}", network)
+        try:
+            await first_answer(bus, arguments.master, AskStatus(), arguments.wait)
+            feed = Feed(bus, arguments.master)
+            if not console.is_terminal:
+                return await follow(feed, console)
+            from actors.terminal import Dashboard
+
+            await Dashboard(feed).run_async()
+            return 0
+        finally:
+            await bus.close()
+
+    return asyncio.run(run())
 
 
 def run_role(role: str, arguments: argparse.Namespace) -> int:

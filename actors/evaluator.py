@@ -91,6 +91,8 @@ class Evaluator(Sampler):
     async def _evaluate(self, version: int, router: Router, home: Member | None) -> EvaluationDone:
         """`home`: the only generator to sample on; None: any. Raises EvaluationFailed."""
         limit = self.config.evaluator.timeout_seconds
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             async with asyncio.timeout(limit):
                 rows = await self._sample_all(version, router, home)
@@ -100,6 +102,7 @@ class Evaluator(Sampler):
             ) from None
         except NotExact as error:
             raise EvaluationFailed(str(error)) from None
+        self.took(f"evaluation of version {version}", began, loop.time() - began)
         return self._result(version, rows)
 
     async def _sample_all(self, version: int, router: Router, home: Member | None) -> list[Scored]:

@@ -110,10 +110,11 @@ class Generator(Actor):
 
     @handles(HandOver)
     async def hand_over_some(self, request: Request) -> Done:
+        if self._engine is None:
+            return Done()
         names = {_name(request.sender, sequence) for sequence in request.message.sequences}
         self._leaving |= names & self._sequences.keys()
-        if self._engine is not None:
-            self._engine.hand_over(names)
+        self._engine.hand_over(names)
         self._loaded.notify()
         return Done()
 
@@ -124,6 +125,8 @@ class Generator(Actor):
             raise BusyError("this generator takes no sequences now")
         sampling = SamplingConfig(temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=asked.max_new_tokens)
         name = _name(request.sender, asked.sequence)
+        if name in self._sequences:
+            raise RefusedError(f"sequence {asked.sequence!r} of {request.sender} runs already")
         self._sequences[name] = request.sender
         try:
             await self._loaded.until(lambda: self._engine.version >= asked.min_version or self._leaves(name))
@@ -188,6 +191,11 @@ class Generator(Actor):
                 policy = self.policy if policy == wanted else wanted
         self._lineage = policy.lineage
         self._reloads.update({"reloads": 1, **asdict(times)})
+        parts = {"pause": times.pause_seconds, "load": times.load_seconds, "resume": times.resume_seconds}
+        began = asyncio.get_running_loop().time() - sum(parts.values())
+        for part, seconds in parts.items():
+            self.took(part, began, seconds)
+            began += seconds
         self._loaded.notify()
 
 

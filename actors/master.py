@@ -16,15 +16,18 @@ from typing import Any
 
 import structlog
 
+from actors import prometheus
 from actors.addresses import host_of, is_loopback
 from actors.run_state import RunState
 from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from areal.config import Config, UserError
 from areal.journal import Journal
-from areal.ledger import ZERO_SIGNAL, Answer, Batch, Ledger, RunEnded, StepRecord, Waiting
+from areal.ledger import ZERO_SIGNAL, Answer, Batch, Ledger, LedgerError, RunEnded, StepRecord, Waiting
 from areal.rewards import mean_parts
 from areal.run_folder import RunFolder
-from protocols.errors import FencedError, RefusedError
+from areal.timeline import GONE
+from areal.tracking import flat
+from protocols.errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskConfig,
@@ -90,7 +93,17 @@ FILTERED_LIMIT = 100
 UNSCORED_LIMIT = 20
 UNSCORED_SECONDS = 30.0
 UNSCORED_LEAST = 3
+MARK_CHARACTERS = 64
+# All of them have to fit into a snapshot, and so into a message.
+MAX_MEMBERS = 4096
 ROLES = ("trainer", "generator", "reward", "rollout_manager")
+# Steps that a monitor which comes late can still be shown, and what of each.
+RECENT_STEPS = 512
+RECENT = (
+    "step", "reward_mean", "reward_mean_all", "groups_filtered", "groups_ready", "staleness_mean", "staleness_max",
+    "staleness_histogram", "tokens_generated", "tokens_trained", "completion_tokens_mean", "step_seconds",
+    "train_seconds", "trainer_wait_seconds", "publish_wait_seconds",
+)  # fmt: skip
 # What generators count from their start on; a step's metrics have the sums over all of them.
 COUNTERS = (
     "tokens_generated", "reloads", "pause_seconds", "load_seconds", "resume_seconds", "sequences_interrupted",
@@ -129,6 +142,8 @@ class Master(HandlesRequests):
         self._mail = Signal()
         self._events: Publisher
         self._counted: Counter[str] = Counter()
+        self._numbers: dict[str, float] = {}  # of the last second
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self._starved = 0.0
         self._hungry_since: float | None = None
         self._left_over: int | None = None
@@ -177,6 +192,7 @@ class Master(HandlesRequests):
         self._pulses = {identity: _Pulse(now, None) for identity in self.state.members}
         if self.state.last_step:
             self.folder.append_metrics(self.state.last_step)
+            self._remember(self.state.last_step)
         for done in self.state.evaluations.values():
             self.folder.append_evaluation(_record(done))
         if self.state.masters > 1:
@@ -194,6 +210,7 @@ class Master(HandlesRequests):
                 f"The master cannot listen at {error.filename} ({error.strerror}): stop what uses the port, "
                 f"or choose another with master.address=tcp://HOST:PORT or network.ports."
             ) from None
+        prometheus.serve(self.config.observe, "master", 0, lambda: self._numbers)
         log.info("master ready", address=address, run=str(self.folder.path))
 
     def dispatch(self, request: Request) -> Awaitable[Message]:
@@ -201,7 +218,10 @@ class Master(HandlesRequests):
         return self._durably(super().dispatch(request))
 
     async def _durably(self, answer: Awaitable[Message]) -> Message:
-        result = await answer
+        try:
+            result = await answer
+        except LedgerError as error:  # the asker's mistake, which has changed nothing
+            raise RefusedError(str(error)) from None
         await self.journal.durable()
         return result
 
@@ -266,6 +286,13 @@ class Master(HandlesRequests):
             if self.state.holder and now - self._held_since > self.config.evaluator.timeout_seconds:
                 self._abandon(f"it took more than evaluator.timeout_seconds, {self.config.evaluator.timeout_seconds:g}")
             self._changed.notify()
+            counts = self._counts()
+            self.folder.heard("master/0", "healthy", self._who_waits(), counts)
+            self._numbers = {
+                **{f"groups_{name}": float(n) for name, n in counts.items()},
+                **{f"step_{name}": value for name, value in flat(self.state.last_step or {}).items() if name != "step"},
+                "version": float(self.ledger.version),
+            }
             self._remedy_stall(now - self._progressed)
 
     def _excuse(self, absent: float) -> None:
@@ -359,6 +386,8 @@ class Master(HandlesRequests):
     async def join(self, request: Request) -> Welcome:
         asked: Join = request.message
         mark = request.sender.rpartition("#")[2]
+        if len(mark) > MARK_CHARACTERS:
+            raise RefusedError(f"an incarnation has at most {MARK_CHARACTERS} characters")
         member = self._joined_already(asked, mark) or self._admit_member(asked, mark)
         return Welcome(identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot())
 
@@ -369,6 +398,8 @@ class Master(HandlesRequests):
 
     def _admit_member(self, asked: Join, mark: str) -> Member:
         # There is one trainer: whoever comes takes the place of the one before.
+        if len(self.state.members) >= MAX_MEMBERS:
+            raise BusyError(f"a run has at most {MAX_MEMBERS} members")
         index = 0 if asked.role == "trainer" else asked.index
         index = self._free_index(asked.role) if index is None else index
         identity = f"{asked.role}/{index}#{mark}"
@@ -391,6 +422,8 @@ class Master(HandlesRequests):
     async def heartbeat(self, request: Request) -> HeartbeatAnswer:
         member, beat = self._member(request), request.message
         self._listen(self._pulses[member.identity], beat)
+        spans = [(span.name, span.began, span.seconds) for span in beat.spans]
+        self.folder.heard(_name(member.identity), beat.state, beat.activity, beat.stats, beat.clock, spans)
         if (beat.state, beat.serves) != (member.state, member.serves):
             self._change(member, state=beat.state, serves=beat.serves)
             self._progress()
@@ -444,6 +477,7 @@ class Master(HandlesRequests):
         if holder and (identity == holder.identity or self.state.members[identity].role == "evaluator"):
             self._abandon(f"{identity} is gone")
         self.state.emit("left", identity=identity)
+        self.folder.heard(_name(identity), GONE, reason, {})
         del self._pulses[identity]
         released = self.ledger.release(identity)
         self._send_out(MembersChanged(gone=(identity,)))
@@ -494,8 +528,8 @@ class Master(HandlesRequests):
     @handles(GroupFailed)
     async def group_failed(self, request: Request) -> Done:
         owner, failed = self._member(request, "rollout_manager").identity, request.message
-        log.warning("group failed", group=failed.group, reason=failed.reason)
         if self.ledger.failed(failed.group, owner, failed.reason) is Answer.ACCEPTED:
+            log.warning("group failed", group=failed.group, reason=failed.reason)
             self.state.emit("tokens_discarded", count=failed.discarded)
         self._changed.notify()
         return Done()
@@ -611,16 +645,21 @@ class Master(HandlesRequests):
         self._changed.notify()
         await self.journal.durable()
         self.folder.append_metrics(metrics)
+        self._remember(metrics)
         long = ("prompts", "discarded")
         shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in metrics.items() if k not in long}
         log.info("step", **shown)
         return Done()
+
+    def _remember(self, metrics: dict[str, Any]) -> None:
+        self._recent.append({name: metrics[name] for name in RECENT if name in metrics})
 
     def _metrics(self, commit: CommitStep, record: StepRecord) -> dict[str, Any]:
         now, state = self._now(), self.state
         groups = record.batch.group_ids
         rewards = [state.rewards[group] for group in groups]
         metrics = {
+            **commit.metrics,
             "step": commit.version,
             "reward_mean": sum(rewards) / len(rewards),
             "reward_mean_all": state.score / state.scored if state.scored else None,
@@ -636,12 +675,13 @@ class Master(HandlesRequests):
             "groups_alive": self.ledger.alive,
             "groups_left_over": self._left_over or 0,
             "starved_seconds": self._starved,
-            **commit.metrics,
             "prompts": list(record.prompts),
             "discarded": state.discarded.copy(),
         }
         # Before its first step the trainer also waits for the others to start, which is no part of the step.
-        metrics["trainer_wait_seconds"] = min(metrics["trainer_wait_seconds"], metrics["step_seconds"])
+        metrics["trainer_wait_seconds"] = min(
+            commit.metrics.get("trainer_wait_seconds") or 0.0, metrics["step_seconds"]
+        )
         self._counted, self._step_begun = Counter(), now
         self._starved, self._left_over = 0.0, None
         return metrics
@@ -768,6 +808,7 @@ class Master(HandlesRequests):
 
     @handles(AskStatus)
     async def ask_status(self, request: Request) -> Status:
+        since = request.message.since
         return Status(
             values={
                 "run": self.config.name,
@@ -775,11 +816,10 @@ class Master(HandlesRequests):
                 "lineage": self.state.lineage,
                 "steps": self.config.steps,
                 "max_staleness": self.config.max_staleness,
-                "alive": self.ledger.alive,
-                "ready": self.ledger.ready_count,
-                "capacity": self._free(),
+                **self._counts(),
                 "waiting": self._waiting_for(),
                 "metrics": self.state.last_step,
+                "recent": [] if since is None else [step for step in self._recent if step["step"] > since],
                 "accuracy": {str(version): done.accuracy for version, done in self.state.evaluations.items()},
                 "members": [
                     {"identity": i, "state": m.state, "activity": p.activity, "stats": p.stats}
@@ -790,6 +830,10 @@ class Master(HandlesRequests):
                 "events": self._events.address,
             }
         )
+
+    def _counts(self) -> dict[str, int]:
+        """Groups."""
+        return {"alive": self.ledger.alive, "ready": self.ledger.ready_count, "capacity": self._free()}
 
     def _waiting_for(self) -> str:
         """Who waits for whom and since when, in one line."""
@@ -850,6 +894,11 @@ class Master(HandlesRequests):
             "samples_before": [s.model_dump() for s in before.samples] if before else [],
             "samples_after": [s.model_dump() for s in after.samples] if after else [],
         }
+
+
+def _name(identity: str) -> str:
+    """role/index"""
+    return identity.partition("#")[0]
 
 
 def _record(done: EvaluationDone) -> dict[str, Any]:

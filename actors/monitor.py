@@ -1,11 +1,12 @@
-"""What a person sees of a run: one live view on a terminal, plain lines elsewhere, a summary at the end."""
+"""What a person sees of a run where it was started: one live view on a terminal, plain lines elsewhere, a summary at
+the end. `actors.terminal` shows more, from anywhere."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,12 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from areal.config import Config
+from areal.run_folder import NewRecords
 from protocols.errors import BusError
-from protocols.messages import AskStatus
-from protocols.transport import Bus
+from protocols.messages import AskStatus, Message, Shutdown
+from protocols.transport import Bus, Subscriber
 
 REFRESH_SECONDS = 1.0
 ASK_SECONDS = 5.0
+LOST_SECONDS = 60.0
 # Beside the first one.
 EVALUATIONS_SHOWN = 3
 
@@ -38,33 +41,75 @@ async def watch_live(bus: Bus, master: str, console: Console) -> None:
 
 async def print_steps(config: Config, console: Console, shown: int = 0) -> None:
     """A line for each step of the run in `config.folder` after the first `shown`, until cancelled; none is left out."""
-    with (config.folder / "metrics.jsonl").open() as lines:
-        try:
-            while True:
-                _print_new_steps(lines, config, console, shown)
-                await asyncio.sleep(REFRESH_SECONDS)
-        finally:
-            _print_new_steps(lines, config, console, shown)
+    records = NewRecords(config.folder / "metrics.jsonl")
+    try:
+        while True:
+            _print_steps(records, config, console, shown)
+            await asyncio.sleep(REFRESH_SECONDS)
+    finally:
+        _print_steps(records, config, console, shown)
 
 
-def _print_new_steps(lines: IO[str], config: Config, console: Console, shown: int) -> None:
-    while True:
-        begin = lines.tell()
-        line = lines.readline()
-        if not line.endswith("\n"):
-            # Not written to its end yet, or never: then a master that goes on writes it anew, at the same place.
-            lines.seek(begin)
-            return
-        metrics = json.loads(line)
+def _print_steps(records: NewRecords, config: Config, console: Console, shown: int) -> None:
+    for metrics in records.read():
         if metrics["step"] > shown:
-            console.print(step_line(metrics, config), highlight=False, soft_wrap=True)
+            line = step_line(metrics, config.steps, config.max_staleness)
+            console.print(line, highlight=False, soft_wrap=True)
 
 
-def step_line(m: dict[str, Any], config: Config) -> str:
-    """One step as a line."""
+class Feed:
+    """What the master at an address says of its run. `ended`: why the run has ended, once it has."""
+
+    def __init__(self, bus: Bus, master: str) -> None:
+        self.ended: str | None = None
+        self._bus = bus
+        self._master = master
+        self._since = 0
+        self._events: Subscriber | None = None
+
+    async def look(self) -> dict[str, Any]:
+        """The status now, with the steps since the look before. Raises BusError."""
+        status = (await self._bus.peer(self._master).ask(AskStatus(since=self._since), ASK_SECONDS)).values
+        self._since = max([self._since, *(step["step"] for step in status["recent"])])
+        if self._events is None or self._events.address != status["events"]:
+            if self._events is not None:
+                await self._events.close()
+            self._events = self._bus.subscribe(status["events"], self._heard)
+        return status
+
+    def _heard(self, sequence: int, event: Message) -> None:
+        # The master is gone soon after it has said this.
+        if isinstance(event, Shutdown):
+            self.ended = event.reason
+
+
+async def follow(feed: Feed, console: Console) -> int:
+    """A line for each step of a run until it has ended. Returns the exit status: 1 where the master has been silent for
+    LOST_SECONDS."""
+    loop = asyncio.get_running_loop()
+    heard = loop.time()
+    while feed.ended is None:
+        try:
+            status = await feed.look()
+        except BusError as error:
+            if loop.time() - heard > LOST_SECONDS:
+                console.print(f"the master does not answer any more: {error}")
+                return 1
+        else:
+            heard = loop.time()
+            for metrics in status["recent"]:
+                line = step_line(metrics, status["steps"], status["max_staleness"])
+                console.print(line, highlight=False, soft_wrap=True)
+        await asyncio.sleep(REFRESH_SECONDS)
+    console.print(feed.ended, highlight=False, markup=False)
+    return 0
+
+
+def step_line(m: dict[str, Any], steps: int, max_staleness: int) -> str:
+    """One step of `steps` as a line."""
     return (
-        f"step {m['step']}/{config.steps}  reward {m['reward_mean']:.3f}{_filtered(m)}  "
-        f"staleness {m['staleness_mean']:.1f}/{m['staleness_max']} (bound {config.max_staleness})  "
+        f"step {m['step']}/{steps}  reward {m['reward_mean']:.3f}{_filtered(m)}  "
+        f"staleness {m['staleness_mean']:.1f}/{m['staleness_max']} (bound {max_staleness})  "
         f"{_rate(m, 'tokens_generated')} tok/s generated, {_rate(m, 'tokens_trained')} trained  "
         f"step {m['step_seconds']:.2f} s, waited {m['trainer_wait_seconds']:.2f} s  ready {m['groups_ready']}"
     )
@@ -76,15 +121,20 @@ def render(status: dict[str, Any]) -> Panel:
     numbers = Table.grid(padding=(0, 3))
     for row in _numbers(status, m):
         numbers.add_row(*(Text.from_markup(cell) for cell in row))
+    body = Group(numbers, Text(), actors_table(status["members"]), Text(), Text(status["waiting"], style="italic"))
+    return Panel(body, title=f"{status['run']}  ·  step {status['version']} of {status['steps']}", title_align="left")
+
+
+def actors_table(members: list[dict[str, Any]]) -> Table:
+    """What each actor does, and its load."""
     actors = Table(box=None, padding=(0, 2), header_style="dim")
     for column in ("actor", "state", "doing"):
         actors.add_column(column)
-    for member in sorted(status["members"], key=lambda member: member["identity"]):
+    for member in sorted(members, key=lambda member: member["identity"]):
         style = "green" if member["state"] == "healthy" else "yellow"
         name = member["identity"].partition("#")[0]
-        actors.add_row(name, Text(member["state"], style=style), _doing(member))
-    body = Group(numbers, Text(), actors, Text(), Text(status["waiting"], style="italic"))
-    return Panel(body, title=f"{status['run']}  ·  step {status['version']} of {status['steps']}", title_align="left")
+        actors.add_row(name, Text(member["state"], style=style), Text(_doing(member)))
+    return actors
 
 
 def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -109,9 +159,18 @@ def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, ...]]
 
 def _doing(member: dict[str, Any]) -> str:
     stats = member["stats"]
-    if "running" in stats:
-        return f"{member['activity']}, {stats['running']:.0f} running, {stats['waiting']:.0f} queued"
-    return member["activity"]
+    load = {
+        "running": lambda n: f"{n:.0f} running",
+        "limit": lambda n: f"of {n:.0f}",
+        "waiting": lambda n: f"{n:.0f} queued",
+        "kv_use": lambda n: f"KV {n:.0%}",
+        "groups_running": lambda n: f"{n:.0f} groups",
+        "samples_running": lambda n: f"{n:.0f} samples",
+        "scored": lambda n: f"{n:,.0f} scored",
+        "failed": lambda n: f"{n:,.0f} failed",
+    }
+    words = [word(stats[name]) for name, word in load.items() if name in stats]
+    return ", ".join([member["activity"], *words]).replace("running, of", "running of")
 
 
 def _filtered(metrics: dict[str, Any]) -> str:
@@ -120,8 +179,13 @@ def _filtered(metrics: dict[str, Any]) -> str:
     return f" (of all {metrics['reward_mean_all']:.3f}, {metrics['groups_filtered']} groups filtered)"
 
 
+def rate(metrics: dict[str, Any], key: str) -> float:
+    """A count of a step, a second."""
+    return metrics[key] / max(metrics["step_seconds"], 1e-9)
+
+
 def _rate(metrics: dict[str, Any], key: str) -> str:
-    return f"{metrics[key] / max(metrics['step_seconds'], 1e-9):,.0f}"
+    return f"{rate(metrics, key):,.0f}"
 
 
 def _reload_seconds(metrics: dict[str, Any]) -> float:

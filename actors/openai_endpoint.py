@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from areal.openai_api import Access, ApiError, ChatRequest, ChatSession, chunks, completion
@@ -76,8 +78,9 @@ class OpenAIEndpoint:
         async with self._starting:
             if self._runner is None:
                 runner = web.AppRunner(
-                    self._app(), handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS, access_log=None
-                )
+                    self._app(), handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS, access_log=None,
+                    logger=_log,
+                )  # fmt: skip
                 await runner.setup()
                 await web.TCPSite(runner, self._host, 0).start()
                 self._runner = runner
@@ -103,7 +106,7 @@ class OpenAIEndpoint:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         sample = self._sample(request)
-        asked = _parse(ChatRequest, await request.read())
+        asked = _parse(ChatRequest, await _body(request))
         # A task of its own, so that the end of the sample stops it without breaking the connection.
         call = asyncio.create_task(sample.chat.complete(asked))
         sample.calls.add(call)
@@ -120,13 +123,22 @@ class OpenAIEndpoint:
         return await _stream(request, chunks(answer, asked, sample.chat.tokenizer))
 
     async def _reward(self, request: web.Request) -> web.Response:
-        self._sample(request).chat.reward = reward = _parse(Reward, await request.read()).reward
+        self._sample(request).chat.reward = reward = _parse(Reward, await _body(request)).reward
         return web.json_response({"reward": reward})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._sample(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "areal"}
         return web.json_response({"object": "list", "data": [model]})
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Not what a client has got wrong below HTTP, which it is answered: it may do so without end."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_log = logging.getLogger(__name__)
+_log.addFilter(_is_ours)
 
 
 @web.middleware
@@ -145,12 +157,20 @@ def _error(status: int, message: str, code: str | None) -> web.Response:
     return web.json_response({"error": error}, status=status)
 
 
+async def _body(request: web.Request) -> bytes:
+    """Raises ApiError where it is not encoded as it says."""
+    try:
+        return await request.read()
+    except web.RequestPayloadError as error:
+        raise ApiError(f"the body cannot be read: {error}") from None
+
+
 def _parse(kind: type[BaseModel], body: bytes) -> Any:
     """Raises ApiError, which names what is wrong."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the body"
         raise ApiError(f"{where}: {first['msg']}") from None
 

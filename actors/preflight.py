@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from areal import rewards
+from areal import rewards, tracking
 from areal.addition import ALPHABET
 from areal.config import Config, UserError
 from areal.data import Row, open_source, prompt_text
@@ -18,6 +18,7 @@ from areal.workflows import resolve_workflow
 def check(config: Config) -> None:
     """Everything that can be known now: the port, rewards, workflow, sandbox, objective, data and the model folders."""
     check_port(config.master.address)
+    tracking.check(config.observe)
     if config.weights.folder is not None:
         check_folder(config.weights.folder)
     for name in config.reward.functions | config.reward.options:

@@ -44,6 +44,11 @@ class Ranks:
         """Grows while the engine is at work."""
         return self._engine.work_done
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the model are below it."""
+        return self._engine.vocab_size
+
     async def step(
         self, groups: Sequence[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]:

@@ -58,6 +58,8 @@ class Reward(Actor):
         asked: Score = request.message
         if self.state != "healthy":
             raise BusyError("this reward actor takes no completions now")
+        if asked.function not in self.serves():
+            raise RefusedError(f"reward {asked.function!r} is not served here, only {', '.join(self.serves())}")
         self._scoring += 1
         try:
             score, parts = await self._pool.score(

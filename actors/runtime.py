@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 import structlog
 
+from actors import prometheus
 from actors.addresses import Door, host_of, reachable
 from actors.logs import write_log_file
 from areal.config import Config, UserError
@@ -38,6 +40,7 @@ from protocols.messages import (
     PolicyPublished,
     Shutdown,
     Snapshot,
+    Span,
 )
 from protocols.transport import Bus, Request, Subscriber
 
@@ -49,6 +52,8 @@ CONTROL_SECONDS = 10.0
 LEAVE_SECONDS = 2.0
 # What `teardown` may take: the whole stop has to fit into ten seconds.
 TEARDOWN_SECONDS = 6.0
+# Between two heartbeats; the newest count.
+SPANS_KEPT = 64
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -155,6 +160,8 @@ class Actor(HandlesRequests):
         self._told: asyncio.Future[str] = loop.create_future()
         self._crash: asyncio.Future[None] = loop.create_future()
         self._sequence = 0
+        self._numbers: dict[str, float] = {}  # of the last heartbeat
+        self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._events: Subscriber | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -213,6 +220,10 @@ class Actor(HandlesRequests):
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Run beside `main`; a failure of it is the actor's failure."""
         return self._tasks.create_task(work, name=name)  # type: ignore[union-attr]
+
+    def took(self, what: str, began: float, seconds: float) -> None:
+        """Tell the master, for those who look at the run, what this actor did; `began`: by the clock of its loop."""
+        self._spans.append(Span(name=what, began=began, seconds=seconds))
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
         return [m for m in self.directory.values() if m.role == role and (m.state == "healthy" or not healthy)]
@@ -281,6 +292,7 @@ class Actor(HandlesRequests):
         self.config = Config.model_validate(welcome.config)
         self.index = int(welcome.identity.split("/")[1].split("#")[0])
         self._keep_log(self.config.folder / "logs" / f"{self.role}-{self.index}.jsonl")
+        prometheus.serve(self.config.observe, self.role, self.index, lambda: self._numbers)
         await self._believe(welcome.snapshot)
 
     async def _live(self) -> Ending:
@@ -349,8 +361,10 @@ class Actor(HandlesRequests):
     async def _beat(self) -> None:
         beat = Heartbeat(
             state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats(),
-            engagement=self.engagement(),
+            engagement=self.engagement(), spans=tuple(self._spans), clock=asyncio.get_running_loop().time(),
         )  # fmt: skip
+        self._spans.clear()
+        self._numbers = {"healthy": float(beat.state == "healthy"), **beat.stats}
         answer = await self.ask_master(beat, HeartbeatAnswer)
         if answer.ended:
             return self.stop(True, "the run is over")

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import structlog
 
 from actors.ranks import Ranks
@@ -26,9 +27,9 @@ from actors.weight_service import WeightServer
 from areal.config import Config
 from areal.guard import Guard
 from areal.spool import Spool
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 from areal.weight_files import Holding, Manifest
-from protocols.errors import BusyError, RefusedError
+from protocols.errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskRecovery,
@@ -66,6 +67,8 @@ class Learner(Protocol):
 
     @property
     def work_done(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
     async def step(
         self, groups: list[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]: ...
@@ -137,13 +140,14 @@ class Trainer(Actor):
     @handles(StoreGroup)
     async def store_group(self, request: Request) -> Done:
         stored: StoreGroup = request.message
-        if self._spool is None:
+        if self._learner is None:
             raise BusyError("this trainer is not ready yet")
         try:
             trajectories = tuple(
                 Trajectory(part.tokens, part.logprobs, part.versions, part.reward, part.finish)
                 for part in stored.trajectories
             )
+            _check(trajectories, self._learner.vocab_size)
             group = Group(stored.group, stored.prompt_index, trajectories)
             start_version = group.start_version
         except ValueError as error:
@@ -159,10 +163,20 @@ class Trainer(Actor):
             discarded=stored.discarded,
             reward_parts=stored.reward_parts,
         )
-        if not (await self.ask_master(ready, GroupAccepted)).accepted:
-            self._fresh.pop(group.id, None)
-            await asyncio.to_thread(self._spool.forget, [group.id])
+        try:
+            accepted = (await self.ask_master(ready, GroupAccepted)).accepted
+        except FencedError:
+            raise
+        except RefusedError:  # what was stored would stay in the place of the group as it should be
+            await self._forget(group)
+            raise
+        if not accepted:
+            await self._forget(group)
         return Done()
+
+    async def _forget(self, group: Group) -> None:
+        self._fresh.pop(group.id, None)
+        await asyncio.to_thread(self._spool.forget, [group.id])
 
     def _remember(self, group: Group) -> None:
         """Spare the next steps the disk. No more groups than may be alive are kept, whatever was stored twice."""
@@ -318,10 +332,21 @@ class Trainer(Actor):
     def _clock(self, what: str) -> Iterator[None]:
         began = asyncio.get_running_loop().time()
         yield
-        self._seconds[what] += asyncio.get_running_loop().time() - began
+        seconds = asyncio.get_running_loop().time() - began
+        self._seconds[what] += seconds
+        self.took(what, began, seconds)
 
     def _checkpoint(self, version: int) -> Path:
         return self.config.folder / "checkpoints" / f"step_{version:06}"
+
+
+def _check(trajectories: Sequence[Trajectory], vocab_size: int) -> None:
+    """Raises ValueError for what no policy has sampled: a training step would fail on it, again after each restart."""
+    for one in trajectories:
+        if len(one) and not (one.tokens.min() >= 0 and one.tokens.max() < vocab_size):
+            raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
+        if not np.isfinite(one.logprobs).all() or (one.versions < NOT_SAMPLED).any():
+            raise ValueError("a log-prob is not finite, or a version is below that of a token that was not sampled")
 
 
 def _metrics(groups: list[Group]) -> dict[str, Any]:

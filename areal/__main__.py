@@ -35,6 +35,18 @@ def _parser() -> argparse.ArgumentParser:
     report = tools.add_parser("report", help="write report.html of a run")
     report.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     report.set_defaults(tool=_report)
+    trace = tools.add_parser("trace", help="write trace.json of a run, which ui.perfetto.dev opens")
+    trace.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    trace.set_defaults(tool=_trace)
+    page = tools.add_parser("dashboard", help="serve a live page on a run")
+    page.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    page.add_argument("--host", default="127.0.0.1", help="interface (default: 127.0.0.1, this machine only)")
+    page.add_argument("--port", type=int, default=8090)
+    page.add_argument("--token", help="what the address has to end in, ?token=... (default: elsewhere a random one)")
+    page.set_defaults(tool=_dashboard)
+    track = tools.add_parser("track", help="tell TensorBoard and others of a run (its master starts this)")
+    track.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    track.set_defaults(tool=_track)
     model = tools.add_parser(
         "quickstart-model", help="make the quickstart's model, unless it is there; prints its folder"
     )
@@ -119,6 +131,26 @@ def _report(options: argparse.Namespace) -> None:
     from areal.report import write_report
 
     print(write_report(options.folder))
+
+
+def _trace(options: argparse.Namespace) -> None:
+    from areal.trace import write_trace
+
+    print(write_trace(options.folder))
+
+
+def _dashboard(options: argparse.Namespace) -> None:
+    from actors.dashboard import serve
+
+    serve(options.folder, options.host, options.port, options.token)
+
+
+def _track(options: argparse.Namespace) -> None:
+    from areal.processes import die_with_parent
+    from areal.tracking import track
+
+    die_with_parent(signal.SIGTERM)
+    track(options.folder)
 
 
 def _sft(options: argparse.Namespace) -> None:

@@ -348,6 +348,21 @@ class EvaluatorConfig(Section):
         return self
 
 
+class ObserveConfig(Section):
+    """How a run is seen while it goes on. None of it can fail the run; docs/observe.md tells what there is."""
+
+    prometheus_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="each actor serves its metrics at the first free port from here on",
+    )
+    prometheus_host: str = Field("127.0.0.1", description="interface of that")
+    tensorboard: bool = Field(True, description="write event files to the run folder")
+    wandb: str | None = Field(None, description="project of Weights & Biases to log to")
+    trackio: str | None = Field(None, description="project of trackio to log to")
+
+
 class MasterConfig(Section):
     address: str = Field(
         "tcp://127.0.0.1:5555",
@@ -431,6 +446,7 @@ class Config(ScoringConfig):
     guard: GuardConfig = GuardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
     master: MasterConfig = MasterConfig()
+    observe: ObserveConfig = ObserveConfig()
     network: NetworkConfig = NetworkConfig()
 
     @model_validator(mode="before")

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from areal.config import Config, UserError
-
-ROOT = Path(__file__).parent.parent
+from areal.processes import ROOT
 
 
 def resolve_model(config: Config) -> Path:

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, Field
@@ -47,14 +47,14 @@ class StreamOptions(BaseModel):
 class ChatRequest(BaseModel):
     """The body of a chat completion. What else a client sends, such as `temperature`, is the run's to decide."""
 
-    messages: list[Json] = Field(min_length=1)
+    messages: Annotated[list[Json], Field(min_length=1, fail_fast=True)]
     model: str = "policy"
-    tools: list[Json] | None = None
+    tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
     tool_choice: Any = None
     n: Literal[1] | None = 1
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
@@ -219,6 +219,8 @@ def _message(raw: Json) -> Json:
     if role == "tool" and raw.get("tool_call_id"):
         message["tool_call_id"] = raw["tool_call_id"]
     if role == "assistant" and raw.get("tool_calls"):
+        if not isinstance(raw["tool_calls"], list):
+            raise ApiError("the tool_calls of a message are not a list")
         message["tool_calls"] = [_tool_call(call) for call in raw["tool_calls"]]
     return message
 
@@ -236,7 +238,7 @@ def _tool_call(raw: Any) -> Json:
         function = raw["function"]
         called = {"name": function["name"], "arguments": json.loads(function["arguments"])}
         return {"id": raw["id"], "type": "function", "function": called}
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise ApiError("a tool call in the messages lacks its id, function.name or function.arguments") from None
 
 
@@ -247,7 +249,7 @@ def _tool_calls(text: str, turn: int) -> tuple[str, list[Json]]:
     for i, found in enumerate(_TOOL_CALL.finditer(text)):
         try:
             call = json.loads(found[1])
-        except ValueError:
+        except (ValueError, RecursionError):
             return text, []
         if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
             return text, []

@@ -6,7 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
 # Set in the environment of what a supervisor starts.
 SUPERVISED = "AREAL_SUPERVISED"
 # Names the folder of the run's keys in the environment, or says `none`.

@@ -9,12 +9,13 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from areal.config import UserError
+from areal.timeline import Span, activities, measured, read_events
 
 # Matplotlib writes these; the page turns them into its own text and line colours, in light and in dark.
 INK, FAINT = "#010203", "#040506"
@@ -22,6 +23,11 @@ BLUE, ORANGE, GREEN = "#3b82d6", "#e07b28", "#2e9e6b"
 # From the freshest groups to the oldest, for as many ages as there are.
 FRESH, OLD = (0x3B, 0x82, 0xD6), (0xE0, 0x4B, 0x28)
 LEGEND_COLUMNS = 5
+# One of these tells a run folder.
+FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json")
+# Of the timeline, up to the end of the run.
+TIMELINE_SECONDS = 60.0
+WAITING = "#9a9a9a"
 # With more steps than this, single points are no longer told apart.
 MARKED_STEPS = 40
 
@@ -29,13 +35,23 @@ MARKED_STEPS = 40
 @dataclass(frozen=True)
 class Run:
     """What a run folder holds: one record of metrics a step, the summary, the configuration as text, one record an
-    evaluated version."""
+    evaluated version, and what happened when (areal.timeline)."""
 
     name: str
     records: list[dict[str, Any]]
     summary: dict[str, Any]
     config: str
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def times(self) -> list[float]:
+        """When each step was committed: seconds since 1970, or where that is not recorded, of training."""
+        times: list[float] = []
+        for record in self.records:
+            before = times[-1] if times else 0.0
+            times.append(record.get("time", before + record.get("step_seconds", 0.0)))
+        return times
 
     @property
     def steps(self) -> list[int]:
@@ -83,6 +99,7 @@ def write_report(folder: Path) -> Path:
         ending=_ending(run.summary),
         headlines=headlines(run.summary),
         figures=figures,
+        timeline=draw_timeline(run),
         samples=paired_samples(run.summary),
     )
     path = folder / "report.html"
@@ -92,7 +109,7 @@ def write_report(folder: Path) -> Path:
 
 def read_run(folder: Path) -> Run:
     """What is there of a run. Raises UserError where there is nothing, or a summary that is not JSON."""
-    config, metrics, summary = (folder / name for name in ("config.yaml", "metrics.jsonl", "summary.json"))
+    config, metrics, summary = (folder / name for name in FILES_OF_A_RUN)
     if not any(file.is_file() for file in (config, metrics, summary)):
         raise UserError(f"{folder} is not the folder of a run: it has no config.yaml, metrics.jsonl or summary.json.")
     try:
@@ -101,7 +118,7 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"{summary} is not JSON: remove it to get a report without it.") from None
     records = _records(_text(metrics).splitlines(), "step")
     evaluations = _records(_text(folder / "evaluations.jsonl").splitlines(), "version")
-    return Run(folder.resolve().name, records, values, _text(config), evaluations)
+    return Run(folder.resolve().name, records, values, _text(config), evaluations, read_events(folder))
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -177,6 +194,24 @@ def panels(run: Run) -> list[Panel]:
             stack=[("training", trains), ("waiting for data", waits), ("other", others)],
         ),
         Panel(
+            "Trainer idle, share",
+            lines=[
+                ("waiting for data", steps, _shares(waits, seconds)),
+                ("waiting to publish", steps, _shares(run.series("publish_wait_seconds"), seconds)),
+            ],
+            limits=(-0.03, 1.03),
+        ),
+        Panel(
+            "Completion length",
+            unit="tokens",
+            lines=[
+                ("mean", steps, run.series("completion_tokens_mean")),
+                ("max", steps, run.series("completion_tokens_max")),
+            ],
+            limits=(0, None),
+        ),
+        plain("Share of completions cut at the limit", "cut_share", limits=(-0.03, 1.03)),
+        Panel(
             "Weight updates of all generators",
             unit="s",
             steps=steps,
@@ -216,11 +251,72 @@ def _accuracy(evaluations: Sequence[dict[str, Any]]) -> Panel:
 
 
 def draw(panel: Panel) -> str:
-    """The panel as an SVG element whose ink and grid have the colours INK and FAINT."""
+    """The panel as an SVG element in the page's colours."""
+    return _svg(panel.title, lambda: figure_of(panel))
+
+
+def draw_timeline(run: Run) -> str:
+    """Who did what in the last TIMELINE_SECONDS of training, as an SVG element; empty where nothing is recorded."""
+    spans = timeline_of(run)
+    return _svg("timeline", lambda: timeline_figure(spans)) if spans else ""
+
+
+def timeline_of(run: Run) -> list[tuple[Span, bool]]:
+    """What each actor but the master said it did, and what it measured (True), in that time, in the order of the
+    actors' names; begin: in seconds, 0 is the last step's end."""
+    found = [(span, False) for span in activities(run.events)]
+    found += [(span, True) for span in measured(run.events, run.records, run.times)]
+    end = run.times[-1] if run.times else 0.0
+    shown = []
+    for span, is_measured in found:
+        begin, until = max(span.begin - end, -TIMELINE_SECONDS), min(span.end - end, 0.0)
+        if until > begin and not span.actor.startswith("master"):
+            shown.append((Span(span.actor, span.kind, begin, until - begin), is_measured))
+    return sorted(shown, key=lambda pair: pair[0].actor)
+
+
+def timeline_figure(spans: Sequence[tuple[Span, bool]]) -> Any:
+    """A row for each actor: pale what it said, over that what it measured."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    actors = list(dict.fromkeys(span.actor for span, _ in spans))
+    busy = list(dict.fromkeys(span.name for span, _ in spans if not _waits(span.name)))
+    hues = colormaps["tab20"].colors
+    distinct = hues[0:14:2] + hues[16::2] + hues[1:14:2] + hues[17::2]  # 14 and 15 are grey, which is for waiting
+    colours = {name: distinct[number % len(distinct)] for number, name in enumerate(busy)}
+    figure = Figure(figsize=(10, 0.9 + 0.3 * len(actors)), layout="constrained")
+    axes = figure.add_subplot()
+    for span, is_measured in spans:
+        row, colour = len(actors) - actors.index(span.actor), colours.get(span.name, WAITING)
+        height, alpha = (0.4, 1.0) if is_measured else (0.8, 0.35)
+        axes.broken_barh([(span.begin, span.seconds)], (row - height / 2, height), facecolors=colour, alpha=alpha)
+    axes.set_xlim(-TIMELINE_SECONDS, 0)
+    axes.set_yticks(range(1, len(actors) + 1), reversed(actors))
+    axes.set_xlabel("seconds, up to the end of the last step", color=INK)
+    axes.tick_params(colors=INK)
+    axes.grid(axis="x", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(INK)
+    handles = [Patch(color=colour, label=name) for name, colour in [*colours.items(), ("waiting", WAITING)]]
+    above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 6}
+    axes.legend(handles=handles, frameon=False, labelcolor=INK, fontsize=8, **above)
+    return figure
+
+
+def _waits(name: str) -> bool:
+    return "wait" in name or name == "idle"
+
+
+def _svg(salt: str, make: Callable[[], Any]) -> str:
+    """A figure as an SVG element, with the page's colours in place of INK and FAINT."""
     import matplotlib
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title, "font.size": 9}):
-        figure = figure_of(panel)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 9}):
+        figure = make()
         out = io.StringIO()
         figure.savefig(
             out, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -270,6 +366,10 @@ def paired_samples(summary: dict[str, Any]) -> list[dict[str, Any]]:
             row = {"prompt": sample["prompt"], "answer": sample.get("answer"), "before": None, "after": None}
             pairs.setdefault(sample["prompt"], row)[when] = sample
     return list(pairs.values())
+
+
+def _shares(parts: Sequence[float], wholes: Sequence[float]) -> list[float]:
+    return [part / whole if whole > 0 else math.nan for part, whole in zip(parts, wholes, strict=True)]
 
 
 def _ages(run: Run) -> list[list[float]]:
@@ -370,6 +470,10 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 
 </div>
 {% else %}
 <p>No training step is recorded.</p>
+{% endif %}
+{% if timeline %}
+<h2>The last minute of training: who did what</h2>
+<div>{{ timeline | safe }}</div>
 {% endif %}
 {% if samples %}
 <h2>Samples, before and after</h2>

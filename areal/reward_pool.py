@@ -163,7 +163,10 @@ class RewardPool:
         if takes_tokens and tokens is None:
             raise RewardFailed("it takes tokens: the workflow has to call session.score(completion, tokens)", "raised")
         asked = name, prompt, completion, row, [*map(int, tokens)] if takes_tokens else None
-        key = digest(*asked)
+        try:
+            key = digest(*asked)
+        except (TypeError, ValueError) as error:  # an array, or what is nested too deep
+            raise RewardFailed(f"the row cannot be passed on: {error}", "raised") from None
         if known := self._results.get(key):
             return known
         self._quarantine.check(key)

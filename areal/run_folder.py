@@ -1,22 +1,24 @@
-"""The run folder: config.yaml, journal.db, spool.db, metrics.jsonl, evaluations.jsonl, summary.json, report.html,
-logs/, checkpoints/, weights/."""
+"""The run folder: config.yaml, journal.db, spool.db, metrics.jsonl, evaluations.jsonl, events.jsonl, summary.json,
+report.html, tensorboard/, logs/, checkpoints/, weights/."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from areal.config import Config, UserError, dump_config, load_config
 from areal.models import with_folders
+from areal.timeline import EventLog
 
 # What a run that goes on may be given anew: keys, and sections with all that is in them. The rest shaped what the run
 # has done so far, or what its journal and checkpoints mean.
 MAY_CHANGE = (
     "steps", "run_ahead", "oversample", "filter_zero_signal", "generator", "rollout_manager", "guard", "evaluator",
-    "master", "network", "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
+    "master", "network", "observe", "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
     "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
     "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads",
     "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",
@@ -40,6 +42,9 @@ class RunFolder:
         self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
         self._evaluations = self.path / "evaluations.jsonl"
         self._evaluated: set[int] = set()
+        events = EventLog(self.path)
+        self.heard = events.heard
+        self._flush_events = events.flush
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
@@ -67,20 +72,22 @@ class RunFolder:
         return folder
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """One step's record, as a line of JSON, on disk on return. One whose step is there already is left out."""
+        """One step's record and the time, as a line of JSON, on disk on return. One whose step is there already is left
+        out."""
         if metrics["step"] <= self._step:
             return
-        self._metrics.write(json.dumps(metrics) + "\n")
+        self._metrics.write(json.dumps(metrics | {"time": time.time()}) + "\n")
         # A master that starts again repeats the last record only: those before it have to outlast the machine.
         os.fsync(self._metrics.fileno())
         self._note(metrics)
 
     def append_evaluation(self, evaluation: dict[str, Any]) -> None:
-        """One version's result, as a line of JSON, on disk on return. One that is there already is left out."""
+        """One version's result and the time, as a line of JSON, on disk on return. One that is there already is left
+        out."""
         if evaluation["version"] in self._evaluated:
             return
         with self._evaluations.open("a") as file:
-            file.write(json.dumps(evaluation) + "\n")
+            file.write(json.dumps(evaluation | {"time": time.time()}) + "\n")
             file.flush()
             os.fsync(file.fileno())
         self._evaluated.add(evaluation["version"])
@@ -102,6 +109,7 @@ class RunFolder:
             "logprob_gap_max": self._logprob_gap_max,
             "trainer_idle": self._idle / self._seconds if self._seconds else None,
         }
+        self._flush_events()
         replace(self.path / "summary.json", json.dumps(summary | over_steps, indent=2) + "\n")
 
 
@@ -126,6 +134,34 @@ def read_metrics(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         if not line.endswith(b"\n"):
             return
         yield record, len(line)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+class NewRecords:
+    """The records of a file that is being written, each once. What is not written to its end stays for later: a master
+    that goes on may write it anew, at the same place. What is no JSON is left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._place = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Those since the time before."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self._place:
+                self._place = 0  # another file has its name
+            file.seek(self._place)
+            lines = [line for line in file if line.endswith(b"\n")]
+        self._place += sum(map(len, lines))
+        return [record for line in lines if (record := _parsed(line)) is not None]
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:

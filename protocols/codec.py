@@ -25,6 +25,7 @@ MAX_ARRAYS = 4096
 MAX_DIMENSIONS = 4
 # Each unknown key of a map costs the receiver an error of its own.
 MAX_MAP_ENTRIES = 16_384
+MAX_LIST_ENTRIES = 1 << 17
 # One frame: the arrays of one trajectory are far smaller; weights travel in chunks of at most this.
 MAX_FRAME_BYTES = 64 << 20
 DTYPES = {name: np.dtype(name) for name in ("int32", "int64", "float32", "bool", "uint8")}
@@ -161,7 +162,7 @@ def _unpack(frame: Frame, limit: int, arrays: Sequence[Frame] = ()) -> Any:
         # msgpack itself refuses a length that the frame cannot hold before it allocates anything.
         return msgpack.unpackb(
             frame, use_list=False, ext_hook=partial(_extension, arrays) if arrays else _no_array, strict_map_key=True,
-            object_pairs_hook=_map, max_map_len=MAX_MAP_ENTRIES,
+            object_pairs_hook=_map, max_map_len=MAX_MAP_ENTRIES, max_array_len=MAX_LIST_ENTRIES,
         )  # fmt: skip
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise MalformedError(f"not msgpack: {error!s:.200}") from None

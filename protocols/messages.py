@@ -35,22 +35,47 @@ Arrays are numpy and travel as raw frames. Times are in seconds unless a name sa
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
-Array = InstanceOf[np.ndarray]
+T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
+Address = Annotated[Name, Field(pattern=r"^tcp://[^\s;]+:[1-9]\d{0,4}$")]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+# The first that is wrong is enough: an error for each of a million would cost a gigabyte.
+Several = Annotated[tuple[T, ...], Field(fail_fast=True)]
+# What an actor says of itself, and everyone else has to hold.
+MAX_STATS = 256
 KINDS: dict[str, type[Message]] = {}
+Vector = np.ndarray[Any, Any]
+
+
+def _vector(dtype: str) -> AfterValidator:
+    """Lets arrays [n] of this dtype in: what is one in name only would fail far inside an actor."""
+    wanted = np.dtype(dtype)
+
+    def check(array: Vector) -> Vector:
+        if array.dtype != wanted or array.ndim != 1:
+            raise ValueError(f"an array of {array.dtype} with {array.ndim} dimensions, not of {dtype} with one")
+        return array
+
+    return AfterValidator(check)
+
+
+Int32s = Annotated[InstanceOf[Vector], _vector("int32")]
+Int64s = Annotated[InstanceOf[Vector], _vector("int64")]
+Float32s = Annotated[InstanceOf[Vector], _vector("float32")]
+Bytes = Annotated[InstanceOf[Vector], _vector("uint8")]
 
 
 class Part(BaseModel):
     """A piece of a message."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Message(Part):
@@ -126,14 +151,14 @@ class Member(Part):
     index: int
     address: Name
     state: State
-    serves: tuple[Name, ...] = ()
+    serves: Several[Name] = ()
     held: Policy | None = None
 
 
 class Join(Message):
-    role: Name
-    index: int | None
-    address: Name
+    role: Literal["generator", "rollout_manager", "reward", "trainer", "evaluator"]
+    index: Annotated[int, Field(ge=0, le=1 << 20)] | None
+    address: Address
 
 
 class Snapshot(Message):
@@ -141,7 +166,7 @@ class Snapshot(Message):
     go on past those of an earlier master of the run."""
 
     policy: Policy
-    members: tuple[Member, ...]
+    members: Several[Member]
     sequence: int
     events: Name
 
@@ -157,8 +182,8 @@ class Welcome(Message):
 class Engagement(Part):
     """What a generator has to do: `sequences` that run or wait, by who asked for them, and the `limit` of them all."""
 
-    sequences: dict[Name, int]
-    limit: Annotated[int, Field(ge=1)]
+    sequences: dict[Name, Count]
+    limit: Annotated[int, Field(ge=1, le=1 << 31)]
     version: int
 
 
@@ -171,15 +196,26 @@ class LoadTold(Part):
     version: int
 
 
+class Span(Part):
+    """Something an actor did, from `began` on, by its own clock, for `seconds`."""
+
+    name: Name
+    began: float
+    seconds: float
+
+
 class Heartbeat(Message):
-    """Sent every second. `serves` names what the actor offers; `stats` are gauges and counters by name. A generator is
-    healthy once it has loaded the policy that was current when it joined. `engagement`: of a generator."""
+    """Sent every second. `serves` names what the actor offers; `stats` are gauges and counters by name; `spans` are
+    what it did since the one before, `clock` is when this was sent, by the same clock. A generator is healthy once it
+    has loaded the policy that was current when it joined. `engagement`: of a generator."""
 
     state: State
-    serves: tuple[Name, ...]
+    serves: Annotated[Several[Name], Field(max_length=MAX_STATS)]
     activity: Annotated[str, Field(max_length=512)]
-    stats: dict[str, float]
+    stats: Annotated[dict[Name, float], Field(max_length=MAX_STATS)]
     engagement: Engagement | None = None
+    spans: Annotated[Several[Span], Field(max_length=MAX_STATS)] = ()
+    clock: float = 0.0
 
 
 class HeartbeatAnswer(Message):
@@ -225,17 +261,17 @@ class AskPermits(Message):
 
 
 class Permits(Message):
-    permits: tuple[Permit, ...]
+    permits: Several[Permit]
 
 
 class RenewLeases(Message):
-    groups: tuple[Name, ...]
+    groups: Several[Name]
 
 
 class LostLeases(Message):
     """Groups that are no longer the asker's: it aborts them."""
 
-    groups: tuple[Name, ...]
+    groups: Several[Name]
 
 
 class GroupStarted(Message):
@@ -248,7 +284,7 @@ class GroupFailed(Message):
 
     group: Name
     reason: Annotated[str, Field(max_length=4096)]
-    discarded: int = 0
+    discarded: Count = 0
 
 
 class ScoringFailed(Message):
@@ -261,9 +297,9 @@ class Generate(Message):
     """Continue `tokens` (int32 [T]); answered by a stream of TokenChunk. `sequence`: the asker's name for it."""
 
     sequence: Name
-    tokens: Array
-    temperature: float
-    top_p: float
+    tokens: Int32s
+    temperature: Annotated[float, Field(ge=0)]
+    top_p: Annotated[float, Field(gt=0, le=1)]
     max_new_tokens: Annotated[int, Field(ge=1)]
     min_version: int
 
@@ -271,16 +307,16 @@ class Generate(Message):
 class TokenChunk(Message):
     """tokens int32, logprobs float32, versions int32, all [n]; `finish` on the last chunk only."""
 
-    tokens: Array
-    logprobs: Array
-    versions: Array
+    tokens: Int32s
+    logprobs: Float32s
+    versions: Int32s
     finish: Literal["stop", "length"] | None
 
 
 class HandOver(Message):
     """The asker goes on with these sequences elsewhere: their streams end, after the tokens there are so far."""
 
-    sequences: tuple[Name, ...]
+    sequences: Several[Name]
 
 
 class Score(Message):
@@ -290,7 +326,7 @@ class Score(Message):
     prompt: str
     completion: str
     row: dict[str, Any]
-    tokens: Array | None = None
+    tokens: Int32s | None = None
 
 
 class Scored(Message):
@@ -303,9 +339,9 @@ class Scored(Message):
 class TrajectoryPart(Part):
     """One sample: arrays [T] as in areal.trajectory."""
 
-    tokens: Array
-    logprobs: Array
-    versions: Array
+    tokens: Int32s
+    logprobs: Float32s
+    versions: Int32s
     reward: float
     finish: Literal["stop", "length"]
 
@@ -316,8 +352,8 @@ class StoreGroup(Message):
 
     group: Name
     prompt_index: int
-    trajectories: tuple[TrajectoryPart, ...]
-    discarded: int = 0
+    trajectories: Several[TrajectoryPart]
+    discarded: Count = 0
     reward_parts: dict[str, float] = {}
 
 
@@ -339,20 +375,20 @@ class WeightFile(Part):
 
     name: Name
     size: Annotated[int, Field(ge=0)]
-    checksums: Array
+    checksums: Int64s
 
 
 class WeightFiles(Message):
     """The first part: all files of the policy."""
 
-    files: Annotated[tuple[WeightFile, ...], Field(max_length=4096)]
+    files: Annotated[Several[WeightFile], Field(max_length=4096)]
 
 
 class WeightChunk(Message):
     """`data`, uint8 [n], is the chunk itself or its `difference` from that of the base."""
 
     number: int
-    data: Array
+    data: Bytes
     difference: bool
 
 
@@ -362,7 +398,7 @@ class WeightChunk(Message):
 class AskRecovery(Message):
     """From a trainer that starts; `spooled`: the groups it has on disk."""
 
-    spooled: tuple[Name, ...]
+    spooled: Several[Name]
 
 
 class Recovery(Message):
@@ -374,7 +410,7 @@ class Recovery(Message):
     version: int
     checkpoint_version: int
     checkpoint: str | None
-    drop: tuple[Name, ...]
+    drop: Several[Name]
 
 
 class GroupReady(Message):
@@ -385,8 +421,8 @@ class GroupReady(Message):
     start_version: int
     reward_mean: float
     signal: bool
-    tokens: int = 0
-    discarded: int = 0
+    tokens: Count = 0
+    discarded: Count = 0
     reward_parts: dict[str, float] = {}
 
 
@@ -408,16 +444,17 @@ class BatchAnswer(Message):
     `ended`: the run has reached its end, no batch will come."""
 
     status: Literal["ready", "waiting", "ended"]
-    groups: tuple[Name, ...] = ()
+    groups: Several[Name] = ()
     mask_older_than: int | None = None
 
 
 class CommitStep(Message):
-    """The step that leads to `version` is done. The version before it is published by then."""
+    """The step that leads to `version` is done. The version before it is published by then. A metric may be infinite,
+    or not a number: whether that is a fault is the trainer's to say."""
 
     lineage: int
     version: int
-    metrics: dict[str, float | None]
+    metrics: Annotated[dict[Name, Annotated[float, Field(allow_inf_nan=True)] | None], Field(max_length=MAX_STATS)]
 
 
 class PublishPolicy(Message):
@@ -475,7 +512,7 @@ class EvaluationDone(Message):
     rows: int
     failed: int
     completion_tokens_mean: float
-    samples: tuple[Sample, ...]
+    samples: Several[Sample]
 
 
 class EvaluationAbandoned(Message):
@@ -486,7 +523,9 @@ class EvaluationAbandoned(Message):
 
 
 class AskStatus(Message):
-    pass
+    """`since`: with the newest steps after this one; None: without any."""
+
+    since: int | None = None
 
 
 class Status(Message):
@@ -505,8 +544,8 @@ class PolicyPublished(Message):
 class MembersChanged(Message):
     """`changed` are new, or not as they were; `gone` are identities."""
 
-    changed: tuple[Member, ...] = ()
-    gone: tuple[Name, ...] = ()
+    changed: Several[Member] = ()
+    gone: Several[Name] = ()
 
 
 class Shutdown(Message):

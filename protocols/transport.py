@@ -37,7 +37,11 @@ KEEP_ALIVE_SECONDS = 2.0
 STREAM_SILENCE_SECONDS = 6.5
 STREAM_CREDIT = 64
 MAX_ANSWERS_KEPT = 4096
+# A snapshot of a thousand members is 200 kB, and all of them ask for it.
+MAX_ANSWER_BYTES_KEPT = 64 << 20
 MAX_PENDING_PER_PEER = 4096
+# Of all peers together, who may call themselves what they like.
+MAX_PENDING = 16 * MAX_PENDING_PER_PEER
 
 
 @dataclass(slots=True)
@@ -84,6 +88,7 @@ class Server:
         self._calls: dict[_Key, _Call] = {}
         self._pending: dict[str, int] = {}
         self._answers: OrderedDict[_Key, list[Frame]] = OrderedDict()
+        self._answer_bytes = 0
 
     async def close(self) -> None:
         """Cancel what is being answered and close the socket."""
@@ -141,6 +146,8 @@ class Server:
             message = decode_body(header.kind, frames)
             if open_already >= MAX_PENDING_PER_PEER:
                 raise BusyError(f"{MAX_PENDING_PER_PEER} requests of {sender} are open already")
+            if len(self._calls) >= MAX_PENDING:
+                raise BusyError(f"{MAX_PENDING} requests are open already")
         except BusError as error:
             self.counts[error.code] += 1
             self._send(route, _failure(error), header.id)
@@ -185,8 +192,9 @@ class Server:
     def _keep(self, key: _Key, frames: list[Frame]) -> None:
         """What a repeated request gets."""
         self._answers[key] = frames
-        if len(self._answers) > MAX_ANSWERS_KEPT:
-            self._answers.popitem(last=False)
+        self._answer_bytes += _size(frames)
+        while len(self._answers) > MAX_ANSWERS_KEPT or self._answer_bytes > MAX_ANSWER_BYTES_KEPT:
+            self._answer_bytes -= _size(self._answers.popitem(last=False)[1])
 
     async def _stream(self, call: _Call, parts: _Parts) -> None:
         self._keep_alive_later(call)
@@ -586,6 +594,10 @@ _NOT_SENT = Header(kind=Failure.kind, sender="")
 
 def _tell_loop(error: BaseException) -> None:
     asyncio.get_running_loop().call_exception_handler({"message": "a link failed", "exception": error})
+
+
+def _size(frames: list[Frame]) -> int:
+    return sum(map(len, frames))
 
 
 def _failure(error: BusError) -> Failure:

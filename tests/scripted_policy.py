@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from areal.conversation import Generation
 
 EOS = 0
+END = "<end>"
+CHATML = (
+    "{% if tools %}<start>tools {{ tools | map(attribute='function') | map(attribute='name') | join }}<end>{% endif %}"
+    "{% for m in messages %}<start>{{ m.role }} {{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant {% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, with a chat template."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<start>", END]
+    bpe = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=bpe, additional_special_tokens=["<start>", END])
+    made.chat_template = CHATML
+    return made
 
 
 class Characters:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import socket
 import sys
+import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from helpers import processes_mentioning, read_jsonl
+from prometheus_client.parser import text_string_to_metric_families
 
 from actors.supervisor import Supervisor
 from areal.processes import KEYS
+from areal.run_folder import read_metrics
 from run import main
 
-CONFIG = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
+CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIG = str(CONFIGS / "quickstart.yaml")
 METRICS = {
     "step", "reward_mean", "staleness_mean", "staleness_max", "tokens_trained", "tokens_generated", "step_seconds",
     "trainer_wait_seconds", "train_seconds", "publish_wait_seconds", "write_seconds", "logprob_gap", "loss",
@@ -59,7 +66,7 @@ def check_finished(folder: Path, steps: int, max_staleness: int) -> tuple[list[d
     return metrics, summary
 
 
-def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, small, tmp_path):
+def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, small, another_free_port, tmp_path):
     from transformers import AutoModelForCausalLM
 
     counts = ["generator.count=2", "trainer.ranks=2", "rollout_manager.count=2", "reward.count=2"]
@@ -74,10 +81,12 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
         "evaluator.every=3",
         "evaluator.samples=2",
         "weights.transport=stream",
+        f"observe.prometheus_port={another_free_port}",
     )
+    folder = tmp_path / "runs" / "test"
+    check_numbers(numbers_of(folder, started))
     output = started.wait(280)
     assert started.code == 0, output
-    folder = tmp_path / "runs" / "test"
     _, summary = check_finished(folder, steps=10, max_staleness=2)
     check_evaluations(read_jsonl(folder / "evaluations.jsonl"), summary)
     assert summary["samples_trained"] == 10 * 4 * 4
@@ -91,9 +100,35 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
     assert not processes_mentioning(str(tmp_path))
 
 
+def numbers_of(folder: Path, started) -> list:
+    """What all actors serve to Prometheus, in a run that has trained and evaluated."""
+    trained, evaluated = folder / "metrics.jsonl", folder / "evaluations.jsonl"
+    deadline = time.monotonic() + 280
+    while not (trained.exists() and evaluated.exists() and len(list(read_metrics(trained))) >= 3):
+        assert started.code is None and time.monotonic() < deadline, started.output
+        time.sleep(0.2)
+    logs = "".join(path.read_text() for path in (folder / "logs").glob("*.jsonl"))
+    pages = [urlopen(address, timeout=10).read().decode() for address in re.findall(r"http://\S+/metrics", logs)]
+    assert len(pages) == 9
+    return [sample for page in pages for family in text_string_to_metric_families(page) for sample in family.samples]
+
+
+def check_numbers(samples: list) -> None:
+    """Each says whose it is and is possible, and there is all that the dashboard for Grafana shows."""
+    assert {(s.labels["role"], s.labels["index"]) for s in samples} > {("master", "0"), ("generator", "1")}
+    for sample in samples:
+        assert math.isfinite(sample.value), sample
+        assert sample.value >= 0 or sample.name in ("areal_step_loss", "areal_step_kl_behaviour"), sample
+    panels = json.loads((CONFIGS / "deploy" / "grafana.json").read_text())["panels"]
+    queries = " ".join(target["expr"] for panel in panels for target in panel["targets"])
+    # A step without fresh tokens has no logprob_gap.
+    served = {sample.name for sample in samples} | {f"areal_step_{name}" for name in METRICS}
+    assert set(re.findall(r"areal_\w+", queries)) <= served
+
+
 def check_evaluations(evaluations: list[dict], summary: dict) -> None:
     """Each of the very version it names, while training went on."""
-    assert summary["evaluations"] == evaluations
+    assert [{**e, "time": None} for e in evaluations] == [{**e, "time": None} for e in summary["evaluations"]]
     # One that takes longer than three steps has the next one skipped.
     expected = [version for version in (0, 3, 6, 9, 10) if str(version) not in summary["not_evaluated"]]
     assert [e["version"] for e in evaluations] == expected
@@ -178,6 +213,7 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["network.keys=no_such_folder"], "There are no keys in"),
         (["network.ports=[20100, 20000]"], "network.ports is [20100, 20000]"),
         (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
+        (["observe.prometheus_port=0"], "observe.prometheus_port is 0"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_anything_is_started(
@@ -195,6 +231,18 @@ def test_a_port_in_use_is_told(small, free_port, monkeypatch, capsys):
         taken.listen()
         arguments = ["--config", CONFIG, *small]
         check_refused(monkeypatch, capsys, arguments, f"cannot listen at tcp://127.0.0.1:{free_port}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--role", "monitor"], "Say where the master is"),
+        (["--role", "monitor", "--role", "reward", "--master", "tcp://127.0.0.1:1"], "Start the monitor by itself"),
+        (["--role", "monitor", "--master", "node0"], "is not an address"),
+    ],
+)
+def test_a_monitor_without_a_master_to_look_at_says_so(monkeypatch, capsys, arguments, sentence):
+    check_refused(monkeypatch, capsys, arguments, sentence)
 
 
 def check_refused(monkeypatch, capsys, arguments: list[str], sentence: str) -> None:

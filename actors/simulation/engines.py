@@ -344,6 +344,7 @@ class SimLearner:
         self._doubtful = doubtful
         self._content = self._snapshot = files.model.content
         self.work_done = 0
+        self.vocab_size = 1 << 31
 
     async def step(
         self, groups: Sequence[Group], *, version: int, temperature: float, mask_older_than: int | None

@@ -103,6 +103,9 @@ class Folder:
 
     append_evaluation = append_metrics
 
+    def heard(self, *args: Any) -> None:
+        pass
+
 
 @functools.cache
 def empty_journal() -> bytes:

@@ -125,6 +125,7 @@ class TrainingEngine:
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
         with self._spread_over_ranks():
             self._module = self._read_model(model, config.dtype).train()
+        self.vocab_size: int = self._module.config.get_text_config().vocab_size
         if config.gradient_checkpointing:
             self._module.gradient_checkpointing_enable({"use_reentrant": False})
         if config.lora:

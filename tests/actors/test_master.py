@@ -14,6 +14,7 @@ from actors.master import UNSCORED_LIMIT, Master
 from areal.config import Config
 from areal.journal import Journal
 from areal.run_folder import RunFolder
+from areal.timeline import read_events, spans
 from protocols.errors import FencedError, RefusedError
 from protocols.messages import (
     AskBatch,
@@ -37,6 +38,7 @@ from protocols.messages import (
     PublishPolicy,
     RenewLeases,
     ScoringFailed,
+    Span,
     TrainingFailed,
     TrainingFinished,
 )
@@ -468,6 +470,7 @@ async def test_a_version_that_is_due_is_held_by_one_generator_until_it_is_evalua
     assert fates(config) == ([0, 1, 2, 3], {})
     records = [json.loads(line) for line in (config.folder / "evaluations.jsonl").read_text().splitlines()]
     assert [record["version"] for record in records] == [0, 1, 2, 3]
+    assert records[1].pop("time") > 0
     assert records[1] == {
         "version": 1, "accuracy": 0.5, "pass_at": {"1": 0.5}, "rows": 4, "failed": 0, "completion_tokens_mean": 7.5,
     }  # fmt: skip
@@ -583,6 +586,33 @@ async def test_a_master_started_again_knows_what_is_held_and_has_each_result_onc
             assert (await evaluator.ask(AskStatus())).values["accuracy"] == {"0": 0.25, "1": 0.5}
     records = [json.loads(line) for line in (config.folder / "evaluations.jsonl").read_text().splitlines()]
     assert [(record["version"], record["accuracy"]) for record in records] == [(0, 0.25), (1, 0.5)]
+
+
+async def test_what_actors_say_and_measure_is_recorded(config, monkeypatch):
+    monkeypatch.setattr("areal.timeline.FLUSH_SECONDS", 0.0)
+    async with master_of(config), callers(config, "trainer", "generator") as (trainer, generator):
+        await generator.beat(running=3.0)
+        said = {"state": "healthy", "serves": (), "activity": "training step 1", "stats": {}}
+        await trainer.ask(Heartbeat(**said, clock=70.0, spans=(Span(name="train", began=68.0, seconds=1.5),)))
+        await trainer.ask(Leave(reason="done"))
+    events = read_events(config.folder)
+    (span,) = spans(events)
+    assert (span.actor, span.name, span.seconds) == ("trainer/0", "train", 1.5)
+    heard = [(e["actor"], e["state"], e["activity"], e["stats"]) for e in events if "activity" in e]
+    assert ("generator/0", "healthy", "testing", {"running": 3.0}) in heard
+    assert [activity for actor, _, activity, _ in heard if actor == "trainer/0"] == ["training step 1", "done"]
+
+
+async def test_a_monitor_is_told_the_steps_it_has_not_seen(config):
+    config = without_evaluation(config)
+    async with master_of(config), callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        await recover(trainer)
+        for version in (0, 1):
+            await make_ready(manager, trainer, version)
+            await train(trainer, version, "weights")
+        for since, steps in ((None, []), (0, [1, 2]), (1, [2]), (2, [])):
+            recent = (await trainer.ask(AskStatus(since=since))).values["recent"]
+            assert [step["step"] for step in recent] == steps
 
 
 # --- a master that dies and comes back

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from scripted_policy import END, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from actors import openai_endpoint
@@ -26,12 +26,6 @@ from areal.conversation import Generation
 from areal.data import Row
 from areal.workflows import resolve_workflow
 
-END = "<end>"
-CHATML = (
-    "{% if tools %}<start>tools {{ tools | map(attribute='function') | map(attribute='name') | join }}<end>{% endif %}"
-    "{% for m in messages %}<start>{{ m.role }} {{ m.content }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<start>assistant {% endif %}"
-)
 WEATHER = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
@@ -46,14 +40,7 @@ def user(text: str) -> dict:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte."""
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<start>", END]
-    bpe = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe, additional_special_tokens=["<start>", END])
-    made.chat_template = CHATML
-    return made
+    return byte_tokenizer()
 
 
 class Policy:

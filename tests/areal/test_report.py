@@ -12,7 +12,7 @@ import pytest
 
 from areal.__main__ import main
 from areal.config import UserError
-from areal.report import Run, draw, panels, read_run, write_report
+from areal.report import Run, draw, draw_timeline, panels, read_run, timeline_of, write_report
 
 TITLES = [
     "Reward, mean",
@@ -21,6 +21,9 @@ TITLES = [
     "Staleness",
     "Groups by staleness",
     "Throughput",
+    "Trainer idle, share",
+    "Completion length",
+    "Share of completions cut at the limit",
     "Weight updates of all generators",
     "Step time",
     "Log-prob gap, engine and trainer",
@@ -51,6 +54,10 @@ def record(step, **changes):
         "step_seconds": 2.0,
         "trainer_wait_seconds": 0.5,
         "train_seconds": 1.25,
+        "publish_wait_seconds": 0.1,
+        "completion_tokens_mean": 30.5,
+        "completion_tokens_max": 64,
+        "cut_share": 0.25,
         "logprob_gap": 1e-4,
         "weight_mean": 1.01,
         "weight_max": 4.0,
@@ -151,7 +158,7 @@ def test_a_whole_run_has_its_headlines_and_every_figure(whole):
     page = Page(whole)
     for words in ("2.5% → 91.3%", "37.2", "staleness, max (bound 8)", "1.5e-04", "12,800", "name: demo"):
         assert page.says(words), words
-    assert page.tags.count("svg") == len(TITLES)
+    assert page.tags.count("svg") == len(TITLES) + 1  # the timeline
     for title in TITLES:
         assert page.says(title), title
 
@@ -197,7 +204,7 @@ def test_samples_of_one_prompt_stand_side_by_side(folder):
 @pytest.mark.parametrize("steps", [1, 300])
 def test_a_run_of_any_length_has_all_figures(folder, steps):
     run = folder([record(step) for step in range(1, steps + 1)], SUMMARY, evaluations=EVALUATIONS)
-    assert report_of(run).tags.count("svg") == len(TITLES)
+    assert report_of(run).tags.count("svg") == len(TITLES) + 1
 
 
 def test_a_run_without_a_step_still_has_a_report(folder):
@@ -259,7 +266,7 @@ def test_groups_are_counted_by_staleness_where_steps_differ_in_their_oldest_grou
 def test_a_run_that_filters_nothing_has_one_reward(folder):
     page = report_of(folder([record(step, groups_filtered=0) for step in (1, 2)], SUMMARY, evaluations=EVALUATIONS))
     assert not page.says("Groups filtered") and page.says("Reward, mean")
-    assert page.tags.count("svg") == len(TITLES) - 1
+    assert page.tags.count("svg") == len(TITLES)
 
 
 def test_the_accuracy_of_every_evaluated_version_is_drawn_and_what_the_most_samples_solve(folder):
@@ -310,3 +317,28 @@ def test_an_unknown_tool_exits_with_2(capsys):
 def test_importing_the_report_loads_no_plotting():
     code = "import sys, areal.report, areal.__main__; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_last_minute_shows_who_did_what(folder):
+    said = {"actor": "generator/0", "state": "healthy", "stats": {}}
+    events = [
+        said | {"time": 900.0, "activity": "generating at version 3"},
+        {"time": 995.0, "actor": "generator/0", "span": "load", "seconds": 0.5},
+        said | {"time": 1000.0, "activity": "loading version 4"},
+        {"time": 999.0, "actor": "master/0", "state": "healthy", "activity": "nobody waits", "stats": {}},
+    ]
+    phases = {"train_seconds": 2.0, "trainer_wait_seconds": 1.0, "publish_wait_seconds": 0.0}
+    run = folder([record(1, time=1000.0, **phases)])
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    shown = [(s.actor, s.name, s.begin, s.seconds, measured) for s, measured in timeline_of(read_run(run))]
+    assert shown == [
+        ("generator/0", "generating at version", -60.0, 60.0, False),
+        ("generator/0", "load", -5.0, 0.5, True),
+        ("trainer/0", "trainer_wait", -3.0, 1.0, True),
+        ("trainer/0", "train", -2.0, 2.0, True),
+    ]
+    assert "who did what" in write_report(run).read_text()
+
+
+def test_without_steps_and_events_there_is_no_timeline(folder):
+    assert draw_timeline(read_run(folder())) == ""

@@ -8,7 +8,7 @@ import pytest
 from helpers import read_jsonl
 
 from areal.config import Config, UserError, load_config
-from areal.run_folder import RunFolder, configuration_to_resume, read_metrics, read_summary
+from areal.run_folder import NewRecords, RunFolder, configuration_to_resume, read_metrics, read_summary
 
 VALUES = """\
 name: mine
@@ -200,3 +200,16 @@ def test_a_run_that_was_moved_does_not_go_on_in_the_folder_of_another(begun):
     moved = begun.rename(begun.with_name("elsewhere"))
     with pytest.raises(UserError, match="was made in .*: move it back"):
         configuration_to_resume(moved, None, [])
+
+
+def test_records_are_read_once_each_and_when_they_are_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    records = NewRecords(path)
+    assert records.read() == []
+    path.write_text('{"step": 1}\n{"st')
+    assert records.read() == [{"step": 1}]
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert records.read() == [{"step": 2}]
+    path.write_text('{"step": 1}\n')
+    assert records.read() == [{"step": 1}]

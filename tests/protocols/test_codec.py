@@ -4,6 +4,7 @@ import ast
 import inspect
 import struct
 import sys
+import tracemalloc
 
 import msgpack
 import numpy as np
@@ -69,6 +70,7 @@ def trajectory(n):
 def body_with_array(index=0, dtype="int32", shape=(2,)):
     description = msgpack.packb([index, dtype, shape])
     body = {
+        "sequence": "0",
         "tokens": msgpack.ExtType(1, description),
         "temperature": 1.0,
         "top_p": 1.0,
@@ -109,19 +111,15 @@ def test_an_empty_array_keeps_its_type():
 @pytest.mark.parametrize("shape", [(), (1,), (3, 4), (2, 0, 3), (2, 3, 4, 5)])
 def test_every_dtype_and_shape_that_may_travel_does(dtype, shape):
     array = (np.arange(np.prod(shape, dtype=int)) % 2).astype(dtype).reshape(shape)
-    got = there_and_back(
-        Generate(sequence="0", tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0)
-    ).tokens
+    got = there_and_back(Score(function="f", prompt="p", completion="c", row={"array": array})).row["array"]
     assert got.dtype == array.dtype
     np.testing.assert_array_equal(got, array)
 
 
 def test_a_strided_array_arrives_in_order():
     array = np.arange(12, dtype=np.int64).reshape(3, 4).T[::-1]
-    got = there_and_back(
-        Generate(sequence="0", tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0)
-    )
-    np.testing.assert_array_equal(got.tokens, array)
+    got = there_and_back(Score(function="f", prompt="p", completion="c", row={"array": array}))
+    np.testing.assert_array_equal(got.row["array"], array)
 
 
 def test_nested_parts_keep_their_own_arrays():
@@ -161,7 +159,7 @@ def test_nested_models_and_maps_come_back_equal():
 )
 def test_an_array_the_receiver_would_refuse_does_not_leave(array):
     with pytest.raises(MalformedError, match="cannot travel"):
-        frames_of(Generate(sequence="0", tokens=array, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0))
+        frames_of(Score(function="f", prompt="p", completion="c", row={"array": array}))
 
 
 @pytest.mark.parametrize("value", [{1, 2}, 1 << 70, "\udc80", np.float32(1), print], ids=repr)
@@ -297,6 +295,39 @@ def test_a_wrong_body_is_refused(body):
 def test_a_wrongly_described_array_is_refused(described):
     with pytest.raises(MalformedError):
         decode(generate_frames(body_with_array(**described), np.arange(2, dtype=np.int32).tobytes()))
+
+
+@pytest.mark.parametrize(
+    "dtype_and_shape", [("int64", (2,)), ("bool", (2,)), ("int32", (1, 2)), ("int32", ())], ids=str
+)
+def test_an_array_of_another_type_than_the_field_s_is_refused(dtype_and_shape):
+    dtype, shape = dtype_and_shape
+    data = np.zeros(shape, dtype).tobytes()
+    with pytest.raises(MalformedError, match="tokens: .*not of int32 with one"):
+        decode(generate_frames(body_with_array(0, dtype, shape), data))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_refused(number):
+    with pytest.raises(MalformedError, match="finite"):
+        decode_body("scored", [b"", msgpack.packb({"score": number})])
+
+
+@pytest.mark.parametrize("item", [0, {}], ids=str)
+def test_a_long_list_of_wrong_items_costs_one_error(item):
+    body = msgpack.packb({"groups": (item,) * 100_000})
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedError, match=r"groups\.0"):
+            decode_body("renew_leases", [b"", body])
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_list_without_end_is_refused_before_it_is_built():
+    with pytest.raises(MalformedError, match="max_array_len"):
+        decode_body("renew_leases", [b"", msgpack.packb({"groups": (0,) * 1_000_000})])
 
 
 @pytest.mark.parametrize("shape", [(0, 1 << 62), (0, 1 << 63), (0, 1 << 40, 1 << 40), (0, (1 << 64) - 1)])

@@ -735,7 +735,8 @@ async def test_a_large_array_arrives_whole_and_cannot_be_changed(net):
 
     async def handle(request):
         none = sent[:0]
-        return TokenChunk(tokens=request.message.tokens[::-1], logprobs=none, versions=none, finish=None)
+        logprobs = none.astype(np.float32)
+        return TokenChunk(tokens=request.message.tokens[::-1], logprobs=logprobs, versions=none, finish=None)
 
     _, address = net.serve(handle)
     asked = generate().model_copy(update={"tokens": sent})

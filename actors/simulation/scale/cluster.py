@@ -89,6 +89,9 @@ class _Folder:
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         self._cluster.stepped(metrics)
 
+    def heard(self, *args: Any) -> None:
+        pass
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._cluster.fail(f"the run ended early: {summary['reason']}")
 

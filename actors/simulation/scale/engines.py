@@ -234,6 +234,7 @@ class ModelLearner:
         self.tokens = 0
         self._costs = costs
         self._work_done = 0.0
+        self.vocab_size = 1 << 31
         self._since: float | None = None
 
     @property

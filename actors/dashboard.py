@@ -1,0 +1,153 @@
+"""A live page on a run, from what is in its folder: `python -m areal dashboard RUN_FOLDER`.
+
+The page stands alone and asks once a second for what is new. Elsewhere than on this machine's own interface it wants a
+token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import math
+import secrets
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import yaml
+from aiohttp import web
+
+from areal import timeline
+from areal.config import UserError
+from areal.report import FILES_OF_A_RUN
+from areal.run_folder import NewRecords, read_summary
+
+# Of the timeline, up to the newest event.
+WINDOW_SECONDS = 120.0
+LEFT_OUT = ("prompts", "discarded")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class RunView:
+    """What the page shows of the run in `folder`. Raises UserError where there is none."""
+
+    def __init__(self, folder: Path) -> None:
+        if not any((folder / name).is_file() for name in FILES_OF_A_RUN):
+            raise UserError(f"{folder} is not the folder of a run: give one such as runs/NAME.")
+        self._folder = folder
+        self._metrics = NewRecords(folder / "metrics.jsonl")
+        self._evaluations = NewRecords(folder / "evaluations.jsonl")
+        self._new_events = NewRecords(folder / timeline.FILE)
+        self._steps: list[dict[str, Any]] = []
+        self._evaluated: list[dict[str, Any]] = []
+        self._events: deque[dict[str, Any]] = deque()
+        self._actors: dict[str, dict[str, Any]] = {}
+
+    def since(self, step: int) -> dict[str, Any]:
+        """The steps after `step`, and the rest as it is now."""
+        self._read()
+        config = self._config()
+        return {
+            "run": config.get("name", self._folder.name),
+            "total": config.get("steps"),
+            "max_staleness": config.get("max_staleness"),
+            "steps": [record for record in self._steps if record["step"] > step],
+            "evaluations": self._evaluated,
+            "actors": [self._actors[actor] for actor in sorted(self._actors)],
+            "lanes": self._lanes(),
+            "ended": (read_summary(self._folder) or {}).get("reason"),
+        }
+
+    def _read(self) -> None:
+        for record in self._metrics.read():
+            self._steps.append(_finite({k: v for k, v in record.items() if k not in LEFT_OUT}))
+        self._evaluated += _finite(self._evaluations.read())
+        for event in _finite(self._new_events.read()):
+            self._events.append(event)
+            if event.get("state") == timeline.GONE:
+                self._actors.pop(event["actor"], None)
+            elif "state" in event:
+                self._actors[event["actor"]] = event
+        # What an actor says is recorded again and again: of what began earlier there is a later event.
+        while self._events and self._events[0]["time"] < self._events[-1]["time"] - WINDOW_SECONDS:
+            self._events.popleft()
+
+    def _lanes(self) -> list[dict[str, Any]]:
+        """By actor: what it did in the last WINDOW_SECONDS, as (name, seconds before the end, seconds, whether it
+        measured that itself)."""
+        if not self._events:
+            return []
+        end = max(event["time"] + event.get("seconds", 0.0) for event in self._events)
+        ordered = sorted(self._events, key=lambda event: event["time"])
+        found = [(span, False) for span in timeline.activities(ordered)]
+        found += [(span, True) for span in timeline.spans(ordered)]
+        lanes: dict[str, list[tuple[str, float, float, bool]]] = {}
+        for span, measured in found:
+            if span.end >= end - WINDOW_SECONDS:
+                lanes.setdefault(span.actor, []).append((span.name, end - span.begin, span.seconds, measured))
+        return [{"actor": actor, "spans": lanes[actor]} for actor in sorted(lanes)]
+
+    def _config(self) -> dict[str, Any]:
+        file = self._folder / "config.yaml"
+        return (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
+
+
+def application(view: RunView, token: str | None) -> web.Application:
+    """The page at /, its data at /data?since=STEP. `token`: what ?token= has to be."""
+    page = (Path(__file__).parent / "dashboard.html").read_text(encoding="utf-8")
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
+        if token is not None and not hmac.compare_digest(request.query.get("token", "").encode(), token.encode()):
+            raise web.HTTPForbidden(text="The address lacks the token, ?token=..., or has another one.")
+        return await handler(request)
+
+    async def show(request: web.Request) -> web.Response:
+        return web.Response(text=page, content_type="text/html", headers=HEADERS)
+
+    async def data(request: web.Request) -> web.Response:
+        since = request.query.get("since", "0")
+        if not since.isdecimal():
+            raise web.HTTPBadRequest(text="since is not a step")
+        return web.json_response(view.since(int(since)), headers=HEADERS)
+
+    app = web.Application(middlewares=[guarded])
+    app.add_routes([web.get("/", show), web.get("/data", data)])
+    return app
+
+
+def serve(folder: Path, host: str, port: int, token: str | None) -> None:
+    """Serve the page until interrupted. Raises UserError where that is not possible."""
+    view = RunView(folder)
+    if token is None and not _is_own(host):
+        token = secrets.token_urlsafe(16)
+    address = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
+    app = application(view, token)
+    try:
+        web.run_app(app, host=host, port=port, print=lambda _: print(f"The run is at {address}", flush=True))
+    except OSError as error:
+        raise UserError(
+            f"The page cannot be served at {host}:{port} ({error.strerror}): give another --port."
+        ) from None
+
+
+def _finite(value: Any) -> Any:
+    """JSON in a browser has no infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_own(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,56 @@
+"""An actor's numbers for Prometheus: http://HOST:PORT/metrics, each as areal_NAME with the labels role and index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import structlog
+
+from areal.config import ObserveConfig
+from areal.timeline import TOTALS
+
+# Actors of one machine take the first ports that are free.
+PORTS_TRIED = 256
+
+log = structlog.get_logger()
+
+
+class Numbers:
+    """A prometheus_client collector of what `read` returns. It is called on a thread of the server: it must hand out
+    something that nobody changes any more."""
+
+    def __init__(self, role: str, index: int, read: Callable[[], dict[str, float]]) -> None:
+        self._labels = {"role": role, "index": str(index)}
+        self._read = read
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for name, value in self._read().items():
+            kind = CounterMetricFamily if name in TOTALS else GaugeMetricFamily
+            family = kind("areal_" + re.sub(r"\W", "_", name), name.replace("_", " "), labels=tuple(self._labels))
+            family.add_metric(tuple(self._labels.values()), value)
+            yield family
+
+
+def serve(config: ObserveConfig, role: str, index: int, read: Callable[[], dict[str, float]]) -> Any:
+    """Serve what `read` returns, from threads that end with the process; returns the HTTP server. None: that is not
+    wanted, or there is no port for it, which is no reason for an actor to fail."""
+    if config.prometheus_port is None:
+        return None
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(Numbers(role, index, read))
+    for port in range(config.prometheus_port, min(config.prometheus_port + PORTS_TRIED, 1 << 16)):
+        try:
+            server, _ = start_http_server(port, config.prometheus_host, registry)
+        except OSError as error:
+            failure = error
+        else:
+            log.info("metrics", address=f"http://{config.prometheus_host}:{port}/metrics")
+            return server
+    log.warning("no metrics are served", port=config.prometheus_port, error=str(failure))
+    return None

@@ -1,0 +1,154 @@
+"""A run as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: trace.json, in the Trace Event Format.
+
+Every actor is a process of the trace. Its first row has what it said it was doing, the rows below what it measured
+itself; its numbers are counters. The process `run` has the steps and the evaluations.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from areal import timeline
+from areal.report import Run, read_run
+from areal.timeline import Span
+
+RUN = "run"
+ORDER = (RUN, "master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
+COUNTERS = {
+    "reward": ("reward_mean", "reward_mean_all"),
+    "staleness": ("staleness_mean", "staleness_max"),
+    "groups": ("groups_ready", "groups_alive", "groups_left_over"),
+    "completion tokens": ("completion_tokens_mean", "completion_tokens_max"),
+}
+# The row of what an actor says it does; what it measured is below.
+SAID = 0
+# By so much spans that follow each other may seem to overlap.
+CLOCK_SECONDS = 0.02
+
+
+def write_trace(folder: Path) -> Path:
+    """Write `trace.json` into a run folder and return its path. Raises UserError where the folder holds no run."""
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": trace_events(read_run(folder)), "displayTimeUnit": "ms"}))
+    return path
+
+
+def trace_events(run: Run) -> list[dict[str, Any]]:
+    """Spans ("X"), counters ("C") and names ("M"); times in microseconds since the first of them."""
+    measured = [*steps(run), *timeline.measured(run.events, run.records, run.times)]
+    said = list(timeline.activities(run.events))
+    counters = [*step_counters(run), *actor_counters(run.events)]
+    begin = min([span.begin for span in measured + said] + [at for _, _, at, _ in counters], default=0.0)
+
+    actors = sorted({span.actor for span in measured + said} | {actor for actor, *_ in counters}, key=_order)
+    numbers = {actor: number for number, actor in enumerate(actors, 1)}
+    events = []
+    for actor, number in numbers.items():
+        events += [_named("process_name", number, name=actor), _named("process_sort_index", number, sort_index=number)]
+        rows = list(_rows(span for span in measured if span.actor == actor))
+        if spoken := [span for span in said if span.actor == actor]:
+            rows.insert(0, (SAID, sorted(spoken, key=lambda span: span.begin)))
+        for row, spans in rows:
+            kinds = "doing" if row == SAID else ", ".join(dict.fromkeys(span.kind for span in spans))
+            events += [_named("thread_name", number, row, name=kinds), *_drawn(spans, number, row, begin)]
+    for actor, name, at, values in counters:
+        events.append({"ph": "C", "name": name, "pid": numbers[actor], "ts": _microseconds(at - begin), "args": values})
+    return events
+
+
+def _drawn(spans: Iterable[Span], pid: int, row: int, zero: float) -> Iterator[dict[str, Any]]:
+    """Spans of a row, in the order of time, each from the end of the one before on."""
+    end = 0
+    for span in spans:
+        begin = max(end, _microseconds(span.begin - zero))
+        end = max(begin, _microseconds(span.end - zero))
+        yield {
+            "ph": "X", "name": span.name, "pid": pid, "tid": row, "ts": begin, "dur": end - begin, "args": span.details,
+        }  # fmt: skip
+
+
+def steps(run: Run) -> Iterator[Span]:
+    """Each step from the commit before it to its own, and each evaluation up to its result."""
+    before = -math.inf
+    for record, end in zip(run.records, run.times, strict=True):
+        seconds = min(record.get("step_seconds", 0.0), end - before)
+        before = end
+        plain = {key: value for key, value in record.items() if isinstance(value, int | float | str)}
+        yield Span(RUN, f"step {record['step']}", end - seconds, seconds, plain)
+    for evaluation in run.evaluations:
+        if "time" in evaluation:
+            name = f"version {evaluation['version']} evaluated: {evaluation.get('accuracy', math.nan):.3f}"
+            yield Span(RUN, name, evaluation["time"], 0.0)
+
+
+Counter = tuple[str, str, float, dict[str, float]]
+"""Actor, name, time, values."""
+
+
+def step_counters(run: Run) -> Iterator[Counter]:
+    for record, end in zip(run.records, run.times, strict=True):
+        for name, keys in COUNTERS.items():
+            if values := {key: record[key] for key in keys if isinstance(record.get(key), int | float)}:
+                yield RUN, name, end, values
+
+
+def actor_counters(events: Iterable[dict[str, Any]]) -> Iterator[Counter]:
+    """Every number of the heartbeats; of what only ever grows, how fast it does, a second."""
+    before: dict[tuple[str, str], tuple[float, float]] = {}
+    for event in events:
+        for name, value in (event.get("stats") or {}).items():
+            actor, at = event["actor"], event["time"]
+            if name not in timeline.TOTALS:
+                yield actor, name, at, {name: value}
+                continue
+            then, total = before.get((actor, name), (at, value))
+            before[actor, name] = (at, value)
+            if at > then:
+                yield actor, f"{name} / s", at, {name: max(0.0, value - total) / (at - then)}
+
+
+def _rows(spans: Iterable[Span]) -> Iterator[tuple[int, list[Span]]]:
+    """Each row of an actor with its number and spans, in the order of time. In one row the viewers take what begins
+    during another span for a part of it: kinds of spans share a row only where none of them overlap."""
+    kinds: dict[str, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.begin):
+        kinds[span.kind].append(span)
+    rows: list[list[Span]] = []
+    for left in kinds.values():
+        while left:
+            chain, left = _chain(left)
+            row = next((row for row in rows if not _chain([*row, *chain])[1]), None)
+            if row is None:
+                rows.append(chain)
+            else:
+                row.extend(chain)
+    for number, row in enumerate(rows, 1):
+        yield number, sorted(row, key=lambda span: span.end)
+
+
+def _chain(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
+    """As many spans as do not overlap, and the others."""
+    chain: list[Span] = []
+    others: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.end):
+        follows = not chain or span.begin >= chain[-1].end - CLOCK_SECONDS
+        (chain if follows else others).append(span)
+    return chain, others
+
+
+def _order(actor: str) -> tuple[int, str, int]:
+    role, _, index = actor.partition("/")
+    return ORDER.index(role) if role in ORDER else len(ORDER), role, int(index or 0)
+
+
+def _named(what: str, pid: int, tid: int = SAID, /, **values: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": values}
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -1,0 +1,87 @@
+"""The live page on a run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from actors.dashboard import RunView, application
+from areal.__main__ import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.yaml").write_text("name: demo\nsteps: 9\nmax_staleness: 4\n")
+    return tmp_path
+
+
+def add(folder, file: str, *records: dict) -> None:
+    with (folder / file).open("a") as out:
+        out.write("".join(json.dumps(record) + "\n" for record in records))
+
+
+def client(folder, token: str | None = None) -> TestClient:
+    return TestClient(TestServer(application(RunView(folder), token)))
+
+
+async def test_the_page_stands_alone_and_asks_for_what_is_new(folder):
+    add(folder, "metrics.jsonl", {"step": 1, "reward_mean": 0.5, "prompts": [7]}, {"step": 2, "reward_mean": math.inf})
+    async with client(folder) as page:
+        text = await (await page.get("/")).text()
+        assert "src=" not in text and "href=" not in text and "http" not in text
+        data = await (await page.get("/data")).json()
+        assert (data["run"], data["total"], data["max_staleness"], data["ended"]) == ("demo", 9, 4, None)
+        assert data["steps"] == [{"step": 1, "reward_mean": 0.5}, {"step": 2, "reward_mean": None}]
+        add(folder, "metrics.jsonl", {"step": 3, "reward_mean": 0.7})
+        assert [s["step"] for s in (await (await page.get("/data?since=2")).json())["steps"]] == [3]
+
+
+async def test_a_browser_can_read_whatever_is_recorded(folder):
+    said = {"time": 1.0, "actor": "trainer/0", "state": "healthy", "activity": "", "stats": {"lr": math.nan}}
+    add(folder, "metrics.jsonl", {"step": 1, "reward_parts": {"format": -math.inf}})
+    add(folder, "evaluations.jsonl", {"version": 1, "accuracy": math.nan})
+    add(folder, "events.jsonl", said)
+    json.dumps(RunView(folder).since(0), allow_nan=False)
+
+
+async def test_actors_are_shown_as_they_last_were_until_they_are_gone(folder):
+    def said(at: float, actor: str, activity: str, state: str = "healthy") -> dict:
+        return {"time": at, "actor": actor, "state": state, "activity": activity, "stats": {}}
+
+    add(folder, "events.jsonl", said(1.0, "trainer/0", "waiting"), said(2.0, "reward/0", "scoring"))
+    add(folder, "events.jsonl", said(3.0, "trainer/0", "training"), said(4.0, "reward/0", "killed", "gone"))
+    add(folder, "events.jsonl", {"time": 3.0, "actor": "trainer/0", "span": "train", "seconds": 1.0})
+    data = RunView(folder).since(0)
+    assert [(actor["actor"], actor["activity"]) for actor in data["actors"]] == [("trainer/0", "training")]
+    lanes = {lane["actor"]: lane["spans"] for lane in data["lanes"]}
+    assert ("waiting", 3.0, 2.0, False) in lanes["trainer/0"]
+    assert ("train", 1.0, 1.0, True) in lanes["trainer/0"]
+    assert lanes["reward/0"] == [("scoring", 2.0, 2.0, False)]
+
+
+@pytest.mark.parametrize("query", ["", "?token=", "?token=other"])
+async def test_nobody_sees_anything_without_the_token(folder, query):
+    async with client(folder, token="mine") as page:
+        assert (await page.get("/" + query)).status == 403
+        assert (await page.get("/data" + query)).status == 403
+        assert (await page.get("/data?token=mine")).status == 200
+
+
+async def test_what_is_no_step_is_refused(folder):
+    async with client(folder) as page:
+        assert (await page.get("/data?since=x")).status == 400
+
+
+@pytest.mark.parametrize(("host", "secret"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
+def test_elsewhere_than_on_this_machine_there_is_a_token(folder, host, secret, monkeypatch, capsys):
+    monkeypatch.setattr("aiohttp.web.run_app", lambda app, host, port, print: print(""))
+    assert main(["dashboard", str(folder), "--host", host]) == 0
+    assert ("?token=" in capsys.readouterr().out) == secret
+
+
+def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
+    assert main(["dashboard", str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""What a person sees of a run, from anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from typing import Any
+
+from rich.console import Console
+from textual.widgets import Sparkline, Static
+
+from actors import monitor
+from actors.monitor import Feed, follow
+from actors.terminal import Dashboard, Plot
+from protocols.errors import DeadlineError
+from protocols.messages import AskStatus, Shutdown, Status
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": number, "reward_mean": number / 10, "reward_mean_all": None, "groups_filtered": 0, "groups_ready": 3,
+        "staleness_mean": 1.5, "staleness_max": 2, "staleness_histogram": [1, 0, 3], "tokens_generated": 1000,
+        "tokens_trained": 800, "completion_tokens_mean": 30.0, "step_seconds": 2.0, "train_seconds": 1.5,
+        "trainer_wait_seconds": 0.5, "publish_wait_seconds": 0.0,
+    } | more  # fmt: skip
+
+
+class FakeMaster:
+    """A bus with a master that has trained `steps`, and what it tells its subscribers."""
+
+    address = "tcp://events"
+
+    def __init__(self, *steps: dict[str, Any]) -> None:
+        self.steps = list(steps)
+        self.silent = False
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.asked: list[int | None] = []
+        self.subscribers: list = []
+
+    def peer(self, address: str) -> FakeMaster:
+        return self
+
+    def subscribe(self, address: str, heard) -> FakeMaster:
+        self.subscribers.append(heard)
+        return self
+
+    async def ask(self, message: AskStatus, seconds: float) -> Status:
+        self.asked.append(message.since)
+        await self.answers.wait()
+        if self.silent:
+            raise DeadlineError("no answer")
+        recent = [step for step in self.steps if step["step"] > (message.since or 0)]
+        members = [
+            {"identity": "generator/0#a", "state": "healthy", "activity": "generating",
+             "stats": {"running": 7.0, "limit": 8.0, "waiting": 2.0, "kv_use": 0.25}},
+            {"identity": "trainer/0#b", "state": "stale", "activity": "loading [1/2]", "stats": {}},
+        ]  # fmt: skip
+        return Status(
+            values={
+                "run": "demo", "version": len(self.steps), "steps": 9, "max_staleness": 4, "alive": 5, "ready": 3,
+                "capacity": 2, "waiting": "the trainer waits: 3 of 4 groups are ready", "accuracy": {"0": 0.25},
+                "members": members, "recent": recent, "ended": False, "events": self.address,
+            }
+        )  # fmt: skip
+
+    def end(self) -> None:
+        for heard in self.subscribers:
+            heard(1, Shutdown(ok=True, reason="the run reached its end"))
+
+
+def text_of(app: Dashboard, name: str) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120).print(app.query_one(name, Static).content)
+    return out.getvalue()
+
+
+async def test_the_dashboard_shows_who_does_what_and_where_the_run_is():
+    app = Dashboard(Feed(FakeMaster(step(1), step(2)), "tcp://m:1"))
+    async with app.run_test(size=(140, 40)):
+        assert "the trainer waits: 3 of 4 groups are ready" in text_of(app, "#waiting")
+        assert "generating, 7 running of 8, 2 queued, KV 25%" in text_of(app, "#actors")
+        assert "loading [1/2]" in text_of(app, "#actors")
+        assert "accuracy of version 0" in text_of(app, "#numbers")
+        assert (app.title, app.sub_title) == ("demo", "step 2 of 9")
+        reward = app.query(Plot).first()
+        assert list(reward.query_one(Sparkline).data) == [0.1, 0.2]
+
+
+async def test_each_step_is_asked_for_once():
+    master = FakeMaster(step(1), step(2))
+    feed = Feed(master, "tcp://m:1")
+    assert [s["step"] for s in (await feed.look())["recent"]] == [1, 2]
+    master.steps.append(step(3))
+    assert [s["step"] for s in (await feed.look())["recent"]] == [3]
+    assert master.asked == [0, 2]
+
+
+async def test_a_master_that_is_silent_for_a_while_leaves_the_dashboard_up():
+    master = FakeMaster(step(1))
+    app = Dashboard(Feed(master, "tcp://m:1"))
+    async with app.run_test(size=(140, 40)):
+        master.silent = True
+        await app._look()
+        assert "does not answer" in text_of(app, "#waiting")
+        master.silent = False
+        await app._look()
+        assert "the trainer waits" in text_of(app, "#waiting")
+        master.end()
+        await app._look()
+        assert "The run has ended: the run reached its end" in text_of(app, "#waiting")
+
+
+async def test_leaving_while_the_master_is_asked_is_no_error():
+    master = FakeMaster(step(1))
+    app = Dashboard(Feed(master, "tcp://m:1"))
+    async with app.run_test(size=(140, 40)):
+        master.answers.clear()
+        looking = asyncio.create_task(app._look())
+        await asyncio.sleep(0)
+    master.answers.set()
+    await looking
+
+
+async def test_without_a_terminal_each_step_is_a_line_and_the_end_ends_it(monkeypatch):
+    monkeypatch.setattr(monitor, "REFRESH_SECONDS", 0.0)
+    master, out = FakeMaster(step(1), step(2)), io.StringIO()
+
+    class EndsAfterTwo(Console):
+        def print(self, *args, **kwargs):
+            super().print(*args, **kwargs)
+            if out.getvalue().count("\n") == 2:
+                master.end()
+
+    assert await follow(Feed(master, "tcp://m:1"), EndsAfterTwo(file=out)) == 0
+    assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
+        "step 1/9", "step 2/9", "the run reached its end",
+    ]  # fmt: skip
+
+
+async def test_a_master_that_is_not_heard_of_any_more_is_a_failure(monkeypatch):
+    monkeypatch.setattr(monitor, "REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(monitor, "LOST_SECONDS", 0.0)
+    master = FakeMaster()
+    master.silent = True
+    assert await follow(Feed(master, "tcp://m:1"), Console(file=io.StringIO())) == 1

@@ -1,0 +1,121 @@
+"""TensorBoard and the others: every record once, and no failure of theirs is one of the run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from areal import tracking
+from areal.config import ObserveConfig, UserError
+from areal.tracking import Tracker, flat, open_sinks
+
+
+def write(folder, *steps: int, versions=(), end: str = "\n") -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps({"step": step, "loss": step / 2, "time": 9.0}) + end for step in steps))
+    with (folder / "evaluations.jsonl").open("a") as file:
+        file.write("".join(json.dumps({"version": v, "accuracy": 0.5, "time": 9.0}) + "\n" for v in versions))
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.told: list[tuple[int, dict[str, float], float]] = []
+
+    def __call__(self, *record) -> None:
+        self.told.append(record)
+
+
+def broken(*record) -> None:
+    raise ConnectionError("the service is down")
+
+
+def test_every_record_is_told_once_however_often_one_looks(tmp_path):
+    sink = Sink()
+    tracker = Tracker(tmp_path, {"sink": sink})
+    write(tmp_path, 1, versions=[0])
+    tracker.look()
+    tracker.look()
+    write(tmp_path, 2)
+    tracker.look()
+    assert sink.told == [
+        (1, {"step/loss": 0.5}, 9.0), (0, {"evaluation/accuracy": 0.5}, 9.0), (2, {"step/loss": 1.0}, 9.0),
+    ]  # fmt: skip
+
+
+def test_a_run_that_goes_on_tells_only_what_is_new(tmp_path):
+    write(tmp_path, 1, 2, versions=[0])
+    Tracker(tmp_path, {"sink": Sink()}).look()
+    write(tmp_path, 3)
+    again = Sink()
+    Tracker(tmp_path, {"sink": again}).look()
+    assert [step for step, _, _ in again.told] == [3]
+
+
+def test_a_record_that_is_still_being_written_is_told_once_it_is_whole(tmp_path):
+    sink = Sink()
+    tracker = Tracker(tmp_path, {"sink": sink})
+    write(tmp_path, 1, end="")
+    tracker.look()
+    assert not sink.told
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("\n")
+    tracker.look()
+    assert [step for step, _, _ in sink.told] == [1]
+
+
+def test_a_sink_that_fails_is_left_out_and_the_others_go_on(tmp_path):
+    sink = Sink()
+    tracker = Tracker(tmp_path, {"broken": broken, "sink": sink})
+    write(tmp_path, 1, 2)
+    tracker.look()
+    assert [step for step, _, _ in sink.told] == [1, 2]
+
+
+def test_it_ends_with_the_run_and_has_told_everything_by_then(tmp_path):
+    write(tmp_path, 1)
+    (tmp_path / "summary.json").write_text("{}")
+    sink = Sink()
+    Tracker(tmp_path, {"sink": sink}).run()
+    assert len(sink.told) == 1
+
+
+def test_numbers_within_a_record_are_told_by_their_path():
+    record = {"reward_parts": {"format": 1}, "discarded": [], "kl": None, "ok": True}
+    assert flat(record) == {"reward_parts/format": 1.0}
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    config = SimpleNamespace(observe=ObserveConfig())
+    write(tmp_path, 1, 2)
+    Tracker(tmp_path, open_sinks(config, tmp_path)).look()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    found = [(v.tag, e.step, v.tensor.float_val[0]) for e in EventFileLoader(str(file)).Load() for v in e.summary.value]
+    assert found == [("step/loss", 1, 0.5), ("step/loss", 2, 1.0)]
+
+
+def test_a_sink_that_cannot_be_opened_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "_tensorboard", broken)
+    assert open_sinks(SimpleNamespace(observe=ObserveConfig()), tmp_path) == {}
+
+
+def test_what_is_configured_and_not_installed_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"observe.wandb is set, but wandb is not installed"):
+        tracking.check(ObserveConfig(wandb="mine"))
+    tracking.check(ObserveConfig())
+
+
+def test_a_process_that_cannot_be_started_is_no_failure_of_the_run(tmp_path):
+    assert tracking.start(SimpleNamespace(observe=ObserveConfig(), folder=tmp_path / "missing")) is None
+
+
+def test_a_process_that_does_not_end_in_time_is_not_waited_for(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    tracking.finish(process, tmp_path)
+    assert process.wait(10) != 0
