@@ -7,7 +7,6 @@ token.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import math
 import secrets
 from collections import deque
@@ -17,6 +16,7 @@ from typing import Any
 import yaml
 from aiohttp import web
 
+from actors.addresses import is_loopback
 from areal import timeline
 from areal.config import UserError
 from areal.report import FILES_OF_A_RUN
@@ -124,7 +124,7 @@ def application(view: RunView, token: str | None) -> web.Application:
 def serve(folder: Path, host: str, port: int, token: str | None) -> None:
     """Serve the page until interrupted. Raises UserError where that is not possible."""
     view = RunView(folder)
-    if token is None and not _is_own(host):
+    if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(16)
     address = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
     app = application(view, token)
@@ -143,11 +143,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _is_own(host: str) -> bool:
-    """Whether only this machine reaches it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

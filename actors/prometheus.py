@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import structlog
@@ -43,14 +44,28 @@ def serve(config: ObserveConfig, role: str, index: int, read: Callable[[], dict[
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    registry.register(Numbers(role, index, read))
     for port in range(config.prometheus_port, min(config.prometheus_port + PORTS_TRIED, 1 << 16)):
         try:
             server, _ = start_http_server(port, config.prometheus_host, registry)
         except OSError as error:
             failure = error
         else:
+            server.set_app(_asks_for(config.prometheus_token, server.get_app()))
+            registry.register(Numbers(role, index, read))
             log.info("metrics", address=f"http://{config.prometheus_host}:{port}/metrics")
             return server
     log.warning("no metrics are served", port=config.prometheus_port, error=str(failure))
     return None
+
+
+def _asks_for(token: str | None, application: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """A WSGI application that answers those who bring the token."""
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        brought = environ.get("HTTP_AUTHORIZATION", "")
+        if token is None or hmac.compare_digest(brought.encode(), f"Bearer {token}".encode()):
+            return application(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
+        return [b"The metrics want a token: Authorization: Bearer ...\n"]
+
+    return guarded

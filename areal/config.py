@@ -358,9 +358,24 @@ class ObserveConfig(Section):
         description="each actor serves its metrics at the first free port from here on",
     )
     prometheus_host: str = Field("127.0.0.1", description="interface of that")
+    prometheus_token: str | None = Field(
+        None,
+        min_length=1,
+        description="a reader brings it as `Authorization: Bearer`; needed beyond 127.0.0.1",
+    )
     tensorboard: bool = Field(True, description="write event files to the run folder")
     wandb: str | None = Field(None, description="project of Weights & Biases to log to")
     trackio: str | None = Field(None, description="project of trackio to log to")
+
+    @model_validator(mode="after")
+    def _others_need_a_token(self) -> ObserveConfig:
+        beyond = self.prometheus_host not in ("127.0.0.1", "::1", "localhost")
+        if self.prometheus_port and beyond and not self.prometheus_token:
+            raise ValueError(
+                f"observe.prometheus_host is {self.prometheus_host}, where others can read the metrics: set "
+                f"observe.prometheus_token, and give it to Prometheus as authorization.credentials"
+            )
+        return self
 
 
 class MasterConfig(Section):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
+from pydantic import ValidationError
 
 from actors import prometheus
 from areal.config import ObserveConfig
@@ -14,8 +16,9 @@ from areal.config import ObserveConfig
 def serve():
     servers = []
 
-    def start(port: int | None, role: str = "generator", index: int = 3, **numbers: float):
-        servers.append(prometheus.serve(ObserveConfig(prometheus_port=port), role, index, lambda: numbers))
+    def start(port: int | None, role: str = "generator", index: int = 3, token: str | None = None, **numbers: float):
+        config = ObserveConfig(prometheus_port=port, prometheus_token=token)
+        servers.append(prometheus.serve(config, role, index, lambda: numbers))
         return servers[-1]
 
     yield start
@@ -24,8 +27,9 @@ def serve():
         server.server_close()
 
 
-def read(server) -> str:
-    return urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10).read().decode()
+def read(server, **headers: str) -> str:
+    request = Request(f"http://127.0.0.1:{server.server_port}/metrics", headers=headers)
+    return urlopen(request, timeout=10).read().decode()
 
 
 def test_numbers_are_served_with_the_actors_role_and_index(serve, free_port):
@@ -42,6 +46,21 @@ def test_actors_of_one_machine_take_the_next_free_port(serve, free_port):
 
 def test_names_are_such_as_prometheus_takes(serve, free_port):
     assert "areal_step_reward_parts_a_b_c" in read(serve(free_port, **{"step_reward_parts/a:b.c": 1.0}))
+
+
+def test_who_does_not_bring_the_token_reads_nothing(serve, free_port):
+    server = serve(free_port, token="secret", running=7.0)
+    assert "areal_running" in read(server, Authorization="Bearer secret")
+    for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "secret"}):
+        with pytest.raises(HTTPError, match="401") as refused:
+            read(server, **headers)
+        assert b"running" not in refused.value.read()
+
+
+def test_beyond_this_machine_a_token_is_needed():
+    with pytest.raises(ValidationError, match="set observe.prometheus_token"):
+        ObserveConfig(prometheus_port=9400, prometheus_host="0.0.0.0")
+    ObserveConfig(prometheus_port=9400, prometheus_host="0.0.0.0", prometheus_token="secret")
 
 
 def test_nothing_is_served_unless_it_is_asked_for(serve):
