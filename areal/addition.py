@@ -114,7 +114,7 @@ def _problem(random: Random, digits: int) -> dict[str, str]:
 
 def _columns(prompt: str) -> Iterator[tuple[str, int, int]]:
     for start in range(0, len(prompt) - 1, 3):
-        label, x, y = prompt[start : start + 3]
+        label, x, y = tuple(prompt[start : start + 3])
         yield label, int(x), int(y)
 
 

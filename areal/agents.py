@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import IO, Any
 
 from areal import processes
@@ -45,7 +46,7 @@ async def agent(
     Raises AgentFailed, what the agent raised, or what was raised while it sampled.
     """
     async with session.endpoint() as api:
-        work = asyncio.create_task(_call(agent, api, row) if agent else _execute(command, api, row))
+        work = asyncio.create_task(_call(agent, api, row) if agent else _execute(command or "", api, row))
         try:
             await asyncio.wait({work, api.chat.failure}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
             if api.chat.failure.done():
@@ -69,7 +70,7 @@ async def agent(
     return chat.conversation.trajectory(float(reward))
 
 
-def check(options: dict[str, Any]) -> None:
+def check(options: Mapping[str, Any]) -> None:
     """What can be known of the workflow's options before anything is started. Raises UserError."""
     where = "rollout_manager.workflow_options"
     function, command = options.get("agent"), options.get("command")

@@ -131,8 +131,9 @@ class Channel:
         answer = json.loads(line)
         if "raised" in answer:
             kind = getattr(builtins, str(answer["raised"]), None)
-            known = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if known else ProgramError)(str(answer.get("message")))
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = ProgramError
+            raise kind(str(answer.get("message")))
         return decode(answer["value"], lambda number: Remote(self, number))
 
 
@@ -165,7 +166,7 @@ class Remote:
         raise TypeError("the program gave an object, which compares with nothing")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _no_comparison
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # how Python spells it
 
 
 def number_of(value):

@@ -70,7 +70,8 @@ class CodeTests:
             prepare, tests, candidate = asserts(row)
             if language != "python":
                 raise RewardError(f"the row's tests are Python's asserts, but its language is {language}")
-            code = continued(row["prompt"], code, candidate) if begins_program(row) else code
+            if candidate and begins_program(row):
+                code = continued(row["prompt"], code, candidate)
             results = await self._run_asserts(code, prepare, tests, candidate)
         return float(all(results)), {"passed": sum(results) / len(results)}
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from areal.data import Prompt, prompt_text
-from areal.trajectory import NOT_SAMPLED, Trajectory
+from areal.trajectory import NOT_SAMPLED, Finish, Trajectory
 
 Message = dict[str, Any]
 
@@ -34,7 +34,7 @@ class Generation:
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
-    finish: str
+    finish: Finish
 
 
 class Conversation:
@@ -49,7 +49,7 @@ class Conversation:
     they are. `messages` are those that the sampled tokens answer and are answered by; `generations` what was sampled.
     """
 
-    def __init__(self, tokenizer: Any, tools: list | None = None, *, plain: bool = False) -> None:
+    def __init__(self, tokenizer: Any, tools: list[dict[str, Any]] | None = None, *, plain: bool = False) -> None:
         self._tokenizer = tokenizer
         self._tools = tools
         self._plain = plain or not tokenizer.chat_template

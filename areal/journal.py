@@ -97,9 +97,8 @@ class Journal:
         where the disk refuses."""
         wanted = self._appended
         while self._durable < wanted and self._failure is None:
-            if self._commit is None:
-                self._start_commit()
-            await asyncio.wait([self._commit])  # whoever is cancelled here does not cancel the commit
+            commit = self._commit or self._start_commit()
+            await asyncio.wait([commit])  # whoever is cancelled here does not cancel the commit
         if self._failure is not None:
             raise JournalError(f"the journal cannot be written: {self._failure}") from self._failure
 
@@ -110,12 +109,13 @@ class Journal:
         if self._lock is not None:
             os.close(self._lock)
 
-    def _start_commit(self) -> None:
+    def _start_commit(self) -> asyncio.Future[None]:
         snapshot, events = self._snapshot, self._events
         self._snapshot, self._events = None, []
         loop = asyncio.get_running_loop()
-        self._commit = loop.run_in_executor(self._executor, self._write, snapshot, events)
-        self._commit.add_done_callback(partial(self._committed, self._appended))
+        self._commit = commit = loop.run_in_executor(self._executor, self._write, snapshot, events)
+        commit.add_done_callback(partial(self._committed, self._appended))
+        return commit
 
     def _write(self, snapshot: str | None, events: list[tuple[str, str]]) -> None:
         with self._connection:

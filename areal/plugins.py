@@ -52,6 +52,7 @@ def _import_file(file: Path) -> ModuleType:
     name = str(file.absolute())
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None  # its name ends in .py
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)

@@ -277,13 +277,13 @@ def timeline_of(run: Run) -> list[tuple[Span, bool]]:
 
 def timeline_figure(spans: Sequence[tuple[Span, bool]]) -> Any:
     """A row for each actor: pale what it said, over that what it measured."""
-    from matplotlib import colormaps
+    from matplotlib import color_sequences
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     actors = list(dict.fromkeys(span.actor for span, _ in spans))
     busy = list(dict.fromkeys(span.name for span, _ in spans if not _waits(span.name)))
-    hues = colormaps["tab20"].colors
+    hues = color_sequences["tab20"]
     distinct = hues[0:14:2] + hues[16::2] + hues[1:14:2] + hues[17::2]  # 14 and 15 are grey, which is for waiting
     colours = {name: distinct[number % len(distinct)] for number, name in enumerate(busy)}
     figure = Figure(figsize=(10, 0.9 + 0.3 * len(actors)), layout="constrained")
@@ -302,8 +302,9 @@ def timeline_figure(spans: Sequence[tuple[Span, bool]]) -> Any:
         spine.set_visible(side == "bottom")
         spine.set_color(INK)
     handles = [Patch(color=colour, label=name) for name, colour in [*colours.items(), ("waiting", WAITING)]]
-    above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 6}
-    axes.legend(handles=handles, frameon=False, labelcolor=INK, fontsize=8, **above)
+    axes.legend(
+        handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, labelcolor=INK, fontsize=8
+    )
     return figure
 
 
@@ -352,9 +353,10 @@ def figure_of(panel: Panel) -> Any:
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(INK)
     if axes.get_legend_handles_labels()[0]:
-        above_right = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": LEGEND_COLUMNS, "borderaxespad": 0}
-        narrow = {"handlelength": 1, "columnspacing": 1, "handletextpad": 0.4}
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8, **above_right, **narrow)
+        axes.legend(
+            loc="lower right", bbox_to_anchor=(1, 1), ncols=LEGEND_COLUMNS, borderaxespad=0, handlelength=1,
+            columnspacing=1, handletextpad=0.4, frameon=False, labelcolor=INK, fontsize=8,
+        )  # fmt: skip
     return figure
 
 

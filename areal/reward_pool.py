@@ -29,6 +29,7 @@ import structlog
 from areal.config import RewardConfig, UserError
 from areal.reward_worker import LENGTH
 from areal.rewards import Result
+from areal.trajectory import Tokens
 
 FailureKind = Literal["raised", "timeout", "died", "not_finite", "unknown", "quarantined", "no_worker"]
 # Inputs whose losses are remembered: far more than there ever should be.
@@ -152,7 +153,7 @@ class RewardPool:
         self._fail_all("the reward pool was closed")
 
     async def score(
-        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Sequence[int] | None = None
+        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
     ) -> Result:
         """What reward `name` gives. `tokens`: the ids of the completion's. Raises RewardFailed."""
         if name not in self._options:
@@ -162,7 +163,7 @@ class RewardPool:
         takes_tokens, deterministic = self._traits[name]
         if takes_tokens and tokens is None:
             raise RewardFailed("it takes tokens: the workflow has to call session.score(completion, tokens)", "raised")
-        asked = name, prompt, completion, row, [*map(int, tokens)] if takes_tokens else None
+        asked = name, prompt, completion, row, [*map(int, tokens)] if takes_tokens and tokens is not None else None
         try:
             key = digest(*asked)
         except (TypeError, ValueError) as error:  # an array, or what is nested too deep
@@ -248,7 +249,9 @@ class _Worker:
     """A child process and its pipes. `traits`, by reward: whether it takes tokens, and is deterministic."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None  # `start` asks for pipes
         self._process = process
+        self._requests, self._answers = process.stdin, process.stdout
         self._killed = False
         self.traits: dict[str, list[bool]] = {}
 
@@ -300,7 +303,7 @@ class _Worker:
             self._killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.stdin.close()
+            self._requests.close()
         # A process that left the group may hold the pipes open, which asyncio waits for.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_SECONDS):
@@ -325,11 +328,11 @@ class _Worker:
         self.traits = answer
 
     def _send(self, message: bytes) -> None:
-        self._process.stdin.write(LENGTH.pack(len(message)) + message)
+        self._requests.write(LENGTH.pack(len(message)) + message)
 
     async def _receive(self) -> list[Any]:
-        head = await self._process.stdout.readexactly(LENGTH.size)
-        return msgpack.unpackb(await self._process.stdout.readexactly(*LENGTH.unpack(head)))
+        head = await self._answers.readexactly(LENGTH.size)
+        return msgpack.unpackb(await self._answers.readexactly(*LENGTH.unpack(head)))
 
 
 def _future() -> asyncio.Future[Result]:

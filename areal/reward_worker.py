@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import os
 import resource
 import signal
@@ -32,7 +33,9 @@ def main() -> None:
     """Serves until stdin ends or the parent dies."""
     die_with_parent(signal.SIGKILL, int(sys.argv[1]))
     requests, answers = _own_pipes()
-    options, memory = receive(requests)
+    if (first := receive(requests)) is None:
+        return
+    options, memory = first
     if memory:
         # Not the address space: libraries reserve far more of it than they use.
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
@@ -87,6 +90,7 @@ def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
+    assert isinstance(sys.stdout, io.TextIOWrapper)  # nobody has replaced it
     sys.stdout.reconfigure(line_buffering=True)
     return os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
 

@@ -67,9 +67,10 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Reward:
     What it needs is imported here, so that its first call is not slower than the others.
     """
     found = check(name, options)
-    made = _make(name, found, options) if inspect.isclass(found) else found
+    made: Any = _make(name, found, options) if inspect.isclass(found) else found
     function = made.score if inspect.isclass(found) else made
-    WARMING.get(name, lambda: None)()
+    if name in WARMING:
+        WARMING[name]()
     return Reward(function, "tokens" in _parameters(function), getattr(made, "deterministic", True))
 
 
@@ -225,5 +226,5 @@ BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
     "addition": lambda: addition.reward,
     "reasoning_gym": lambda: reasoning_gym,
 }
-WARMING = {"math": computer_algebra.warm, "reasoning_gym": reasoning_tasks.load}
+WARMING: Mapping[str, Callable[[], object]] = {"math": computer_algebra.warm, "reasoning_gym": reasoning_tasks.load}
 """What takes seconds at the first call, unless it was done before."""

@@ -100,7 +100,7 @@ LANGUAGES = {
 
 def open_sandbox(config: SandboxConfig) -> Sandbox:
     """The sandbox that the configuration asks for, tried. Raises UserError where there is none."""
-    return RemoteSandbox(config) if config.url else LocalSandbox(config)
+    return RemoteSandbox(config, config.url) if config.url else LocalSandbox(config)
 
 
 class LocalSandbox:
@@ -176,13 +176,13 @@ class LocalSandbox:
         limits: Mapping[str, float] | None = None,
     ) -> tuple[Outcome, dict[str, bytes]]:
         """The outcome of a command, and the files named in `keep` that it left."""
-        job = self._job(command, files, keep) | (limits or {})
-        run, *outputs = self._ask(job, stdin)
+        job = self._job(command, files, keep) | dict(limits or {})
+        run, out, err = self._ask(job, stdin)
         reader, writer = await asyncio.open_connection(sock=run, limit=1 << 30)
         limit = self._config.output_kib * 1024
         try:
             async with asyncio.timeout(job["wall_seconds"] + GRACE_SECONDS):
-                texts = await asyncio.gather(*(_read(output, limit, writer) for output in outputs))
+                texts = await asyncio.gather(_read(out, limit, writer), _read(err, limit, writer))
                 answer = await reader.read()
         except TimeoutError:
             raise SandboxError(f"the sandbox did not answer within {GRACE_SECONDS:g} s of the limit") from None
@@ -251,10 +251,10 @@ class LocalSandbox:
 class RemoteSandbox:
     """Programs on a SandboxFusion server, which has its own limits of memory, processes and files."""
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: SandboxConfig, url: str) -> None:
         """Runs one program. Raises UserError where that fails."""
         self._config = config
-        self._address = f"{config.url.rstrip('/')}/run_code"
+        self._address = f"{url.rstrip('/')}/run_code"
         try:
             outcome = self._post("print(6 * 7)", "python", "", {})
         except SandboxError as error:
@@ -298,8 +298,9 @@ class RemoteSandbox:
     def _outcome(self, answer: Mapping[str, Any]) -> Outcome:
         if answer["status"] == "SandboxError":
             raise SandboxError(f"the sandbox server failed: {answer.get('message')}")
-        compiled, ran = answer.get("compile_result"), answer.get("run_result")
+        ran = answer.get("run_result")
         if ran is None:
+            compiled = answer["compile_result"]
             return Outcome("not_compiled", compiled["return_code"], "", compiled["stderr"] or "", 0.0)
         limit = self._config.output_kib * 1024
         stdout, stderr = ran["stdout"] or "", ran["stderr"] or ""
@@ -317,7 +318,7 @@ Sandbox = LocalSandbox | RemoteSandbox
 
 def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A launcher that is ready, and the socket on which it is asked. Raises UserError."""
-    folders = [os.path.realpath(folder) for folder in (sys.base_prefix, *config.folders)]
+    folders = [os.path.realpath(sys.base_prefix), *map(os.path.realpath, config.folders)]
     for folder in folders:
         if Path(folder).is_relative_to("/tmp"):
             raise UserError(f"{folder} lies in /tmp, which every program has for itself: move it, or leave it out")
@@ -383,9 +384,9 @@ def _outcome(result: Mapping[str, Any], stdout: bytes, stderr: bytes, limit: int
         status, code = "output", None
     elif status == "stopped":
         raise SandboxError("the program was stopped from outside")
-    texts = (text[:limit].decode(errors="replace") for text in (stdout, stderr))
+    printed, complaint = (text[:limit].decode(errors="replace") for text in (stdout, stderr))
     files = {name: base64.b64decode(content) for name, content in result["files"].items()}
-    return Outcome(status, code, *texts, result["seconds"]), files
+    return Outcome(status, code, printed, complaint, result["seconds"]), files
 
 
 # Run as the first program of a sandbox: prints a list of what it was able to do.

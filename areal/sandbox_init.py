@@ -218,8 +218,8 @@ def enter_root(folders):
     call("umount2", b"/old", MNT_DETACH)
     os.rmdir("/old")
     attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
-    number, size = ctypes.c_long(SYSCALL_MOUNT_SETATTR), ctypes.c_long(len(attributes))
-    call("syscall", number, ctypes.c_long(-1), b"/", ctypes.c_long(AT_RECURSIVE), attributes, size)
+    mount_setattr, size = ctypes.c_long(SYSCALL_MOUNT_SETATTR), ctypes.c_long(len(attributes))
+    call("syscall", mount_setattr, ctypes.c_long(-1), b"/", ctypes.c_long(AT_RECURSIVE), attributes, size)
     socket.sethostname("sandbox")
 
 
@@ -253,7 +253,8 @@ def serve(requests, start):
                 run = socket.socket(fileno=descriptors.pop())
                 start(run, *descriptors)
             except OSError as error:
-                run.sendall(json.dumps({"error": str(error)}).encode())
+                if run is not None:
+                    run.sendall(json.dumps({"error": str(error)}).encode())
             finally:
                 os._exit(0)
         for descriptor in descriptors:
@@ -383,7 +384,7 @@ def run_python(path):
         signal.signal(number, signal.SIG_IGN)
     call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
     main = types.ModuleType("__main__")
-    main.__file__, main.__builtins__ = path, builtins
+    vars(main).update(__file__=path, __builtins__=builtins)
     sys.modules["__main__"] = main
     sys.argv = [path]
     sys.path.insert(0, os.getcwd())
@@ -398,7 +399,8 @@ def run_python(path):
         if code and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
     except BaseException as error:  # the program may raise anything
-        sys.excepthook(type(error), error.with_traceback(error.__traceback__.tb_next), None)
+        trace = error.__traceback__
+        sys.excepthook(type(error), error.with_traceback(trace and trace.tb_next), None)
         code = 1
     ctypes.pythonapi.Py_Exit(code & 0xFF)  # waits for threads, calls what is registered for the end, flushes
 
@@ -455,7 +457,8 @@ class Watch:
 def descendants():
     """Processes that this one has started, and those they have."""
     parents = {int(name): parent for name in os.listdir("/proc") if name.isdigit() and (parent := parent_of(name))}
-    below, layer = [], {os.getpid()}
+    below: list[int] = []
+    layer = {os.getpid()}
     while layer := {pid for pid, parent in parents.items() if parent in layer}:
         below += layer
     return below

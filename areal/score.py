@@ -90,7 +90,7 @@ async def _score(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     try:
         results = {name: await pool.score(name, prompt_text(row["prompt"]), row["completion"], row) for name in weights}
     except RewardFailed as failure:
-        told = {"score": None, "status": failure.kind, "reason": failure.reason}
+        told: dict[str, Any] = {"score": None, "status": failure.kind, "reason": failure.reason}
     else:
         score, parts = combined(weights, results)
         told = {"score": score, "status": "ok", "parts": parts}

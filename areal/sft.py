@@ -116,14 +116,14 @@ def _read_rows(config: SftConfig, model: Path) -> tuple[list[Group], list[Group]
         raise UserError(
             f"The tokenizer of {model} has no end-of-sequence token: set eos_token in tokenizer_config.json."
         )
-    data = config.data
-    if data.eval_size is None:
+    data, eval_size = config.data, config.data.eval_size
+    if eval_size is None:
         size = open_source(data.model_copy(update={"eval_size": 0}), config.seed).size or 0
-        data = data.model_copy(update={"eval_size": max(1, size // HELD_OUT_SHARE)})
-    source = open_source(data, config.seed)
+        eval_size = max(1, size // HELD_OUT_SHARE)
+    source = open_source(data.model_copy(update={"eval_size": eval_size}), config.seed)
     if source.size is None:
         raise UserError(f"data.source {data.source!r} makes rows without end: set data.size.")
-    read = [source.row(i) for i in range(source.size)], [source.heldout(i) for i in range(data.eval_size)]
+    read = [source.row(i) for i in range(source.size)], [source.heldout(i) for i in range(eval_size)]
     encoded = [[_encode(tokenizer, row, data) for row in rows] for rows in read]
     rows, held_out = ([row for row in part if len(row.trajectories[0]) <= config.max_length] for part in encoded)
     if not rows or not held_out:

@@ -55,8 +55,8 @@ class Spool:
 
     def get(self, ids: Sequence[str]) -> list[Group]:
         """The groups of these ids, in their order. Raises SpoolError naming those that are missing."""
-        rows = {group_id: self._row(group_id) for group_id in ids}
-        if missing := [group_id for group_id, row in rows.items() if row is None]:
+        rows = {group_id: row for group_id in ids if (row := self._row(group_id)) is not None}
+        if missing := [group_id for group_id in ids if group_id not in rows]:
             raise SpoolError(f"not in the spool: {', '.join(missing)}")
         return [_unpacked(group_id, *rows[group_id]) for group_id in ids]
 

@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class EventLog:
         self._failed = False
 
     def heard(
-        self, actor: str, state: str, activity: str, stats: dict[str, float],
+        self, actor: str, state: str, activity: str, stats: Mapping[str, float],
         clock: float | None = None, spans: Iterable[tuple[str, float, float]] = (),
     ) -> None:  # fmt: skip
         """What an actor said at `clock` by its own clock; None: now. spans: (what it did, when that began by its own

@@ -43,7 +43,7 @@ def check(config: ObserveConfig) -> None:
             raise UserError(f"observe.{name} is set, but {name} is not installed: pip install {name}, or leave it out.")
 
 
-def start(config: Config) -> subprocess.Popen | None:
+def start(config: Config) -> subprocess.Popen[bytes] | None:
     """The process that follows the run in `config.folder`; None where nothing is to be told to anybody, or no process
     can be started, which is no reason for a run to fail."""
     own = config.observe
@@ -60,7 +60,7 @@ def start(config: Config) -> subprocess.Popen | None:
         return None
 
 
-def finish(process: subprocess.Popen | None, folder: Path) -> None:
+def finish(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
     """Give it the time to tell the rest of the run in `folder`, where that has ended."""
     if process is None:
         return

@@ -5,11 +5,16 @@ A token the policy did not sample (the prompt, a tool's answer) has version -1 a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 NOT_SAMPLED = -1
+
+Finish = Literal["stop", "length"]
+Tokens = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class Trajectory:
     logprobs: np.ndarray
     versions: np.ndarray
     reward: float
-    finish: str
+    finish: Finish
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):

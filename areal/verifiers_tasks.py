@@ -34,7 +34,7 @@ def _load(name: str, options: str) -> Any:
     except ImportError as error:
         raise UserError(f"{what} needs the verifiers library ({error}): pip install 'verifiers==0.1.14'.") from None
     # Signals are the actor's: an environment would take SIGTERM for itself, and can be made in the main thread only.
-    module.signal = types.SimpleNamespace(**vars(signal) | {"signal": lambda *_: None})
+    vars(module)["signal"] = types.SimpleNamespace(**vars(signal) | {"signal": lambda *_: None})
     try:
         made = library.load_environment(name, **json.loads(options))
     except Exception as error:  # loading runs the environment's own code, which may raise anything
@@ -50,7 +50,7 @@ def rows(name: str, options: Mapping[str, Any], side: str) -> Any:
     """The environment's data set (`side`: train or eval), each row with what `play` needs. Raises UserError."""
     world = load(name, options)
     found = world.get_eval_dataset() if side == "eval" else world.get_dataset()
-    made = {"environment": name, "environment_options": json.dumps(dict(options))}
+    made: dict[str, str | None] = {"environment": name, "environment_options": json.dumps(dict(options))}
     if "answer" not in found.column_names:
         made["answer"] = None
     for column, value in made.items():

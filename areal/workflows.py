@@ -27,7 +27,7 @@ from areal.conversation import Conversation, Generation, Message, begin, first_t
 from areal.data import Row, prompt_text
 from areal.openai_api import Access
 from areal.plugins import load
-from areal.trajectory import Trajectory
+from areal.trajectory import Tokens, Trajectory
 
 Keep = Callable[[np.ndarray], int | None]
 """Sees all tokens sampled so far: None to go on, or how many of them to end with."""
@@ -48,7 +48,7 @@ class Session(Protocol):
         Ended by `keep`, its finish is "stop".
         """
 
-    async def score(self, completion: str, tokens: Sequence[int] | None = None) -> float:
+    async def score(self, completion: str, tokens: Tokens | None = None) -> float:
         """The weighted sum of the row's rewards on this completion; `tokens` are for rewards that take them."""
 
     async def run_python(self, code: str) -> str:

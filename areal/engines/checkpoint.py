@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ class TrainingState:
         if self._has_masters:
             self._write(folder, MASTERS_FILE, self._gather(self._master))
         for moment in MOMENTS:
-            self._write(folder, f"{moment}.safetensors", self._gather(lambda p, key=moment: self._moment(p, key)))
+            self._write(folder, f"{moment}.safetensors", self._gather(partial(self._moment, key=moment)))
         self._write(folder, RANDOM_FILE, self._gather_random())
         if folder:
             (folder / STATE_FILE).write_text(json.dumps(self._facts(), indent=2) + "\n")
@@ -114,7 +115,7 @@ class TrainingState:
         return safe_get_full_optimizer_state(parameter, key)
 
     def _gather_random(self) -> dict[str, Tensor]:
-        states = {}
+        states: dict[str, Tensor] = {}
         for kind, state in _random_states().items():
             of_ranks = [torch.empty_like(state) for _ in range(dist.get_world_size())]
             dist.all_gather(of_ranks, state, group=self._control)
@@ -152,7 +153,7 @@ class TrainingState:
             for name, parameter in self._parameters.items():
                 self._set_weight(parameter, weights[name])
         for moment in MOMENTS:
-            self._each(folder / f"{moment}.safetensors", lambda p, value, key=moment: self._set_moment(p, value, key))
+            self._each(folder / f"{moment}.safetensors", partial(self._set_moment, key=moment))
         self._set_adam_steps(facts["adam_steps"])
         self._set_schedule(facts["optimizer_steps"])
         _set_random_states(folder / RANDOM_FILE)

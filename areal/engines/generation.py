@@ -27,6 +27,7 @@ import numpy as np
 
 from areal.config import GeneratorConfig, SamplingConfig, UserError
 from areal.engines.amx import avoid_broken_amx
+from areal.trajectory import Finish
 from areal.weights import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WEIGHTS_FILE
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ CPU_BLOCK_SIZE = 32
 CLOSE_SECONDS = 10
 
 HEAD = "lm_head.weight"
+FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 
 # vllm.v1.engine.EngineCoreEventType
 PREEMPTED = 3
@@ -69,7 +71,7 @@ class Chunk:
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
-    finish: str | None
+    finish: Finish | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +298,7 @@ class GenerationEngine:
         try:
             return answer.result()
         except EngineDeadError as error:
-            self._fail(_death(error))
-            raise self._error from error
+            raise self._fail(_death(error)) from error
 
     async def _deliver_outputs(self) -> None:
         while True:
@@ -319,10 +320,12 @@ class GenerationEngine:
                     self._preemptions += sum(event.type == PREEMPTED for event in output.events)
                 stream.add(output, outputs.weight_version)
 
-    def _fail(self, error: EngineError) -> None:
-        self._error = self._error or error
+    def _fail(self, error: EngineError) -> EngineError:
+        """The error that everybody gets: the first one counts."""
+        self._error = first = self._error or error
         for stream in self._streams.values():
-            stream.fail(self._error)
+            stream.fail(first)
+        return first
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:
@@ -364,7 +367,7 @@ class _Stream:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
-        self._finish: str | None = None
+        self._finish: Finish | None = None
         self._error: EngineError | None = None
         self.version: str | None = None
 
@@ -385,6 +388,7 @@ class _Stream:
 
     def add(self, output: EngineCoreOutput, version: str | None) -> None:
         if output.new_token_ids:
+            assert version is not None  # it is set before anything is sampled
             self.sampled += len(output.new_token_ids)
             self.version = version
             self._tokens += output.new_token_ids
@@ -416,8 +420,8 @@ class _Stream:
         return chunk
 
     def _end(self, reason: str) -> None:
-        if reason in ("stop", "length"):
-            self._finish = reason
+        if finish := FINISHES.get(reason):
+            self._finish = finish
             self._ready.set()
         else:
             self.fail(EngineError(f"The engine gave a sequence up (finish reason {reason!r})."))

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -32,6 +33,8 @@ if without_amx():
 
 class PolicyWorker:
     """Mixed into vLLM's worker: `load_policy` is called through `collective_rpc` while generation is paused."""
+
+    model_runner: Any  # the worker's
 
     def load_policy(self, folder: str, base: str) -> None:
         """Overwrite the weights in place with those in `folder`, or with those of the model `base` and the adapter that
@@ -78,13 +81,14 @@ class _DiesWithGenerator:
 
     def _init_executor(self) -> None:
         generator = multiprocessing.parent_process()
+        assert generator is not None  # this is a child of it
 
         def die_with_generator() -> None:
             generator.join()
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=die_with_generator, daemon=True, name="die-with-generator").start()
-        super()._init_executor()
+        super()._init_executor()  # type: ignore[misc]  # of the executor that this is mixed into
 
 
 class OneProcessExecutor(_DiesWithGenerator, uniproc_executor.UniProcExecutor):
