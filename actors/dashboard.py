@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from actors.addresses import is_loopback
 from areal import timeline
@@ -102,7 +103,7 @@ def application(view: RunView, token: str | None) -> web.Application:
     page = (Path(__file__).parent / "dashboard.html").read_text(encoding="utf-8")
 
     @web.middleware
-    async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         if token is not None and not hmac.compare_digest(request.query.get("token", "").encode(), token.encode()):
             raise web.HTTPForbidden(text="The address lacks the token, ?token=..., or has another one.")
         return await handler(request)

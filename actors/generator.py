@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
 from actors.runtime import Actor, Signal, handles
 from actors.weight_service import WeightFetcher
 from areal.config import SamplingConfig
-from areal.engines.generation import EngineError, GenerationEngine, WeightLoadError
+from areal.engines.generation import Chunk, EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.routing import Concurrency
 from areal.weight_files import TornWeights
 from protocols.errors import BusyError, RefusedError, StreamBrokenError
@@ -33,13 +33,27 @@ RETRY_LOAD_SECONDS = 1.0
 log = structlog.get_logger()
 
 
+class Engine(Protocol):
+    """What samples (areal.engines.generation.GenerationEngine)."""
+
+    @property
+    def version(self) -> int: ...
+    def generate(
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig
+    ) -> AsyncGenerator[Chunk, None]: ...
+    async def load(self, folder: Path, version: int) -> LoadTimes: ...
+    def hand_over(self, request_ids: Collection[str] | None = None) -> None: ...
+    def stats(self) -> EngineStats: ...
+    async def close(self) -> None: ...
+
+
 class Generator(Actor):
     role = "generator"
-    _engine: GenerationEngine | None = None
-    _weights: WeightFetcher | None = None
+    _started: Engine | None = None
+    _fetcher: WeightFetcher | None = None
 
     def __init__(
-        self, *args: Any, start_engine: Callable[..., Awaitable[GenerationEngine]] = GenerationEngine.start,
+        self, *args: Any, start_engine: Callable[..., Awaitable[Engine]] = GenerationEngine.start,
         **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
@@ -47,7 +61,7 @@ class Generator(Actor):
 
     async def setup(self) -> None:
         self.activity = "starting the engine"
-        self._weights = WeightFetcher(self)
+        self._fetcher = WeightFetcher(self)
         self._loaded = Signal()
         self._idle = Signal()
         self._sequences: dict[str, str] = {}  # who asked, by the engine's name of a sequence
@@ -55,7 +69,7 @@ class Generator(Actor):
         self._concurrency = Concurrency(self.config.generator.max_concurrent_rollouts)
         self._lineage = 0
         self._reloads: Counter[str] = Counter()
-        self._engine = await self._start_engine(
+        self._started = await self._start_engine(
             Path(self.config.model), self.config.generator, version=0, seed=self.config.seed + (self.index or 0)
         )
         if self._is_behind():
@@ -75,13 +89,13 @@ class Generator(Actor):
         await self._idle.until(lambda: not self._sequences)
 
     async def teardown(self) -> None:
-        if self._weights is not None:
-            await asyncio.to_thread(self._weights.close)
-        if self._engine is not None:
-            await self._engine.close()
+        if self._fetcher is not None:
+            await asyncio.to_thread(self._fetcher.close)
+        if self._started is not None:
+            await self._started.close()
 
     def stats(self) -> dict[str, float]:
-        if self._engine is None:
+        if self._started is None:
             return {}
         stats = self._engine.stats()
         return {
@@ -100,7 +114,7 @@ class Generator(Actor):
 
     def engagement(self) -> Engagement | None:
         """With each heartbeat the limit is adapted too."""
-        if self._engine is None:
+        if self._started is None:
             return None
         stats = self._engine.stats()
         self._concurrency.look(stats.running, stats.waiting, stats.kv_use, stats.preemptions)
@@ -108,9 +122,19 @@ class Generator(Actor):
             sequences=Counter(self._sequences.values()), limit=self._concurrency.limit, version=self._engine.version
         )
 
+    @property
+    def _engine(self) -> Engine:
+        assert self._started is not None  # by setup, before anything else
+        return self._started
+
+    @property
+    def _weights(self) -> WeightFetcher:
+        assert self._fetcher is not None
+        return self._fetcher
+
     @handles(HandOver)
-    async def hand_over_some(self, request: Request) -> Done:
-        if self._engine is None:
+    async def hand_over_some(self, request: Request[HandOver]) -> Done:
+        if self._started is None:
             return Done()
         names = {_name(request.sender, sequence) for sequence in request.message.sequences}
         self._leaving |= names & self._sequences.keys()
@@ -119,9 +143,9 @@ class Generator(Actor):
         return Done()
 
     @handles(Generate)
-    async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
-        asked: Generate = request.message
-        if self._engine is None or self.state == "draining":
+    async def generate(self, request: Request[Generate]) -> AsyncIterator[TokenChunk]:
+        asked = request.message
+        if self._started is None or self.state == "draining":
             raise BusyError("this generator takes no sequences now")
         sampling = SamplingConfig(temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=asked.max_new_tokens)
         name = _name(request.sender, asked.sequence)
@@ -150,8 +174,8 @@ class Generator(Actor):
             self._idle.notify()
 
     @handles(FetchWeights)
-    def send_weights(self, request: Request) -> AsyncIterator[Message]:
-        if self._weights is None:
+    def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
+        if self._fetcher is None:
             raise BusyError("this generator has no weights yet")
         return self._weights.serve(request)
 

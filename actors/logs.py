@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import structlog
+from structlog.typing import EventDict
 
 _file: IO[str] | None = None
 
@@ -37,7 +38,7 @@ def write_log_file(path: Path) -> None:
     _file = path.open("a", buffering=1)
 
 
-def _to_file(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+def _to_file(logger: Any, method: str, event: EventDict) -> EventDict:
     if _file is not None:
         _file.write(json.dumps(event, default=str) + "\n")
     return event

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
@@ -24,7 +25,6 @@ from areal.config import Config, UserError
 from areal.journal import Journal
 from areal.ledger import ZERO_SIGNAL, Answer, Batch, Ledger, LedgerError, RunEnded, StepRecord, Waiting
 from areal.rewards import mean_parts
-from areal.run_folder import RunFolder
 from areal.timeline import GONE
 from areal.tracking import flat
 from protocols.errors import BusyError, FencedError, RefusedError
@@ -110,6 +110,7 @@ COUNTERS = (
     "tokens_recomputed",
 )  # fmt: skip
 
+T = TypeVar("T")
 log = structlog.get_logger()
 
 
@@ -125,11 +126,25 @@ class _Pulse:
     engagement: Engagement | None = None
 
 
+class Records(Protocol):
+    """Where the run leaves what it made (areal.run_folder.RunFolder)."""
+
+    @property
+    def path(self) -> Path: ...
+    def append_metrics(self, metrics: dict[str, Any]) -> None: ...
+    def append_evaluation(self, evaluation: dict[str, Any]) -> None: ...
+    def write_summary(self, summary: dict[str, Any]) -> None: ...
+    def heard(
+        self, actor: str, state: str, activity: str, stats: Mapping[str, float], clock: float | None = None,
+        spans: Iterable[tuple[str, float, float]] = (),
+    ) -> None: ...  # fmt: skip
+
+
 class Master(HandlesRequests):
     """One per run. `config.model` is a folder by now. The run ends when the last step is trained, its checkpoint
     saved and the last version evaluated. `journal` may be that of an earlier master of the run, which goes on."""
 
-    def __init__(self, bus: Bus, config: Config, *, journal: Journal, folder: RunFolder) -> None:
+    def __init__(self, bus: Bus, config: Config, *, journal: Journal, folder: Records) -> None:
         self.config = config
         self.bus = bus
         self.folder = folder
@@ -213,7 +228,7 @@ class Master(HandlesRequests):
         prometheus.serve(self.config.observe, "master", 0, lambda: self._numbers)
         log.info("master ready", address=address, run=str(self.folder.path))
 
-    def dispatch(self, request: Request) -> Awaitable[Message]:
+    def dispatch(self, request: Request[Message]) -> Awaitable[Message]:
         """The answer, once all that led to it is on disk."""
         return self._durably(super().dispatch(request))
 
@@ -243,8 +258,8 @@ class Master(HandlesRequests):
     def _gathered(self, event: MembersChanged) -> MembersChanged:
         """With the changes that follow it directly: thousands may join at once, and each event goes to all of them."""
         changed, gone = {m.identity: m for m in event.changed}, list(event.gone)
-        while self._outbox and isinstance(self._outbox[0], MembersChanged):
-            more = self._outbox.popleft()
+        while self._outbox and isinstance(more := self._outbox[0], MembersChanged):
+            self._outbox.popleft()
             changed |= {m.identity: m for m in more.changed}
             gone += more.gone
         return MembersChanged(changed=tuple(m for i, m in changed.items() if i not in gone), gone=tuple(gone))
@@ -323,8 +338,7 @@ class Master(HandlesRequests):
             self._remedies = 1
             released = [group for owner in list(self.state.members) for group in self.ledger.release(owner)]
             log.warning("stalled: unfinished groups start anew", waits=waits, groups=released)
-            if self.state.holder:
-                self._abandon("nothing moved")
+            self._abandon("nothing moved")
             self._changed.notify()
 
     def _suspects(self) -> list[str]:
@@ -341,7 +355,7 @@ class Master(HandlesRequests):
 
     # --- helpers
 
-    async def _park(self, request: Request, condition: Callable[[], Any]) -> Any:
+    async def _park(self, request: Request[Message], condition: Callable[[], T]) -> T | None:
         """The condition's value once it is true, or None when the asker's time is nearly over."""
         if value := condition():
             return value
@@ -366,7 +380,7 @@ class Master(HandlesRequests):
         self._progressed = self._now()
         self._remedies = 0
 
-    def _member(self, request: Request, role: str | None = None) -> Member:
+    def _member(self, request: Request[Message], role: str | None = None) -> Member:
         """The sender. Raises FencedError for one that is not, or no longer, a member."""
         member = self.state.members.get(request.sender)
         if member is None:
@@ -375,7 +389,7 @@ class Master(HandlesRequests):
             raise RefusedError(f"{request.message.kind!r} is not for a {member.role} to ask")
         return member
 
-    def _trainer(self, request: Request, lineage: int | None = None) -> None:
+    def _trainer(self, request: Request[Message], lineage: int | None = None) -> None:
         self._member(request, "trainer")
         if request.sender != self.state.trainer or lineage not in (None, self.state.lineage):
             raise FencedError(f"{request.sender} does not hold the lineage {self.state.lineage} of this run")
@@ -383,8 +397,8 @@ class Master(HandlesRequests):
     # --- membership
 
     @handles(Join)
-    async def join(self, request: Request) -> Welcome:
-        asked: Join = request.message
+    async def join(self, request: Request[Join]) -> Welcome:
+        asked = request.message
         mark = request.sender.rpartition("#")[2]
         if len(mark) > MARK_CHARACTERS:
             raise RefusedError(f"an incarnation has at most {MARK_CHARACTERS} characters")
@@ -419,7 +433,7 @@ class Master(HandlesRequests):
         return next(i for i in range(len(taken) + 1) if i not in taken)
 
     @handles(Heartbeat)
-    async def heartbeat(self, request: Request) -> HeartbeatAnswer:
+    async def heartbeat(self, request: Request[Heartbeat]) -> HeartbeatAnswer:
         member, beat = self._member(request), request.message
         self._listen(self._pulses[member.identity], beat)
         spans = [(span.name, span.began, span.seconds) for span in beat.spans]
@@ -454,17 +468,17 @@ class Master(HandlesRequests):
         pulse.engagement = beat.engagement
 
     @handles(Leave)
-    async def leave(self, request: Request) -> Done:
+    async def leave(self, request: Request[Leave]) -> Done:
         if request.sender in self.state.members:
             self._remove(request.sender, request.message.reason)
         return Done()
 
     @handles(AskSnapshot)
-    async def ask_snapshot(self, request: Request) -> Snapshot:
+    async def ask_snapshot(self, request: Request[AskSnapshot]) -> Snapshot:
         return self._snapshot()
 
     @handles(AskConfig)
-    async def ask_config(self, request: Request) -> Configuration:
+    async def ask_config(self, request: Request[AskConfig]) -> Configuration:
         return Configuration(values=self.config.model_dump(mode="json"))
 
     def _change(self, member: Member, **fields: Any) -> None:
@@ -473,8 +487,8 @@ class Master(HandlesRequests):
         self._send_out(MembersChanged(changed=(member,)))
 
     def _remove(self, identity: str, reason: str) -> None:
-        holder = self.state.holder
-        if holder and (identity == holder.identity or self.state.members[identity].role == "evaluator"):
+        hold = self.state.holder
+        if hold and (identity == hold[0].identity or self.state.members[identity].role == "evaluator"):
             self._abandon(f"{identity} is gone")
         self.state.emit("left", identity=identity)
         self.folder.heard(_name(identity), GONE, reason, {})
@@ -488,7 +502,7 @@ class Master(HandlesRequests):
     # --- rollouts
 
     @handles(AskPermits)
-    async def ask_permits(self, request: Request) -> Permits:
+    async def ask_permits(self, request: Request[AskPermits]) -> Permits:
         owner = self._member(request, "rollout_manager").identity
         if not await self._park(request, self._free):
             return Permits(permits=())
@@ -513,20 +527,20 @@ class Master(HandlesRequests):
         return min(capacity, max(0, self.state.run_ahead.limit - self.ledger.alive))
 
     @handles(RenewLeases)
-    async def renew_leases(self, request: Request) -> LostLeases:
+    async def renew_leases(self, request: Request[RenewLeases]) -> LostLeases:
         owner = self._member(request, "rollout_manager").identity
         lost = self.ledger.renew(owner, request.message.groups, self._now(), self.config.master.lease_seconds)
         return LostLeases(groups=tuple(lost))
 
     @handles(GroupStarted)
-    async def group_started(self, request: Request) -> Done:
+    async def group_started(self, request: Request[GroupStarted]) -> Done:
         owner = self._member(request, "rollout_manager").identity
         self.ledger.started(request.message.group, owner, request.message.start_version)
         self._changed.notify()
         return Done()
 
     @handles(GroupFailed)
-    async def group_failed(self, request: Request) -> Done:
+    async def group_failed(self, request: Request[GroupFailed]) -> Done:
         owner, failed = self._member(request, "rollout_manager").identity, request.message
         if self.ledger.failed(failed.group, owner, failed.reason) is Answer.ACCEPTED:
             log.warning("group failed", group=failed.group, reason=failed.reason)
@@ -535,7 +549,7 @@ class Master(HandlesRequests):
         return Done()
 
     @handles(ScoringFailed)
-    async def scoring_failed(self, request: Request) -> Done:
+    async def scoring_failed(self, request: Request[ScoringFailed]) -> Done:
         """A reward or workflow that only ever fails is a mistake, which nobody should have to wait for."""
         self._member(request)
         if self._scored:
@@ -554,12 +568,11 @@ class Master(HandlesRequests):
     # --- training
 
     @handles(AskRecovery)
-    async def ask_recovery(self, request: Request) -> Recovery:
+    async def ask_recovery(self, request: Request[AskRecovery]) -> Recovery:
         self._member(request, "trainer")
         if request.sender != self.state.trainer:
             self.state.emit("lineage_opened", lineage=self.state.lineage + 1, trainer=request.sender)
-            if self.state.holder:
-                self._abandon("its lineage has ended")
+            self._abandon("its lineage has ended")
         return Recovery(
             lineage=self.state.lineage,
             version=self.ledger.version,
@@ -569,8 +582,8 @@ class Master(HandlesRequests):
         )
 
     @handles(GroupReady)
-    async def group_ready(self, request: Request) -> GroupAccepted:
-        ready: GroupReady = request.message
+    async def group_ready(self, request: Request[GroupReady]) -> GroupAccepted:
+        ready = request.message
         self._trainer(request)
         answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
         if answer in (Answer.ACCEPTED, Answer.FILTERED):
@@ -596,7 +609,7 @@ class Master(HandlesRequests):
             )
 
     @handles(AskBatch)
-    async def ask_batch(self, request: Request) -> BatchAnswer:
+    async def ask_batch(self, request: Request[AskBatch]) -> BatchAnswer:
         def decided() -> Batch | RunEnded | None:
             if version > self.ledger.version:  # its commit is still on its way
                 return None
@@ -629,8 +642,8 @@ class Master(HandlesRequests):
             self._left_over = self.ledger.ready_count
 
     @handles(CommitStep)
-    async def commit_step(self, request: Request) -> Done:
-        commit: CommitStep = request.message
+    async def commit_step(self, request: Request[CommitStep]) -> Done:
+        commit = request.message
         self._trainer(request, commit.lineage)
         if commit.version <= self.ledger.version:
             return Done()
@@ -658,7 +671,7 @@ class Master(HandlesRequests):
         now, state = self._now(), self.state
         groups = record.batch.group_ids
         rewards = [state.rewards[group] for group in groups]
-        metrics = {
+        metrics: dict[str, Any] = {
             **commit.metrics,
             "step": commit.version,
             "reward_mean": sum(rewards) / len(rewards),
@@ -687,7 +700,7 @@ class Master(HandlesRequests):
         return metrics
 
     @handles(PublishPolicy)
-    async def publish_policy(self, request: Request) -> Done:
+    async def publish_policy(self, request: Request[PublishPolicy]) -> Done:
         policy: Policy = request.message.policy
         self._trainer(request, policy.lineage)
         before = self.state.policy
@@ -704,9 +717,9 @@ class Master(HandlesRequests):
         return Done()
 
     @handles(CheckpointSaved)
-    async def checkpoint_saved(self, request: Request) -> Done:
+    async def checkpoint_saved(self, request: Request[CheckpointSaved]) -> Done:
         self._trainer(request)
-        saved: CheckpointSaved = request.message
+        saved = request.message
         if saved.version > self.state.checkpoint_version:
             self.ledger.checkpointed(saved.version)
             self.state.emit("checkpoint_saved", version=saved.version, folder=saved.folder)
@@ -714,7 +727,7 @@ class Master(HandlesRequests):
         return Done()
 
     @handles(TrainingFinished)
-    async def training_finished(self, request: Request) -> Done:
+    async def training_finished(self, request: Request[TrainingFinished]) -> Done:
         self._trainer(request)
         if self.state.finished != self.ledger.version:
             self.state.emit("finished", version=self.ledger.version)
@@ -723,7 +736,7 @@ class Master(HandlesRequests):
         return Done()
 
     @handles(TrainingFailed)
-    async def training_failed(self, request: Request) -> Done:
+    async def training_failed(self, request: Request[TrainingFailed]) -> Done:
         self._trainer(request)
         saved = self.state.checkpoint
         go_on = f"The last checkpoint is {saved}: go on from it with --resume {self.folder.path} and other settings."
@@ -747,8 +760,8 @@ class Master(HandlesRequests):
         if not every or not self.config.data.eval_size or version % every or version == self.config.steps:
             return
         generators = [m for m in self.state.members.values() if m.role == "generator" and m.state == "healthy"]
-        if holder := self.state.holder:
-            self._drop_evaluation(version, f"version {holder.held.version} is still being evaluated")
+        if hold := self.state.holder:
+            self._drop_evaluation(version, f"version {hold[1].version} is still being evaluated")
         elif not generators or not self._healthy("evaluator"):
             self._drop_evaluation(version, "there is no healthy generator or evaluator")
         else:
@@ -757,32 +770,34 @@ class Master(HandlesRequests):
             self._change(generators[version // every % len(generators)], held=policy)
 
     def _abandon(self, reason: str) -> None:
-        """There will be no result for the version that a generator holds; it goes on to the newest."""
-        holder = self.state.holder
-        self._drop_evaluation(holder.held.version, reason)
-        self._change(holder, held=None)
-        self._changed.notify()
+        """There will be no result for the version that a generator holds, if one does; it goes on to the newest."""
+        if hold := self.state.holder:
+            holder, held = hold
+            self._drop_evaluation(held.version, reason)
+            self._change(holder, held=None)
+            self._changed.notify()
 
     def _drop_evaluation(self, version: int, reason: str) -> None:
         self.state.emit("evaluation_dropped", version=version, reason=reason)
         log.warning("not evaluated", version=version, reason=reason)
 
     def _evaluation_due(self) -> EvaluationAnswer | None:
-        if holder := self.state.holder:
-            return EvaluationAnswer(version=holder.held.version, holder=holder)
+        if hold := self.state.holder:
+            holder, held = hold
+            return EvaluationAnswer(version=held.version, holder=holder)
         version = self.state.policy.version
         due = version in (0, self.config.steps) and not self._evaluated(version)
         return EvaluationAnswer(version=version) if due else None
 
     @handles(AskEvaluation)
-    async def ask_evaluation(self, request: Request) -> EvaluationAnswer:
+    async def ask_evaluation(self, request: Request[AskEvaluation]) -> EvaluationAnswer:
         self._member(request, "evaluator")
         return await self._park(request, self._evaluation_due) or EvaluationAnswer(version=None)
 
     @handles(EvaluationDone)
-    async def evaluation_done(self, request: Request) -> Done:
+    async def evaluation_done(self, request: Request[EvaluationDone]) -> Done:
         self._member(request, "evaluator")
-        done: EvaluationDone = request.message
+        done = request.message
         due = self._evaluation_due()
         if due is None or due.version != done.version:  # told before, or abandoned meanwhile
             return Done()
@@ -798,16 +813,16 @@ class Master(HandlesRequests):
         return Done()
 
     @handles(EvaluationAbandoned)
-    async def evaluation_abandoned(self, request: Request) -> Done:
+    async def evaluation_abandoned(self, request: Request[EvaluationAbandoned]) -> Done:
         self._member(request, "evaluator")
-        abandoned: EvaluationAbandoned = request.message
-        holder = self.state.holder
-        if holder and holder.held.version == abandoned.version:
+        abandoned = request.message
+        hold = self.state.holder
+        if hold and hold[1].version == abandoned.version:
             self._abandon(abandoned.reason)
         return Done()
 
     @handles(AskStatus)
-    async def ask_status(self, request: Request) -> Status:
+    async def ask_status(self, request: Request[AskStatus]) -> Status:
         since = request.message.since
         return Status(
             values={

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.text import Text
 from areal.config import Config
 from areal.run_folder import NewRecords
 from protocols.errors import BusError
-from protocols.messages import AskStatus, Message, Shutdown
+from protocols.messages import AskStatus, Message, Shutdown, Status
 from protocols.transport import Bus, Subscriber
 
 REFRESH_SECONDS = 1.0
@@ -32,11 +33,18 @@ async def watch_live(bus: Bus, master: str, console: Console) -> None:
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while True:
             try:
-                status = await bus.peer(master).ask(AskStatus(), ASK_SECONDS)
-                live.update(render(status.values))
+                live.update(render(await _status(bus, master, None)))
             except BusError as error:
                 live.update(Text(f"the master does not answer: {error}"))
             await asyncio.sleep(REFRESH_SECONDS)
+
+
+async def _status(bus: Bus, master: str, since: int | None) -> dict[str, Any]:
+    """Raises BusError."""
+    answer = await bus.peer(master).ask(AskStatus(since=since), ASK_SECONDS)
+    if not isinstance(answer, Status):
+        raise BusError(f"{master} answered {answer.kind!r}")
+    return answer.values
 
 
 async def print_steps(config: Config, console: Console, shown: int = 0) -> None:
@@ -69,7 +77,7 @@ class Feed:
 
     async def look(self) -> dict[str, Any]:
         """The status now, with the steps since the look before. Raises BusError."""
-        status = (await self._bus.peer(self._master).ask(AskStatus(since=self._since), ASK_SECONDS)).values
+        status = await _status(self._bus, self._master, self._since)
         self._since = max([self._since, *(step["step"] for step in status["recent"])])
         if self._events is None or self._events.address != status["events"]:
             if self._events is not None:
@@ -140,7 +148,7 @@ def actors_table(members: list[dict[str, Any]]) -> Table:
 def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, ...]]:
     evaluated = [f"v{version} {value:.3f}" for version, value in status["accuracy"].items()]
     accuracy = "  ".join([*evaluated[:1], *evaluated[1:][-EVALUATIONS_SHOWN:]]) or "–"
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("[dim]held-out accuracy[/]", accuracy, "[dim]alive / ready / free[/]",
          f"{status['alive']} / {status['ready']} / {status['capacity']}"),
     ]  # fmt: skip
@@ -159,7 +167,7 @@ def _numbers(status: dict[str, Any], m: dict[str, Any]) -> list[tuple[str, ...]]
 
 def _doing(member: dict[str, Any]) -> str:
     stats = member["stats"]
-    load = {
+    load: dict[str, Callable[[float], str]] = {
         "running": lambda n: f"{n:.0f} running",
         "limit": lambda n: f"of {n:.0f}",
         "waiting": lambda n: f"{n:.0f} queued",
@@ -181,7 +189,7 @@ def _filtered(metrics: dict[str, Any]) -> str:
 
 def rate(metrics: dict[str, Any], key: str) -> float:
     """A count of a step, a second."""
-    return metrics[key] / max(metrics["step_seconds"], 1e-9)
+    return float(metrics[key] / max(metrics["step_seconds"], 1e-9))
 
 
 def _rate(metrics: dict[str, Any], key: str) -> str:
@@ -189,7 +197,8 @@ def _rate(metrics: dict[str, Any], key: str) -> str:
 
 
 def _reload_seconds(metrics: dict[str, Any]) -> float:
-    return sum(metrics[f"{part}_seconds"] for part in ("pause", "load", "resume")) / max(metrics["reloads"], 1)
+    seconds = sum(metrics[f"{part}_seconds"] for part in ("pause", "load", "resume"))
+    return float(seconds / max(metrics["reloads"], 1))
 
 
 def print_summary(folder: Path, console: Console) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from areal.openai_api import Access, ApiError, ChatRequest, ChatSession, chunks, completion
@@ -84,7 +85,8 @@ class OpenAIEndpoint:
                 await runner.setup()
                 await web.TCPSite(runner, self._host, 0).start()
                 self._runner = runner
-        return self._runner.addresses[0][1]
+        port: int = self._runner.addresses[0][1]
+        return port
 
     def _app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
@@ -142,7 +144,7 @@ _log.addFilter(_is_ours)
 
 
 @web.middleware
-async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """What cannot be answered, in the API's own form."""
     try:
         return await handler(request)

@@ -41,7 +41,7 @@ def serve(config: ObserveConfig, role: str, index: int, read: Callable[[], dict[
     wanted, or there is no port for it, which is no reason for an actor to fail."""
     if config.prometheus_port is None:
         return None
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 
     registry = CollectorRegistry()
     for port in range(config.prometheus_port, min(config.prometheus_port + PORTS_TRIED, 1 << 16)):
@@ -50,7 +50,7 @@ def serve(config: ObserveConfig, role: str, index: int, read: Callable[[], dict[
         except OSError as error:
             failure = error
         else:
-            server.set_app(_asks_for(config.prometheus_token, server.get_app()))
+            server.set_app(_asks_for(config.prometheus_token, make_wsgi_app(registry)))
             registry.register(Numbers(role, index, read))
             log.info("metrics", address=f"http://{config.prometheus_host}:{port}/metrics")
             return server

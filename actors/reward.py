@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Self
 
 import structlog
 
 from actors.runtime import Actor, Signal, handles
 from areal.reward_pool import RewardFailed, RewardPool
+from areal.rewards import Result
+from areal.trajectory import Tokens
 from protocols.errors import BusyError, HarmfulError, RefusedError
 from protocols.messages import Score, Scored
 from protocols.transport import Request
@@ -16,14 +18,24 @@ from protocols.transport import Request
 log = structlog.get_logger()
 
 
+class Pool(Protocol):
+    """What scores (areal.reward_pool.RewardPool)."""
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, *raised: object) -> None: ...
+    async def score(
+        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
+    ) -> Result: ...
+
+
 class Reward(Actor):
     """Serves the rewards named on its command line, or the run's."""
 
     role = "reward"
-    _pool: RewardPool | None = None
+    _pool: Pool | None = None
 
     def __init__(
-        self, *args: Any, functions: tuple[str, ...] = (), make_pool: Callable[..., RewardPool] = RewardPool,
+        self, *args: Any, functions: tuple[str, ...] = (), make_pool: Callable[..., Pool] = RewardPool,
         **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
@@ -54,9 +66,9 @@ class Reward(Actor):
         return {"scored": self._scored, "failed": self._failed}
 
     @handles(Score)
-    async def score(self, request: Request) -> Scored:
-        asked: Score = request.message
-        if self.state != "healthy":
+    async def score(self, request: Request[Score]) -> Scored:
+        asked = request.message
+        if self._pool is None or self.state != "healthy":
             raise BusyError("this reward actor takes no completions now")
         if asked.function not in self.serves():
             raise RefusedError(f"reward {asked.function!r} is not served here, only {', '.join(self.serves())}")

@@ -74,9 +74,9 @@ class RunState:
         self._apply(kind, body)
 
     @property
-    def holder(self) -> Member | None:
-        """The generator that stays at a version until it is evaluated."""
-        return next((member for member in self.members.values() if member.held is not None), None)
+    def holder(self) -> tuple[Member, Policy] | None:
+        """The generator that stays at a version until it is evaluated, and that version."""
+        return next(((member, held) for member in self.members.values() if (held := member.held) is not None), None)
 
     @property
     def unpublished(self) -> bool:
@@ -99,7 +99,9 @@ class RunState:
         """What else a transition of the ledger means; called before the ledger applies it."""
         match event:
             case Discarded(group_id, reason):
-                self.discarded.append((self.ledger.group(group_id).prompt_index, reason))
+                group = self.ledger.group(group_id)
+                assert group is not None  # it goes when this is applied
+                self.discarded.append((group.prompt_index, reason))
                 self._drop(group_id)
             case Requeued(group_id):
                 self._drop(group_id)

@@ -38,9 +38,11 @@ from protocols.messages import (
     Message,
     Policy,
     PolicyPublished,
+    Role,
     Shutdown,
     Snapshot,
     Span,
+    State,
 )
 from protocols.transport import Bus, Request, Subscriber
 
@@ -57,15 +59,15 @@ SPANS_KEPT = 64
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
-Method = TypeVar("Method", bound=Callable[..., Any])
+A = TypeVar("A")
 log = structlog.get_logger()
 
 
-def handles(kind: type[Message]) -> Callable[[Method], Method]:
+def handles(kind: type[M]) -> Callable[[Callable[[A, Request[M]], T]], Callable[[A, Request[M]], T]]:
     """Mark a method as the handler of one kind of request: `async def` for one answer, an async generator for a
     stream. It gets the `Request`."""
 
-    def mark(method: Method) -> Method:
+    def mark(method: Callable[[A, Request[M]], T]) -> Callable[[A, Request[M]], T]:
         method.handled_kind = kind  # type: ignore[attr-defined]
         return method
 
@@ -82,7 +84,7 @@ class HandlesRequests:
         found = {m.handled_kind: name for name, m in vars(cls).items() if hasattr(m, "handled_kind")}
         cls._handlers = cls._handlers | found
 
-    def dispatch(self, request: Request) -> Any:
+    def dispatch(self, request: Request[Message]) -> Any:
         """The coroutine or async generator that answers the request. Raises RefusedError for a kind not served."""
         handler = self._handlers.get(type(request.message))
         if handler is None:
@@ -101,7 +103,7 @@ class Signal:
         self._event.set()
         self._event = asyncio.Event()
 
-    async def until(self, condition: Callable[[], Any]) -> Any:
+    async def until(self, condition: Callable[[], T]) -> T:
         """The first true value of `condition`."""
         while not (value := condition()):
             await self._event.wait()
@@ -136,7 +138,7 @@ class Actor(HandlesRequests):
     After joining, `config` is the run's, `policy` the newest published one, `directory` the members by identity.
     """
 
-    role: ClassVar[str]
+    role: ClassVar[Role]
 
     def __init__(
         self, bus: Bus, master: str, index: int | None = None, door: Door | None = None, *,
@@ -149,7 +151,7 @@ class Actor(HandlesRequests):
         self.config: Config = None  # type: ignore[assignment]  # known from joining on
         self.policy: Policy = None  # type: ignore[assignment]
         self.directory: dict[str, Member] = {}
-        self.state = "stale"
+        self.state: State = "stale"
         self.activity = "starting"
         self._changed = Signal()
         self._patience = patience  # seconds, for a master that is not there yet
@@ -275,8 +277,9 @@ class Actor(HandlesRequests):
     async def _join_unless_stopped(self, address: str) -> bool:
         """Whether it has joined; whoever waits for a master can be told to leave."""
         joining = asyncio.create_task(self._join(address), name="join")
+        either: list[asyncio.Future[Any]] = [joining, self._stop]
         try:
-            await asyncio.wait([joining, self._stop], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
                 await joining
                 return True

@@ -12,7 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import structlog
@@ -21,14 +21,14 @@ from actors.runtime import Actor
 from areal import routing
 from areal.config import DataConfig, SamplingConfig, UserError
 from areal.conversation import Generation
-from areal.data import PromptSource, Row, open_source, prompt_text
+from areal.data import Row, open_source, prompt_text
 from areal.openai_api import Access
 from areal.reward_pool import Quarantine, RewardFailed, digest
 from areal.rewards import Result, combined
 from areal.routing import Load, fullness
 from areal.sandbox import Sandbox, SandboxError, open_sandbox
 from areal.tokens import load_tokenizer
-from areal.trajectory import Trajectory
+from areal.trajectory import Finish, Tokens, Trajectory
 from areal.workflows import Keep, resolve_workflow
 from protocols.errors import BusError, FencedError, HarmfulError, RefusedError
 from protocols.messages import Done, Generate, Member, Message, Score, Scored, ScoringFailed, TokenChunk
@@ -59,7 +59,7 @@ class Router:
     from `min_version` where there is another. `load`: places taken here, by identity; `told`: what generators have said
     of theirs."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: Sampler) -> None:
         self.actor = actor
         self.load: Counter[str] = Counter()
         self.told: dict[str, Load] = {}
@@ -211,7 +211,7 @@ class SampleSession:
         self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk], most: int, keep: Keep | None
     ) -> Generation:
         sampled = sum(len(part.tokens) for part in parts)
-        self.sequence = routing.Sequence(
+        self.sequence = sequence = routing.Sequence(
             name=f"{next(self._router.sequences)}",
             generator=generator.identity,
             since=asyncio.get_running_loop().time(),
@@ -221,7 +221,7 @@ class SampleSession:
             min_version=self.min_version,
         )
         request = Generate(
-            sequence=self.sequence.name,
+            sequence=sequence.name,
             tokens=np.concatenate([prompt, *(part.tokens for part in parts)]),
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
@@ -230,18 +230,18 @@ class SampleSession:
         )
         stream = self._router.actor.bus.peer(generator.address).stream(request, SEQUENCE_SECONDS)
         async with contextlib.aclosing(stream):
-            return await self._take(stream, generator, parts, keep)
+            return await self._take(stream, sequence, parts, keep)
 
     async def _take(
-        self, stream: AsyncIterator[Message], generator: Member, parts: list[TokenChunk], keep: Keep | None
+        self, stream: AsyncIterator[Message], sequence: routing.Sequence, parts: list[TokenChunk], keep: Keep | None
     ) -> Generation:
         """Add what arrives to `parts` until the sequence is finished, or ended by `keep`."""
         async for part in stream:
             if not isinstance(part, TokenChunk):
-                raise BusError(f"{generator.identity} streamed {part.kind!r}")
+                raise BusError(f"{sequence.generator} streamed {part.kind!r}")
             parts.append(part)
             self.tokens_sampled += len(part.tokens)
-            self.sequence = self.sequence.grown(len(part.tokens), self.min_version)
+            self.sequence = sequence = sequence.grown(len(part.tokens), self.min_version)
             if not self.started and len(part.versions):
                 self.started = True
                 self._on_start(int(part.versions[0]))
@@ -250,7 +250,7 @@ class SampleSession:
                 return _joined(parts, "stop", end)
             if part.finish is not None:  # what the stream still has to say must not undo this
                 return _joined(parts, part.finish)
-        raise BusError(f"{generator.identity} ended a sequence without a finish")
+        raise BusError(f"{sequence.generator} ended a sequence without a finish")
 
     async def run_python(self, code: str) -> str:
         """Raises SampleFailed where the sandbox fails, not the code."""
@@ -263,7 +263,7 @@ class SampleSession:
     def endpoint(self) -> AbstractAsyncContextManager[Access]:
         return self._router.actor.endpoint.serve(self)
 
-    async def score(self, completion: str, tokens: Sequence[int] | None = None) -> float:
+    async def score(self, completion: str, tokens: Tokens | None = None) -> float:
         """Raises SampleFailed where a reward failed on every attempt."""
         rewards = self._row.reward or self._router.actor.config.reward.functions
         results = {name: await self._score_by(name, completion, tokens) for name in rewards}
@@ -271,7 +271,7 @@ class SampleSession:
         score, self.reward_parts = combined(rewards, results)
         return score
 
-    async def _score_by(self, name: str, completion: str, tokens: Sequence[int] | None) -> Result:
+    async def _score_by(self, name: str, completion: str, tokens: Tokens | None) -> Result:
         actor = self._router.actor
         request = Score(
             function=name, prompt=prompt_text(self._row.prompt), completion=completion, row=self._row.fields,
@@ -307,7 +307,7 @@ class SampleSession:
                 await self._router.avoid(member)
 
 
-def _joined(parts: Sequence[TokenChunk], finish: str, end: int | None = None) -> Generation:
+def _joined(parts: Sequence[TokenChunk], finish: Finish, end: int | None = None) -> Generation:
     return Generation(
         tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)])[:end],
         logprobs=np.concatenate([np.zeros(0, np.float32), *(part.logprobs for part in parts)])[:end],
@@ -316,11 +316,18 @@ def _joined(parts: Sequence[TokenChunk], finish: str, end: int | None = None) ->
     )
 
 
+class Prompts(Protocol):
+    """Where rows come from (areal.data.PromptSource)."""
+
+    def row(self, index: int) -> Row: ...
+    def heldout(self, i: int) -> Row: ...
+
+
 class Sampler(Actor):
     """Base of the roles that run the workflow on rows of the run's data. `scored`: what rewards and workflows gave."""
 
     def __init__(
-        self, *args: Any, open_source: Callable[[DataConfig, int], PromptSource] = open_source,
+        self, *args: Any, open_source: Callable[[DataConfig, int], Prompts] = open_source,
         load_tokenizer: Callable[[str], Any] = load_tokenizer, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)

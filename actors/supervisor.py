@@ -79,7 +79,7 @@ class Deaths:
         self.progress = progress
         if self.in_vain >= DEATHS_IN_VAIN:
             return None
-        return min(FIRST_PAUSE_SECONDS * 2 ** (self.early - 1), LONGEST_PAUSE_SECONDS)
+        return min(FIRST_PAUSE_SECONDS * 2.0 ** (self.early - 1), LONGEST_PAUSE_SECONDS)
 
 
 @dataclass(slots=True)
@@ -100,8 +100,8 @@ class Child:
         return f"{self.role}/{self.index}"
 
     @property
-    def running(self) -> bool:
-        return self.process is not None and self.process.returncode is None
+    def running(self) -> asyncio.subprocess.Process | None:
+        return self.process if self.process is not None and self.process.returncode is None else None
 
     @property
     def last_line(self) -> str:
@@ -151,14 +151,14 @@ class Supervisor:
 
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
-                self._master = self._add("master", 0, master_arguments)
-                tasks.create_task(self._keep(self._master), name="master/0")
-                await self._until_answers(bus, address)
+                self._master = master = self._add("master", 0, master_arguments)
+                tasks.create_task(self._keep(master), name="master/0")
+                await self._until_answers(master, bus, address)
                 self._folder = folder
                 for role, count in roles_of(config):
                     for index in range(count):
                         words = ["--index", str(index), "--master", address, *options]
-                        child = self._add(role, index, lambda words=words: words)
+                        child = self._add(role, index, words.copy)
                         tasks.create_task(self._keep(child), name=child.name)
                 await self._view(bus, address, config, shown)
 
@@ -177,7 +177,7 @@ class Supervisor:
                 for role in roles:
                     more = arguments + rewards if role == "reward" else arguments
                     index = sum(child.role == role for child in self.children)
-                    child = self._add(role, index, lambda more=more: more)
+                    child = self._add(role, index, more.copy)
                     tasks.create_task(self._keep(child), name=child.name)
             self._finish(Ending(True, "every role reached its end"))
 
@@ -192,8 +192,9 @@ class Supervisor:
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> Ending:
         """Do the work until somebody calls `_finish`, then stop everything. Raises what the work raises."""
         working = asyncio.create_task(work, name="supervision")
+        either: list[asyncio.Future[Any]] = [working, self._over]
         try:
-            await asyncio.wait([working, self._over], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 await working
             return await self._over
@@ -221,9 +222,9 @@ class Supervisor:
             view.cancel()
             await asyncio.gather(view, return_exceptions=True)
 
-    async def _until_answers(self, bus: Bus, address: str) -> None:
+    async def _until_answers(self, master: Child, bus: Bus, address: str) -> None:
         """The master may first have to make the quickstart's model: its lines are shown meanwhile."""
-        showing = asyncio.create_task(self._show_master())
+        showing = asyncio.create_task(self._show_last_lines(master))
         try:
             while True:
                 try:
@@ -234,12 +235,12 @@ class Supervisor:
         finally:
             showing.cancel()
 
-    async def _show_master(self) -> None:
+    async def _show_last_lines(self, child: Child) -> None:
         shown = ""
         while True:
             await asyncio.sleep(0.2)
-            if self._master.tail and self._master.tail[-1] != shown:
-                shown = self._master.tail[-1]
+            if child.tail and child.tail[-1] != shown:
+                shown = child.tail[-1]
                 self._say(shown)
 
     def _say(self, line: str) -> None:
@@ -292,13 +293,15 @@ class Supervisor:
 
     async def _end_of(self, child: Child) -> int:
         """The exit code of a child that has ended, with all that it started."""
-        code = await child.process.wait()
+        process, pump = child.process, child.pump
+        assert process is not None and pump is not None  # it was started
+        code = await process.wait()
         try:
-            os.killpg(child.process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass  # it left nothing behind
-        await asyncio.wait([child.pump], timeout=LAST_WORDS_SECONDS)
-        child.pump.cancel()
+        await asyncio.wait([pump], timeout=LAST_WORDS_SECONDS)
+        pump.cancel()
         return code
 
     async def _pump(self, child: Child, pipe: IO[bytes]) -> None:
@@ -331,7 +334,7 @@ class Supervisor:
         if code in (END, FAILED):
             return Ending(code == END, child.last_line)
         summary = self._summary()
-        return summary and Ending(summary["ok"], summary["reason"])
+        return Ending(summary["ok"], summary["reason"]) if summary else None
 
     def _progress(self) -> int:
         return _size(self._folder / "metrics.jsonl") if self._folder else 0
@@ -347,22 +350,22 @@ class Supervisor:
         """The master first: it tells the others that the run is over, and they leave."""
         begun = asyncio.get_running_loop().time()
         if self._master is not None:
-            if self._master.running:
-                self._master.process.terminate()
+            if process := self._master.running:
+                process.terminate()
             await self._until_ended(FAREWELL_SECONDS)
         for child in self.children:
-            if child.running and child is not self._master:
-                child.process.terminate()
+            if child is not self._master and (process := child.running):
+                process.terminate()
         await self._until_ended(begun + STOP_SECONDS - asyncio.get_running_loop().time())
         for child in self.children:
-            if child.running:
+            if process := child.running:
                 self._say(f"{child.name} is killed: it did not stop")
-                os.killpg(child.process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
             if child.process is not None:
                 await self._end_of(child)
 
     async def _until_ended(self, timeout: float) -> None:
-        ends = [asyncio.create_task(child.process.wait()) for child in self.children if child.running]
+        ends = [asyncio.create_task(process.wait()) for child in self.children if (process := child.running)]
         if ends:
             await asyncio.wait(ends, timeout=timeout)
 

@@ -23,7 +23,7 @@ Step = dict[str, Any]
 
 
 def _share(record: Step, *seconds: str) -> float:
-    return sum(record.get(name) or 0.0 for name in seconds) / max(record["step_seconds"], 1e-9)
+    return float(sum(record.get(name) or 0.0 for name in seconds) / max(record["step_seconds"], 1e-9))
 
 
 # Title, value of a step, how it is written.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,8 +82,8 @@ class Learner(Protocol):
 
 class Trainer(Actor):
     role = "trainer"
-    _learner: Learner | None = None
-    _spool: Spool | None = None
+    _started: Learner | None = None
+    _opened: Spool | None = None
 
     def __init__(
         self, *args: Any, start_learner: Callable[[Config], Awaitable[Learner]] = Ranks.start,
@@ -97,12 +97,12 @@ class Trainer(Actor):
         self._trained: dict[int, tuple[str, ...]] = {}  # groups by step, as far as no checkpoint covers it
         self._fresh: dict[str, Group] = {}  # of the spool's groups those that are in memory still, oldest first
         self._publication: asyncio.Task[None] | None = None  # the last one, of which the next step need not wait
-        self._seconds: Counter[str] = Counter()  # since the last commit, by what they were spent on
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # since the last commit, by what they were spent on
 
     async def setup(self) -> None:
         self.activity = "starting DeepSpeed"
-        self._spool = await asyncio.to_thread(self._open_spool, self.config.folder / "spool.db")
-        self._learner = await self._start_learner(self.config)
+        self._opened = await asyncio.to_thread(self._open_spool, self.config.folder / "spool.db")
+        self._started = await self._start_learner(self.config)
         self._guard = Guard(self.config.guard)
         await self._recover()
 
@@ -122,25 +122,35 @@ class Trainer(Actor):
         await self.ask_master(TrainingFinished(), Done)
 
     async def teardown(self) -> None:
-        if self._learner is not None:
-            self._learner.close()
-        if self._spool is not None:
-            self._spool.close()
+        if self._started is not None:
+            self._started.close()
+        if self._opened is not None:
+            self._opened.close()
         if self.config and self.config.weights.folder and self._stop.done() and self._stop.result().ok:
             # Often memory, and of no use to anybody now.
             await asyncio.to_thread(shutil.rmtree, self.config.weights_folder, ignore_errors=True)
 
     def stats(self) -> dict[str, float]:
-        if self._learner is None:
+        if self._started is None:
             return {}
-        return {"work_done": self._learner.work_done, "weight_bytes_sent": self._weight_server.bytes_sent}
+        return {"work_done": self._started.work_done, "weight_bytes_sent": self._weight_server.bytes_sent}
+
+    @property
+    def _learner(self) -> Learner:
+        assert self._started is not None  # by setup, before anything else
+        return self._started
+
+    @property
+    def _spool(self) -> Spool:
+        assert self._opened is not None
+        return self._opened
 
     # --- the spool
 
     @handles(StoreGroup)
-    async def store_group(self, request: Request) -> Done:
-        stored: StoreGroup = request.message
-        if self._learner is None:
+    async def store_group(self, request: Request[StoreGroup]) -> Done:
+        stored = request.message
+        if self._started is None:
             raise BusyError("this trainer is not ready yet")
         try:
             trajectories = tuple(
@@ -302,7 +312,7 @@ class Trainer(Actor):
         return Policy(lineage=self._lineage, version=self._version, folder=str(folder))
 
     @handles(FetchWeights)
-    def send_weights(self, request: Request) -> AsyncIterator[Message]:
+    def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
         return self._weight_server.serve(request)
 
     def _weights(self, version: int, lineage: int | None = None) -> Path:

@@ -57,9 +57,9 @@ class WeightServer:
             self._drop(old)
         self._progress.notify()
 
-    async def serve(self, request: Request) -> AsyncGenerator[Message, None]:
+    async def serve(self, request: Request[FetchWeights]) -> AsyncGenerator[Message, None]:
         """The answer to FetchWeights. Raises BusError: RefusedError for a version that is gone."""
-        asked: FetchWeights = request.message
+        asked = request.message
         holding = await self._holding((asked.lineage, asked.version))
         base = self._base(asked.base, holding)
         yield WeightFiles(files=tuple(_described(file) for file in holding.manifest.files))
@@ -106,7 +106,7 @@ class WeightFetcher(WeightServer):
         self.seconds = 0.0
         self._generator = generator
         self._config = generator.config.weights
-        self._sources = Sources(generator.index)
+        self._sources = Sources(generator.index or 0)
         mark = generator.bus.identity.name.rpartition("#")[2]
         # One of the same index that was replaced may not know it yet.
         self._folder = generator.config.weights_folder / f"generator-{generator.index}-{mark}"

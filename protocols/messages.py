@@ -124,6 +124,7 @@ class Done(Message):
 
 # --- membership
 
+Role = Literal["generator", "rollout_manager", "reward", "trainer", "evaluator"]
 State = Literal["stale", "healthy", "draining"]
 """`stale`: not ready yet. `draining`: takes nothing new and is about to leave."""
 
@@ -156,7 +157,7 @@ class Member(Part):
 
 
 class Join(Message):
-    role: Literal["generator", "rollout_manager", "reward", "trainer", "evaluator"]
+    role: Role
     index: Annotated[int, Field(ge=0, le=1 << 20)] | None
     address: Address
 

@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import AsyncGeneratorType
-from typing import NamedTuple, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from protocols.codec import Frame, Header, decode_body, decode_header, encode, encode_body, encode_header
 from protocols.errors import (
@@ -43,6 +43,8 @@ MAX_PENDING_PER_PEER = 4096
 # Of all peers together, who may call themselves what they like.
 MAX_PENDING = 16 * MAX_PENDING_PER_PEER
 
+M = TypeVar("M", bound=Message, covariant=True)
+
 
 @dataclass(slots=True)
 class Identity:
@@ -51,10 +53,10 @@ class Identity:
     name: str
 
 
-class Request(NamedTuple):
+class Request(NamedTuple, Generic[M]):
     """A request as a handler sees it. `deadline` is in the loop's time."""
 
-    message: Message
+    message: M
     sender: str
     deadline: float
 
@@ -66,7 +68,7 @@ class Request(NamedTuple):
 
 _Key = tuple[str, str]  # of a request: its sender and its id
 _Parts = AsyncGeneratorType[Message, None]
-Handler = Callable[[Request], Awaitable[Message] | _Parts]
+Handler = Callable[[Request[Message]], Awaitable[Message] | _Parts]
 
 
 class Server:
@@ -168,7 +170,7 @@ class Server:
         if not self._pending[key[0]]:
             del self._pending[key[0]]
 
-    async def _answer(self, key: _Key, call: _Call, request: Request) -> None:
+    async def _answer(self, key: _Key, call: _Call, request: Request[Message]) -> None:
         crash: Exception | None = None
         try:
             result = self._handle(request)
@@ -305,7 +307,7 @@ class Peer:
             self._shut(id, inbox)
         raise DeadlineError(f"no answer to {message.kind!r} from {self.address} within {timeout:g} s")
 
-    async def stream(self, message: Message, timeout: float) -> AsyncIterator[Message]:
+    async def stream(self, message: Message, timeout: float) -> AsyncGenerator[Message, None]:
         """The parts of a stream that must end within `timeout` seconds.
 
         Raises StreamBrokenError where a part is missing or the server falls silent, DeadlineError at the deadline.
