@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -22,7 +22,7 @@ from areal.data import Row
 from areal.engines.generation import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
 from areal.reward_pool import RewardFailed
 from areal.rewards import Result
-from areal.trajectory import Group
+from areal.trajectory import Finish, Group, Tokens
 
 # Log-probs are -(serial + 1) / SCALE: exact in float32 for as many files as a simulation ever writes.
 SCALE = 4096.0
@@ -149,7 +149,7 @@ class SimEngine:
 
     async def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         await self._admits.wait()
         if self._error is not None:
             raise self._error
@@ -179,8 +179,7 @@ class SimEngine:
             raise self._error
         self._on_load(self, version)
         weights = self._files.folders.get(str(folder))
-        lost = weights is None or (self._mishaps.load_fails and self._random.random() < self._mishaps.load_fails)
-        if lost:
+        if weights is None or (self._mishaps.load_fails and self._random.random() < self._mishaps.load_fails):
             self.unloadable.add(str(folder))
             raise WeightLoadError(f"{folder} cannot be read")
         if self._finishes_first:
@@ -192,8 +191,7 @@ class SimEngine:
         try:
             await asyncio.sleep(self._pace.load * (0.5 + self._random.random()))
             if self._mishaps.load_tears and self._random.random() < self._mishaps.load_tears:
-                self._fail(EngineError(f"Loading {folder} failed half-way, so the weights may be torn"))
-                raise self._error
+                raise self._fail(EngineError(f"Loading {folder} failed half-way, so the weights may be torn"))
         finally:
             self._paused = False
             self._admits.set()
@@ -231,10 +229,11 @@ class SimEngine:
         self._fail(EngineError("The engine was closed."))
         await asyncio.sleep(0.01)
 
-    def _fail(self, error: EngineError) -> None:
-        self._error = self._error or error
+    def _fail(self, error: EngineError) -> EngineError:
+        self._error = first = self._error or error
         for stream in self._streams.values():
-            stream.fail(self._error)
+            stream.fail(first)
+        return first
 
 
 class _Stream:
@@ -312,7 +311,7 @@ class _Stream:
         n = sum(part[0] for part in parts)
         tokens = tokens_at(self._at, n, self._engine._tokens_generated)
         self._at += n
-        finish = None if self._left else ("stop" if self._stops else "length")
+        finish: Finish | None = None if self._left else ("stop" if self._stops else "length")
         if len(parts) == 1:
             _, weights, version = parts[0]
             logprobs, versions = np.full(n, weights.logprob, np.float32), np.full(n, version, np.int32)
@@ -395,9 +394,9 @@ def next_content(content: bytes, groups: Sequence[Group]) -> bytes:
     for group in groups:
         digest.update(group.id.encode())
         for part in group.trajectories:
-            digest.update(np.ascontiguousarray(part.tokens))
-            digest.update(np.ascontiguousarray(part.logprobs))
-            digest.update(np.ascontiguousarray(part.versions))
+            digest.update(np.ascontiguousarray(part.tokens).data)
+            digest.update(np.ascontiguousarray(part.logprobs).data)
+            digest.update(np.ascontiguousarray(part.versions).data)
             digest.update(repr(part.reward).encode())
     return digest.digest()
 
@@ -417,7 +416,9 @@ class SimRewards:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def score(self, function: str, prompt: str, completion: str, row: dict[str, Any], tokens: Any) -> Result:
+    async def score(
+        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
+    ) -> Result:
         await asyncio.sleep(self._pace.score * (0.5 + self._random.random()))
         if self._mishaps.score_fails and self._random.random() < self._mishaps.score_fails:
             raise RewardFailed("it raised", "raised")

@@ -27,10 +27,10 @@ class FailPoints:
         for point in world.plan.points:
             self._waiting.setdefault((point.role, point.kind), []).append(point)
 
-    def watched(self, one: Incarnation, handle: Callable) -> Callable:
+    def watched(self, one: Incarnation, handle: Callable[..., Any]) -> Callable[..., Any]:
         """The handler of a process's front door, which the process may not survive."""
 
-        def handler(request: Request) -> Any:
+        def handler(request: Request[Message]) -> Any:
             point = self._due(one, request.message.kind)
             if point is not None and point.point == "before":
                 self._die(one, point)
@@ -61,7 +61,7 @@ class FailPoints:
             one.loop.before_work = die
         elif point.point == "worked":
             one.loop.after_work = die
-        result = await answer
+        result: Message = await answer
         if point.point == "handled":
             die()
             await _never()
@@ -77,8 +77,8 @@ class FailPoints:
         self._die(one, point)
         await _never()
 
-    async def _heard(self, one: Incarnation, request: Request, answer: Any) -> Message:
-        result = await answer
+    async def _heard(self, one: Incarnation, request: Request[Message], answer: Any) -> Message:
+        result: Message = await answer
         journaled = one.actor.journal.marks.pop(asyncio.current_task(), 0)
         self._world.oracle.answered(request.sender, request.message.kind, journaled, result)
         return result

@@ -13,9 +13,10 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVarTuple
 from weakref import WeakSet
 
+Ts = TypeVarTuple("Ts")
 Call = Callable[..., Any]
 Future = asyncio.Future
 _set_running_loop = asyncio._set_running_loop
@@ -34,7 +35,7 @@ class Stuck(Exception):
     """Callbacks call each other for ever, and virtual time stands still."""
 
 
-class Handle(list):
+class Handle(list[Any]):
     """A callback that is due, or will be at a time of its loop: [callback, arguments, loop, context, when].
 
     `callback` is None once it is cancelled; `loop` is None for one of the world itself, `context` for what comes from
@@ -51,7 +52,8 @@ class Handle(list):
         return self[0] is None
 
     def when(self) -> float:
-        return self[4]
+        when: float = self[4]
+        return when
 
 
 class Scheduler:
@@ -143,6 +145,7 @@ class Task(asyncio.Task[Any]):
     """A task whose place in a set does not depend on its address: task groups cancel in the order of a set."""
 
     __slots__ = ("_serial",)
+    _serial: int
 
     def __hash__(self) -> int:
         return self._serial
@@ -238,7 +241,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             self._ready.append(handle)
         return handle
 
-    call_soon_threadsafe = call_soon
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_at(self, when: float, callback: Call, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
         handle = Handle((callback, args, self, context or copy_context(), when))
@@ -292,7 +295,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             self.after_work()
         self.scheduler.call_at(until, _resolve, future, result, error, loop=self)
 
-    def add_signal_handler(self, sig: int, callback: Call, *args: Any) -> None:
+    def add_signal_handler(self, sig: int, callback: Callable[[*Ts], object], *args: *Ts) -> None:
         self.signals[sig] = (callback, args)
 
     def remove_signal_handler(self, sig: int) -> bool:
@@ -324,7 +327,8 @@ def _close(coroutine: Any) -> None:
     """Whatever its `finally` blocks do, or wait for, in a process that is dead."""
     for _ in range(CLOSE_ATTEMPTS):
         try:
-            return coroutine.close()
+            coroutine.close()
+            return
         except (Exception, asyncio.CancelledError):
             pass
 

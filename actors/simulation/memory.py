@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from actors.simulation.oracle import Violation
 
 if TYPE_CHECKING:
-    from actors.simulation.world import Incarnation, Model
+    from actors.simulation.model import Model
+    from actors.simulation.world import Incarnation
 
 # Links to actors that have just left, or are just being started again.
 SPARE_LINKS = 6

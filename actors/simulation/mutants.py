@@ -18,7 +18,7 @@ from actors.trainer import Trainer
 from areal.guard import Guard
 from areal.ledger import Ledger
 from areal.trajectory import Group
-from protocols.codec import decode_header, encode_header
+from protocols.codec import Frame, decode_header, encode_header
 from protocols.messages import Recovery
 from protocols.transport import Peer, Server
 
@@ -39,7 +39,7 @@ def no_deduplication() -> Iterator[None]:
     """A server handles a repeated request again."""
     receive, forget = Server._receive, Server._forget
 
-    def receive_anew(server: Server, frames: list[bytes]) -> None:
+    def receive_anew(server: Server, frames: list[Frame]) -> None:
         header = decode_header(frames[1:])
         if header.id:
             server._answers.pop((header.sender, header.id), None)
@@ -75,7 +75,7 @@ def replies_not_matched() -> AbstractContextManager[None]:
     """Whoever has waited longest gets the reply, whatever it answers."""
     receive = Peer._receive
 
-    def receive_for_anyone(peer: Peer, frames: list[bytes]) -> None:
+    def receive_for_anyone(peer: Peer, frames: list[Frame]) -> None:
         header = decode_header(frames)
         if header.reply_to and peer._waiting:
             frames = [encode_header(header._replace(reply_to=next(iter(peer._waiting)))), *frames[1:]]

@@ -25,7 +25,7 @@ RECONNECT_SECONDS = 0.2
 # Between two messages on one connection.
 SPACING = 1e-6
 
-Watch = Callable[["SimNetwork", "SimNetwork", list[bytes], str], None]
+Watch = Callable[["SimNetwork", "SimNetwork", list[Frame], str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Wire:
             when = self.scheduler.now + self.random.random() * RECONNECT_SECONDS
             self.scheduler.call_at(when, self.call, caller)
 
-    def _later(self, silently: bool, callback: Callable, *args: Any) -> None:
+    def _later(self, silently: bool, callback: Callable[..., object], *args: Any) -> None:
         delay = SILENT_DEATH_SECONDS if silently else self.weather.latency
         self.scheduler.call_at(self.scheduler.now + delay, callback, *args)
 
@@ -165,7 +165,7 @@ class Wire:
 
     # --- messages
 
-    def carry(self, source: SimNetwork, target: _Link, way: _Way, frames: list[bytes]) -> None:
+    def carry(self, source: SimNetwork, target: _Link, way: _Way, frames: list[Frame]) -> None:
         """Bring a message to `target`, or not. `way`: this direction of this connection."""
         self.sent += 1
         scheduler, weather = self.scheduler, self.weather
@@ -184,7 +184,7 @@ class Wire:
             self.watch(source, target.network, frames, fate)
 
     def _carry_through(
-        self, weather: Weather, source: SimNetwork, target: _Link, way: _Way, frames: list[bytes], when: float
+        self, weather: Weather, source: SimNetwork, target: _Link, way: _Way, frames: list[Frame], when: float
     ) -> str:
         """Returns the message's fate: empty where it arrives as it should."""
         chance, fate = self.random.random, ""
@@ -220,7 +220,7 @@ class SimNetwork:
         self.name = name
         self.loop = loop
         self.on_answer: Callable[[], None] | None = None
-        self.on_publish: Callable[[list[bytes]], None] | None = None
+        self.on_publish: Callable[[list[Frame]], None] | None = None
         self._links: list[_Link] = []
 
     @property
@@ -283,7 +283,7 @@ class _Link:
     def shut(self, silently: bool) -> None:
         raise NotImplementedError
 
-    def deliver(self, frames: list[bytes], epoch: int, caller: _Caller) -> None:
+    def deliver(self, frames: list[Frame], epoch: int, caller: _Caller) -> None:
         """In the owner's process. A message of a connection that was reset meanwhile is lost."""
         if self.closed or epoch != caller.epoch:
             return
@@ -333,7 +333,7 @@ class _Publication(_Door):
         network = self.network
         if not network.lives:
             return
-        copies = [bytes(frame) for frame in frames]
+        copies: list[Frame] = [bytes(frame) for frame in frames]
         for caller in list(self.callers.values()):
             network.wire.carry(network, caller, caller.from_door, copies)
         if network.on_publish is not None:
@@ -351,7 +351,7 @@ class _Caller(_Link):
         self.epoch = 0
         self.to_door = _Way(self)
         self.from_door = _Way(self)
-        self._waiters: list[asyncio.Future] = []
+        self._waiters: list[asyncio.Future[None]] = []
 
     def send(self, frames: list[Frame]) -> None:
         if self.closed:
@@ -390,7 +390,7 @@ class _Caller(_Link):
                 waiter.set_result(None)
 
 
-def _no_receive(frames: list[bytes]) -> None:
+def _no_receive(frames: list[Frame]) -> None:
     raise AssertionError("a publisher receives nothing")
 
 

@@ -18,6 +18,7 @@ from actors.simulation.loop import Scheduler
 from areal.config import Config
 from areal.ledger import ZERO_SIGNAL, Ledger
 from areal.trajectory import Group, Trajectory
+from protocols.codec import Frame
 from protocols.messages import Message
 
 
@@ -315,7 +316,7 @@ class Oracle:
         if policy is not None:
             self._is_on_disk((policy.lineage, policy.version), sender)
 
-    def published(self, frames: list[bytes]) -> None:
+    def published(self, frames: list[Frame]) -> None:
         """The master has published this event."""
         if msgpack.unpackb(frames[0])["kind"] == "policy_published":
             policy = msgpack.unpackb(frames[1])["policy"]

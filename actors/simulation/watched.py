@@ -16,6 +16,7 @@ from areal.data import Row
 from areal.journal import Journal
 from areal.spool import Spool
 from areal.trajectory import Trajectory
+from protocols.codec import Frame, Header
 from protocols.messages import AskEvaluation, EvaluationDone, Message
 from protocols.transport import Bus
 
@@ -38,13 +39,14 @@ class WatchedBus(Bus):
 
     def serve(self, address: str, handle: Callable[..., Any], on_crash: Callable[..., Any]) -> str:
         bound = super().serve(address, self.watch(handle), on_crash)
+        assert self.server is not None  # it serves now
         start, on_start = self.server._start, self.on_start
 
-        def watched(key: tuple[str, str], *rest: Any) -> None:
+        def watched(key: tuple[str, str], route: Frame, header: Header, frames: list[Frame]) -> None:
             on_start(key)
-            start(key, *rest)
+            start(key, route, header, frames)
 
-        self.server._start = watched
+        self.server._start = watched  # type: ignore[method-assign]
         return bound
 
 

@@ -63,7 +63,7 @@ from actors.trainer import Trainer
 from areal.config import UserError
 from areal.engines.generation import EngineError
 from areal.spool import Spool, SpoolError
-from protocols.codec import decode_body, decode_header
+from protocols.codec import Frame, decode_body, decode_header
 
 # What the master's end leaves the others to leave in, and what is then told to.
 AFTERMATH_SECONDS = 20.0
@@ -128,7 +128,7 @@ class Incarnation:
         self.network = network
         self.mark = mark
         self.actor: Any = None
-        self.bus: WatchedBus | None = None
+        self.bus: WatchedBus  # from its first moment on
         self.task: asyncio.Task[Any] | None = None
         self.restart_after: float | None = None
         self.stays_away = False
@@ -188,7 +188,7 @@ class World:
         violation = self.violation
         return Result(
             self.seed,
-            violation and violation.what,
+            violation.what if violation else None,
             violation.about if violation else (),
             crc32(repr((self.scheduler.callbacks, round(self.scheduler.now, 9))).encode(), self.wire.digest),
             self.scheduler.now,
@@ -239,7 +239,9 @@ class World:
             return
         process.lives += 1
         offset = self.random.uniform(0.0, 1000.0)  # clocks of two boots have nothing in common
-        loop = ProcessLoop(self.scheduler, f"{process.name}~{process.lives}", offset, lambda: self._latency(process))
+        loop = ProcessLoop(  # type: ignore[abstract]  # asyncio asks no more of a loop than this one has
+            self.scheduler, f"{process.name}~{process.lives}", offset, lambda: self._latency(process)
+        )
         loop.on_exception = self._unhandled
         network = SimNetwork(self.wire, process.name, loop)
         one = Incarnation(process, loop, network, f"m{next(self._marks)}")
@@ -257,13 +259,14 @@ class World:
         one.bus.watch = functools.partial(self._points.watched, one)
         one.bus.on_start = functools.partial(self.oracle.called, one.loop.name)
         one.actor = self._make(one)
-        return await one.actor.run()
+        ending: Ending = await one.actor.run()
+        return ending
 
     def _make(self, one: Incarnation) -> Any:
         if one.role == "master":
             return self._make_master(one)
         pace, mishaps, random = self.model.pace, self.plan.mishaps, self.random
-        common = {
+        common: dict[str, Any] = {
             "index": one.process.index,
             "door": Door(one.process.name, one.process.name),
             "keep_log": _keep_no_log,
@@ -281,16 +284,13 @@ class World:
                 )
             case "reward":
                 return Reward(one.bus, MASTER, **common, make_pool=lambda *args: SimRewards(pace, mishaps, random))
-        role = {"rollout_manager": RolloutManager, "evaluator": WatchedEvaluator}[one.role]
-        actor = role(
-            one.bus,
-            MASTER,
-            **common,
-            open_source=lambda config, seed: SimSource(),
-            load_tokenizer=lambda name: SimTokenizer(),
-        )
-        actor.oracle = self.oracle
-        return actor
+        common["open_source"] = lambda config, seed: SimSource()
+        common["load_tokenizer"] = lambda name: SimTokenizer()
+        if one.role == "rollout_manager":
+            return RolloutManager(one.bus, MASTER, **common)
+        evaluator = WatchedEvaluator(one.bus, MASTER, **common)
+        evaluator.oracle = self.oracle
+        return evaluator
 
     def _make_master(self, one: Incarnation) -> Master:
         journal = WatchedJournal(self._disk(one, empty_journal()))
@@ -510,7 +510,7 @@ class World:
 
     # --- the trace
 
-    def _trace_message(self, source: SimNetwork, target: SimNetwork, frames: list[bytes], fate: str) -> None:
+    def _trace_message(self, source: SimNetwork, target: SimNetwork, frames: list[Frame], fate: str) -> None:
         try:
             header = decode_header(frames)
         except Exception:

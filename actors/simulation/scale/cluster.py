@@ -7,7 +7,7 @@ import contextlib
 import sqlite3
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 import structlog
+from structlog.typing import EventDict
 
 from actors.addresses import Door
 from actors.generator import Generator
@@ -34,7 +35,7 @@ from areal.config import Config
 from areal.journal import Journal
 from areal.spool import Spool
 from protocols import transport
-from protocols.network import Frame
+from protocols.codec import Frame
 from protocols.transport import Bus
 
 # Time between keep-alives of a stream: 2 s in a real run. It only spares the simulation's own time.
@@ -56,7 +57,7 @@ class MeteredScheduler(Scheduler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.real_seconds: Counter[str] = Counter()
+        self.real_seconds: defaultdict[str, float] = defaultdict(float)
         self._begun = 0.0
         self._entered = 0.0
         self._current = ""
@@ -64,7 +65,7 @@ class MeteredScheduler(Scheduler):
     def cpu(self) -> Counter[str]:
         """CPU seconds of each process so far. The clock of the CPU is slow to read, so it is read here only, and what
         others took of this core meanwhile is shared out evenly."""
-        share = (time.thread_time() - self._begun) / (self.real_seconds.total() or 1.0)
+        share = (time.thread_time() - self._begun) / (sum(self.real_seconds.values()) or 1.0)
         return Counter({name: seconds * share for name, seconds in self.real_seconds.items()})
 
     def run(self, until: float) -> None:
@@ -129,7 +130,7 @@ class Cluster:
         self._lengths = Lengths(setup)
         self._random = Random(setup.seed)
         self._loops: list[ProcessLoop] = []
-        self._tasks: list[asyncio.Task] = []
+        self._tasks: list[asyncio.Task[Any]] = []
         self._marks: list[Mark] = []
         self._failure: str | None = None
 
@@ -188,7 +189,7 @@ class Cluster:
 
     def _start(self, role: str, index: int, at: float) -> None:
         name = f"{role}-{index}"
-        loop = ProcessLoop(self.scheduler, name, 0.0, lambda: DISK_SECONDS)
+        loop = ProcessLoop(self.scheduler, name, 0.0, lambda: DISK_SECONDS)  # type: ignore[abstract]  # as in world
         loop.on_exception = lambda loop, context: self.fail(f"{loop.name}: {context.get('exception')!r}")
         self._loops.append(loop)
         identity = f"{role}/{'0' if role == 'master' else '?'}#{index:08x}"
@@ -202,7 +203,8 @@ class Cluster:
         self._tasks.append(task)
 
     def _make(self, role: str, index: int, bus: Bus) -> Any:
-        common = {"index": index, "door": Door(f"{role}-{index}", f"{role}-{index}"), "keep_log": lambda path: None}
+        door = Door(f"{role}-{index}", f"{role}-{index}")
+        common: dict[str, Any] = {"index": index, "door": door, "keep_log": lambda path: None}
         match role:
             case "master":
                 journal = Journal(_memory())
@@ -232,7 +234,7 @@ class Cluster:
     def _make_pool(self, *args: Any) -> Any:
         return SimRewards(Pace(), Mishaps(), self._random)
 
-    def _ended(self, role: str, task: asyncio.Task) -> None:
+    def _ended(self, role: str, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
         self.fail(f"a {role} ended: {error!r}" if error else f"a {role} ended: {task.result().reason}")
 
@@ -274,7 +276,7 @@ def _memory() -> sqlite3.Connection:
 def _quiet(logged: Counter[str]) -> Iterator[None]:
     """The actors' logs are only counted, garbage waits until the run is over, and what is cut off ends silently."""
 
-    def tally(logger: Any, method: str, event: dict[str, Any]) -> Any:
+    def tally(logger: Any, method: str, event: EventDict) -> EventDict:
         logged[f"{method}: {event['event']}"] += 1
         raise structlog.DropEvent
 

@@ -17,7 +17,7 @@ from actors.simulation.scale.lengths import Lengths
 from actors.simulation.scale.setups import GRAIN
 from areal.config import SamplingConfig
 from areal.engines.generation import Chunk, EngineError, EngineStats, LoadTimes
-from areal.trajectory import Group
+from areal.trajectory import Finish, Group
 
 # Tokens of a sequence in one message. The default of `generator.stream_interval` is 16: more messages, to the managers
 # alone. It only spares the simulation's own time.
@@ -41,7 +41,7 @@ class _Stream:
         self.labelled = 0
         self.parts: list[tuple[int, int]] = []
         self.chunks: deque[Chunk] = deque()
-        self.waiter: asyncio.Future | None = None
+        self.waiter: asyncio.Future[None] | None = None
 
     def go_on(self, begin: float, most: int) -> float:
         """Sample the next chunk from engine step `begin`; returns the step at which it is there."""
@@ -63,7 +63,7 @@ class _Stream:
         versions = np.repeat(versions, counts)
         self.parts.clear()
         n = len(versions)
-        finish = None if self.left else ("length" if self.cut else "stop")
+        finish: Finish | None = None if self.left else ("length" if self.cut else "stop")
         self.chunks.append(Chunk(np.zeros(n, np.int32), np.zeros(n, np.float32), versions, finish))
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
@@ -266,7 +266,7 @@ class ModelLearner:
 
     async def snapshot(self) -> None:
         await asyncio.sleep(self._costs.snapshot)
-        self.shares["publishing"] += self._costs.snapshot
+        self.shares.update({"publishing": self._costs.snapshot})
 
     async def write(self, folder: Path) -> None:
         await asyncio.sleep(self._costs.write)
