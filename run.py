@@ -9,13 +9,17 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
 from areal.config import Config, UserError, dump_config, load_config
 from areal.processes import KEYS, SUPERVISED, die_with_parent
 from areal.run_folder import configuration_to_resume
+
+if TYPE_CHECKING:
+    from actors.runtime import Actor, Ending
+    from actors.supervisor import Supervisor
 
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator", "monitor")
 # Nodes of a cluster start in any order.
@@ -204,7 +208,7 @@ def role_options(arguments: argparse.Namespace, ports: str) -> list[str]:
     return [word for option, value in options.items() if value for word in (option, value)]
 
 
-def stoppable(supervisor):
+def stoppable(supervisor: Supervisor) -> Supervisor:
     for sign in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sign, supervisor.interrupt, sign)
     return supervisor
@@ -235,7 +239,7 @@ def run_master(config: Config, resume: bool) -> int:
     folder = new or RunFolder.resume(config)
     write_log_file(folder.path / "logs" / "master-0.jsonl")
 
-    async def run():
+    async def run() -> Ending:
         bus = Bus(f"master/0#{incarnation()}", network)
         return await Master(bus, config, journal=journal, folder=folder).run()
 
@@ -294,7 +298,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
     if role == "trainer":
         join_ranks(arguments)
 
-    async def run():
+    async def run() -> Ending:
         return await build(role, arguments).run()
 
     try:
@@ -310,7 +314,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
     leave(3 if ending.fenced else 0 if ending.ok else 1)
 
 
-def build(role: str, arguments: argparse.Namespace):
+def build(role: str, arguments: argparse.Namespace) -> Actor:
     """The actor of a role. Only its own module is imported, and so only its own engine."""
     from importlib import import_module
 
