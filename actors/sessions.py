@@ -371,7 +371,7 @@ class Sampler(Actor):
         """One sample. Raises SampleFailed, also for what the user's own code raised: that is the sample's failure, not
         this actor's."""
         try:
-            return await self._workflow(session, row)
+            return (await self._workflow(session, row)).checked()
         except (SampleFailed, asyncio.CancelledError):
             raise
         except Exception as error:
