@@ -136,7 +136,7 @@ class OpenAIEndpoint:
 
 def _is_ours(record: logging.LogRecord) -> bool:
     """Not what a client has got wrong below HTTP, which it is answered: it may do so without end."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
 
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from areal.data import Row
 from areal.rewards import mean_parts, overlong_penalty
 from areal.routing import Load, plan_moves
 from areal.trajectory import Group, Trajectory
-from protocols.errors import BusError
+from protocols.errors import BusError, FencedError, RefusedError
 from protocols.messages import (
     AskPermits,
     Done,
@@ -228,7 +228,7 @@ class RolloutManager(Sampler):
         return replace(done, reward=done.reward - penalty)
 
     async def _store(self, group: Group, discarded: int, reward_parts: dict[str, float]) -> None:
-        """Until the trainer has it. A repeat is harmless: the group has its id."""
+        """Until the trainer has it. A repeat is harmless: the group has its id. Raises _GroupFailed."""
         request = StoreGroup(
             group=group.id,
             prompt_index=group.prompt_index,
@@ -247,6 +247,10 @@ class RolloutManager(Sampler):
                 await self.ask(self.with_role("trainer")[0].address, request, Done, STORE_SECONDS)
                 return
             except BusError as error:
+                # A fenced one has a successor.
+                if isinstance(error, RefusedError) and not isinstance(error, FencedError):
+                    sampled = sum(int(t.sampled.sum()) for t in group.trajectories)
+                    raise _GroupFailed(f"the trainer refused it: {error}", sampled + discarded) from None
                 log.warning("the trainer did not take a group", group=group.id, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
 
@@ -254,7 +258,7 @@ class RolloutManager(Sampler):
 class _GroupFailed(Exception):
     """`discarded`: tokens that were sampled for it."""
 
-    def __init__(self, why: SampleFailed, discarded: int) -> None:
+    def __init__(self, why: object, discarded: int) -> None:
         super().__init__(str(why))
         self.discarded = discarded
 

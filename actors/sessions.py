@@ -379,7 +379,7 @@ class Sampler(Actor):
         """One sample. Raises SampleFailed, also for what the user's own code raised: that is the sample's failure, not
         this actor's."""
         try:
-            done = await self._workflow(session, row)
+            done = (await self._workflow(session, row)).checked()
         except (SampleFailed, asyncio.CancelledError):
             raise
         except Exception as error:

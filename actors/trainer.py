@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-import numpy as np
 import structlog
 
 from actors.ranks import Ranks
@@ -27,7 +26,7 @@ from actors.weight_service import WeightServer
 from areal.config import Config
 from areal.guard import Guard
 from areal.spool import Spool
-from areal.trajectory import NOT_SAMPLED, Group, Trajectory
+from areal.trajectory import Group, Trajectory
 from areal.weight_files import Holding, Manifest
 from protocols.errors import BusyError, FencedError, RefusedError
 from protocols.messages import (
@@ -154,7 +153,7 @@ class Trainer(Actor):
             raise BusyError("this trainer is not ready yet")
         try:
             trajectories = tuple(
-                Trajectory(part.tokens, part.logprobs, part.versions, part.reward, part.finish)
+                Trajectory(part.tokens, part.logprobs, part.versions, part.reward, part.finish).checked()
                 for part in stored.trajectories
             )
             _check(trajectories, self._learner.vocab_size)
@@ -351,12 +350,9 @@ class Trainer(Actor):
 
 
 def _check(trajectories: Sequence[Trajectory], vocab_size: int) -> None:
-    """Raises ValueError for what no policy has sampled: a training step would fail on it, again after each restart."""
-    for one in trajectories:
-        if len(one) and not (one.tokens.min() >= 0 and one.tokens.max() < vocab_size):
-            raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
-        if not np.isfinite(one.logprobs).all() or (one.versions < NOT_SAMPLED).any():
-            raise ValueError("a log-prob is not finite, or a version is below that of a token that was not sampled")
+    """Raises ValueError where a training step would fail on a token."""
+    if not all(one.tokens.min() >= 0 and one.tokens.max() < vocab_size for one in trajectories):
+        raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
 
 
 def _metrics(groups: list[Group]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ the group `areal.rewards` of an installed package.
 from __future__ import annotations
 
 import inspect
-import math
 import numbers
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 
 from areal import addition, computer_algebra, math_answers, plugins, reasoning_tasks
 from areal.config import UserError
+from areal.trajectory import LARGEST_REWARD
 
 GROUP = "areal.rewards"
 NO_OPTIONS: Mapping[str, Any] = {}
@@ -160,8 +160,8 @@ def as_score(value: Any) -> float:
         score = float(value)
     except OverflowError as error:
         raise RewardError("the reward returned a number too large for a float") from error
-    if not math.isfinite(score):
-        raise RewardError(f"the reward returned {score}, not a finite number")
+    if not abs(score) <= LARGEST_REWARD:
+        raise RewardError(f"the reward returned {score}, not a finite number up to {LARGEST_REWARD:g}")
     return score
 
 

@@ -12,6 +12,8 @@ from typing import Literal
 import numpy as np
 
 NOT_SAMPLED = -1
+LARGEST_REWARD = 1e30
+"""Of either sign: the square of a sum of very many is a number still."""
 
 Finish = Literal["stop", "length"]
 Tokens = Sequence[int] | np.ndarray
@@ -43,6 +45,23 @@ class Trajectory:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def checked(self) -> Trajectory:
+        """The same with everything of the type above. Raises ValueError for what no policy has sampled, or nothing can
+        be learned from: a message could not carry it, or a training step would fail on it, again after each restart."""
+        tokens, versions = np.asarray(self.tokens, np.int32), np.asarray(self.versions, np.int32)
+        same = Trajectory(tokens, np.asarray(self.logprobs, np.float32), versions, float(self.reward), self.finish)
+        if not (tokens.ndim == same.logprobs.ndim == versions.ndim == 1):
+            raise ValueError("tokens, logprobs and versions are not all one-dimensional")
+        if not same.sampled.any():
+            raise ValueError("nothing was sampled")
+        if not np.isfinite(same.logprobs).all() or versions.min() < NOT_SAMPLED:
+            raise ValueError("a log-prob is not finite, or a version is below that of a token that was not sampled")
+        if not abs(same.reward) <= LARGEST_REWARD:
+            raise ValueError(f"a reward of {same.reward} is no score")
+        if same.finish not in ("stop", "length"):
+            raise ValueError(f"a finish of {same.finish!r} is neither 'stop' nor 'length'")
+        return same
 
     @property
     def sampled(self) -> np.ndarray:

@@ -46,6 +46,8 @@ T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
 Address = Annotated[Name, Field(pattern=r"^tcp://[^\s;]+:[1-9]\d{0,4}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
+# Sums over very many, and their squares, are numbers still.
+Number = Annotated[float, Field(ge=-1e100, le=1e100)]
 # The first that is wrong is enough: an error for each of a million would cost a gigabyte.
 Several = Annotated[tuple[T, ...], Field(fail_fast=True)]
 # What an actor says of itself, and everyone else has to hold.
@@ -201,8 +203,8 @@ class Span(Part):
     """Something an actor did, from `began` on, by its own clock, for `seconds`."""
 
     name: Name
-    began: float
-    seconds: float
+    began: Number
+    seconds: Number
 
 
 class Heartbeat(Message):
@@ -213,10 +215,10 @@ class Heartbeat(Message):
     state: State
     serves: Annotated[Several[Name], Field(max_length=MAX_STATS)]
     activity: Annotated[str, Field(max_length=512)]
-    stats: Annotated[dict[Name, float], Field(max_length=MAX_STATS)]
+    stats: Annotated[dict[Name, Number], Field(max_length=MAX_STATS)]
     engagement: Engagement | None = None
     spans: Annotated[Several[Span], Field(max_length=MAX_STATS)] = ()
-    clock: float = 0.0
+    clock: Number = 0.0
 
 
 class HeartbeatAnswer(Message):
@@ -299,8 +301,8 @@ class Generate(Message):
 
     sequence: Name
     tokens: Int32s
-    temperature: Annotated[float, Field(ge=0)]
-    top_p: Annotated[float, Field(gt=0, le=1)]
+    temperature: Annotated[Number, Field(ge=0)]
+    top_p: Annotated[Number, Field(gt=0, le=1)]
     max_new_tokens: Annotated[int, Field(ge=1)]
     min_version: int
 
@@ -333,8 +335,8 @@ class Score(Message):
 class Scored(Message):
     """`parts`: scores of parts of it, by name."""
 
-    score: float
-    parts: dict[str, float] = {}
+    score: Number
+    parts: dict[str, Number] = {}
 
 
 class TrajectoryPart(Part):
@@ -343,7 +345,7 @@ class TrajectoryPart(Part):
     tokens: Int32s
     logprobs: Float32s
     versions: Int32s
-    reward: float
+    reward: Number
     finish: Literal["stop", "length"]
 
 
@@ -355,7 +357,7 @@ class StoreGroup(Message):
     prompt_index: int
     trajectories: Several[TrajectoryPart]
     discarded: Count = 0
-    reward_parts: dict[str, float] = {}
+    reward_parts: dict[str, Number] = {}
 
 
 # --- weights
@@ -420,11 +422,11 @@ class GroupReady(Message):
 
     group: Name
     start_version: int
-    reward_mean: float
+    reward_mean: Number
     signal: bool
     tokens: Count = 0
     discarded: Count = 0
-    reward_parts: dict[str, float] = {}
+    reward_parts: dict[str, Number] = {}
 
 
 class GroupAccepted(Message):
@@ -501,18 +503,18 @@ class Sample(Part):
     prompt: str
     completion: str
     answer: str | None
-    score: float
+    score: Number
 
 
 class EvaluationDone(Message):
     """Numbers as in areal.evaluation.Scorecard; `completion_tokens_mean` over the samples that were scored."""
 
     version: int
-    accuracy: float
-    pass_at: dict[str, float]
+    accuracy: Number
+    pass_at: dict[str, Number]
     rows: int
     failed: int
-    completion_tokens_mean: float
+    completion_tokens_mean: Number
     samples: Several[Sample]
 
 

@@ -5,7 +5,8 @@
 
 Each actor is a process of its own, as a user starts it, with its engine on a tiny model. One master stands alone, so
 that frames can come from its members; the other actors are those of a run that goes on training meanwhile. `http` is
-the OpenAI endpoint. `answered`, `refused`: messages that came back; most frames that cannot be read get none.
+the OpenAI endpoint. `answered`, `refused`: messages that came back; most frames that cannot be read get none. The
+memory is that before, after a tenth, after half, and at the end.
 """
 
 from __future__ import annotations
@@ -111,6 +112,9 @@ class Caller:
 
 def flood(door: Door, frames: int, malformed: Malformed, joins: bool) -> None:
     """Ends early where the door does not answer any more."""
+    hello = Caller(door)
+    hello.ask(AskStatus())
+    hello.close()
     began = time.monotonic()
     door.look()
     before = _lines(door)
@@ -236,11 +240,12 @@ def version_of(master: Door) -> int:
 
 
 def row(name: str, door: Door) -> str:
-    memory = " > ".join(str(m) for m in (door.memory[0], door.memory[min(1, len(door.memory) - 1)], door.memory[-1]))
+    last = len(door.memory) - 1
+    memory = " > ".join(str(door.memory[i]) for i in (0, min(1, last), last // 2, last))
     fate = "stuck" if door.back["stuck"] else "alive" if door.alive else f"DEAD ({door.process.returncode})"
     return (
         f"{name:16} {door.sent:8} {door.sent / door.seconds:8.0f} {door.back['answered']:9} {door.back['refused']:9} "
-        f"{door.lines:6} {memory:>20}  {fate}"
+        f"{door.lines:6} {memory:>26}  {fate}"
     )
 
 
@@ -251,13 +256,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     each, failed = arguments.frames // len(arguments.doors), 0
-    print(f"{'door':16} {'frames':>8} {'per s':>8} {'answered':>9} {'refused':>9} {'log':>6} {'RSS in MiB':>20}")
+    print(f"{'door':16} {'frames':>8} {'per s':>8} {'answered':>9} {'refused':>9} {'log':>6} {'RSS in MiB':>26}")
     if "http" in arguments.doors:
         failed += not report_http(asyncio.run(flood_http(each, arguments.seed)))
     with cluster() as made:
         doors: dict[str, Door] = {}
         if "master" in arguments.doors:
-            doors["master"] = made.master("alone", lease_seconds=1e5)
+            doors["master"] = made.master("alone", lease_seconds=20)
         if others := [door for door in arguments.doors if door not in ("master", "http")]:
             master, run = whole_run(made)
             doors |= {name: run[name] for name in others}

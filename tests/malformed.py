@@ -26,7 +26,7 @@ INTEGERS = [
     *range(-2, 9), 64, 4095, 65536, 65537, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 53, (1 << 63) - 1, -(1 << 63),
     (1 << 64) - 1,
 ]  # fmt: skip
-FLOATS = [0.0, -0.0, 0.5, 1.0, -1.0, 1e-320, 1e300, -1e300, float("inf"), float("-inf"), float("nan")]
+FLOATS = [0.0, -0.0, 0.5, 1.0, -1.0, 1e-320, 1e300, -1e300, 1.7e308, float("inf"), float("-inf"), float("nan")]
 # What gets furthest.
 USUAL: dict[str, Sequence[Any]] = {
     "temperature": (0.0, 1.0), "top_p": (1.0,), "max_new_tokens": (1, 4), "min_version": (0,), "limit": (1, 64),

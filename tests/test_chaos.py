@@ -163,13 +163,13 @@ def test_a_run_goes_on_after_it_lost_its_generators_was_stopped_and_lost_its_mac
     folder = tmp_path / "runs" / "test"
     started = run("--config", CONFIG, *small, "steps=100000", "data.eval_size=0")
     lose_generators(started, folder)
-    for end in chaos.sample([stop, lose_machine], 2):
+    for end, more in zip(chaos.sample([stop, lose_machine], 2), (100_000, 5), strict=True):
         after_steps(started, folder, chaos.randint(1, 3))
         time.sleep(chaos.uniform(0, PHASE_SECONDS))
         print(f"step {steps_done(folder)}: {end.__name__}")
         end(started)
         assert not processes_mentioning(f"tcp://127.0.0.1:{free_port}")
-        last = steps_done(folder) + 5
+        last = steps_done(folder) + more
         started = run("--resume", str(folder), "generator.count=1", f"steps={last}")
     check_finished(started, folder, SECONDS_OF_A_SMALL_RUN)
 

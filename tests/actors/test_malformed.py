@@ -127,7 +127,8 @@ async def test_other_doors_go_on_too(config):
                 await bus.peer(address).ask(Leave(reason=""), 30)
 
 
-async def test_the_http_endpoint_answers_malformed_requests_with_4xx():
+async def test_the_http_endpoint_answers_malformed_requests_with_4xx_and_logs_none_of_them(caplog):
     seen: Counter[str] = await flood_http(1000, seed=1)
     assert seen["400"] > 200 and seen["200"] > 10
     assert not seen["hung"] and not [status for status in seen if status.startswith("5")]
+    assert not [record for record in caplog.records if record.name == "actors.openai_endpoint"]

@@ -37,7 +37,7 @@ def config(tiny_model: Path, tmp_path: Path, free_port: int) -> Config:
             "trainer": {
                 "minibatches": 2, "lr": 1e-3, "checkpoint_every": 2, "warmup_steps": 6, "zero_stage": 3, "adam_eps": 0.1
             },
-            "guard": {"logprob_gap": 100.0, "effective_sample_size": 0.0},  # the log-probs are made up
+            "guard": {"logprob_gap": 100.0, "effective_sample_size": 0.0, "patience": 1},  # the log-probs are made up
             "master": {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 60},
         }
     )  # fmt: skip
@@ -152,13 +152,13 @@ async def test_a_step_that_is_not_a_number_ends_the_run_with_the_last_sound_chec
     for version in range(3):
         await manager.feed(trainer)
         await manager.until_trained(version + 1)
-    await manager.feed(trainer, poison=np.nan)
+    await manager.feed(trainer, poison=-1e38)  # the square of pi_prox / pi_behav is beyond every number
     await manager.bus.close()
     ending = await asyncio.wait_for(master, SECONDS)
     output = await asyncio.to_thread(started.wait, SECONDS)
     checkpoint = config.folder / "checkpoints" / "step_000002"
     assert not ending.ok
-    assert ending.reason.startswith("The guard stopped the run at step 4: loss is nan: lower trainer.lr")
+    assert ending.reason.startswith("The guard stopped the run at step 4: effective_sample_size is nan, for this step")
     assert f"The last checkpoint is {checkpoint}: go on from it with --resume {config.folder}" in ending.reason
     assert started.code == 1 and "Traceback" not in output
     assert [step["step"] for step in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2, 3]

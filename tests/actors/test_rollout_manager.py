@@ -1,15 +1,19 @@
 """What the rollout manager makes of a workflow's sample."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from actors.evaluator import Evaluator
-from actors.rollout_manager import RolloutManager, _GroupStart
+from actors.rollout_manager import RolloutManager, _GroupFailed, _GroupStart
+from actors.runtime import Signal
 from actors.sessions import SampleFailed
 from areal.config import Config
-from areal.trajectory import Trajectory
+from areal.trajectory import Group, Trajectory
+from protocols.errors import BusyError, DeadlineError, FencedError, RefusedError
+from protocols.messages import Member
 
 PROMPT, SAMPLED = 5, 9
 
@@ -20,7 +24,11 @@ async def workflow(session, row):
     return Trajectory(np.zeros(n, np.int32), np.zeros(n, np.float32), versions, 1.0, "length")
 
 
-def run(role, overlong_tokens):
+async def strange(session, row):
+    return replace(await workflow(session, row), reward=float("nan"))
+
+
+def run(role, overlong_tokens, workflow=workflow):
     """The sample that an actor of this role gets, without a cluster around it."""
     actor = object.__new__(role)
     actor._workflow, actor.scored = workflow, 0
@@ -39,6 +47,12 @@ def run(role, overlong_tokens):
 @pytest.mark.parametrize(("overlong_tokens", "reward"), [(0, 1.0), (4, 0.25), (1, 1.0)])
 def test_a_sample_to_train_loses_reward_by_the_tokens_it_sampled(overlong_tokens, reward):
     assert run(RolloutManager, overlong_tokens).reward == reward
+
+
+@pytest.mark.parametrize("role", [RolloutManager, Evaluator])
+def test_a_sample_that_could_not_travel_has_failed_and_ends_no_actor(role):
+    with pytest.raises(SampleFailed, match="a reward of nan is no score"):
+        run(role, 0, strange)
 
 
 def test_evaluation_scores_the_same_sample_as_it_is():
@@ -91,3 +105,23 @@ def test_a_start_version_is_known_once_all_that_may_count_have_begun():
     assert not told
     start.sample_started(6)
     assert told == [4]
+
+
+@pytest.mark.parametrize("again", [BusyError, FencedError, DeadlineError])
+def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_now_comes_again(again, monkeypatch):
+    monkeypatch.setattr("actors.rollout_manager.RETRY_SECONDS", 0)
+    answers = [again("not now"), RefusedError("a token is outside the model's vocabulary")]
+    actor = object.__new__(RolloutManager)
+    actor.directory = {
+        "trainer/0#a": Member(identity="trainer/0#a", role="trainer", index=0, address="", state="healthy")
+    }
+    actor._changed = Signal()
+
+    async def ask(*_):
+        raise answers.pop(0)
+
+    actor.ask = ask
+    group = Group("g0.0", 0, (asyncio.run(workflow(None, None)),))
+    with pytest.raises(_GroupFailed, match="the trainer refused it: a token is outside") as failed:
+        asyncio.run(actor._store(group, 4, {}))
+    assert failed.value.discarded == SAMPLED + 4 and not answers

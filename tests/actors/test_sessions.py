@@ -14,6 +14,7 @@ from areal.data import Row
 from areal.reward_pool import Quarantine
 from areal.routing import Load
 from areal.sandbox import open_sandbox
+from areal.trajectory import Trajectory
 from protocols.errors import BusyError, FencedError, HarmfulError, RefusedError, StreamBrokenError
 from protocols.messages import Member, Policy, Scored, TokenChunk
 
@@ -318,11 +319,11 @@ async def test_without_a_sandbox_the_sample_that_needs_one_fails():
 
 async def test_the_master_hears_of_a_workflow_that_raises_as_of_a_reward_that_does():
     async def of_the_user(session, row):
-        return {"a": 1.0}[row]
+        return Trajectory([5, 6], [0.0, -0.5], [-1, 0], {"a": 1.0}[row], "stop")
 
     sampler = Cluster()
     sampler._workflow = of_the_user
-    assert await Sampler.run_workflow(sampler, None, "a") == 1.0
+    assert (await Sampler.run_workflow(sampler, None, "a")).reward == 1.0
     assert (sampler.scored, sampler.failures) == (1, [])
     with pytest.raises(SampleFailed, match="the workflow raised KeyError"):
         await Sampler.run_workflow(sampler, None, "b")

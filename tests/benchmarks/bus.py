@@ -47,7 +47,7 @@ except ImportError:
 ASKERS = 64
 DEADLINE = 60.0
 MEBIBYTE = np.arange(1 << 18, dtype=np.int32)
-NOTHING = np.zeros(0, np.int32)
+NOTHING, UNLIKELY = np.zeros(0, np.int32), np.zeros(0, np.float32)
 STATS = {f"gauge_{i}": float(i) for i in range(6)}
 HEARTBEAT = {"state": "healthy", "serves": ("addition",), "activity": "generating", "stats": STATS}
 POLICY = {"lineage": 0, "version": 3, "folder": "/run/weights/v3"}
@@ -142,7 +142,7 @@ async def _beat() -> HeartbeatAnswer:
 
 
 async def _chunk() -> TokenChunk:
-    return TokenChunk(tokens=MEBIBYTE, logprobs=NOTHING, versions=NOTHING, finish=None)
+    return TokenChunk(tokens=MEBIBYTE, logprobs=UNLIKELY, versions=NOTHING, finish=None)
 
 
 async def _chunks(count: int) -> AsyncIterator[TokenChunk]:

@@ -31,6 +31,11 @@ from protocols.messages import (
     Welcome,
 )
 
+WITHOUT_NUMBERS = {
+    "scored": {},
+    "store_group": {"group": "g", "prompt_index": 0, "trajectories": ()},
+    "heartbeat": {"state": "healthy", "serves": (), "activity": ""},
+}
 REFUSALS = (MalformedError, ProtocolVersionError)
 
 
@@ -311,6 +316,20 @@ def test_an_array_of_another_type_than_the_field_s_is_refused(dtype_and_shape):
 def test_a_number_that_is_not_finite_is_refused(number):
     with pytest.raises(MalformedError, match="finite"):
         decode_body("scored", [b"", msgpack.packb({"score": number})])
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("scored", "score", 1.7e308),
+        ("store_group", "reward_parts", {"form": 1.7e308}),
+        ("heartbeat", "stats", {"tokens_generated": 1.7e308}),
+    ],
+    ids=str,
+)
+def test_a_number_that_has_no_finite_sum_with_another_is_refused(kind, field, value):
+    with pytest.raises(MalformedError, match=f"{field}.*less than or equal to 1"):
+        decode_body(kind, [b"", msgpack.packb({**WITHOUT_NUMBERS[kind], field: value})])
 
 
 @pytest.mark.parametrize("item", [0, {}], ids=str)
