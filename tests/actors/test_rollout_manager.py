@@ -31,7 +31,7 @@ async def strange(session, row):
 def run(role, overlong_tokens, workflow=workflow):
     """The sample that an actor of this role gets, without a cluster around it."""
     actor = object.__new__(role)
-    actor._workflow, actor.scored = workflow, 0
+    actor._workflow, actor.scored = workflow, 1
     actor.config = Config(
         model="m",
         steps=1,
