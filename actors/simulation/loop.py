@@ -329,7 +329,7 @@ def _close(coroutine: Any) -> None:
         try:
             coroutine.close()
             return
-        except (Exception, asyncio.CancelledError):
+        except (Exception, asyncio.CancelledError, BaseExceptionGroup):  # a task group's, of what closes it
             pass
 
 
