@@ -384,7 +384,7 @@ class MasterConfig(Section):
         pattern=r"^tcp://.+:\d+$",
         description="where the master listens; *: everywhere",
     )
-    lease_seconds: float = Field(30.0, gt=0, description="silence after which an actor's leases return")
+    lease_seconds: float = Field(60.0, gt=0, description="silence after which an actor's leases return")
     lost_seconds: float = Field(
         60.0, gt=0, description="time without an answer of the master after which an actor gives up"
     )
