@@ -18,13 +18,13 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from actors import prometheus
+from actors.accounts import StepMeter, evaluation_record, summary
 from actors.addresses import host_of, is_loopback
 from actors.run_state import RunState
 from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from areal.config import Config, UserError
 from areal.journal import Journal
-from areal.ledger import ZERO_SIGNAL, Answer, Batch, Ledger, LedgerError, RunEnded, StepRecord, Waiting
-from areal.rewards import mean_parts
+from areal.ledger import Answer, Batch, Ledger, LedgerError, RunEnded
 from areal.timeline import GONE
 from areal.tracking import flat
 from protocols.errors import BusyError, FencedError, RefusedError
@@ -104,11 +104,6 @@ RECENT = (
     "staleness_histogram", "tokens_generated", "tokens_trained", "completion_tokens_mean", "step_seconds",
     "train_seconds", "trainer_wait_seconds", "publish_wait_seconds",
 )  # fmt: skip
-# What generators count from their start on; a step's metrics have the sums over all of them.
-COUNTERS = (
-    "tokens_generated", "reloads", "pause_seconds", "load_seconds", "resume_seconds", "sequences_interrupted",
-    "tokens_recomputed",
-)  # fmt: skip
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -116,8 +111,8 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Pulse:
-    """What a member's last heartbeat said. `counters`: its COUNTERS then, None before the first one. `engagement`: a
-    generator's."""
+    """What a member's last heartbeat said. `counters`: what it had counted by then (`StepMeter.count`), None before the
+    first one. `engagement`: a generator's."""
 
     heard: float
     counters: Counter[str] | None
@@ -156,13 +151,9 @@ class Master(HandlesRequests):
         self._outbox: deque[Message] = deque()
         self._mail = Signal()
         self._events: Publisher
-        self._counted: Counter[str] = Counter()
+        self._meter = StepMeter(self.state)
         self._numbers: dict[str, float] = {}  # of the last second
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
-        self._starved = 0.0
-        self._hungry_since: float | None = None
-        self._left_over: int | None = None
-        self._step_begun: float | None = None
         self._progressed = 0.0
         self._remedies = 0
         # Not remembered by the journal: a run that goes on, perhaps with other settings, is given another chance.
@@ -209,9 +200,9 @@ class Master(HandlesRequests):
             self.folder.append_metrics(self.state.last_step)
             self._remember(self.state.last_step)
         for done in self.state.evaluations.values():
-            self.folder.append_evaluation(_record(done))
+            self.folder.append_evaluation(evaluation_record(done))
         if self.state.masters > 1:
-            self._step_begun = now
+            self._meter.begin(now)
             log.info("goes on", version=self.ledger.version, alive=self.ledger.alive, members=list(self._pulses))
 
     def _open(self) -> None:
@@ -273,7 +264,7 @@ class Master(HandlesRequests):
             self._end.set_result(Ending(ok, reason))
 
     async def _say_farewell(self, ending: Ending) -> None:
-        self.folder.write_summary(self._summary(ending))
+        self.folder.write_summary(summary(self.config, self.state, ending))
         self._send_out(Shutdown(ok=ending.ok, reason=ending.reason[:4096]))
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
@@ -457,10 +448,7 @@ class Master(HandlesRequests):
         }  # fmt: skip
 
     def _listen(self, pulse: _Pulse, beat: Heartbeat) -> None:
-        counters = Counter({name: beat.stats.get(name, 0.0) for name in COUNTERS})
-        # The first beat that a new master hears tells nothing about the time before.
-        fresh = Counter() if pulse.counters is None else counters - pulse.counters
-        self._counted += fresh
+        counters, fresh = self._meter.count(beat.stats, pulse.counters)
         self._scored = self._scored or beat.stats.get("samples_scored", 0.0) > 0
         if fresh["tokens_generated"] or beat.stats.get("work_done", 0.0) > pulse.stats.get("work_done", 0.0):
             self._progress()
@@ -507,8 +495,7 @@ class Master(HandlesRequests):
         if not await self._park(request, self._free):
             return Permits(permits=())
         self._member(request)  # it may have been given up while it waited
-        if self._step_begun is None:
-            self._step_begun = self._now()
+        self._meter.begin(self._now())
         count = min(request.message.count, self._free())
         granted = self.ledger.admit(owner, count, self._now(), self.config.master.lease_seconds)
         return Permits(
@@ -615,7 +602,7 @@ class Master(HandlesRequests):
                 return None
             found = self.ledger.next_batch(version)
             if version == self.ledger.version:
-                self._note_hunger(found)
+                self._meter.note(found, self._now())
             return found if isinstance(found, Batch | RunEnded) else None
 
         version = request.message.version
@@ -630,17 +617,6 @@ class Master(HandlesRequests):
             case _:
                 return BatchAnswer(status="waiting")
 
-    def _note_hunger(self, found: Batch | Waiting | RunEnded) -> None:
-        """For how long the trainer wanted a batch for which too few groups were ready, and how many were left over."""
-        now = self._now()
-        if isinstance(found, Waiting) and found.ready < found.needed:
-            self._hungry_since = now if self._hungry_since is None else self._hungry_since
-        elif self._hungry_since is not None:
-            self._starved += now - self._hungry_since
-            self._hungry_since = None
-        if isinstance(found, Batch) and self._left_over is None:
-            self._left_over = self.ledger.ready_count
-
     @handles(CommitStep)
     async def commit_step(self, request: Request[CommitStep]) -> Done:
         commit = request.message
@@ -650,7 +626,7 @@ class Master(HandlesRequests):
         if self.state.unpublished:
             raise RefusedError(f"version {self.ledger.version} is not published, and {commit.version} is committed")
         record = self.ledger.commit(commit.version - 1)
-        metrics = self._metrics(commit, record)
+        metrics = self._meter.metrics(commit, record, self._now())
         self.state.emit("stepped", metrics=metrics, groups=list(record.batch.group_ids))
         self.state.compact_if_due()
         self._filtered_in_a_row = 0
@@ -666,38 +642,6 @@ class Master(HandlesRequests):
 
     def _remember(self, metrics: dict[str, Any]) -> None:
         self._recent.append({name: metrics[name] for name in RECENT if name in metrics})
-
-    def _metrics(self, commit: CommitStep, record: StepRecord) -> dict[str, Any]:
-        now, state = self._now(), self.state
-        groups = record.batch.group_ids
-        rewards = [state.rewards[group] for group in groups]
-        metrics: dict[str, Any] = {
-            **commit.metrics,
-            "step": commit.version,
-            "reward_mean": sum(rewards) / len(rewards),
-            "reward_mean_all": state.score / state.scored if state.scored else None,
-            "reward_parts": mean_parts(state.reward_parts[group] for group in groups),
-            "groups_filtered": sum(reason == ZERO_SIGNAL for _, reason in state.discarded),
-            "staleness_mean": record.mean_staleness,
-            "staleness_max": record.max_staleness,
-            "staleness_histogram": record.staleness_histogram,
-            **{name: n if name.endswith("_seconds") else int(n) for name in COUNTERS for n in [self._counted[name]]},
-            "step_seconds": now - self._step_begun if self._step_begun is not None else 0.0,
-            "groups_trained": len(groups),
-            "groups_ready": self.ledger.ready_count,
-            "groups_alive": self.ledger.alive,
-            "groups_left_over": self._left_over or 0,
-            "starved_seconds": self._starved,
-            "prompts": list(record.prompts),
-            "discarded": state.discarded.copy(),
-        }
-        # Before its first step the trainer also waits for the others to start, which is no part of the step.
-        metrics["trainer_wait_seconds"] = min(
-            commit.metrics.get("trainer_wait_seconds") or 0.0, metrics["step_seconds"]
-        )
-        self._counted, self._step_begun = Counter(), now
-        self._starved, self._left_over = 0.0, None
-        return metrics
 
     @handles(PublishPolicy)
     async def publish_policy(self, request: Request[PublishPolicy]) -> Done:
@@ -804,10 +748,10 @@ class Master(HandlesRequests):
         self.state.emit("evaluated", evaluation=done.model_dump())
         if due.holder:
             self._change(due.holder, held=None)
-        log.info("evaluated", **_record(done))
+        log.info("evaluated", **evaluation_record(done))
         self._progress()
         await self.journal.durable()
-        self.folder.append_evaluation(_record(done))
+        self.folder.append_evaluation(evaluation_record(done))
         await self._end_if_complete()
         self._changed.notify()
         return Done()
@@ -878,44 +822,7 @@ class Master(HandlesRequests):
     def _activity(self, role: str) -> str:
         return next((self._pulses[i].activity for i, m in self.state.members.items() if m.role == role), "gone")
 
-    def _summary(self, ending: Ending) -> dict[str, Any]:
-        state, counters = self.state, self.ledger.counters
-        before, after = state.evaluations.get(0), state.evaluations.get(self.config.steps)
-        samples = counters.trained * self.config.group_size
-        tokens = state.tokens_trained + state.tokens_discarded + sum(state.tokens.values())
-        return {
-            "ok": ending.ok,
-            "reason": ending.reason,
-            "steps": self.ledger.version,
-            "accuracy_before": before and before.accuracy,
-            "accuracy_after": after and after.accuracy,
-            "evaluations": [_record(done) for done in state.evaluations.values()],
-            "not_evaluated": {str(version): reason for version, reason in state.not_evaluated.items()},
-            "max_staleness": self.config.max_staleness,
-            "samples_trained": samples,
-            "samples_per_second": samples / state.seconds if state.seconds else None,
-            "tokens_generated": tokens,
-            "tokens_trained": state.tokens_trained,
-            "tokens_discarded": state.tokens_discarded,
-            "tokens_untrained_share": 1 - state.tokens_trained / tokens if tokens else None,
-            "seconds": state.seconds,
-            "checkpoint": state.checkpoint,
-            "lineages": state.lineage + 1,
-            "masters": state.masters,
-            "groups_discarded": dict(counters.discarded),
-            "groups_requeued": dict(counters.requeued),
-            "prompts_open": self.ledger.open_prompts(),
-            "discarded": state.discarded,
-            "samples_before": [s.model_dump() for s in before.samples] if before else [],
-            "samples_after": [s.model_dump() for s in after.samples] if after else [],
-        }
-
 
 def _name(identity: str) -> str:
     """role/index"""
     return identity.partition("#")[0]
-
-
-def _record(done: EvaluationDone) -> dict[str, Any]:
-    """An evaluation's numbers."""
-    return done.model_dump(exclude={"samples"})

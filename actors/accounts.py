@@ -1,0 +1,126 @@
+"""What the master tells of a run: the metrics of each step, and the summary at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from actors.run_state import RunState
+from actors.runtime import Ending
+from areal.config import Config
+from areal.ledger import ZERO_SIGNAL, Batch, RunEnded, StepRecord, Waiting
+from areal.rewards import mean_parts
+from protocols.messages import CommitStep, EvaluationDone
+
+# What generators count from their start on; a step's metrics have the sums over all of them.
+COUNTERS = (
+    "tokens_generated", "reloads", "pause_seconds", "load_seconds", "resume_seconds", "sequences_interrupted",
+    "tokens_recomputed",
+)  # fmt: skip
+
+
+class StepMeter:
+    """What has happened since the last step. Times are by the master's clock, in seconds."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._counted: Counter[str] = Counter()
+        self._starved = 0.0
+        self._hungry_since: float | None = None
+        self._left_over: int | None = None
+        self._begun: float | None = None
+
+    def begin(self, now: float) -> None:
+        """The first step that this master sees begins now, unless it has begun."""
+        self._begun = now if self._begun is None else self._begun
+
+    def count(self, stats: Mapping[str, float], before: Counter[str] | None) -> tuple[Counter[str], Counter[str]]:
+        """A member's COUNTERS in a heartbeat, and how much they have grown since those `before`. The first heartbeat
+        that a master hears (None) tells nothing about the time before."""
+        counters = Counter({name: stats.get(name, 0.0) for name in COUNTERS})
+        fresh: Counter[str] = Counter() if before is None else counters - before
+        self._counted += fresh
+        return counters, fresh
+
+    def note(self, found: Batch | Waiting | RunEnded, now: float) -> None:
+        """The ledger's answer to a trainer that wants a batch: for how long too few groups were ready for one, and how
+        many were left over."""
+        if isinstance(found, Waiting) and found.ready < found.needed:
+            self._hungry_since = now if self._hungry_since is None else self._hungry_since
+        elif self._hungry_since is not None:
+            self._starved += now - self._hungry_since
+            self._hungry_since = None
+        if isinstance(found, Batch) and self._left_over is None:
+            self._left_over = self._state.ledger.ready_count
+
+    def metrics(self, commit: CommitStep, record: StepRecord, now: float) -> dict[str, Any]:
+        """Of the step that `commit` ends; the next one begins."""
+        state, ledger = self._state, self._state.ledger
+        groups = record.batch.group_ids
+        rewards = [state.rewards[group] for group in groups]
+        metrics: dict[str, Any] = {
+            **commit.metrics,
+            "step": commit.version,
+            "reward_mean": sum(rewards) / len(rewards),
+            "reward_mean_all": state.score / state.scored if state.scored else None,
+            "reward_parts": mean_parts(state.reward_parts[group] for group in groups),
+            "groups_filtered": sum(reason == ZERO_SIGNAL for _, reason in state.discarded),
+            "staleness_mean": record.mean_staleness,
+            "staleness_max": record.max_staleness,
+            "staleness_histogram": record.staleness_histogram,
+            **{name: n if name.endswith("_seconds") else int(n) for name in COUNTERS for n in [self._counted[name]]},
+            "step_seconds": now - self._begun if self._begun is not None else 0.0,
+            "groups_trained": len(groups),
+            "groups_ready": ledger.ready_count,
+            "groups_alive": ledger.alive,
+            "groups_left_over": self._left_over or 0,
+            "starved_seconds": self._starved,
+            "prompts": list(record.prompts),
+            "discarded": state.discarded.copy(),
+        }
+        # Before its first step the trainer also waits for the others to start, which is no part of the step.
+        waited = commit.metrics.get("trainer_wait_seconds") or 0.0
+        metrics["trainer_wait_seconds"] = min(waited, metrics["step_seconds"])
+        self._counted, self._begun = Counter(), now
+        self._starved, self._left_over = 0.0, None
+        return metrics
+
+
+def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
+    """Of a run that is over (summary.json)."""
+    counters = state.ledger.counters
+    before, after = state.evaluations.get(0), state.evaluations.get(config.steps)
+    samples = counters.trained * config.group_size
+    tokens = state.tokens_trained + state.tokens_discarded + sum(state.tokens.values())
+    return {
+        "ok": ending.ok,
+        "reason": ending.reason,
+        "steps": state.ledger.version,
+        "accuracy_before": before and before.accuracy,
+        "accuracy_after": after and after.accuracy,
+        "evaluations": [evaluation_record(done) for done in state.evaluations.values()],
+        "not_evaluated": {str(version): reason for version, reason in state.not_evaluated.items()},
+        "max_staleness": config.max_staleness,
+        "samples_trained": samples,
+        "samples_per_second": samples / state.seconds if state.seconds else None,
+        "tokens_generated": tokens,
+        "tokens_trained": state.tokens_trained,
+        "tokens_discarded": state.tokens_discarded,
+        "tokens_untrained_share": 1 - state.tokens_trained / tokens if tokens else None,
+        "seconds": state.seconds,
+        "checkpoint": state.checkpoint,
+        "lineages": state.lineage + 1,
+        "masters": state.masters,
+        "groups_discarded": dict(counters.discarded),
+        "groups_requeued": dict(counters.requeued),
+        "prompts_open": state.ledger.open_prompts(),
+        "discarded": state.discarded,
+        "samples_before": [s.model_dump() for s in before.samples] if before else [],
+        "samples_after": [s.model_dump() for s in after.samples] if after else [],
+    }
+
+
+def evaluation_record(done: EvaluationDone) -> dict[str, Any]:
+    """An evaluation's numbers."""
+    return done.model_dump(exclude={"samples"})
