@@ -7,6 +7,7 @@ So it is asked through `limited`: in a child process, forked for the one questio
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -107,6 +108,7 @@ def _answer(question: Callable[[], bool], pipe: int, parent: int) -> None:
     """Writes the answer of the question, and ends this process, whatever happens."""
     try:
         die_with_parent(signal.SIGKILL, parent)
+        gc.disable()  # it would look through, and so copy, all that the parent has
         faulthandler.disable()  # a deep enough formula ends the child, which is no news
         # By default these signals end the process, within an operation on large integers too.
         for timer, sign, seconds in (
