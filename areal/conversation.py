@@ -8,7 +8,6 @@ and the next stands what the template writes *after* an assistant's content, for
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,19 +100,18 @@ class Conversation:
         return self._tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True)
 
     def trajectory(self, reward: float) -> Trajectory:
-        """All turns as one sample to train on. Raises ValueError where nothing was sampled, or the reward is no finite
-        number."""
-        if not any(len(sampled.tokens) for sampled in self.generations):
+        """All turns as one sample to train on. Raises ValueError where nothing was sampled, or the reward is no
+        score."""
+        if not self.generations:
             raise ValueError("nothing was sampled")
-        if not math.isfinite(reward):
-            raise ValueError(f"a reward of {reward} is no score")
-        return Trajectory(
+        whole = Trajectory(
             tokens=np.concatenate([part.tokens for part in self._parts]),
             logprobs=np.concatenate([part.logprobs for part in self._parts]),
             versions=np.concatenate([part.versions for part in self._parts]),
             reward=reward,
             finish=self.generations[-1].finish,
         )
+        return whole.checked()
 
     def _first(self, messages: Sequence[Message]) -> list[int]:
         return self._encode(_plain_text(messages) if self._plain else self._render(messages))
