@@ -10,6 +10,7 @@ import hmac
 import math
 import secrets
 from collections import deque
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,13 @@ class RunView:
 
     def _config(self) -> dict[str, Any]:
         file = self._folder / "config.yaml"
-        return (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
+        return _values(file, file.stat().st_mtime_ns) if file.is_file() else {}
+
+
+@lru_cache(maxsize=1)
+def _values(file: Path, changed: int) -> Any:
+    """Those of a YAML file, read again once it has changed: every viewer asks for them once a second."""
+    return yaml.safe_load(file.read_text()) or {}
 
 
 def application(view: RunView, token: str | None) -> web.Application:
