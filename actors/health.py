@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 from protocols.errors import BusError
-from protocols.messages import AskStatus, Status
+from protocols.messages import AskStatus, Status, actor_name
 from protocols.transport import Bus
 
 ASK_SECONDS = 5.0
@@ -15,6 +15,14 @@ PAUSE_SECONDS = 0.5
 
 class UnhealthyError(Exception):
     """Nothing was healthy in time; says what was missing last."""
+
+
+async def status_of(bus: Bus, master: str, seconds: float, since: int | None = None) -> dict[str, Any]:
+    """What the master says of its run; since: with the newest steps after this one. Raises BusError."""
+    answer = await bus.peer(master).ask(AskStatus(since=since), seconds)
+    if not isinstance(answer, Status):
+        raise BusError(f"{master} answered {answer.kind!r}")
+    return answer.values
 
 
 async def until_healthy(bus: Bus, master: str, actor: str | None, seconds: float) -> str:
@@ -28,7 +36,7 @@ async def until_healthy(bus: Bus, master: str, actor: str | None, seconds: float
         missing = f"No master answers at {master}"
         try:
             left = max(0.0, deadline - loop.time())
-            run = cast(Status, await bus.peer(master).ask(AskStatus(), min(left, ASK_SECONDS))).values
+            run = await status_of(bus, master, min(left, ASK_SECONDS))
         except BusError:
             pass
         else:
@@ -41,7 +49,7 @@ async def until_healthy(bus: Bus, master: str, actor: str | None, seconds: float
 
 
 def _missing(status: dict[str, Any], actor: str | None) -> str:
-    states = {member["identity"].partition("#")[0]: member["state"] for member in status["members"]}
+    states = {actor_name(member["identity"]): member["state"] for member in status["members"]}
     if actor is None or states.get(actor) == "healthy":
         return ""
     return f"{actor} is {states[actor]}" if actor in states else f"There is no {actor} in the run {status['run']}"

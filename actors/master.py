@@ -72,6 +72,7 @@ from protocols.messages import (
     TrainingFailed,
     TrainingFinished,
     Welcome,
+    actor_name,
 )
 from protocols.transport import Bus, Publisher, Request
 
@@ -428,7 +429,7 @@ class Master(HandlesRequests):
         member, beat = self._member(request), request.message
         self._listen(self._pulses[member.identity], beat)
         spans = [(span.name, span.began, span.seconds) for span in beat.spans]
-        self.folder.heard(_name(member.identity), beat.state, beat.activity, beat.stats, beat.clock, spans)
+        self.folder.heard(actor_name(member.identity), beat.state, beat.activity, beat.stats, beat.clock, spans)
         if (beat.state, beat.serves) != (member.state, member.serves):
             self._change(member, state=beat.state, serves=beat.serves)
             self._progress()
@@ -479,7 +480,7 @@ class Master(HandlesRequests):
         if hold and (identity == hold[0].identity or self.state.members[identity].role == "evaluator"):
             self._abandon(f"{identity} is gone")
         self.state.emit("left", identity=identity)
-        self.folder.heard(_name(identity), GONE, reason, {})
+        self.folder.heard(actor_name(identity), GONE, reason, {})
         del self._pulses[identity]
         released = self.ledger.release(identity)
         self._send_out(MembersChanged(gone=(identity,)))
@@ -821,8 +822,3 @@ class Master(HandlesRequests):
 
     def _activity(self, role: str) -> str:
         return next((self._pulses[i].activity for i, m in self.state.members.items() if m.role == role), "gone")
-
-
-def _name(identity: str) -> str:
-    """role/index"""
-    return identity.partition("#")[0]

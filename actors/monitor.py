@@ -15,10 +15,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from actors.health import status_of
 from areal.config import Config
 from areal.run_folder import NewRecords
 from protocols.errors import BusError
-from protocols.messages import AskStatus, Message, Shutdown, Status
+from protocols.messages import Message, Shutdown, actor_name
 from protocols.transport import Bus, Subscriber
 
 REFRESH_SECONDS = 1.0
@@ -33,18 +34,10 @@ async def watch_live(bus: Bus, master: str, console: Console) -> None:
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while True:
             try:
-                live.update(render(await _status(bus, master, None)))
+                live.update(render(await status_of(bus, master, ASK_SECONDS)))
             except BusError as error:
                 live.update(Text(f"the master does not answer: {error}"))
             await asyncio.sleep(REFRESH_SECONDS)
-
-
-async def _status(bus: Bus, master: str, since: int | None) -> dict[str, Any]:
-    """Raises BusError."""
-    answer = await bus.peer(master).ask(AskStatus(since=since), ASK_SECONDS)
-    if not isinstance(answer, Status):
-        raise BusError(f"{master} answered {answer.kind!r}")
-    return answer.values
 
 
 async def print_steps(config: Config, console: Console, shown: int = 0) -> None:
@@ -77,7 +70,7 @@ class Feed:
 
     async def look(self) -> dict[str, Any]:
         """The status now, with the steps since the look before. Raises BusError."""
-        status = await _status(self._bus, self._master, self._since)
+        status = await status_of(self._bus, self._master, ASK_SECONDS, self._since)
         self._since = max([self._since, *(step["step"] for step in status["recent"])])
         if self._events is None or self._events.address != status["events"]:
             if self._events is not None:
@@ -140,7 +133,7 @@ def actors_table(members: list[dict[str, Any]]) -> Table:
         actors.add_column(column)
     for member in sorted(members, key=lambda member: member["identity"]):
         style = "green" if member["state"] == "healthy" else "yellow"
-        name = member["identity"].partition("#")[0]
+        name = actor_name(member["identity"])
         actors.add_row(name, Text(member["state"], style=style), Text(_doing(member)))
     return actors
 

@@ -145,6 +145,11 @@ class Policy(Part):
         return self.lineage, self.version
 
 
+def actor_name(identity: str) -> str:
+    """role/index of role/index#incarnation."""
+    return identity.partition("#")[0]
+
+
 class Member(Part):
     """An actor as the directory lists it. `identity` is role/index#incarnation. A generator with `held` loads nothing
     newer than that policy: it is being evaluated there."""
