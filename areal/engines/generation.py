@@ -465,7 +465,11 @@ def _engine_args(model: Path, config: GeneratorConfig, seed: int, cpu: bool) -> 
 
     executor = "OneProcessExecutor" if config.tensor_parallel == 1 else "ManyProcessExecutor"
     scheduler = "areal.engines.vllm_worker.KeepingScheduler" if config.kv_on_update == "keep" else None
-    on_cpu = {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "block_size": CPU_BLOCK_SIZE} if cpu else {}
+    on_cpu = {
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        "block_size": CPU_BLOCK_SIZE,
+        "ir_op_priority": {"rms_norm": ["cpu_kernel"], "fused_add_rms_norm": ["cpu_kernel"]},
+    }
     return AsyncEngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -482,7 +486,7 @@ def _engine_args(model: Path, config: GeneratorConfig, seed: int, cpu: bool) -> 
         scheduler_cls=scheduler,
         worker_extension_cls="areal.engines.vllm_worker.PolicyWorker",
         use_tqdm_on_load=False,
-        **on_cpu,
+        **(on_cpu if cpu else {}),
     )
 
 
