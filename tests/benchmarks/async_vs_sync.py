@@ -9,7 +9,8 @@ model and task.
 
 The rows differ in tail and batch. Answers have 5 tokens a digit and at most 40 digits, n of them with probability
 n^-`exponent`: the longest is 3 times the mean at exponent 1, 5 times at 1.5 (the quickstart's), 10 times at 2.5. A
-batch of 64 samples is what a generator runs at once, one of 256 four times that. The headline `ratio` is that of exponent 2.5 and 64 samples.
+batch of 64 samples is what a generator runs at once, one of 256 four times that. The headline `ratio` is that of
+exponent 2.5 and 64 samples.
 
 The file is written after every run, and a run that is in it already is not made again: a benchmark that was stopped
 goes on with the same command.
@@ -40,11 +41,16 @@ GENERATION = {
     "1 thread": ("generator.threads=1",),
     "2 threads": ("generator.threads=2",),
     "2 generators": ("generator.count=2",),
+    "1 thread, KV kept": ("generator.threads=1", "generator.kv_on_update=keep"),
+    "2 generators, KV kept": ("generator.count=2", "generator.kv_on_update=keep"),
 }
 TRAINING = {"1 thread": ("trainer.threads=1",), "2 threads": ("trainer.threads=2",), "2 ranks": ("trainer.ranks=2",)}
 # The settings that are tried. In the asynchronous mode either side has its core; a second generator takes what the
-# trainer leaves of the other.
-TRIED = {"sync": (tuple(GENERATION), tuple(TRAINING)), "async": (("1 thread", "2 generators"), ("1 thread",))}
+# trainer leaves of the other. Old KV cache can only be kept where sequences are interrupted.
+TRIED = {
+    "sync": (("1 thread", "2 threads", "2 generators"), tuple(TRAINING)),
+    "async": (("1 thread", "2 generators", "1 thread, KV kept", "2 generators, KV kept"), ("1 thread",)),
+}
 MODES = {"sync": ("max_staleness=0",), "async": ("max_staleness=4",)}
 
 
