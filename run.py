@@ -155,16 +155,16 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from actors.monitor import print_summary
     from actors.preflight import check
     from actors.supervisor import Supervisor
-    from areal.devices import own_devices, visible_devices
+    from areal.devices import deal_out
     from areal.report import write_report
 
     check(config)
+    environments = deal_out(config)
     network = open_network(host_of(config.master.address))
-    devices = own_devices(config, visible_devices())
     console = Console()
 
     async def run() -> int:
-        supervisor = stoppable(Supervisor(console, devices=devices))
+        supervisor = stoppable(Supervisor(console, environments=environments))
         resume = ["--resume", str(arguments.resume.resolve())] if arguments.resume else []
         file = arguments.config or (None if resume else DEFAULT_CONFIG)
         master = [*resume, *(["--config", str(file)] if file else []), *arguments.overrides]

@@ -34,7 +34,7 @@ from actors.addresses import on_this_machine
 from actors.monitor import print_steps, watch_live
 from actors.runtime import Ending, incarnation
 from areal.config import Config
-from areal.devices import VISIBLE
+from areal.devices import CORES, keep_to
 from areal.processes import SUPERVISED
 from areal.run_folder import read_metrics, read_summary
 from protocols.errors import BusError
@@ -120,11 +120,11 @@ class Supervisor:
         self,
         console: Console,
         command: Callable[[str, list[str]], list[str]] = role_command,
-        devices: Mapping[str, str] | None = None,
+        environments: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        """devices: CUDA_VISIBLE_DEVICES of each actor that has some of its own."""
+        """environments: what the environment of each actor has beside this process's own."""
         self.console = console
-        self._devices = devices or {}
+        self._environments = environments or {}
         self.children: list[Child] = []
         self.user_error = False
         self._command = command
@@ -212,6 +212,7 @@ class Supervisor:
 
     async def _view(self, bus: Bus, address: str, config: Config, shown: int) -> None:
         """What a person sees. `shown`: steps that an earlier start of the run has shown already."""
+        keep_to(CORES)
         live = self.console.is_terminal
         watch = watch_live(bus, address, self.console) if live else None
         view = asyncio.create_task(watch or print_steps(config, self.console, shown), name="view")
@@ -279,13 +280,15 @@ class Supervisor:
         # A pipe of asyncio's own would keep `wait` waiting for whatever a dead child has left behind.
         ours, theirs = os.pipe()
         child.pump = asyncio.create_task(self._pump(child, os.fdopen(ours, "rb")), name=f"output of {child.name}")
-        own = {VISIBLE: self._devices[child.name]} if child.name in self._devices else {}
         try:
             child.process = await asyncio.create_subprocess_exec(
                 *self._command(child.role, child.arguments()),
                 stdin=asyncio.subprocess.DEVNULL, stdout=theirs, stderr=asyncio.subprocess.STDOUT,
                 # Some reasoning_gym tasks make the same rows in two processes only under the same hash seed.
-                env=os.environ | {SUPERVISED: str(os.getpid()), "PYTHONHASHSEED": "0"} | own,
+                env={
+                    **os.environ, SUPERVISED: str(os.getpid()), "PYTHONHASHSEED": "0",
+                    **self._environments.get(child.name, {}),
+                },
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which stops the others in order
             )  # fmt: skip
         finally:

@@ -1,5 +1,5 @@
-"""What runs inside vLLM's own processes: loading weights in place, telling old KV cache from new, and dying with the
-generator.
+"""What runs inside vLLM's own processes: loading weights in place, telling old KV cache from new, norms on the CPU, and
+dying with the generator.
 
 vLLM imports this module by name (`worker_extension_cls`, `scheduler_cls`, `distributed_executor_backend`); nothing
 else should, since importing it imports vLLM.
@@ -24,6 +24,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.request import Request
 
+from areal.devices import ENGINE_CORES, keep_to
 from areal.engines.amx import without_amx
 from areal.engines.lora import merged_tensors, stored_tensors
 from areal.weights import ADAPTER_FILE
@@ -134,6 +135,7 @@ class _DiesWithGenerator:
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=die_with_generator, daemon=True, name="die-with-generator").start()
+        keep_to(ENGINE_CORES)
         super()._init_executor()  # type: ignore[misc]  # of the executor that this is mixed into
 
 

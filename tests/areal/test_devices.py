@@ -1,19 +1,24 @@
-"""GPUs of one machine, dealt out to the actors of a run."""
+"""GPUs and cores of one machine, dealt out to the actors of a run."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from threading import Event, Thread
 
 import pytest
 
 from areal.config import Config, UserError
-from areal.devices import own_devices, visible_devices
+from areal.devices import CORES, ENGINE_CORES, deal_out, engine_cores, keep_to, own_devices, visible_devices
 
 
-def run_of(ranks: int = 1, count: int = 1, each: int = 1) -> Config:
+def run_of(ranks: int = 1, count: int = 1, each: int = 1, threads: int = 1) -> Config:
     return Config.model_validate(
         {
             "model": "m", "steps": 1, "batch_size": 4, "group_size": 1, "data": {"source": "addition"},
             "sampling": {"max_new_tokens": 8}, "reward": {"functions": ["addition"]},
-            "trainer": {"ranks": ranks}, "generator": {"count": count, "tensor_parallel": each},
+            "trainer": {"ranks": ranks}, "generator": {"count": count, "tensor_parallel": each, "threads": threads},
         }
     )  # fmt: skip
 
@@ -61,3 +66,44 @@ def test_else_the_driver_tells(monkeypatch, tmp_path):
     assert visible_devices() == ["0", "1"]
     driver.unlink()
     assert visible_devices() == []
+
+
+def test_where_every_core_is_somebodys_each_engine_keeps_its_own():
+    assert engine_cores(run_of(count=2, threads=2), {9, 4, 5, 6, 7}) == {"generator/0": [4, 5], "generator/1": [6, 7]}
+    assert engine_cores(run_of(ranks=2, each=2), range(4)) == {"generator/0": [0, 1]}
+
+
+@pytest.mark.parametrize("cores", [set(), {0}, {0, 1, 2}])
+def test_with_more_or_fewer_cores_nobody_keeps_any(cores):
+    assert engine_cores(run_of(), cores) == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has processes keep to cores")
+def test_all_else_gets_the_cores_that_the_engines_leave(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
+    monkeypatch.setenv(CORES, "")  # for it to be taken back
+    assert deal_out(run_of()) == {"generator/0": {ENGINE_CORES: "3"}}
+    assert os.environ[CORES] == "5"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has processes keep to cores")
+def test_a_process_moves_with_its_threads_and_what_it_starts(monkeypatch):
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    go_on = Event()
+    thread = Thread(target=go_on.wait)
+    thread.start()
+    try:
+        keep_to(ENGINE_CORES)
+        assert os.sched_getaffinity(0) == before
+        monkeypatch.setenv(ENGINE_CORES, f"{core}")
+        keep_to(ENGINE_CORES)
+        assert {*os.sched_getaffinity(0), *os.sched_getaffinity(thread.native_id)} == {core}
+        child = subprocess.run([sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"], capture_output=True)
+        assert child.stdout.decode().strip() == f"{ {core} }"
+    finally:
+        monkeypatch.setenv(ENGINE_CORES, ",".join(map(str, before)))
+        keep_to(ENGINE_CORES)
+        go_on.set()
+        thread.join()
