@@ -113,6 +113,21 @@ def lose_machine(run: Run) -> None:
         time.sleep(0.1)
 
 
+def engine_keeps_its_core(run: Run) -> bool:
+    """On two cores: everything else keeps to the other one."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) != 2:
+        return True
+    roles = {role: of_role(run, role) for role in ROLES}
+    engines = [p for role in roles["generator"] for p in descendants(role.pid) if "EngineCore" in p.command]
+    try:
+        kept = [os.sched_getaffinity(p.pid) for p in engines]
+        left = [os.sched_getaffinity(p.pid) for actors in roles.values() for p in actors]
+    except ProcessLookupError:
+        return False  # one has just ended
+    return kept == [{min(cores)}] and len(left) == len(ROLES) and all(own == {max(cores)} for own in left)
+
+
 def check_accounts(folder: Path, config: dict) -> None:
     """Every step once, every prompt trained once or accounted for, nothing too old."""
     records = read_jsonl(folder / "metrics.jsonl")
@@ -144,6 +159,7 @@ def check_finished(run: Run, folder: Path, timeout: float) -> None:
 def test_every_role_may_be_killed_once(run, small, chaos, tmp_path):
     folder = tmp_path / "runs" / "test"
     started = run("--config", CONFIG, *small, "generator.count=1")
+    wait_for(started, lambda: engine_keeps_its_core(started))
     roles = chaos.sample(ROLES, len(ROLES))
     for step, role in zip(sorted(chaos.choices(KILLED_AT, k=len(roles))), roles, strict=True):
         wait_for_step(started, folder, step)

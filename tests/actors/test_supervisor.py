@@ -222,11 +222,13 @@ async def test_an_exit_that_looks_like_a_users_mistake_is_a_death_once_the_child
     assert len(play.starts("reward")) == 3
 
 
-async def test_a_child_sees_the_devices_that_it_was_given_at_each_start(stage, at_once, monkeypatch):
+async def test_a_child_has_the_environment_that_it_was_given_at_each_start(stage, at_once, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     sees = "with open(role + '.sees', 'a') as file:\n    file.write(os.environ['CUDA_VISIBLE_DEVICES'] + ' ')\n"
     play = stage(generator=sees + "sys.exit(4 if start == 1 else 0)", reward=sees)
-    play.supervisor = Supervisor(Console(file=play.printed), play._command, {"generator/0": "2"})
+    play.supervisor = Supervisor(
+        Console(file=play.printed), play._command, {"generator/0": {"CUDA_VISIBLE_DEVICES": "2"}}
+    )
     assert (await play.supervisor.run_roles(["generator", "reward"], [], [])).ok
     assert (play.folder / "generator.sees").read_text() == "2 2 "
     assert (play.folder / "reward.sees").read_text() == "0,1,2 "
