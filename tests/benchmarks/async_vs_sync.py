@@ -34,7 +34,7 @@ from runs import run
 from areal import quickstart
 
 HEADLINE = {"exponent": 2.5, "samples": 64}
-EXPONENTS, BATCHES = (1.0, 1.5, 2.5), (64, 256)
+EXPONENTS, BATCHES = (2.5, 1.0, 1.5), (64, 256)
 GROUP_SIZE = 8
 CONCURRENT = 64
 GENERATION = {
