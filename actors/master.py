@@ -817,7 +817,11 @@ class Master(HandlesRequests):
 
     def _missing(self) -> list[str]:
         roles = [*ROLES, "evaluator"] if self.config.data.eval_size else ROLES
-        return [role for role in roles if not self._healthy(role)]
+        missing = [role for role in roles if not self._healthy(role)]
+        if "reward" not in missing:
+            served = {name for m in self.state.members.values() if m.state == "healthy" for name in m.serves}
+            missing += [f"reward that serves {name!r}" for name in self.config.reward.functions if name not in served]
+        return missing
 
     def _healthy(self, role: str) -> bool:
         return any(m.role == role and m.state == "healthy" for m in self.state.members.values())

@@ -80,7 +80,8 @@ class Caller:
         return welcome
 
     async def beat(self, **stats: float):
-        return await self.ask(Heartbeat(state="healthy", serves=(), activity="testing", stats=stats))
+        serves = ("addition",) if self.role == "reward" else ()
+        return await self.ask(Heartbeat(state="healthy", serves=serves, activity="testing", stats=stats))
 
 
 @contextlib.asynccontextmanager
@@ -601,6 +602,17 @@ async def test_what_actors_say_and_measure_is_recorded(config, monkeypatch):
     heard = [(e["actor"], e["state"], e["activity"], e["stats"]) for e in events if "activity" in e]
     assert ("generator/0", "healthy", "testing", {"running": 3.0}) in heard
     assert [activity for actor, _, activity, _ in heard if actor == "trainer/0"] == ["training step 1", "done"]
+
+
+async def test_a_reward_that_no_actor_serves_is_what_a_run_waits_for(config):
+    config = without_evaluation(config)
+    config = config.model_copy(update={"reward": config.reward.model_copy(update={"functions": {"own:mine": 1.0}})})
+    roles = ("trainer", "generator", "rollout_manager", "reward")
+    async with master_of(config), callers(config, *roles) as everybody:
+        for caller in everybody:
+            await caller.beat()
+        waiting = (await everybody[0].ask(AskStatus())).values["waiting"]
+    assert waiting.startswith("everyone waits for a reward that serves 'own:mine' to be ready (for ")
 
 
 async def test_a_monitor_is_told_the_steps_it_has_not_seen(config):
