@@ -54,8 +54,8 @@ def own_devices(config: Config, devices: Sequence[str]) -> dict[str, str]:
 def engine_cores(config: Config, cores: Iterable[int]) -> dict[str, list[int]]:
     """The cores of each generator's engine, where trainer and engines take as many as there are; else of none.
 
-    Whatever wakes up then preempts one of them, and the engines are slowest at what they do: left alone, on one of two
-    cores, they made a run a fifth faster. With cores to spare the kernel finds one by itself.
+    Whatever else wakes up there preempts one of them, which had better be the trainer: on two cores that makes a run a
+    fifth faster. With cores to spare the kernel finds one by itself.
     """
     left = sorted(cores)
     each = config.generator.threads * config.generator.tensor_parallel
