@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,7 @@ class Conversation:
         )
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return list(_encoded(self._tokenizer, text))
 
 
 def begin(tokenizer: Any, prompt: Prompt) -> tuple[Conversation, list[Message]]:
@@ -163,6 +164,12 @@ def first_tokens(tokenizer: Any, tokens: np.ndarray, holds: Callable[[str], bool
         return holds(tokenizer.decode(tokens[:n].tolist(), skip_special_tokens=True))
 
     return bisect.bisect_left(range(len(tokens)), True, key=has) if has(len(tokens)) else None
+
+
+@lru_cache(maxsize=256)
+def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The samples of a group all begin with the same text, which may be long."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _not_sampled(tokens: Sequence[int]) -> Generation:

@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,7 @@ from areal.trajectory import Finish
 from areal.weights import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WEIGHTS_FILE
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.engine.core_client import AsyncMPClient
 
@@ -226,18 +228,10 @@ class GenerationEngine:
     async def _send(
         self, key: str, tokens: Sequence[int], sampling: SamplingConfig, max_new_tokens: int | None
     ) -> None:
-        from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        # No per-request seed: the CPU engine dies of it.
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            logprobs=0,
-            stop_token_ids=self._model.stop_tokens,
-            detokenize=False,
-        )
+        most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        params = _sampling_params(sampling.temperature, sampling.top_p, most, tuple(self._model.stop_tokens))
         request = EngineCoreRequest(
             request_id=key,
             prompt_token_ids=[int(token) for token in tokens],
@@ -425,6 +419,21 @@ class _Stream:
             self._ready.set()
         else:
             self.fail(EngineError(f"The engine gave a sequence up (finish reason {reason!r})."))
+
+
+@lru_cache(maxsize=1024)  # vLLM takes as long to make them as we do to send a request
+def _sampling_params(temperature: float, top_p: float, max_tokens: int, stop_tokens: tuple[int, ...]) -> SamplingParams:
+    from vllm import SamplingParams
+
+    # No per-request seed: the CPU engine dies of it.
+    return SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        logprobs=0,
+        stop_token_ids=list(stop_tokens),
+        detokenize=False,
+    )
 
 
 def _set_environment(config: GeneratorConfig) -> None:
