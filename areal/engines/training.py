@@ -282,8 +282,9 @@ class TrainingEngine:
         rows = [row for minibatch in minibatches for row in minibatch]
         self._look_at_reference(rows, temperature, tally)
         self._value(rows, flat, trained)
-        if len(minibatches) > 1 and self.config.proximal == "recompute":
-            self._recompute_proximal(rows, temperature, tally)  # with a single one, its first pass still sees them
+        if self.config.proximal == "recompute":  # the first minibatch's own pass still sees these weights
+            later = [row for minibatch in minibatches[1:] for row in minibatch]
+            self._recompute_proximal(later, temperature, tally)
         for m, minibatch in enumerate(minibatches):
             self._train_minibatch(minibatch, version, temperature, tally, first=m == 0)
         return tally.result(
