@@ -154,12 +154,14 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from actors.addresses import host_of, open_network
     from actors.monitor import print_summary
     from actors.preflight import check
-    from actors.supervisor import Supervisor
-    from areal.devices import deal_out
+    from actors.supervisor import Supervisor, roles_of
+    from areal.devices import deal_out_cores, deal_out_devices, visible_devices
     from areal.report import write_report
 
     check(config)
-    environments = deal_out(config)
+    roles = [role for role, count in roles_of(config) for _ in range(count)]
+    devices = visible_devices()
+    environments = deal_out_devices(config, devices) if devices else deal_out_cores(config, roles)
     network = open_network(host_of(config.master.address))
     console = Console()
 
@@ -185,14 +187,16 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from actors.supervisor import Supervisor
+    from areal.devices import deal_out_cores, visible_devices
 
-    config_of_run(arguments)  # a master that is not there yet is waited for here, where it is seen
+    config = config_of_run(arguments)  # a master that is not there yet is waited for here, where it is seen
+    environments = {} if visible_devices() else deal_out_cores(config, roles)
     rest = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
     rest += role_options(arguments, arguments.ports)
     rewards = [word for name in arguments.reward or [] for word in ("--reward", name)]
 
     async def run() -> int:
-        supervisor = stoppable(Supervisor(Console()))
+        supervisor = stoppable(Supervisor(Console(), environments=environments))
         ending = await supervisor.run_roles(roles, rest, rewards)
         if not ending.ok:
             print(ending.reason, file=sys.stderr)

@@ -28,15 +28,13 @@ def visible_devices() -> list[str]:
     return [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
 
 
-def own_devices(config: Config, devices: Sequence[str]) -> dict[str, str]:
+def deal_out_devices(config: Config, devices: Sequence[str]) -> dict[str, dict[str, str]]:
     """CUDA_VISIBLE_DEVICES for each actor of a run on this machine that takes some: first the trainer, one a rank, then
     the generators, `tensor_parallel` each. Where there are too few, it begins with the first again, and they are
     shared, as a single one is by all.
 
-    Raises UserError where one actor alone takes more than there are. Without devices all is done on the CPU.
+    Raises UserError where one actor alone takes more than there are.
     """
-    if not devices:
-        return {}
     ranks, each = config.trainer.ranks, config.generator.tensor_parallel
     for key, wanted in (("trainer.ranks", ranks), ("generator.tensor_parallel", each)):
         if wanted > len(devices):
@@ -48,29 +46,32 @@ def own_devices(config: Config, devices: Sequence[str]) -> dict[str, str]:
     for index in range(config.generator.count):
         first = ranks + index * each
         takes[f"generator/{index}"] = range(first, first + each)
-    return {name: ",".join(devices[number % len(devices)] for number in taken) for name, taken in takes.items()}
+    return {
+        name: {VISIBLE: ",".join(devices[number % len(devices)] for number in taken)} for name, taken in takes.items()
+    }
 
 
-def engine_cores(config: Config, cores: Iterable[int]) -> dict[str, list[int]]:
-    """The cores of each generator's engine, where trainer and engines take as many as there are; else of none.
+def engine_cores(config: Config, roles: Sequence[str], cores: Iterable[int]) -> dict[str, list[int]]:
+    """The cores of each engine among `roles`, one entry an actor, where they and the trainer need all that there are
+    (without a trainer: all but one); else of none.
 
     Whatever else wakes up there preempts one of them, which had better be the trainer: on two cores that makes a run a
-    fifth faster. With cores to spare the kernel finds one by itself.
+    fifth faster, and generation alone a third. With cores to spare the kernel finds one by itself.
     """
     left = sorted(cores)
+    count = roles.count("generator")
     each = config.generator.threads * config.generator.tensor_parallel
-    if config.trainer.ranks * config.trainer.threads + config.generator.count * each != len(left):
+    training = config.trainer.ranks * config.trainer.threads if "trainer" in roles else 1
+    if count * each + training != len(left):
         return {}
-    return {f"generator/{index}": left[index * each :][:each] for index in range(config.generator.count)}
+    return {f"generator/{index}": left[index * each :][:each] for index in range(count)}
 
 
-def deal_out(config: Config) -> dict[str, dict[str, str]]:
-    """What the environment of each actor of a run on this machine has to say about the GPUs, or the cores, that it has
-    to itself. Sets what the environment of all says of the cores that are left. Raises UserError as `own_devices`."""
-    if devices := visible_devices():
-        return {name: {VISIBLE: own} for name, own in own_devices(config, devices).items()}
+def deal_out_cores(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
+    """What the environment of each actor of `roles` says about the cores that its engine has to itself. Sets what that
+    of all says about the cores that are left."""
     cores = os.sched_getaffinity(0) if sys.platform == "linux" else set()
-    dealt = engine_cores(config, cores)
+    dealt = engine_cores(config, roles, cores)
     if dealt:
         os.environ[CORES] = _named(cores - {core for own in dealt.values() for core in own})
     return {name: {ENGINE_CORES: _named(own)} for name, own in dealt.items()}

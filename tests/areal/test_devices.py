@@ -10,7 +10,15 @@ from threading import Event, Thread
 import pytest
 
 from areal.config import Config, UserError
-from areal.devices import CORES, ENGINE_CORES, deal_out, engine_cores, keep_to, own_devices, visible_devices
+from areal.devices import (
+    CORES,
+    ENGINE_CORES,
+    deal_out_cores,
+    deal_out_devices,
+    engine_cores,
+    keep_to,
+    visible_devices,
+)  # fmt: skip
 
 
 def run_of(ranks: int = 1, count: int = 1, each: int = 1, threads: int = 1) -> Config:
@@ -23,8 +31,12 @@ def run_of(ranks: int = 1, count: int = 1, each: int = 1, threads: int = 1) -> C
     )  # fmt: skip
 
 
+def dealt(config: Config, devices: list[str]) -> dict[str, str]:
+    return {name: own["CUDA_VISIBLE_DEVICES"] for name, own in deal_out_devices(config, devices).items()}
+
+
 def test_ranks_and_generators_have_devices_of_their_own_where_there_are_enough():
-    assert own_devices(run_of(ranks=2, count=3, each=2), list("01234567")) == {
+    assert dealt(run_of(ranks=2, count=3, each=2), list("01234567")) == {
         "trainer/0": "0,1",
         "generator/0": "2,3",
         "generator/1": "4,5",
@@ -33,22 +45,18 @@ def test_ranks_and_generators_have_devices_of_their_own_where_there_are_enough()
 
 
 def test_too_few_devices_are_shared_evenly():
-    owned = own_devices(run_of(ranks=1, count=4), ["4", "5"])
+    owned = dealt(run_of(ranks=1, count=4), ["4", "5"])
     assert owned == {"trainer/0": "4", "generator/0": "5", "generator/1": "4", "generator/2": "5", "generator/3": "4"}
 
 
 def test_a_single_device_is_everybodys():
-    assert set(own_devices(run_of(count=2), ["GPU-1"]).values()) == {"GPU-1"}
-
-
-def test_without_devices_nothing_is_said():
-    assert own_devices(run_of(ranks=2, count=2), []) == {}
+    assert set(dealt(run_of(count=2), ["GPU-1"]).values()) == {"GPU-1"}
 
 
 @pytest.mark.parametrize(("key", "config"), [("trainer.ranks", run_of(ranks=3)), ("tensor_parallel", run_of(each=3))])
 def test_an_actor_that_takes_more_than_there_are_is_a_users_mistake(key, config):
     with pytest.raises(UserError, match=rf"{key} is 3, but the GPUs here are 2 \(0,1\): lower it"):
-        own_devices(config, ["0", "1"])
+        deal_out_devices(config, ["0", "1"])
 
 
 @pytest.mark.parametrize(("value", "devices"), [("2, 5", ["2", "5"]), ("", []), ("-1", [])])
@@ -68,22 +76,27 @@ def test_else_the_driver_tells(monkeypatch, tmp_path):
     assert visible_devices() == []
 
 
+ALL = ["trainer", "generator", "reward"]
+
+
 def test_where_every_core_is_somebodys_each_engine_keeps_its_own():
-    assert engine_cores(run_of(count=2, threads=2), {9, 4, 5, 6, 7}) == {"generator/0": [4, 5], "generator/1": [6, 7]}
-    assert engine_cores(run_of(ranks=2, each=2), range(4)) == {"generator/0": [0, 1]}
+    two = ["generator", *ALL]
+    assert engine_cores(run_of(threads=2), two, {9, 4, 5, 6, 7}) == {"generator/0": [4, 5], "generator/1": [6, 7]}
+    assert engine_cores(run_of(ranks=2, each=2), ALL, range(4)) == {"generator/0": [0, 1]}
+    assert engine_cores(run_of(ranks=2), ["generator", "reward"], range(2)) == {"generator/0": [0]}
 
 
 @pytest.mark.parametrize("cores", [set(), {0}, {0, 1, 2}])
 def test_with_more_or_fewer_cores_nobody_keeps_any(cores):
-    assert engine_cores(run_of(), cores) == {}
+    assert engine_cores(run_of(), ALL, cores) == {}
+    assert engine_cores(run_of(), ["reward"], {0, 1}) == {}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has processes keep to cores")
 def test_all_else_gets_the_cores_that_the_engines_leave(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
     monkeypatch.setenv(CORES, "")  # for it to be taken back
-    assert deal_out(run_of()) == {"generator/0": {ENGINE_CORES: "3"}}
+    assert deal_out_cores(run_of(), ALL) == {"generator/0": {ENGINE_CORES: "3"}}
     assert os.environ[CORES] == "5"
 
 
