@@ -34,7 +34,6 @@ from actors.addresses import on_this_machine
 from actors.monitor import print_steps, watch_live
 from actors.runtime import Ending, incarnation
 from areal.config import Config
-from areal.devices import CORES, keep_to
 from areal.processes import SUPERVISED
 from areal.run_folder import read_metrics, read_summary
 from protocols.errors import BusError
@@ -212,7 +211,6 @@ class Supervisor:
 
     async def _view(self, bus: Bus, address: str, config: Config, shown: int) -> None:
         """What a person sees. `shown`: steps that an earlier start of the run has shown already."""
-        keep_to(CORES)
         live = self.console.is_terminal
         watch = watch_live(bus, address, self.console) if live else None
         view = asyncio.create_task(watch or print_steps(config, self.console, shown), name="view")
