@@ -160,8 +160,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
 
     check(config)
     roles = [role for role, count in roles_of(config) for _ in range(count)]
-    devices = visible_devices()
-    environments = deal_out_devices(config, devices) if devices else deal_out_cores(config, roles)
+    environments = deal_out_devices(config, visible_devices()) or deal_out_cores(config, roles)
     network = open_network(host_of(config.master.address))
     console = Console()
 
@@ -187,10 +186,10 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from actors.supervisor import Supervisor
-    from areal.devices import deal_out_cores, visible_devices
+    from areal.devices import deal_out_cores
 
     config = config_of_run(arguments)  # a master that is not there yet is waited for here, where it is seen
-    environments = {} if visible_devices() else deal_out_cores(config, roles)
+    environments = deal_out_cores(config, roles)
     rest = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
     rest += role_options(arguments, arguments.ports)
     rewards = [word for name in arguments.reward or [] for word in ("--reward", name)]

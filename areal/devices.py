@@ -33,8 +33,10 @@ def deal_out_devices(config: Config, devices: Sequence[str]) -> dict[str, dict[s
     the generators, `tensor_parallel` each. Where there are too few, it begins with the first again, and they are
     shared, as a single one is by all.
 
-    Raises UserError where one actor alone takes more than there are.
+    Raises UserError where one actor alone takes more than there are. Without devices all is done on the CPU.
     """
+    if not devices:
+        return {}
     ranks, each = config.trainer.ranks, config.generator.tensor_parallel
     for key, wanted in (("trainer.ranks", ranks), ("generator.tensor_parallel", each)):
         if wanted > len(devices):
@@ -68,12 +70,13 @@ def engine_cores(config: Config, roles: Sequence[str], cores: Iterable[int]) -> 
 
 
 def deal_out_cores(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
-    """What the environment of each actor of `roles` says about the cores that its engine has to itself. Sets what that
-    of all says about the cores that are left."""
+    """What the environment of each actor of `roles` says about the cores that its engine has to itself; nothing where
+    there are GPUs. Sets what that of all says about the cores that are left."""
     cores = os.sched_getaffinity(0) if sys.platform == "linux" else set()
     dealt = engine_cores(config, roles, cores)
-    if dealt:
-        os.environ[CORES] = _named(cores - {core for own in dealt.values() for core in own})
+    if not dealt or visible_devices():  # asked last: a driver may take long to tell
+        return {}
+    os.environ[CORES] = _named(cores - {core for own in dealt.values() for core in own})
     return {name: {ENGINE_CORES: _named(own)} for name, own in dealt.items()}
 
 

@@ -18,7 +18,7 @@ from areal.devices import (
     engine_cores,
     keep_to,
     visible_devices,
-)  # fmt: skip
+)
 
 
 def run_of(ranks: int = 1, count: int = 1, each: int = 1, threads: int = 1) -> Config:
@@ -51,6 +51,10 @@ def test_too_few_devices_are_shared_evenly():
 
 def test_a_single_device_is_everybodys():
     assert set(dealt(run_of(count=2), ["GPU-1"]).values()) == {"GPU-1"}
+
+
+def test_without_devices_nothing_is_said():
+    assert deal_out_devices(run_of(ranks=2, count=2), []) == {}
 
 
 @pytest.mark.parametrize(("key", "config"), [("trainer.ranks", run_of(ranks=3)), ("tensor_parallel", run_of(each=3))])
@@ -93,9 +97,13 @@ def test_with_more_or_fewer_cores_nobody_keeps_any(cores):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has processes keep to cores")
-def test_all_else_gets_the_cores_that_the_engines_leave(monkeypatch):
+def test_without_gpus_all_else_gets_the_cores_that_the_engines_leave(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv(CORES, "")  # for it to be taken back
+    assert deal_out_cores(run_of(), ALL) == {}
+    assert os.environ[CORES] == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert deal_out_cores(run_of(), ALL) == {"generator/0": {ENGINE_CORES: "3"}}
     assert os.environ[CORES] == "5"
 
