@@ -115,7 +115,7 @@ class Conversation:
         return whole.checked()
 
     def _first(self, messages: Sequence[Message]) -> list[int]:
-        return self._encode(_plain_text(messages) if self._plain else self._render(messages))
+        return list(_first_encoded(self._tokenizer, _plain_text(messages) if self._plain else self._render(messages)))
 
     def _between(self, new: Sequence[Message]) -> list[int]:
         """What stands between the last sampled turn and the next one."""
@@ -138,7 +138,7 @@ class Conversation:
         )
 
     def _encode(self, text: str) -> list[int]:
-        return list(_encoded(self._tokenizer, text))
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def begin(tokenizer: Any, prompt: Prompt) -> tuple[Conversation, list[Message]]:
@@ -166,9 +166,9 @@ def first_tokens(tokenizer: Any, tokens: np.ndarray, holds: Callable[[str], bool
     return bisect.bisect_left(range(len(tokens)), True, key=has) if has(len(tokens)) else None
 
 
-@lru_cache(maxsize=256)
-def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The samples of a group all begin with the same text, which may be long."""
+@lru_cache(maxsize=64)
+def _first_encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The samples of a group all begin with the same text, which may be long. What follows is each one's own."""
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
