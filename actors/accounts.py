@@ -11,13 +11,8 @@ from actors.runtime import Ending
 from areal.config import Config
 from areal.ledger import ZERO_SIGNAL, Batch, RunEnded, StepRecord, Waiting
 from areal.rewards import mean_parts
+from areal.timeline import COUNTERS
 from protocols.messages import CommitStep, EvaluationDone
-
-# What generators count from their start on; a step's metrics have the sums over all of them.
-COUNTERS = (
-    "tokens_generated", "reloads", "pause_seconds", "load_seconds", "resume_seconds", "sequences_interrupted",
-    "tokens_recomputed",
-)  # fmt: skip
 
 
 class StepMeter:

@@ -33,12 +33,16 @@ DELAYS_KEPT = 60
 GONE = "gone"
 # Of a step, in the order in which the trainer does them. It commits the step at the end of them.
 PHASES = ("save", "trainer_wait", "fetch", "train", "publish_wait", "snapshot")
-# What only ever grows among the numbers of heartbeats.
-TOTALS = frozenset({
+# What generators count from their start on; a step's metrics have the sums over all of them.
+COUNTERS = (
     "tokens_generated", "reloads", "pause_seconds", "load_seconds", "resume_seconds", "sequences_interrupted",
-    "tokens_recomputed", "preemptions", "fetch_seconds", "weight_bytes_received", "weight_bytes_sent", "work_done",
-    "scored", "failed", "samples_scored", "samples_finished", "moved",
-})  # fmt: skip
+    "tokens_recomputed",
+)  # fmt: skip
+# What only ever grows among the numbers of heartbeats.
+TOTALS = frozenset(COUNTERS) | {
+    "preemptions", "fetch_seconds", "weight_bytes_received", "weight_bytes_sent", "work_done", "scored", "failed",
+    "samples_scored", "samples_finished", "moved",
+}  # fmt: skip
 
 log = structlog.get_logger()
 
