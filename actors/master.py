@@ -23,7 +23,7 @@ from actors.addresses import host_of, is_loopback
 from actors.run_state import RunState
 from actors.runtime import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from areal.config import Config, UserError
-from areal.devices import CORES, keep_to
+from areal.devices import CORES, settle
 from areal.journal import Journal
 from areal.ledger import Answer, Batch, Ledger, LedgerError, RunEnded
 from areal.timeline import GONE
@@ -178,7 +178,7 @@ class Master(HandlesRequests):
         try:
             self._take_over()
             self._open()
-            keep_to(CORES)
+            settle(CORES)
             async with asyncio.TaskGroup() as tasks:
                 helpers = [tasks.create_task(self._watch(), name="watch"), tasks.create_task(self._announce())]
                 await self._end_if_complete()

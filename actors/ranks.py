@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from areal.devices import CORES, keep_to
+from areal.devices import CORES, settle
 from areal.trajectory import Group
 from areal.weight_files import Manifest
 from areal.weights import remove_folder
@@ -118,6 +118,6 @@ def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group
 def follow(config: Config) -> None:
     """The life of a rank beside rank 0: obey until the run is over or the process is ended."""
     engine = start_engine(config)
-    keep_to(CORES)
+    settle(CORES)
     while (command := engine.broadcast(None))["do"] != "end":
         obey(engine, command, None)

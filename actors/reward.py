@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 import structlog
 
 from actors.runtime import Actor, Signal, handles
-from areal.devices import CORES, keep_to
+from areal.devices import CORES, settle
 from areal.reward_pool import RewardFailed, RewardPool
 from areal.rewards import Result
 from areal.trajectory import Tokens
@@ -49,7 +49,7 @@ class Reward(Actor):
         return self._functions or tuple(self.config.reward.functions)
 
     async def setup(self) -> None:
-        keep_to(CORES)  # with whatever scores
+        settle(CORES)  # with whatever scores
         self._pool = self._make_pool(self.serves(), self.config.served_rewards)
         await self._pool.__aenter__()
 

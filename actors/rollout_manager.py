@@ -14,11 +14,10 @@ from typing import Any
 
 import structlog
 
-from actors.runtime import Signal
 from actors.sessions import SampleFailed, Sampler, SampleSession
 from areal.data import Row
 from areal.rewards import mean_parts, overlong_penalty
-from areal.routing import Load, plan_moves
+from areal.routing import Load, groups_that_fit, plan_moves
 from areal.trajectory import Group, Trajectory
 from protocols.errors import BusError, FencedError, RefusedError
 from protocols.messages import (
@@ -54,7 +53,6 @@ class RolloutManager(Sampler):
         self._unfinished: dict[str, int] = {}  # samples, by group
         self._sessions: dict[str, list[SampleSession]] = {}
         self._samples_finished = self._moved = 0
-        self._room = Signal()
 
     async def main(self) -> None:
         await self.become_healthy()
@@ -64,7 +62,7 @@ class RolloutManager(Sampler):
             self.activity = "waiting for generators"
             await self.until(lambda: bool(self.with_role("generator")))
             self.activity = f"generators are full: {self._running} samples run"
-            await self._room.until(lambda: self._free_groups() > 0)
+            await self._router.room.until(lambda: self._free_groups() > 0)
             self.activity = "waiting for permits"
             permits = await self.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
             for permit in permits.permits:  # granted meanwhile, they are worked on also by a manager that drains
@@ -72,7 +70,7 @@ class RolloutManager(Sampler):
 
     async def hand_over(self) -> None:
         """Finish the groups in hand; what is left at the end is admitted again elsewhere."""
-        await self._room.until(lambda: not self._groups)
+        await self._router.room.until(lambda: not self._groups)
 
     def stats(self) -> dict[str, float]:
         if self.state == "stale":
@@ -87,12 +85,15 @@ class RolloutManager(Sampler):
     def told(self, loads: dict[str, LoadTold]) -> None:
         if self.state != "stale":
             self._router.told = {identity: Load(**dict(load)) for identity, load in loads.items()}
-            self._room.notify()
+            self._router.room.notify()
 
     def _free_groups(self) -> int:
-        """Groups that fit into this manager's share of what the generators run at once; at least one always may."""
-        samples = sum(map(self._router.limit, self.with_role("generator"))) / self._router.askers
-        free = int((samples - self._running) // self._samples)
+        """Groups to begin now; at least one always may."""
+        generators = self.with_role("generator")
+        places = sum(map(self._router.limit, generators)) / self._router.askers
+        beginning = self._samples * sum(not sessions for sessions in self._sessions.values())
+        given = sum(self._router.load[m.identity] for m in generators) + beginning
+        free = groups_that_fit(self._samples, places, given, self._running)
         if not self._groups:
             free = max(1, free)
         return min(free, self.config.rollout_manager.max_concurrent_groups - len(self._groups))
@@ -141,6 +142,7 @@ class RolloutManager(Sampler):
 
     def _begin(self, permit: Permit) -> None:
         self._unfinished[permit.group] = self._samples
+        self._sessions[permit.group] = []
         self._groups[permit.group] = task = self.spawn(self._run_group(permit), permit.group)
         # Not in the task itself: one that is cancelled before its first step never runs at all.
         task.add_done_callback(lambda _: self._end(permit.group))
@@ -148,7 +150,8 @@ class RolloutManager(Sampler):
     def _end(self, group: str) -> None:
         del self._groups[group]
         del self._unfinished[group]
-        self._room.notify()
+        self._sessions.pop(group, None)
+        self._router.room.notify()
 
     async def _run_group(self, permit: Permit) -> None:
         try:
@@ -217,7 +220,7 @@ class RolloutManager(Sampler):
         finally:
             self._unfinished[permit.group] -= 1
             self._samples_finished += 1
-            self._room.notify()
+            self._router.room.notify()
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """One sample, its reward lowered where it is overlong. This is for training only: evaluation scores as is."""

@@ -24,7 +24,7 @@ from actors import prometheus
 from actors.addresses import Door, host_of, reachable
 from actors.logs import write_log_file
 from areal.config import Config, UserError
-from areal.devices import CORES, keep_to
+from areal.devices import CORES, settle
 from protocols.errors import BusError, DeadlineError, FencedError, RefusedError
 from protocols.messages import (
     AskSnapshot,
@@ -233,7 +233,7 @@ class Actor(HandlesRequests):
 
     async def become_healthy(self) -> None:
         """Say so at once: others wait for it."""
-        keep_to(CORES)
+        settle(CORES)
         self.state = "healthy"
         await self._beat()
 

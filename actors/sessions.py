@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import structlog
 
-from actors.runtime import Actor
+from actors.runtime import Actor, Signal
 from areal import routing
 from areal.config import DataConfig, SamplingConfig, UserError
 from areal.conversation import Generation
@@ -56,12 +56,13 @@ class SampleFailed(Exception):
 
 class Router:
     """Chooses among actors of a role: the least loaded that has not just failed; and no generator that is held back
-    from `min_version` where there is another. `load`: places taken here, by identity; `told`: what generators have said
-    of theirs."""
+    from `min_version` where there is another. `load`: places taken here, by identity; `room` tells that one is given
+    back; `told`: what generators have said of theirs."""
 
     def __init__(self, actor: Sampler) -> None:
         self.actor = actor
         self.load: Counter[str] = Counter()
+        self.room = Signal()
         self.told: dict[str, Load] = {}
         self.sequences = itertools.count()
         self._avoid: dict[str, float] = {}
@@ -110,6 +111,7 @@ class Router:
         self.load[member.identity] -= 1
         if not self.load[member.identity]:
             del self.load[member.identity]
+        self.room.notify()
 
     @contextlib.contextmanager
     def using(self, member: Member) -> Iterator[None]:

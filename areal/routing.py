@@ -1,19 +1,26 @@
 """Where sequences go: how many a generator takes, which one gets the next, and which sequences move to another.
 
-Three decisions, without I/O; where time matters it is handed in. A generator looks at its own engine and adapts its
-limit (`Concurrency`). Whoever asks generators for sequences hears of their `Load` now and then, adds what it has begun
-and ended itself since then (`expected`), begins where that is the least share of the limit (`fullness`), and moves
-sequences from full generators to those that run dry (`plan_moves`).
+Decisions, without I/O; where time matters it is handed in. A generator looks at its own engine and adapts its limit
+(`Concurrency`), and groups are begun while there is room (`groups_that_fit`). Whoever asks generators for sequences
+hears of their `Load` now and then, adds what it has begun and ended itself since then (`expected`), begins where that
+is the least share of the limit (`fullness`), and moves sequences from full generators to those that run dry
+(`plan_moves`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 # KV cache in use from which sequences that wait are taken to wait for KV, and up to which there is room for more.
 KV_FULL = 0.95
 KV_ROOMY = 0.92
+# Sequences that generators are given, for each place that they have: what waits there takes a free place at once, while
+# another is still on its way.
+GIVEN = 1.125
+# Samples in hand, for each of these places: some are being scored, or wait for tools.
+IN_HAND = 2
 # What is left of the running sequences after a sign of pressure.
 BACK_OFF = 0.95
 # Of the ceiling, at each look without pressure: from nothing to all of it in 32 looks.
@@ -57,6 +64,15 @@ class Concurrency:
             self._limit = max(1.0, min(self._limit, BACK_OFF * running))
         elif kv_use < KV_ROOMY and running + waiting >= self._limit * (1 - STEP) - 1:  # the limit is what holds it
             self._limit = min(float(self._ceiling), self._limit + STEP * self._ceiling)
+
+
+def groups_that_fit(samples: int, places: float, given: int, in_hand: int) -> int:
+    """Groups of so many samples to begin now. The last one may be in part beyond what generators are given.
+
+    `places`: sequences that generators run at once; `given`: what they have, or will have at once; `in_hand`: samples
+    that are not finished, those included.
+    """
+    return min(math.ceil((GIVEN * places - given) / samples), int((IN_HAND * places - in_hand) // samples))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.request import Request
 
-from areal.devices import ENGINE_CORES, keep_to
+from areal.devices import ENGINE_CORES, settle
 from areal.engines.amx import without_amx
 from areal.engines.lora import merged_tensors, stored_tensors
 from areal.weights import ADAPTER_FILE
@@ -177,7 +177,7 @@ class _DiesWithGenerator:
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=die_with_generator, daemon=True, name="die-with-generator").start()
-        keep_to(ENGINE_CORES)
+        settle(ENGINE_CORES)
         super()._init_executor()  # type: ignore[misc]  # of the executor that this is mixed into
 
 

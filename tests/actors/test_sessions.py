@@ -145,9 +145,11 @@ async def test_a_place_is_taken_while_a_sequence_is_to_come_or_runs():
     cluster = Cluster(generator(0))
     router, session = session_at(cluster, generator(0))
     assert router.load == {"generator/0#x": 1}
+    room = asyncio.create_task(router.room.until(lambda: not router.load))
     cluster.bus = Streams(at0=[[lambda: chunk(len(router.load), version=3, finish="stop")]])
     assert (await session.generate([1])).tokens.tolist() == [1]
     assert not router.load
+    await asyncio.wait_for(room, 60)
 
 
 async def test_the_target_of_a_move_may_be_gone():

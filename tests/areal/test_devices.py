@@ -16,7 +16,7 @@ from areal.devices import (
     deal_out_cores,
     deal_out_devices,
     engine_cores,
-    keep_to,
+    settle,
     visible_devices,
 )
 
@@ -116,15 +116,15 @@ def test_a_process_moves_with_its_threads_and_what_it_starts(monkeypatch):
     thread = Thread(target=go_on.wait)
     thread.start()
     try:
-        keep_to(ENGINE_CORES)
+        settle(ENGINE_CORES)
         assert os.sched_getaffinity(0) == before
         monkeypatch.setenv(ENGINE_CORES, f"{core}")
-        keep_to(ENGINE_CORES)
+        settle(ENGINE_CORES)
         assert {*os.sched_getaffinity(0), *os.sched_getaffinity(thread.native_id)} == {core}
         child = subprocess.run([sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"], capture_output=True)
         assert child.stdout.decode().strip() == f"{ {core} }"
     finally:
         monkeypatch.setenv(ENGINE_CORES, ",".join(map(str, before)))
-        keep_to(ENGINE_CORES)
+        settle(ENGINE_CORES)
         go_on.set()
         thread.join()

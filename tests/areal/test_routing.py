@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal.routing import REST_SECONDS, Concurrency, Load, Sequence, expected, fullness, plan_moves
+from areal.routing import (
+    REST_SECONDS,
+    Concurrency,
+    Load,
+    Sequence,
+    expected,
+    fullness,
+    groups_that_fit,
+    plan_moves,
+)
 
 # ------------------------------------------------------------------------------------ a model of engines with little KV
 
@@ -139,6 +148,13 @@ def test_whatever_an_engine_says_the_limit_is_between_1_and_the_ceiling(ceiling,
     for look in looks:
         limit.look(*look)
         assert 1 <= limit.limit <= ceiling
+
+
+@pytest.mark.parametrize(
+    ("has", "in_hand", "groups"), [(0, 0, 9), (64, 64, 1), (71, 71, 1), (72, 72, 0), (40, 120, 1), (40, 121, 0)]
+)
+def test_some_sequences_wait_for_each_place_and_what_is_scored_takes_none_but_is_limited(has, in_hand, groups):
+    assert groups_that_fit(samples=8, places=64, given=has, in_hand=in_hand) == groups
 
 
 # --------------------------------------------------------------------------------------------------------- first choice
