@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import structlog
+import uvloop
 
 from areal.config import Config, UserError, dump_config, load_config
 from areal.processes import KEYS, SUPERVISED, die_with_parent
@@ -248,7 +249,7 @@ def run_master(config: Config, resume: bool) -> int:
 
     tracker = tracking.start(config)
     try:
-        ending = asyncio.run(run())
+        ending = uvloop.run(run())
         write_report(config.folder)
     except UserError:
         raise
@@ -306,7 +307,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
 
     try:
         # Never closed: closing waits for threads inside an engine, which cannot be cancelled.
-        ending = asyncio.Runner().run(run())
+        ending = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
     except UserError as error:
         print(error, file=sys.stderr)
         leave(2)
