@@ -447,17 +447,21 @@ def _set_environment(config: GeneratorConfig) -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
+def _set_cpu_environment() -> None:
+    # The sampler compiles a helper at the first request: 3 to 28 s, for nothing on the CPU.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Each step's activations came from the kernel and went back to it, which made long prefills a third slower.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 * 2**20))
+
+
 def _start_core(model: Path, config: GeneratorConfig, seed: int) -> tuple[AsyncMPClient, list[int]]:
     from vllm.platforms import current_platform
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
     if current_platform.is_cpu():
-        # The sampler compiles a helper at the first request: 3 to 28 s, for nothing on the CPU.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        # Each step's activations came from the kernel and went back to it, which made prefills a third slower.
-        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
-        os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 * 2**20))
+        _set_cpu_environment()
         if config.dtype == "bfloat16":
             avoid_broken_amx()
     try:
