@@ -40,7 +40,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -85,6 +85,11 @@ class Message(Part):
 
     kind: ClassVar[str]
 
+    @property
+    def ends_stream(self) -> bool:
+        """Nothing follows it in a stream, not even StreamEnd."""
+        return False
+
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
@@ -117,7 +122,7 @@ class KeepAlive(Message):
 
 
 class StreamEnd(Message):
-    """The stream is complete."""
+    """The stream is complete, though its last part did not say so."""
 
 
 class Done(Message):
@@ -319,6 +324,10 @@ class TokenChunk(Message):
     logprobs: Float32s
     versions: Int32s
     finish: Literal["stop", "length"] | None
+
+    @property
+    def ends_stream(self) -> bool:
+        return self.finish is not None
 
 
 class HandOver(Message):

@@ -175,7 +175,8 @@ class Server:
         try:
             result = self._handle(request)
             if isinstance(result, AsyncGeneratorType):
-                await self._stream(call, result)
+                if last := await self._stream(call, result):
+                    return self._keep(key, last)
                 answer: Message = StreamEnd()
             else:
                 answer = await result
@@ -198,7 +199,8 @@ class Server:
         while len(self._answers) > MAX_ANSWERS_KEPT or self._answer_bytes > MAX_ANSWER_BYTES_KEPT:
             self._answer_bytes -= _size(self._answers.popitem(last=False)[1])
 
-    async def _stream(self, call: _Call, parts: _Parts) -> None:
+    async def _stream(self, call: _Call, parts: _Parts) -> list[Frame] | None:
+        """The part that said it was the last, if one did."""
         self._keep_alive_later(call)
         try:
             async with contextlib.aclosing(parts):
@@ -206,11 +208,15 @@ class Server:
                     if not call.room:
                         await call.wait_for_room()
                     call.room -= 1
-                    if error := self._send(call.route, part, call.id, call.sent):
+                    frames = self._encode(part, call.id, call.sent)
+                    if error := self._send_frames(call.route, frames):
                         raise StreamBrokenError(f"part {call.sent} was not taken: {error}")
                     call.sent += 1
+                    if part.ends_stream:
+                        return frames
         finally:
             call.keep_alive.cancel()
+        return None
 
     def _keep_alive_later(self, call: _Call) -> None:
         call.keep_alive = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._keep_alive, call)
@@ -334,7 +340,10 @@ class Peer:
                 if isinstance(part, StreamEnd):
                     complete = True
                     return
+                complete = part.ends_stream  # before the yield, at which the stream may be closed
                 yield part
+                if complete:
+                    return
                 expected, taken = expected + 1, taken + 1
                 if taken >= STREAM_CREDIT // 2:
                     self._send_now(Credit(parts=taken), sender, id)

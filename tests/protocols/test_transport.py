@@ -59,9 +59,9 @@ def generate():
     )  # fmt: skip
 
 
-def chunk(number):
+def chunk(number, finish=None):
     one = np.array([number], np.int32)
-    return TokenChunk(tokens=one, logprobs=one.astype(np.float32), versions=one, finish=None)
+    return TokenChunk(tokens=one, logprobs=one.astype(np.float32), versions=one, finish=finish)
 
 
 def number_of(part):
@@ -485,6 +485,41 @@ async def test_many_streams_share_a_link(net):
 async def test_an_empty_stream_ends(net):
     _, address = net.serve(numbers(0))
     assert [part async for part in net.peer(address).stream(generate(), PATIENCE)] == []
+
+
+async def test_after_a_part_that_says_it_is_the_last_nothing_is_said_of_the_stream(net):
+    async def handle(request):
+        yield chunk(0)
+        yield chunk(1, "stop")
+        raise AssertionError("asked for more")
+
+    bus, address = net.serve(handle)
+    asker = net.raw(zmq.DEALER, address)
+    for id in ("1", "2"):
+        asker.send_multipart(frames(generate(), id=id))
+    heard = [decode_header(await received(asker)) for _ in range(4)]
+    assert {(header.reply_to, header.part) for header in heard} == {(id, part) for id in ("1", "2") for part in (0, 1)}
+    await until(lambda: not bus.server._calls)
+    asker.send_multipart(frames(generate(), id="1"))  # a repeated request is told how the first one ended
+    again = await received(asker)
+    assert decode_header(again).part == 1 and decode_body("token_chunk", again).finish == "stop"
+
+    server = net.raw(zmq.ROUTER, LOOPBACK)
+    peer = net.peer(server.last_endpoint.decode())
+    async with contextlib.aclosing(peer.stream(generate(), PATIENCE)) as parts:
+        taking = asyncio.ensure_future(anext(parts))
+        route, *request = await received(server)
+        server.send_multipart([route, *frames(chunk(0, "length"), reply_to=decode_header(request).id)])
+        assert (await taking).finish == "length"
+    async with contextlib.aclosing(peer.stream(generate(), PATIENCE)) as parts:
+        taking = asyncio.ensure_future(anext(parts))
+        _, *request = await received(server)
+        assert decode_header(request).kind == Generate.kind  # and not Cancel
+        server.send_multipart([route, *frames(chunk(0, "stop"), reply_to=decode_header(request).id)])
+        await taking
+        with pytest.raises(StopAsyncIteration):
+            await anext(parts)
+    assert not net.crashes
 
 
 async def test_a_slow_consumer_holds_the_server_back(net):
