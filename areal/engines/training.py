@@ -138,6 +138,8 @@ class TrainingEngine:
                 config=settings,
                 lr_scheduler=lambda optimizer: learning_rates(optimizer, config, optimizer_steps),
             )
+        if self._stage == 0 and self.world_size == 1:
+            self._deepspeed.enable_backward_allreduce = False  # with nobody: a tenth of a small model's step
         self._state = TrainingState(self._deepspeed, self._trained, self._stage, self._control)
         self.device: torch.device = self._deepspeed.device
         self._reference = self._start_reference()
@@ -216,6 +218,8 @@ class TrainingEngine:
 
     def _send(self, array: np.ndarray) -> np.ndarray:
         """Rank 0's array on all ranks; the others pass one of its shape and type."""
+        if self.world_size == 1:
+            return array
         tensor = torch.from_numpy(array.copy())
         dist.broadcast(tensor, src=0, group=self._control)
         return tensor.numpy()
@@ -234,19 +238,15 @@ class TrainingEngine:
             }
         )
 
-    def _plan(self, batch: FlatBatch, trained: np.ndarray) -> list[list[Row]]:
-        """This rank's rows of each minibatch."""
-        minibatches = []
-        for m in range(int(batch.minibatch.max()) + 1):
-            members = np.flatnonzero(batch.minibatch == m)
-            ranks = split_over_ranks(
-                batch.lengths[members].tolist(),
-                self.world_size,
-                self.config.max_tokens_per_microbatch,
-                batch.shared[members].tolist(),
-            )
-            minibatches.append([pack(batch, trained, members[row].tolist(), self.device) for row in ranks[self.rank]])
-        return minibatches
+    def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[Row]:
+        """This rank's rows of the sequences `members`."""
+        ranks = split_over_ranks(
+            batch.lengths[members].tolist(),
+            self.world_size,
+            self.config.max_tokens_per_microbatch,
+            batch.shared[members].tolist(),
+        )
+        return [pack(batch, trained, members[row].tolist(), self.device) for row in ranks[self.rank]]
 
     def _forward(self, row: Row, temperature: float, module: torch.nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Log-probabilities after temperature and entropies of the row's tokens in the loss, [S] each."""
@@ -277,14 +277,19 @@ class TrainingEngine:
         """
         flat = self._share(batch)
         trained = flat.trained(mask_older_than)
-        minibatches = self._plan(flat, trained)
+        minibatches = [
+            self._rows(flat, trained, np.flatnonzero(flat.minibatch == m)) for m in range(int(flat.minibatch.max()) + 1)
+        ]
         tally = Tally(self.device)
         rows = [row for minibatch in minibatches for row in minibatch]
-        self._look_at_reference(rows, temperature, tally)
+        if self.config.kl_coef:
+            self._look_at_reference(rows, flat, trained, temperature, tally)
         self._value(rows, flat, trained)
-        if self.config.proximal == "recompute":  # the first minibatch's own pass still sees these weights
-            later = [row for minibatch in minibatches[1:] for row in minibatch]
-            self._recompute_proximal(later, temperature, tally)
+        if self.config.proximal == "recompute" and len(minibatches) > 1:
+            # The first minibatch's own pass still sees these weights.
+            proximal = self._logprobs(flat, trained, np.flatnonzero(flat.minibatch), temperature, tally)
+            for row in (row for minibatch in minibatches[1:] for row in minibatch):
+                row.proximal = row.pick(proximal)
         for m, minibatch in enumerate(minibatches):
             self._train_minibatch(minibatch, version, temperature, tally, first=m == 0)
         return tally.result(
@@ -300,21 +305,44 @@ class TrainingEngine:
         trained = flat.trained(None)
         total = torch.zeros(1, dtype=torch.float64)
         with torch.no_grad():
-            for row in (row for minibatch in self._plan(flat, trained) for row in minibatch):
+            for row in self._rows(flat, trained, np.arange(len(flat.lengths))):
                 logp, _ = self._forward(row, temperature)
                 total -= logp.double().sum().cpu()
                 self.work_done += 1
         dist.all_reduce(total, group=self._control)
         return total.item() / int(trained.sum())
 
-    def _look_at_reference(self, rows: list[Row], temperature: float, tally: Tally) -> None:
-        if not self.config.kl_coef:
-            return
-        without_adapters = self._module.disable_adapter() if self._reference is None else nullcontext()
-        with torch.no_grad(), tally.clock("forward"), without_adapters:
-            for row in rows:
-                row.reference, _ = self._forward(row, temperature, self._reference)
+    def _logprobs(
+        self,
+        flat: FlatBatch,
+        trained: np.ndarray,
+        members: np.ndarray,
+        temperature: float,
+        tally: Tally,
+        module: torch.nn.Module | None = None,
+    ) -> np.ndarray:
+        """Of the tokens in the loss of the sequences `members`, float32 [T] on all ranks, 0 elsewhere (all ranks).
+
+        Nothing is learned from them, so sequences of several minibatches share rows: fewer passes.
+        """
+        found = torch.zeros(len(flat.tokens))
+        with torch.no_grad(), tally.clock("forward"):
+            for row in self._rows(flat, trained, members):
+                logp, _ = self._forward(row, temperature, module)
+                found[torch.from_numpy(row.places)] = logp.cpu()
                 self.work_done += 1
+        if self.world_size > 1:
+            dist.all_reduce(found, group=self._control)
+        return found.numpy()
+
+    def _look_at_reference(
+        self, rows: list[Row], flat: FlatBatch, trained: np.ndarray, temperature: float, tally: Tally
+    ) -> None:
+        everyone = np.arange(len(flat.lengths))
+        with self._module.disable_adapter() if self._reference is None else nullcontext():
+            reference = self._logprobs(flat, trained, everyone, temperature, tally, self._reference)
+        for row in rows:
+            row.reference = row.pick(reference)
 
     def _value(self, rows: list[Row], flat: FlatBatch, trained: np.ndarray) -> None:
         """Say for each token of this rank's rows how good it was, and what it counts (all ranks)."""
@@ -341,12 +369,6 @@ class TrainingEngine:
             penalties[torch.from_numpy(row.places)] = cost.double().cpu()
         dist.all_reduce(penalties, group=self._control)
         return penalties.numpy()
-
-    def _recompute_proximal(self, rows: list[Row], temperature: float, tally: Tally) -> None:
-        with torch.no_grad(), tally.clock("forward"):
-            for row in rows:
-                row.proximal, _ = self._forward(row, temperature)
-                self.work_done += 1
 
     def _train_minibatch(self, rows: list[Row], version: int, temperature: float, tally: Tally, *, first: bool) -> None:
         """One optimizer step. first: none has been made on this batch."""
