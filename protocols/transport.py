@@ -175,9 +175,7 @@ class Server:
         try:
             result = self._handle(request)
             if isinstance(result, AsyncGeneratorType):
-                if last := await self._stream(call, result):
-                    return self._keep(key, last)
-                answer: Message = StreamEnd()
+                answer = await self._stream(call, result)
             else:
                 answer = await result
             frames = self._encode(answer, call.id, call.sent)
@@ -199,8 +197,8 @@ class Server:
         while len(self._answers) > MAX_ANSWERS_KEPT or self._answer_bytes > MAX_ANSWER_BYTES_KEPT:
             self._answer_bytes -= _size(self._answers.popitem(last=False)[1])
 
-    async def _stream(self, call: _Call, parts: _Parts) -> list[Frame] | None:
-        """The part that said it was the last, if one did."""
+    async def _stream(self, call: _Call, parts: _Parts) -> Message:
+        """Send the parts, but for one that says it is the last: that one is the stream's answer, or else StreamEnd."""
         self._keep_alive_later(call)
         try:
             async with contextlib.aclosing(parts):
@@ -208,15 +206,14 @@ class Server:
                     if not call.room:
                         await call.wait_for_room()
                     call.room -= 1
-                    frames = self._encode(part, call.id, call.sent)
-                    if error := self._send_frames(call.route, frames):
+                    if part.ends_stream:
+                        return part
+                    if error := self._send(call.route, part, call.id, call.sent):
                         raise StreamBrokenError(f"part {call.sent} was not taken: {error}")
                     call.sent += 1
-                    if part.ends_stream:
-                        return frames
         finally:
             call.keep_alive.cancel()
-        return None
+        return StreamEnd()
 
     def _keep_alive_later(self, call: _Call) -> None:
         call.keep_alive = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._keep_alive, call)
