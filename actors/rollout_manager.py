@@ -150,7 +150,7 @@ class RolloutManager(Sampler):
     def _end(self, group: str) -> None:
         del self._groups[group]
         del self._unfinished[group]
-        self._sessions.pop(group, None)
+        del self._sessions[group]
         self._router.room.notify()
 
     async def _run_group(self, permit: Permit) -> None:
@@ -185,7 +185,6 @@ class RolloutManager(Sampler):
         finally:
             for session in sessions:
                 session.close()
-            del self._sessions[permit.group]
         group = Group(permit.group, permit.prompt_index, scored)
         beside = max(0, _sampled(sessions) - sum(int(t.sampled.sum()) for t in scored))
         return group, beside, mean_parts(session.reward_parts for session in sessions)
