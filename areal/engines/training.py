@@ -224,6 +224,12 @@ class TrainingEngine:
         dist.broadcast(tensor, src=0, group=self._control)
         return tensor.numpy()
 
+    def _summed(self, tensor: Tensor) -> np.ndarray:
+        """The sum over the ranks' tensors, in host memory, on all ranks (all ranks)."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self._control)
+        return tensor.numpy()
+
     def _share(self, batch: Sequence[Group] | None) -> FlatBatch:
         """Rank 0's groups, flattened, on all ranks."""
         arrays: dict[str, np.ndarray] = {}
@@ -309,8 +315,7 @@ class TrainingEngine:
                 logp, _ = self._forward(row, temperature)
                 total -= logp.double().sum().cpu()
                 self.work_done += 1
-        dist.all_reduce(total, group=self._control)
-        return total.item() / int(trained.sum())
+        return self._summed(total).item() / int(trained.sum())
 
     def _logprobs(
         self,
@@ -331,9 +336,7 @@ class TrainingEngine:
                 logp, _ = self._forward(row, temperature, module)
                 found[torch.from_numpy(row.places)] = logp.cpu()
                 self.work_done += 1
-        if self.world_size > 1:
-            dist.all_reduce(found, group=self._control)
-        return found.numpy()
+        return self._summed(found)
 
     def _look_at_reference(
         self, rows: list[Row], flat: FlatBatch, trained: np.ndarray, temperature: float, tally: Tally
@@ -367,8 +370,7 @@ class TrainingEngine:
         for row in rows:
             cost = self.config.kl_coef * kl(row.behaviour, row.reference, self.config.kl_estimator)
             penalties[torch.from_numpy(row.places)] = cost.double().cpu()
-        dist.all_reduce(penalties, group=self._control)
-        return penalties.numpy()
+        return self._summed(penalties)
 
     def _train_minibatch(self, rows: list[Row], version: int, temperature: float, tally: Tally, *, first: bool) -> None:
         """One optimizer step. first: none has been made on this batch."""
