@@ -89,6 +89,7 @@ def settle(variable: str) -> None:
     that is set. What it has made by now stays: to look through vLLM's for garbage took half a second each time.
     """
     gc.freeze()
+    atexit.unregister(gc.unfreeze)  # the simulator has thousands of actors in a process
     atexit.register(gc.unfreeze)  # else some libraries take what is left at the end for leaks
     if variable in os.environ:
         own = {int(core) for core in os.environ[variable].split(",")}
