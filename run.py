@@ -226,7 +226,7 @@ def run_master(config: Config, resume: bool) -> int:
     from actors.runtime.actor import incarnation
     from actors.runtime.addresses import open_network
     from actors.runtime.logs import configure_logging, write_log_file
-    from actors.runtime.preflight import check_port
+    from actors.runtime.preflight import check_answers, check_port
     from areal.data.sources import open_source
     from areal.models import with_folders
     from areal.observe import tracking
@@ -240,7 +240,9 @@ def run_master(config: Config, resume: bool) -> int:
     network = open_network(host_of(config.master.address))
     check_port(config.master.address)
     tracking.check(config.observe)
-    open_source(config.data, config.seed)
+    source = open_source(config.data, config.seed)
+    if not resume and SUPERVISED not in os.environ:  # the supervisor has checked them
+        check_answers(config, source)
     config = with_folders(config).model_copy(update={"run_dir": config.run_dir.resolve()})
     new = None if resume else RunFolder.create(config)
     journal = Journal.open(config.folder / "journal.db")  # the lock on the journal also guards the run folder

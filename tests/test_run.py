@@ -203,6 +203,10 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         ),
         (["reward.options={addition: {base: 3}}"], "reward 'addition' has reward.options, but is a function"),
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
+        (
+            ["reward.functions=math", "data.source=words.jsonl", "data.eval_size=0"],
+            "cannot read the answers of 1 of the 1 rows",
+        ),
         (["model=quickstart", "data.source=words.jsonl", "data.eval_size=0"], "but a prompt in data.source has ' '"),
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
         (["rollout_manager.workflow=verifiers"], "set data.source=verifiers:NAME"),
@@ -222,7 +226,7 @@ def test_a_mistake_gets_one_sentence_before_anything_is_started(
 ):
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(ROW + '{"prompt": "a12b34="}\n')
-    Path("words.jsonl").write_text('{"prompt": "one and two", "answer": "three"}\n')
+    Path("words.jsonl").write_text('{"prompt": "one and two", "answer": "three +"}\n')
     check_refused(monkeypatch, capsys, ["--config", CONFIG, *small, *arguments], sentence)
 
 

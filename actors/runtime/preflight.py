@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from areal.config import Config, UserError
 from areal.data.addition import ALPHABET
 from areal.data.rows import Row, prompt_text
-from areal.data.sources import open_source
+from areal.data.sources import PromptSource, open_source
 from areal.models import resolve_model, resolve_reference
 from areal.observe import tracking
 from areal.rewards import functions as rewards
+from areal.rewards import math_answers
+from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
 from areal.workflows.builtin import resolve_workflow
+
+# How long answers of rows are read; 40,000 plain numbers take a few seconds.
+ANSWERS_SECONDS = 10.0
+# Rows whose answers are read in one child process.
+ROWS_AT_ONCE = 128
+# Rows that are looked at if the source is endless, or if only rows themselves can name the reward.
+FEW_ROWS = 512
 
 
 def check(config: Config) -> None:
@@ -41,6 +56,53 @@ def check(config: Config) -> None:
     else:
         resolve_model(config)
     resolve_reference(config)
+    check_answers(config, source)
+
+
+def check_answers(config: Config, source: PromptSource) -> None:
+    """Check whether the reward `math` can read the answers of the rows that it is to score: first of the held-out rows,
+    then of the others in random order, for ANSWERS_SECONDS.
+
+    Raises UserError if a larger share of them than `max_failed_share` cannot be read; prints a note if some cannot.
+    """
+    until, checked, flaws = time.monotonic() + ANSWERS_SECONDS, 0, []
+    rows = _rows(config, source)
+    while (batch := list(islice(rows, ROWS_AT_ONCE))) and time.monotonic() < until:
+        scored = [row for row in batch if "math" in (row.reward or config.reward.functions)]
+        checked += len(scored)
+        flaws += _flaws_of_answers(scored)
+    if not flaws:
+        return
+    told = (
+        f"the reward math cannot read the answers of {len(flaws)} of the {checked} rows of data.source "
+        f"{config.data.source!r} that were checked, such as {flaws[0]}"
+    )
+    if len(flaws) > config.max_failed_share * checked:
+        raise UserError(f"{told}: correct or remove these rows, or name another reward (docs/math.md).")
+    print(f"Note: {told}; such prompts will be discarded.", file=sys.stderr)
+
+
+def _rows(config: Config, source: PromptSource) -> Iterator[Row]:
+    yield from map(source.heldout, range(config.data.eval_size))
+    count = source.size or FEW_ROWS
+    most = count if "math" in config.reward.functions else min(count, FEW_ROWS)
+    for index in random.Random(config.seed).sample(range(count), most):
+        with contextlib.suppress(UserError):  # a row that is not usable is discarded when it is met
+            yield source.row(index)
+
+
+def _flaws_of_answers(rows: list[Row]) -> list[str]:
+    """For each row with an answer that cannot be read: that answer, or what is wrong."""
+    flaws, answers = [], []
+    for row in rows:
+        try:
+            answers.append(math_answers.answers_of(row.fields))
+        except RewardError as error:
+            flaws.append(f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({error})")
+    bad = math_answers.unreadable([answer for each in answers for answer in each])
+    for each in answers:
+        flaws += [repr(answer[-80:]) for answer in each if answer in bad][:1]
+    return flaws
 
 
 def check_characters(row: Row) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 from areal import plugins
 from areal.config import UserError
 from areal.data import addition, reasoning_tasks
-from areal.rewards import computer_algebra, math_answers
+from areal.rewards import math_answers
 from areal.rewards.code_tests import CodeTests
 from areal.rewards.result import RewardError
 
@@ -143,11 +143,8 @@ def reasoning_gym(prompt: str, completion: str, row: Mapping[str, Any]) -> float
 
 
 def math_answer(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the final answer is mathematically equal to the row's answer, else 0.0 (`areal.rewards.math_answers`)."""
-    try:
-        return math_answers.score(_answer(row), completion)
-    except math_answers.UnreadableAnswer as error:
-        raise RewardError(str(error)) from error
+    """1.0 if the final answer equals an answer of the row, else 0.0 (`areal.rewards.math_answers`)."""
+    return math_answers.score(math_answers.answers_of(row), completion)
 
 
 def _answer(row: Mapping[str, Any]) -> str:
@@ -163,5 +160,5 @@ BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
     "addition": lambda: addition.reward,
     "reasoning_gym": lambda: reasoning_gym,
 }
-WARMING: Mapping[str, Callable[[], object]] = {"math": computer_algebra.warm, "reasoning_gym": reasoning_tasks.load}
+WARMING: Mapping[str, Callable[[], object]] = {"math": math_answers.warm, "reasoning_gym": reasoning_tasks.load}
 """By reward: a function that does the work that would otherwise add seconds to the first call."""

@@ -1,0 +1,93 @@
+"""Answers a question in a child process with limits of processor time and memory.
+
+Computer algebra can take for ever, or all memory, over ten characters that a language model wrote, also within one
+operation that nothing in Python interrupts. So the question is asked in a child process, forked for it, that the kernel
+ends at its limits.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import resource
+import signal
+from collections.abc import Callable, Sequence
+
+from areal.processes import die_with_parent
+
+# Time of the processor, not of the clock: a busy machine does not change an answer.
+CPU_SECONDS = 1.0
+MEMORY_BYTES = 1 << 30
+# A child that takes this long by the clock did not get the processor, which says nothing about the answer.
+WALL_SECONDS = 60.0
+
+_READY = b"ready"
+
+
+def limited(question: Callable[[], bool]) -> bool | None:
+    """The answer of the question, asked in a child process; None if it raises an exception or exceeds a limit.
+
+    Raises TimeoutError if the child does not get the processor, and ChildProcessError if it cannot be limited.
+    """
+    return all_limited([question])[0]
+
+
+def all_limited(questions: Sequence[Callable[[], bool]]) -> list[bool | None]:
+    """As `limited`, for each of the questions. A child process goes on with the next question as long as it lives, and
+    keeps what it has learned; the limit of time is that of one question."""
+    answers: list[bool | None] = []
+    while len(answers) < len(questions):
+        answers += _asked(questions[len(answers) :])
+        if len(answers) < len(questions):
+            answers.append(None)
+    return answers
+
+
+def _asked(questions: Sequence[Callable[[], bool]]) -> list[bool]:
+    """The answers of the questions up to the first that ends its process."""
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _answer(questions, writing, parent)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        raise TimeoutError(f"a comparison got less than {CPU_SECONDS} s of the processor in {WALL_SECONDS} s")
+    if not said.startswith(_READY):
+        raise ChildProcessError("the child process of a comparison did not start")
+    return [answer == ord("1") for answer in said.removeprefix(_READY)]
+
+
+def _answer(questions: Sequence[Callable[[], bool]], pipe: int, parent: int) -> None:
+    """Writes the answers of the questions, and ends this process, whatever happens."""
+    try:
+        die_with_parent(signal.SIGKILL, parent)
+        gc.disable()  # it would look through, and so copy, all that the parent has
+        faulthandler.disable()  # a deep enough formula ends the child, which is no news
+        with open("/proc/self/statm") as sizes:
+            used = int(sizes.read().split()[0]) * resource.getpagesize()
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        allowed = used + MEMORY_BYTES
+        resource.setrlimit(
+            resource.RLIMIT_AS, (allowed if most == resource.RLIM_INFINITY else min(allowed, most), most)
+        )
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        os.write(pipe, _READY)
+        for question in questions:
+            # By default these signals end the process, within an operation on large integers too.
+            for timer, sign, seconds in (
+                (signal.ITIMER_PROF, signal.SIGPROF, CPU_SECONDS),
+                (signal.ITIMER_REAL, signal.SIGALRM, WALL_SECONDS),
+            ):
+                signal.signal(sign, signal.SIG_DFL)
+                signal.setitimer(timer, seconds)
+            os.write(pipe, b"1" if question() else b"0")
+    finally:
+        os._exit(0)
