@@ -9,13 +9,13 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 import uvloop
 
 from areal.config import Config, UserError, dump_config, load_config
-from areal.processes import KEYS, SUPERVISED, die_with_parent
+from areal.processes import KEYS, SUPERVISED, die_with_parent, raise_open_files
 from areal.storage.run_folder import configuration_to_resume
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    raise_open_files()
     try:
         return start(arguments)
     except UserError as error:
@@ -133,6 +134,11 @@ def start(arguments: argparse.Namespace) -> int:
     if not arguments.master:
         raise UserError(f"Give the address of the master: --role {roles[0]} --master tcp://HOST:PORT.")
     keep_keys(arguments.keys)
+    if arguments.reward:  # checked here, because the master may be long in coming
+        from areal.rewards.functions import check
+
+        for name in arguments.reward:
+            check(name)
     if "monitor" in roles:
         return run_monitor(roles, arguments)
     return run_role(roles[0], arguments) if len(roles) == 1 else run_roles(roles, arguments)
@@ -226,9 +232,7 @@ def run_master(config: Config, resume: bool) -> int:
     from actors.runtime.actor import incarnation
     from actors.runtime.addresses import open_network
     from actors.runtime.logs import configure_logging, write_log_file
-    from actors.runtime.preflight import check_answers, check_port
-    from areal.data.sources import open_source
-    from areal.models import with_folders
+    from actors.runtime.preflight import check_port
     from areal.observe import tracking
     from areal.observe.report import write_report
     from areal.storage.journal import Journal
@@ -240,10 +244,7 @@ def run_master(config: Config, resume: bool) -> int:
     network = open_network(host_of(config.master.address))
     check_port(config.master.address)
     tracking.check(config.observe)
-    source = open_source(config.data, config.seed)
-    if not resume and SUPERVISED not in os.environ:  # the supervisor has checked them
-        check_answers(config, source)
-    config = with_folders(config).model_copy(update={"run_dir": config.run_dir.resolve()})
+    config = uvloop.run(prepare(config)).model_copy(update={"run_dir": config.run_dir.resolve()})
     new = None if resume else RunFolder.create(config)
     journal = Journal.open(config.folder / "journal.db")  # the lock on the journal also guards the run folder
     folder = new or RunFolder.resume(config)
@@ -256,7 +257,8 @@ def run_master(config: Config, resume: bool) -> int:
     tracker = tracking.start(config)
     try:
         ending = uvloop.run(run())
-        write_report(config.folder)
+        if not ending.stopped:  # who stops a run waits only so long before it kills: 30 s in Slurm
+            write_report(config.folder)
     except UserError:
         raise
     except Exception:
@@ -267,6 +269,35 @@ def run_master(config: Config, resume: bool) -> int:
     if not ending.ok:
         print(ending.reason, file=sys.stderr)
     return 0 if ending.ok else 1
+
+
+async def prepare(config: Config) -> Config:
+    """Open and check the data, and make or download the models, which may take an hour. Meanwhile whoever asks the
+    master is told so. Returns the configuration with the folders of the models. Raises UserError."""
+    from actors.runtime.actor import incarnation
+    from actors.runtime.addresses import open_network
+    from actors.runtime.preflight import check_answers
+    from areal.data.sources import open_source
+    from areal.models import with_folders
+    from protocols.addresses import host_of
+    from protocols.errors import PreparingError
+    from protocols.transport import Bus, Request
+
+    async def put_off(request: Request[Any]) -> Any:
+        raise PreparingError(f"the master is preparing the run: it opens {config.data.source} and gets {config.model}")
+
+    def crashed(error: BaseException) -> None:
+        structlog.get_logger().error("handler failed", exc_info=error)
+
+    bus = Bus(f"master/0#{incarnation()}", open_network(host_of(config.master.address)))
+    try:
+        bus.serve(config.master.address, put_off, crashed)
+        source = await asyncio.to_thread(open_source, config.data, config.seed)
+        if SUPERVISED not in os.environ:  # the supervisor has checked them
+            await asyncio.to_thread(check_answers, config, source)
+        return await asyncio.to_thread(with_folders, config)
+    finally:
+        await bus.close()
 
 
 def run_monitor(roles: list[str], arguments: argparse.Namespace) -> int:

@@ -183,7 +183,7 @@ class Master(HandlesRequests):
         """Serve until the run has ended. Returns how it ended. Raises UserError if the address is already in use."""
         loop = asyncio.get_running_loop()
         for sign in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sign, self._finish, False, f"told to stop by {sign.name}")
+            loop.add_signal_handler(sign, self._finish, False, f"told to stop by {sign.name}", True)
         try:
             self._take_over()
             self._open()
@@ -275,9 +275,9 @@ class Master(HandlesRequests):
         log.error("handler failed", exc_info=error)
         self._finish(False, f"the master failed: {type(error).__name__}: {error}")
 
-    def _finish(self, ok: bool, reason: str) -> None:
+    def _finish(self, ok: bool, reason: str, stopped: bool = False) -> None:
         if not self._end.done():
-            self._end.set_result(Ending(ok, reason))
+            self._end.set_result(Ending(ok, reason, stopped=stopped))
 
     async def _say_farewell(self, ending: Ending) -> None:
         self.folder.write_summary(summary(self.config, self.state, ending))
@@ -581,7 +581,7 @@ class Master(HandlesRequests):
             if known is None or known.owner != owner:
                 return Answer.GONE
             return self.ledger.discard(failed.group, failed.cause)
-        if self._failures.outage:
+        if self._failures.in_a_row:
             return self.ledger.put_back(failed.group, owner, failed.cause)
         return self.ledger.failed(failed.group, owner, failed.cause)
 
@@ -616,7 +616,7 @@ class Master(HandlesRequests):
             version=self.ledger.version,
             checkpoint_version=self.state.checkpoint_version,
             checkpoint=self.state.checkpoint,
-            drop=tuple(group for group in request.message.spooled if not self.ledger.knows(group)),
+            drop="\n".join(group for group in request.message.spooled.splitlines() if not self.ledger.knows(group)),
         )
 
     @handles(GroupReady)

@@ -211,8 +211,8 @@ class Trainer(Actor):
     async def _recover(self) -> None:
         """Restore the state of the run's last trainer: load the last checkpoint, redo the steps since, and publish."""
         spooled = await asyncio.to_thread(self._spool.ids)
-        recovery = await self.ask_master(AskRecovery(spooled=tuple(spooled)), Recovery)
-        await asyncio.to_thread(self._spool.forget, recovery.drop)
+        recovery = await self.ask_master(AskRecovery(spooled="\n".join(spooled)), Recovery)
+        await asyncio.to_thread(self._spool.forget, recovery.drop.splitlines())
         self._lineage = recovery.lineage
         self._version = self._saved = recovery.checkpoint_version
         if recovery.checkpoint is not None:

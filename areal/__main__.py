@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="key=value",
         help="changes to the configuration, e.g. reward.workers=2 sandbox.cpu_seconds=2",
+    )
+    score.add_argument(
+        "--check-data",
+        action="store_true",
+        help="check the rows instead: score something that does nothing, and each row's own solution or answer; "
+        "exit with 1 if a row is bad",
     )
     score.set_defaults(tool=_score)
     health = tools.add_parser(
@@ -202,6 +209,7 @@ def _score(options: argparse.Namespace) -> None:
 
     from areal.config import ScoringConfig, load_config
     from areal.rewards import functions as rewards
+    from areal.rewards.check_data import check_file
     from areal.rewards.score import score_file
 
     given = [f"reward.workers={os.cpu_count()}", f"reward.functions={json.dumps(options.reward)}"]
@@ -209,11 +217,11 @@ def _score(options: argparse.Namespace) -> None:
     for name in config.reward.functions:
         rewards.check(name, config.served_rewards.options.get(name, {}))
     console = Console(stderr=True)
-    if options.output is None:
-        score_file(config, options.input, sys.stdout, console)
-        return
-    with options.output.open("w") as output:
-        score_file(config, options.input, output, console)
+    with nullcontext(sys.stdout) if options.output is None else options.output.open("w") as output:
+        if not options.check_data:
+            score_file(config, options.input, output, console)
+        elif not check_file(config, options.input, output, console):
+            sys.exit(1)
 
 
 def _health(options: argparse.Namespace) -> None:

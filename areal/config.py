@@ -522,7 +522,9 @@ class Config(ScoringConfig):
     on_failed_sample: Literal["requeue", "discard"] = Field(
         "requeue", description="what happens to a group with a completion that could not be scored"
     )
-    max_attempts: int = Field(3, ge=1, description="a prompt is discarded after this many failures")
+    max_attempts: int = Field(
+        3, ge=1, description="a prompt is discarded after this many failures, not counting those in a row"
+    )
     max_failed_share: float = Field(
         0.1,
         ge=0,
@@ -532,8 +534,7 @@ class Config(ScoringConfig):
     outage_seconds: float = Field(
         3600.0,
         gt=0,
-        description="time for which every group may fail before the run ends; meanwhile one group at a time is tried, "
-        "and failures do not count against prompts",
+        description="time for which every group may fail before the run ends; meanwhile one group at a time is tried",
     )
     filter_zero_signal: bool = Field(
         False,

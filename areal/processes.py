@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,16 @@ SUPERVISED = "AREAL_SUPERVISED"
 # Environment variable with the folder of the run's keys, or `none`.
 KEYS = "AREAL_KEYS"
 _PR_SET_PDEATHSIG = 1
+# A link of the bus with keys takes 4.2 open files, so this is enough for the 4,096 members of the largest run.
+OPEN_FILES = 65_536
+
+
+def raise_open_files() -> None:
+    """Raise the soft limit on open files as far as the hard limit allows, up to OPEN_FILES."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def die_with_parent(sign: signal.Signals, parent: int | None = None) -> None:

@@ -1,7 +1,8 @@
 """Encodes messages as frames and decodes them: `header | body | raw frames`.
 
 The header (msgpack, at most 4 KiB) names the kind of the body and the request that it answers. Arrays are raw frames
-beside the body, so decoding an array makes a view on the received bytes, not a copy. Decoding cannot execute code:
+beside the body, so decoding an array makes a view on the received bytes, not a copy. Long texts of a body that would be
+too large are raw frames too, in UTF-8. Decoding cannot execute code:
 the only types are msgpack's, numpy arrays of a few plain dtypes, and the registered pydantic models.
 """
 
@@ -31,7 +32,10 @@ MAX_FRAME_BYTES = 64 << 20
 DTYPES = {name: np.dtype(name) for name in ("int32", "int64", "float32", "bool", "uint8")}
 # Keyed by the dtype itself, which, unlike its name, includes the byte order.
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ARRAY = 1
+_ARRAY, _TEXT = 1, 2
+# Texts from this length on leave a body that is too large. The limit on the body is for what costs the receiver much
+# more than its size, such as lists.
+LONG_TEXT = 16_384
 
 Frame = bytes | memoryview
 
@@ -84,15 +88,44 @@ def encode_body(message: Message) -> list[Frame]:
             return msgpack.ExtType(_ARRAY, described)
         if isinstance(value, BaseModel):
             return value.__dict__
+        if isinstance(value, _Text):
+            _limit(message.kind, "bytes in one text", len(value.encoded), MAX_FRAME_BYTES)
+            arrays.append(value.encoded)
+            return msgpack.ExtType(_TEXT, _pack(len(arrays) - 1))
         raise MalformedError(f"a message of kind {message.kind!r} holds a {type(value).__name__}: it cannot be sent")
 
     try:
         body = _pack(message.__dict__, pack)
+        if len(body) > MAX_BODY_BYTES:
+            arrays.clear()
+            body = _pack(_with_long_texts_apart(message.__dict__), pack)
     except (ValueError, RecursionError) as error:  # too deep, or text that is not Unicode
         raise MalformedError(f"a message of kind {message.kind!r} cannot be sent: {error!s:.200}") from None
     _limit(message.kind, "bytes of body", len(body), MAX_BODY_BYTES)
     _limit(message.kind, "arrays", len(arrays), MAX_ARRAYS)
     return [body, *arrays]
+
+
+class _Text:
+    """A text that travels as a frame of its own."""
+
+    __slots__ = ("encoded",)
+
+    def __init__(self, text: str) -> None:
+        self.encoded = text.encode()
+
+
+def _with_long_texts_apart(value: Any) -> Any:
+    match value:
+        case str() if len(value) >= LONG_TEXT:
+            return _Text(value)
+        case BaseModel():
+            return _with_long_texts_apart(value.__dict__)
+        case dict():
+            return {key: _with_long_texts_apart(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_with_long_texts_apart(part) for part in value]
+    return value
 
 
 def _pack(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
@@ -169,10 +202,22 @@ def _unpack(frame: Frame, limit: int, arrays: Sequence[Frame] = ()) -> Any:
         raise MalformedError(f"not msgpack: {error!s:.200}") from None
 
 
-def _extension(arrays: Sequence[Frame], code: int, data: bytes) -> np.ndarray:
-    if code != _ARRAY:
-        raise MalformedError(f"unknown extension type {code}")
-    return _array(data, arrays)
+def _extension(arrays: Sequence[Frame], code: int, data: bytes) -> Any:
+    if code == _ARRAY:
+        return _array(data, arrays)
+    if code == _TEXT:
+        return _text(data, arrays)
+    raise MalformedError(f"unknown extension type {code}")
+
+
+def _text(data: bytes, arrays: Sequence[Frame]) -> str:
+    index = msgpack.unpackb(data)
+    if not (type(index) is int and 0 <= index < len(arrays)):
+        raise MalformedError("the place of a text is malformed")
+    try:
+        return str(arrays[index], "utf-8")
+    except UnicodeDecodeError:
+        raise MalformedError("a text is not UTF-8") from None
 
 
 def _map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

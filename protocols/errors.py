@@ -45,6 +45,12 @@ class BusyError(BusError):
     code = "busy"
 
 
+class PreparingError(BusyError):
+    """The master is there but not ready: it makes or downloads the model, for as long as that takes."""
+
+    code = "preparing"
+
+
 class DeadlineError(BusError):
     """No answer within the deadline."""
 
@@ -61,7 +67,7 @@ _BY_CODE = {
     cls.code: cls
     for cls in (
         BusError, MalformedError, ProtocolVersionError, RefusedError, HarmfulError, FencedError, BusyError,
-        DeadlineError, StreamBrokenError,
+        PreparingError, DeadlineError, StreamBrokenError,
     )
 }  # fmt: skip
 

@@ -434,21 +434,21 @@ class WeightChunk(Message):
 
 
 class AskRecovery(Message):
-    """Sent by a trainer that starts. `spooled`: the groups that it has on disk."""
+    """Sent by a trainer that starts. `spooled`: the groups that it has on disk, one a line. There may be very many."""
 
-    spooled: Several[Name]
+    spooled: str
 
 
 class Recovery(Message):
     """What a starting trainer has to do: load `checkpoint` (None: the run's model), which is version
     `checkpoint_version`; redo the logged batches up to `version`; publish that version under `lineage`. The payloads of
-    the groups in `drop` are no longer needed."""
+    the groups in `drop`, one a line, are no longer needed."""
 
     lineage: int
     version: int
     checkpoint_version: int
     checkpoint: str | None
-    drop: Several[Name]
+    drop: str
 
 
 class GroupReady(Message):

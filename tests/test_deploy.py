@@ -12,12 +12,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
+import run
 import yaml
 
-import run
 from areal.__main__ import _parser
 from areal.config import load_config
 from areal.processes import KEYS
@@ -130,6 +131,13 @@ for n in 0 1; do SLURM_NODEID=$n "$@" & all+=($!); done
 for one in "${all[@]}"; do wait "$one" || code=$?; done
 exit ${code:-0}
 """
+SCONTROL = """\
+#!/bin/bash
+case $1 in
+  requeue) echo "||scontrol $*" >> "$CALLS" ;;
+  show) printf 'node0\\nnode1\\n' ;;
+esac
+"""
 
 
 class Nodes:
@@ -142,7 +150,7 @@ class Nodes:
             "python": STAND_IN,
             "torchrun": STAND_IN,
             "srun": SRUN,
-            "scontrol": "#!/bin/sh\necho node0\necho node1\n",
+            "scontrol": SCONTROL,
             "sleep": "#!/bin/sh\n",
         }.items():
             program = folder / ".venv" / "bin" / name
@@ -154,12 +162,14 @@ class Nodes:
         """What a stand-in does that is called with this word."""
         Path(f"{self.calls}.{word}").write_text(script)
 
-    def start(self, script: str, **environment: str) -> int:
+    def start(self, script: str, output: int | None = None, **environment: str) -> int:
         """The exit code of a script in configs/deploy."""
         path = f"{self.folder / '.venv' / 'bin'}:{os.environ['PATH']}"
-        known = {"PATH": path, "CALLS": str(self.calls), "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]"}
+        slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "7"}
+        known = {"PATH": path, "CALLS": str(self.calls)} | slurm
         command = ["bash", f"configs/deploy/{script}"]
-        return subprocess.run(command, cwd=self.folder, env=known | environment, timeout=120).returncode
+        env = known | environment
+        return subprocess.run(command, cwd=self.folder, env=env, stdout=output, timeout=120).returncode
 
     def called(self) -> list[tuple[str, str, list[str]]]:
         """Node, visible devices and words of each command that starts a part of the run."""
@@ -198,6 +208,16 @@ def test_the_slurm_script_starts_everything_on_devices_of_its_own(nodes, monkeyp
     assert used == {(node, str(device)): 1 for node in "01" for device in range(8)}
 
 
+@pytest.mark.parametrize(
+    ("end", "restarts", "requeued"),
+    [("exit 137", 0, True), ("exit 137", 20, False), ("exit 1", 0, False), ("exit 2", 0, False), ("exit 0", 0, False)],
+)
+def test_the_slurm_script_requeues_a_job_whose_processes_were_killed_and_no_other(nodes, end, restarts, requeued):
+    (nodes.folder / ".venv" / "bin" / "srun").write_text(f"#!/bin/sh\n{end}\n")
+    assert nodes.start("slurm.sh", SLURM_RESTART_COUNT=str(restarts)) == int(end.split()[1])
+    assert ("scontrol requeue 7" in nodes.calls.read_text()) == requeued
+
+
 def test_a_trainer_may_take_several_nodes(nodes):
     for node in "012":
         assert nodes.start("node.sh", NODE=node, NODES="3", HEAD="h", GPUS="4", TRAINING_GPUS="8") == 0
@@ -218,6 +238,13 @@ def test_what_dies_is_started_again_until_it_ends_well(nodes):
     )  # each time beside a wait for the master
     assert nodes.start("node.sh", NODE="1", NODES="2", HEAD="h", GPUS="2", TRAINING_GPUS="2", TENSOR_PARALLEL="2") == 0
     assert sum("generator" in words for _, _, words in nodes.called()) == 3
+
+
+def test_what_a_killed_script_leaves_behind_starts_nothing_again(nodes):
+    nodes.behave("reward", "kill -9 $(ps -o ppid= $PPID) 2>/dev/null; exit 1\n")  # its script, at each start
+    # Whatever is left holds the pipe: the call returns once all of it has ended.
+    assert nodes.start("node.sh", NODE="1", NODES="2", HEAD="h", GPUS="0", TRAINING_GPUS="0", output=PIPE) == -9
+    assert sum("reward" in words for _, _, words in nodes.called()) == 1
 
 
 def test_a_run_that_failed_ends_its_node_with_its_exit_code(nodes):

@@ -14,11 +14,11 @@ from urllib.request import urlopen
 import pytest
 from helpers import processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
+from run import main
 
 from actors.runtime.supervisor import Supervisor
 from areal.processes import KEYS
 from areal.storage.run_folder import read_metrics
-from run import main
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 CONFIG = str(CONFIGS / "quickstart.yaml")
@@ -275,6 +275,19 @@ def test_what_has_to_be_imported_to_find_a_mistake_says_nothing_itself(run, smal
     assert started.code == 2
     assert sentence in output
     assert len(output.strip().splitlines()) == 1
+
+
+def test_a_master_that_is_told_to_stop_ends_without_drawing_a_report(run, small, tmp_path):
+    started = run("--role", "master", "--config", CONFIG, *small)
+    while "master ready" not in started.output:
+        assert started.code is None, started.output
+        time.sleep(0.1)
+    started.process.terminate()
+    started.wait(60)
+    folder = tmp_path / "runs" / "test"
+    assert started.code == 1
+    assert json.loads((folder / "summary.json").read_text())["reason"] == "told to stop by SIGTERM"
+    assert not (folder / "report.html").exists()
 
 
 def test_roles_without_a_master_say_so(run, free_port):

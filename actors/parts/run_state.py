@@ -145,6 +145,8 @@ class RunState:
                 self.checkpoint_version, self.checkpoint = body["version"], body["folder"]
             case "evaluated":
                 done = EvaluationDone.model_validate(body["evaluation"], strict=False)
+                if done.version not in (0, self.ledger.settings.steps):  # the summary shows samples of these two only
+                    done = done.model_copy(update={"samples": ()})
                 self.evaluations[done.version] = done
             case "evaluation_dropped":
                 self.not_evaluated[body["version"]] = body["reason"]

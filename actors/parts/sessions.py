@@ -31,7 +31,7 @@ from areal.trajectory import Finish, Tokens, Trajectory
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.conversation import Generation, Keep
 from areal.workflows.openai_api import Access
-from protocols.errors import BusError, FencedError, HarmfulError, RefusedError
+from protocols.errors import BusError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import Cause, Done, Generate, Member, Message, Score, Scored, ScoringFailed, TokenChunk
 
 if TYPE_CHECKING:
@@ -353,6 +353,8 @@ class SampleSession:
             try:
                 with self._router.using(member):
                     return await _scored(actor.bus.peer(member.address).stream(request, STREAM_SECONDS))
+            except MalformedError as error:  # this row cannot travel, to no actor and at no time
+                raise SampleFailed("row", f"reward {name!r}: {error}") from None
             except BusError as error:
                 if isinstance(error, RefusedError):
                     refused += 1

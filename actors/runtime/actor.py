@@ -31,7 +31,7 @@ from actors.watching import prometheus
 from areal.config import Config, UserError
 from areal.devices import CORES, settle
 from protocols.addresses import host_of, reachable
-from protocols.errors import BusError, DeadlineError, FencedError, RefusedError
+from protocols.errors import BusError, DeadlineError, FencedError, PreparingError, RefusedError
 from protocols.messages import (
     AskSnapshot,
     Engagement,
@@ -57,6 +57,8 @@ from protocols.transport import Bus, Request, Subscriber
 JOIN_SECONDS = 10.0
 # After this time without an answer to the first request, the actor logs that it is waiting for the master.
 SILENCE_SECONDS = 3.0
+# While the master prepares the run: how often it is asked again, and how often the wait is logged.
+PREPARING_ASK_SECONDS, PREPARING_TOLD_SECONDS = 1.0, 60.0
 HEARTBEAT_SECONDS = 1.0
 CONTROL_SECONDS = 10.0
 LEAVE_SECONDS = 2.0
@@ -121,11 +123,13 @@ class Signal:
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Why an actor stopped. `ok`: the run reached its end, or the actor was told to leave and left. `fenced`: the
-    master no longer accepts this incarnation; a new one may join."""
+    master no longer accepts this incarnation; a new one may join. `stopped`: the master was told to stop before the
+    run's end."""
 
     ok: bool
     reason: str
     fenced: bool = False
+    stopped: bool = False
 
 
 class MasterLostError(BusError):
@@ -454,13 +458,23 @@ class Actor(HandlesRequests):
 
 
 async def first_answer(bus: Bus, master: str, message: Message, patience: float) -> Any:
-    """The master's answer to the first request. Raises UserError if none comes within `patience` seconds, or if the
-    master refuses."""
-    telling = asyncio.get_running_loop().call_later(
+    """The master's answer to the first request. While the master says that it is preparing, wait without a deadline.
+    Raises UserError if no answer comes within `patience` seconds, or if the master refuses."""
+    loop = asyncio.get_running_loop()
+    telling = loop.call_later(
         SILENCE_SECONDS, lambda: log.warning("waiting for the master", address=master, seconds=patience)
     )
+    told = -PREPARING_TOLD_SECONDS
     try:
-        return await bus.peer(master).ask(message, patience)
+        while True:
+            try:
+                return await bus.peer(master).ask(message, patience)
+            except PreparingError as error:
+                telling.cancel()
+                if loop.time() - told >= PREPARING_TOLD_SECONDS:
+                    told = loop.time()
+                    log.info("waiting for the master", address=master, why=str(error))
+                await asyncio.sleep(PREPARING_ASK_SECONDS)
     except DeadlineError:
         raise UserError(
             f"No master answers at {master} (waited {patience:g} s): start one with "

@@ -84,6 +84,8 @@ class FailPoints:
 
     async def _stream(self, one: Incarnation, parts: Any, point: FailPoint) -> AsyncIterator[Message]:
         async for part in parts:
+            if point.point == "handled" and part.ends_stream:
+                break
             if point.point == "answered":
                 one.network.on_answer = functools.partial(self._die, one, point)
             yield part

@@ -5,16 +5,22 @@ program; it is forked before the asserts are read, so its memory does not contai
 child cannot read the parent's memory. In the asserts, functions, classes and objects of the program are `Remote`
 objects. A call sends its arguments to the child and receives data, never code and never an object with its own `==`.
 
-stdin: `{"nonce", "prepare", "tests", "candidate"}`. stdout, after each test: `NONCE index 0|1`.
+stdin: `{"nonce", "names", "modules", "prepare", "tests", "candidate", "collect", "pytest"}`. `names` of the program are
+global names of the tests, which may also import them from the module `solution`. `prepare` is run, then `tests`; with
+`collect`, the tests are those of pytest's kind that `prepare` defines. `modules` are those that the tests import;
+`pytest` is the text of the module pytest, if they need it. stdout: `NONCE tests COUNT`, and after each test `NONCE
+index 0|1`; or else `NONCE unusable REASON`, if no program could pass the tests here.
 """
 
-import ast
 import builtins
 import ctypes
+import functools
+import importlib.util
 import json
 import os
 import socket
 import sys
+import types
 
 PR_SET_DUMPABLE = 4
 # Longest line that the parent reads as an answer of the child.
@@ -26,6 +32,11 @@ def set_dumpable(value):
     """With 0, no other process of the same user may read this one's memory or open files. Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, value, 0, 0, 0) < 0:
         raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def built_in_type(name):
+    found = getattr(builtins, name, None)
+    return found if isinstance(found, type) else None
 
 
 def encode(value, keep):
@@ -44,6 +55,8 @@ def encode(value, keep):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
+    if isinstance(value, type) and built_in_type(value.__name__) is value:
+        return {"type": value.__name__}
     return {"object": keep(value)}
 
 
@@ -59,6 +72,8 @@ def decode(data, find):
         return bytes.fromhex(content)
     if kind == "complex":
         return complex(*content)
+    if kind == "type" and built_in_type(content):
+        return built_in_type(content)
     if kind == "object":
         return find(content)
     return COLLECTIONS[kind](decode(item, find) for item in content)
@@ -75,13 +90,13 @@ def host(channel):
     sys.argv = ["program.py"]
     with open("program.py") as file:
         source = file.read()
-    names = {"__name__": "program", "__builtins__": builtins}
+    program = sys.modules["program"] = types.ModuleType("program")
     failure = None
     try:
-        exec(compile(source, "program.py", "exec"), names)
+        exec(compile(source, "program.py", "exec"), vars(program))
     except BaseException as error:  # the program may raise anything
         failure = error
-    objects = [names]
+    objects = [vars(program)]
 
     def keep(value):
         objects.append(value)
@@ -94,7 +109,7 @@ def host(channel):
                     raise failure
                 answer = {"value": encode(perform(decode(json.loads(line), objects.__getitem__)), keep)}
             except BaseException as error:  # every call may raise anything, too
-                answer = {"raised": type(error).__name__, "message": str(error)[:1000]}
+                answer = {"raised": [kind.__name__ for kind in type(error).__mro__], "message": str(error)[:1000]}
             lines.write(json.dumps(answer) + "\n")
             lines.flush()
 
@@ -105,6 +120,8 @@ def perform(request):
             return thing[key]
         case "attribute", thing, name:
             return getattr(thing, name)
+        case "set", thing, name, value:
+            return setattr(thing, name, value)
         case "list", thing:
             return list(thing)
         case "length", thing:
@@ -118,7 +135,12 @@ def perform(request):
 
 
 class ProgramError(Exception):
-    """The program raised an exception that is not built in, its process ended, or its answer was too long."""
+    """The program raised an exception that is of no built-in kind, its process ended, or its answer was too long."""
+
+
+def built_in_error(name):
+    kind = built_in_type(name)
+    return kind if kind and issubclass(kind, Exception) else None
 
 
 class Channel:
@@ -133,10 +155,10 @@ class Channel:
             raise ProgramError("the program ended, or its answer is too long")
         answer = json.loads(line)
         if "raised" in answer:
-            kind = getattr(builtins, str(answer["raised"]), None)
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                kind = ProgramError
-            raise kind(str(answer.get("message")))
+            kinds = [str(name) for name in answer["raised"]]
+            error = next(filter(None, map(built_in_error, kinds)), ProgramError)(str(answer.get("message")))
+            vars(error)["kinds"] = kinds
+            raise error
         return decode(answer["value"], lambda number: Remote(self, number))
 
 
@@ -144,14 +166,16 @@ class Remote:
     """An object in the program that is not plain data."""
 
     def __init__(self, channel, number):
-        self._channel = channel
-        self._number = number
+        vars(self).update(_channel=channel, _number=number)
 
     def __call__(self, *arguments, **keywords):
         return self._channel.ask("call", self, arguments, keywords)
 
     def __getattr__(self, name):
         return self._channel.ask("attribute", self, name)
+
+    def __setattr__(self, name, value):
+        self._channel.ask("set", self, name, value)
 
     def __iter__(self):
         return iter(self._channel.ask("list", self))
@@ -178,34 +202,83 @@ def number_of(value):
     raise TypeError(f"a {type(value).__name__} cannot be passed to the program")
 
 
-def free_names(sources):
-    """Names that the asserts read, without Python's built-in names."""
-    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
-    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    return used - set(dir(builtins))
+class Solution(types.ModuleType):
+    """The module from which tests import the names of the program."""
+
+    def __init__(self, fetch, names):
+        super().__init__("solution")
+        self._fetch = fetch
+        self._names = names
+
+    def __getattr__(self, name):
+        if name == "__all__":
+            return [name for name in self._names if self._has(name)]
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self._fetch(name)
+        except Exception:  # the program may raise anything
+            raise AttributeError(name) from None
+
+    def _has(self, name):
+        try:
+            self._fetch(name)
+        except Exception:
+            return False
+        return True
 
 
 def judge(job, channel):
     """Runs the tests one by one, and prints a line for each."""
-    names = {"__name__": "tests"}
+
+    def tell(*words):
+        print(f"\n{job['nonce']}", *words, flush=True)  # a test may have printed part of a line
+
+    fetch = functools.partial(channel.ask, "name", Remote(channel, 0))
+    solution = sys.modules["solution"] = Solution(fetch, job["names"])
+    unsupported: tuple[type[BaseException], ...] = ()
+    if job["pytest"] is not None:
+        pytest = sys.modules["pytest"] = types.ModuleType("pytest")
+        exec(job["pytest"], vars(pytest))
+        unsupported = (pytest.Unsupported,)
+    # The program can write to the working folder, so nothing is imported from there.
+    sys.path[:] = [folder for folder in sys.path if folder not in ("", os.getcwd())]
+    missing = [name for name in job["modules"] if name not in sys.modules and importlib.util.find_spec(name) is None]
+    if missing:
+        tell("unusable they import what cannot be imported here:", ", ".join(missing))
+        return
+    try:
+        tests = tests_of(job, solution)
+        tell("tests", len(tests))
+        for index, test in enumerate(tests):
+            tell(index, int(passes(test, unsupported)))
+    except unsupported as reason:
+        tell("unusable they need of pytest what is not supported here:", reason)
+
+
+def tests_of(job, solution):
+    """The tests, as functions. Raises what `prepare` raises."""
+    # A function of the program may have the name of a built-in one, which must not stand in for it.
+    names: dict[str, object] = {name: None for name in job["names"] if hasattr(builtins, name)}
+    names["__name__"] = "tests"
+    names.update((name, getattr(solution, name)) for name in solution.__all__)
     for source in job["prepare"]:
         exec(source, names)
-    globals_of_program = Remote(channel, 0)
-    wanted = {name: name for name in free_names([*job["prepare"], *job["tests"]]) - names.keys()}
     if job["candidate"]:
-        wanted |= {"candidate": job["candidate"], job["candidate"]: job["candidate"]}
-    for name, theirs in wanted.items():
-        try:
-            names[name] = channel.ask("name", globals_of_program, theirs)
-        except Exception:  # a test that needs it will fail
-            names.pop(name, None)
-    for index, test in enumerate(job["tests"]):
-        try:
-            exec(test, names)
-            passed = 1
-        except BaseException:  # the test has not passed, whatever it raised
-            passed = 0
-        print(job["nonce"], index, passed, flush=True)
+        names |= dict.fromkeys(("candidate", job["candidate"]), getattr(solution, job["candidate"], None))
+    if job["collect"]:
+        return list(sys.modules["pytest"].tests_in(names))
+    return [functools.partial(exec, test, names) for test in job["tests"]]
+
+
+def passes(test, unsupported):
+    try:
+        test()
+    except unsupported:
+        raise
+    except BaseException:  # the test has not passed, whatever it raised
+        return False
+    return True
 
 
 def main():

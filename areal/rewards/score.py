@@ -15,7 +15,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,16 +29,14 @@ from areal.rewards.pool import RewardFailed, RewardPool
 from areal.rewards.result import combined
 
 Line = tuple[int, dict[str, Any]]
+Judge = Callable[[RewardPool, ScoringConfig, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def score_file(config: ScoringConfig, file: Path, output: TextIO, console: Console) -> None:
     """Score all rows of a .jsonl file with the weighted sum of the rewards in `config.reward`, and show progress and a
     summary on the console. Raises UserError before anything is scored if a row is not usable."""
     rows = _read(file)
-    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("scoring", total=len(rows))
-        results, seconds = asyncio.run(_score_all(config, rows, output, lambda: progress.advance(bar)))
+    results, seconds = judge_rows(config, rows, output, console, "scoring", _score)
     scores = [result["score"] for result in results if result["status"] == "ok"]
     told = f"{len(scores)} of {len(rows)} completions scored in {seconds:.1f} s ({len(rows) / seconds:.1f}/s)"
     if scores:
@@ -48,10 +46,27 @@ def score_file(config: ScoringConfig, file: Path, output: TextIO, console: Conso
         console.print(f"{status}: {count}")
 
 
-def _read(file: Path) -> list[Line]:
+def judge_rows(
+    config: ScoringConfig, rows: Sequence[Line], output: TextIO, console: Console, what: str, judge: Judge
+) -> tuple[list[dict[str, Any]], float]:
+    """The result of `judge` for each row, with its line, and the seconds that all took. The results are written to
+    `output` in the order of the rows."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task(what, total=len(rows))
+        return asyncio.run(_judge_all(config, rows, output, judge, lambda: progress.advance(bar)))
+
+
+def read_rows(file: Path) -> list[Line]:
+    """The rows of a .jsonl file with their lines. Raises UserError."""
     rows = list(read_jsonl(file, f"--input {file}"))
     if not rows:
         raise UserError(f"--input {file} has no rows: name another file")
+    return rows
+
+
+def _read(file: Path) -> list[Line]:
+    rows = read_rows(file)
     for number, row in rows:
         row.setdefault("completion", row.get("canonical_solution"))
         for key in "prompt", "completion":
@@ -62,10 +77,10 @@ def _read(file: Path) -> list[Line]:
     return rows
 
 
-async def _score_all(
-    config: ScoringConfig, rows: Sequence[Line], output: TextIO, scored: Callable[[], None]
+async def _judge_all(
+    config: ScoringConfig, rows: Sequence[Line], output: TextIO, judge: Judge, judged: Callable[[], None]
 ) -> tuple[list[dict[str, Any]], float]:
-    """The results, and the seconds that scoring took. A result is written once all results before it are written."""
+    """The results, and the seconds that they took. A result is written once all results before it are written."""
     async with RewardPool(list(config.reward.functions), config.served_rewards) as pool:
         began = time.monotonic()
         # At most as many calls as workers: `seconds` of a call would otherwise include the time in the queue.
@@ -73,8 +88,8 @@ async def _score_all(
 
         async def one(number: int, row: dict[str, Any]) -> dict[str, Any]:
             async with free:
-                result = {"line": number, **await _score(pool, config, row)}
-            scored()
+                result = {"line": number, **await judge(pool, config, row)}
+            judged()
             return result
 
         async with asyncio.TaskGroup() as tasks:

@@ -1,6 +1,8 @@
 """Creates the sandboxes of `areal.sandbox.outside`. A separate script, which needs only Python.
 
-    python -s -P inside.py SOCKET MODE FOLDER...
+    python -s -P inside.py SOCKET MODE PACKAGES FOLDER...
+
+PACKAGES are folders of Python packages, joined by `:`, which programs can import.
 
 The script sends `{"ready": true}` or `{"error": ...}` on the socket, once. It then creates a sandbox for each message
 that it receives there. A message carries five file descriptors: the job (JSON), stdin, stdout, stderr and a socket. The
@@ -79,7 +81,11 @@ def mount(source, target, kind, flags, options=None):
 
 
 # The modules that programs import most are loaded in advance.
-for name in ("bisect", "collections", "functools", "heapq", "itertools", "math", "random", "re", "string", "typing"):
+MODULES = (
+    *("bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "math", "operator", "random"),
+    *("re", "statistics", "string", "typing"),
+)
+for name in MODULES:
     importlib.import_module(name)
 
 
@@ -192,8 +198,9 @@ def write(path, text):
         file.write(text)
 
 
-def enter_root(folders):
-    """Switches to a new root with its own /proc, and with the system's folders, Python's and `folders`, read-only."""
+def enter_root(folders, packages):
+    """Switches to a new root with its own /proc, and with the system's folders, Python's and `folders`, read-only.
+    `packages` are the folders at /packages/0, /packages/1, ...; their paths on the host are not shown."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     os.chdir("/tmp")
@@ -212,6 +219,9 @@ def enter_root(folders):
         bind(path)
     for folder in folders:
         bind(folder)
+    for number, folder in enumerate(packages):
+        bind(folder, f"/packages/{number}")
+        sys.path.append(f"/packages/{number}")
     write("/etc/passwd", "nobody:x:65534:65534::/tmp:/bin/sh\n")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         os.symlink(f"/proc/self/fd/{number}", f"/dev/{name}")
@@ -225,9 +235,9 @@ def enter_root(folders):
     socket.sethostname("sandbox")
 
 
-def bind(path):
-    """Mounts a file or folder of the host at the same path, if the host has it."""
-    source = f"/old{path}"
+def bind(path, target=None):
+    """Mounts a file or folder of the host at `target`, or else at the same path, if the host has it."""
+    source, path = f"/old{path}", target or path
     if not os.path.exists(source) or os.path.exists(path):
         return
     if os.path.isdir(source):
@@ -526,7 +536,7 @@ def take(folder, name):
 
 def main():
     requests = socket.socket(fileno=int(sys.argv[1]))
-    plain, folders = sys.argv[2] == "none", sys.argv[3:]
+    plain, packages, folders = sys.argv[2] == "none", sys.argv[3].split(os.pathsep), sys.argv[4:]
     with contextlib.suppress(OSError):
         write("/proc/self/oom_score_adj", "1000")  # when memory is short, the kernel kills programs first
     try:
@@ -539,7 +549,9 @@ def main():
                 requests.close()
                 os.waitpid(server, 0)
                 return
-            enter_root(folders)
+            enter_root(folders, packages)
+        else:
+            sys.path += packages
         call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     except (OSError, KeyError) as error:
         requests.send(json.dumps({"error": str(error)}).encode())

@@ -23,6 +23,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import urllib.error
 import urllib.request
@@ -328,7 +329,7 @@ def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.sock
                 f"{folder} is in /tmp, but every program has its own empty /tmp: move the folder, or leave it out"
             )
     requests, its_requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    arguments = [str(its_requests.fileno()), config.mode, *folders]
+    arguments = [str(its_requests.fileno()), config.mode, os.pathsep.join(_packages()), *folders]
     with its_requests:
         launcher = subprocess.Popen(
             [PYTHON, "-s", "-P", sandbox_init.__file__, *arguments],
@@ -345,6 +346,13 @@ def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.sock
         requests.close()
         raise UserError(f"programs cannot be run in a sandbox on this machine ({error}): {ADVICE}") from None
     return launcher, requests
+
+
+def _packages() -> list[str]:
+    """The folders of installed packages (numpy, ...) that this process can import from and another interpreter of the
+    same Python could not, because they are in a virtual environment."""
+    found = dict.fromkeys(os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib"))
+    return [folder for folder in found if not Path(folder).is_relative_to(os.path.realpath(sys.base_prefix))]
 
 
 def _sealed(content: bytes) -> int:

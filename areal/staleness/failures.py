@@ -1,8 +1,8 @@
 """Groups that fail: admission pauses while all of them do, and the run ends if that does not stop.
 
-A reward that is down makes every group fail, and each failure brings its prompt closer to being discarded. So after
-some failures in a row without a group that becomes ready, there is an *outage*: failures no longer count against the
-prompts, and one group at a time is tried. The first group that becomes ready ends the outage.
+A reward that is down makes every group fail, which is not the fault of the prompts. So a failure counts against its
+prompt only if a group became ready since the failure before. After some failures in a row there is an *outage*: one
+group at a time is tried, until one becomes ready.
 
 Decisions only, without I/O; the caller hands in the time, in seconds.
 """
@@ -25,7 +25,8 @@ class Failures:
         self._limit = max(LEAST_IN_A_ROW, batch_size)
         self._outage_seconds = outage_seconds
         self._max_share = max_share
-        self._in_a_row = 0
+        self.in_a_row = 0
+        """Failures since the last group that became ready."""
         self._since = 0.0
         self._next_try = 0.0
         self.last: dict[str, str] = {}
@@ -33,17 +34,17 @@ class Failures:
 
     @property
     def outage(self) -> bool:
-        return self._in_a_row >= self._limit
+        return self.in_a_row >= self._limit
 
     def ready(self) -> None:
         """A group became ready."""
-        self._in_a_row = 0
+        self.in_a_row = 0
 
     def failed(self, cause: str, reason: str, now: float) -> None:
         """A group failed."""
-        if not self._in_a_row:
+        if not self.in_a_row:
             self._since = now
-        self._in_a_row += 1
+        self.in_a_row += 1
         self.last[cause] = reason
         if self.outage:
             self._next_try = now + TRY_SECONDS
@@ -55,7 +56,7 @@ class Failures:
     def story(self, now: float) -> str:
         """What the outage is, in one sentence without its full stop."""
         reason = " ".join(next(reversed(self.last.values())).split())
-        return f"all {self._in_a_row} groups of the last {now - self._since:.0f} s failed, the last because {reason}"
+        return f"all {self.in_a_row} groups of the last {now - self._since:.0f} s failed, the last because {reason}"
 
     def verdict(self, discarded: Counter[str], trained: int, now: float) -> str | None:
         """Why the run has to end, or None. `discarded`: groups by cause; `trained`: groups."""

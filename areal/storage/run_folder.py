@@ -179,8 +179,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence[str]) -> Config:
     """Return the configuration for resuming the run in `folder`: its own, or the one in `file`, with `overrides`.
 
-    Raises UserError if there is no run, if its folder was moved, if the run has reached its end, or if the
-    configuration differs in a key that may not change.
+    Raises UserError if there is no run, if its folder was moved, if the run has reached its end or has trained more
+    than `steps`, or if the configuration differs in a key that may not change.
     """
     stored_file = folder / "config.yaml"
     if not stored_file.is_file() or not (folder / "journal.db").is_file():
@@ -192,6 +192,9 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
     if summary and summary["ok"]:
         raise UserError(f"The run in {folder} is complete: it has reached the end of its {summary['steps']} steps.")
     config: Config = load_config(file or stored_file, overrides)
+    trained = max((record["step"] for record, _ in read_metrics(folder / "metrics.jsonl")), default=0)
+    if config.steps < trained:
+        raise UserError(f"The run in {folder} has trained {trained} steps: set steps to at least {trained}.")
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
     if (config.model, config.trainer.reference) != (stored.model, stored.trainer.reference):
         config = with_folders(config)

@@ -5,7 +5,7 @@ The names in `__all__` are public, for use in custom workflows and environments.
 
 from areal.trajectory import Trajectory
 from areal.workflows.builtin import turns
-from areal.workflows.conversation import Conversation, Generation, Keep, Message, begin, first_tokens, user
+from areal.workflows.conversation import Conversation, Generation, Keep, Message, begin, keep_until, user
 from areal.workflows.environments import Environment
 from areal.workflows.session import Session
 
@@ -18,7 +18,7 @@ __all__ = [
     "Session",
     "Trajectory",
     "begin",
-    "first_tokens",
+    "keep_until",
     "turns",
     "user",
 ]

@@ -24,7 +24,7 @@ from areal.trajectory import Trajectory
 from areal.workflows import environments, verifiers_policy
 from areal.workflows.agents import agent
 from areal.workflows.agents import check as check_agent
-from areal.workflows.conversation import Conversation, Keep, Message, begin, first_tokens, user
+from areal.workflows.conversation import Conversation, Keep, Message, begin, keep_until, user
 from areal.workflows.session import Session
 
 Workflow = Callable[..., Awaitable[Trajectory]]
@@ -123,7 +123,7 @@ def python_call(text: str) -> str | None:
 
 def _until_call(tokenizer: Any) -> Keep:
     """Ends a turn after the first call in it. The policy would otherwise go on with an invented output of that call."""
-    return lambda tokens: first_tokens(tokenizer, tokens, lambda text: python_call(text) is not None)
+    return keep_until(tokenizer, ("```", "</tool>"), lambda text: python_call(text) is not None)
 
 
 def _cut(text: str, most: int) -> str:

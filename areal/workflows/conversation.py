@@ -23,6 +23,8 @@ Message = dict[str, Any]
 
 # Placeholder for the content of a sampled turn in a rendering: text that no template changes and no message contains.
 _CONTENT = "content-sampled-6f1d8a"
+# Tokens that are decoded again together with new ones, because a mark may be split between them.
+OVERLAP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +177,31 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def first_tokens(tokenizer: Any, tokens: np.ndarray, holds: Callable[[str], bool]) -> int | None:
-    """The smallest number of first tokens whose text satisfies `holds`; None if the text of all tokens does not.
+def keep_until(tokenizer: Any, marks: Sequence[str], holds: Callable[[str], bool]) -> Keep:
+    """A `Keep` that ends a turn after the fewest tokens whose text satisfies `holds`.
 
-    If `holds` is true of a text, it must be true of every text that begins with it.
+    If `holds` is true of a text, it must be true of every text that begins with it, and it can become true only where
+    one of `marks` ends. So only new text is searched for these, and `holds` is asked when one is found: the cost of a
+    turn grows with its length and not with its square.
     """
+    overlap = OVERLAP_TOKENS + 4 * max(map(len, marks))  # a character takes at most four tokens
+    seen = 0
 
-    def has(n: int) -> bool:
-        return holds(tokenizer.decode(tokens[:n].tolist(), skip_special_tokens=True))
+    def keep(tokens: np.ndarray) -> int | None:
+        nonlocal seen
+        start = max(0, seen - overlap) if len(tokens) >= seen else 0  # fewer tokens than before: another turn
+        seen = len(tokens)
+        text = _decoded(tokenizer, tokens[start:])
+        if not any(mark in text for mark in marks) or not holds(_decoded(tokenizer, tokens)):
+            return None
+        return bisect.bisect_left(range(len(tokens)), True, key=lambda n: holds(_decoded(tokenizer, tokens[:n])))
 
-    return bisect.bisect_left(range(len(tokens)), True, key=has) if has(len(tokens)) else None
+    return keep
+
+
+def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
+    text: str = tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+    return text
 
 
 @lru_cache(maxsize=64)

@@ -14,10 +14,9 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, Field
 
-from areal.workflows.conversation import Conversation, Generation, Policy, first_tokens
+from areal.workflows.conversation import Conversation, Generation, Policy, keep_until
 
 Json = dict[str, Any]
 
@@ -135,11 +134,9 @@ class ChatSession:
             raise ApiError(f"the model's tokenizer or chat template does not take these messages: {error}") from None
 
     async def _generate(self, prompt: list[int], limit: int | None, stops: list[str]) -> Generation:
-        def keep(tokens: np.ndarray) -> int | None:
-            return first_tokens(self.tokenizer, tokens, lambda text: any(stop in text for stop in stops))
-
+        keep = keep_until(self.tokenizer, stops, lambda text: any(stop in text for stop in stops)) if stops else None
         try:
-            return await self._session.generate(prompt, limit, keep if stops else None)
+            return await self._session.generate(prompt, limit, keep)
         except Exception as error:  # any error: a sample that has lost a turn cannot be trained
             if not self.failure.done():
                 self.failure.set_result(error)

@@ -22,9 +22,9 @@ if ((TRAINING_GPUS > GPUS && TRAINING_GPUS % GPUS)); then
   exit 2
 fi
 
-# keep FINAL COMMAND...: restarts the command when it ends, unless its exit code is one of FINAL
+# keep FINAL COMMAND...: restarts the command when it ends, unless its exit code is one of FINAL or this script is gone
 keep() {
-  local final=$1 child code
+  local final=$1 child code parent
   shift
   trap 'kill "$child" 2>/dev/null; wait "$child"; exit 1' TERM
   while true; do
@@ -34,11 +34,13 @@ keep() {
     code=$?
     [[ " $final " == *" $code "* ]] && return "$code"
     sleep 5
+    read -r _ _ _ parent _ <"/proc/$BASHPID/stat"
+    ((parent == $$)) || return 1
   done
 }
 
 # A role is not restarted if its master does not come back.
-# shellcheck disable=SC2329 # called by keep
+# shellcheck disable=SC2317,SC2329 # called by keep
 role() {
   trap 'kill $!; exit 1' TERM
   python -m areal health --master "$MASTER" --wait 600 >/dev/null &

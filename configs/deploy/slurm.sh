@@ -18,10 +18,16 @@ NODES=$SLURM_NNODES
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 RUN=${RUN:-runs/deploy}
 CONFIG=${CONFIG:-configs/deploy/run.yaml} # change this, or copy and edit the file
-GPUS=8                                    # change; per node
-TRAINING_GPUS=4                           # change; over all nodes: the other 12 generate
-TENSOR_PARALLEL=2                         # change; GPUs per generator
+GPUS=${GPUS:-$SLURM_GPUS_ON_NODE}         # per node
+TRAINING_GPUS=${TRAINING_GPUS:-4}         # change; over all nodes: the other 12 generate
+TENSOR_PARALLEL=${TENSOR_PARALLEL:-2}     # change; GPUs per generator
 AREAL_KEYS=${AREAL_KEYS:-$RUN-keys}
 export NODES HEAD RUN CONFIG GPUS TRAINING_GPUS TENSOR_PARALLEL AREAL_KEYS
 [ -e "$AREAL_KEYS" ] || .venv/bin/python -m areal keys "$AREAL_KEYS"
-srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --label bash configs/deploy/node.sh
+code=0
+srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --label bash configs/deploy/node.sh || code=$?
+# Slurm requeues a job whose node is lost, but not one whose processes were killed on a node that is still up.
+if ((code > 128 && ${SLURM_RESTART_COUNT:-0} < 20)); then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -159,7 +159,7 @@ async def test_a_step_that_is_not_a_number_ends_the_run_with_the_last_sound_chec
     checkpoint = config.folder / "checkpoints" / "step_000002"
     assert not ending.ok
     assert ending.reason.startswith("The guard stopped the run at step 4: effective_sample_size is nan, for this step")
-    assert f"The last checkpoint is {checkpoint}: go on from it with --resume {config.folder}" in ending.reason
+    assert f"The last checkpoint is {checkpoint}: resume from it with --resume {config.folder}" in ending.reason
     assert started.code == 1 and "Traceback" not in output
     assert [step["step"] for step in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2, 3]
     assert [folder.name for folder in (config.folder / "checkpoints").iterdir()] == [checkpoint.name]

@@ -1,6 +1,7 @@
 """What the rollout manager makes of a workflow's sample."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +29,12 @@ async def strange(session, row):
     return replace(await workflow(session, row), reward=float("nan"))
 
 
+class Session:
+    """In the place of a sample's session, which these workflows do not use."""
+
+    in_workflow = staticmethod(contextlib.nullcontext)
+
+
 def run(role, overlong_tokens, workflow=workflow):
     """The sample that an actor of this role gets, without a cluster around it."""
     actor = object.__new__(role)
@@ -41,7 +48,7 @@ def run(role, overlong_tokens, workflow=workflow):
         sampling={"max_new_tokens": 10},
         reward={"functions": ["addition"], "overlong_tokens": overlong_tokens},
     )
-    return asyncio.run(actor.run_workflow(None, None))
+    return asyncio.run(actor.run_workflow(Session(), None))
 
 
 @pytest.mark.parametrize(("overlong_tokens", "reward"), [(0, 1.0), (4, 0.25), (1, 1.0)])

@@ -30,7 +30,8 @@ from results import ratio, show, write
 from runs import QUICKSTART, ROOT, free_port
 
 from areal.config import Config, load_config
-from areal.data.sources import open_source, quickstart
+from areal.data import quickstart
+from areal.data.sources import open_source
 from areal.tokens import load_tokenizer
 from areal.workflows.conversation import begin
 

@@ -50,8 +50,8 @@ from trl.experimental.async_grpo import (  # noqa: E402
 )
 from trl.experimental.async_grpo.vllm_client import VLLMClient  # noqa: E402
 
-from areal import addition  # noqa: E402
 from areal.config import Config, load_config  # noqa: E402
+from areal.data import addition  # noqa: E402
 from areal.data.sources import open_source  # noqa: E402
 from areal.training.packed import packed_sdpa  # noqa: E402
 

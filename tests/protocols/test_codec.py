@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import struct
 import sys
 import tracemalloc
@@ -148,6 +149,32 @@ def test_nested_models_and_maps_come_back_equal():
     assert there_and_back(welcome) == welcome
 
 
+def test_long_texts_of_a_large_message_travel_as_frames_of_their_own():
+    tests = [{"input": "1\n" * 700_000, "output": "é" * 40_000}, {"input": "2", "output": None}]
+    message = Score(function="f", prompt="p" * MAX_BODY_BYTES, completion="c", row={"tests": tests, "n": 3})
+    frames = frames_of(message)
+    assert len(frames[1]) < 1000
+    got = there_and_back(message)
+    assert (got.prompt, got.completion) == (message.prompt, "c")
+    assert json.loads(json.dumps(got.row)) == {"tests": tests, "n": 3}
+
+
+def test_a_small_message_has_no_frame_for_its_texts():
+    assert len(frames_of(Score(function="f", prompt="p" * 100_000, completion="c", row={}))) == 2
+
+
+@pytest.mark.parametrize(
+    ("index", "frame", "sentence"), [(0, b"\xff\xfe", "not UTF-8"), (1, b"a", "malformed"), ("0", b"a", "malformed")]
+)
+def test_a_text_apart_that_is_broken_is_refused(index, frame, sentence):
+    frames = frames_of(Score(function="f", prompt="p" * MAX_BODY_BYTES, completion="c", row={}))
+    place = msgpack.ExtType(2, msgpack.packb(index))
+    frames[1] = msgpack.packb({"function": "f", "prompt": place, "completion": "c", "row": {}})
+    frames[2] = frame
+    with pytest.raises(MalformedError, match=sentence):
+        decode(frames)
+
+
 # --- what may not leave
 
 
@@ -182,7 +209,7 @@ def test_nesting_without_end_does_not_leave():
 
 def test_a_message_too_large_does_not_leave(monkeypatch):
     with pytest.raises(MalformedError, match="bytes of body"):
-        frames_of(Score(function="f", prompt="p" * MAX_BODY_BYTES, completion="", row={}))
+        frames_of(Score(function="f", prompt="p", completion="", row={"tests": ["x" * 1000] * 1100}))
     with pytest.raises(MalformedError, match="arrays"):
         frames_of(StoreGroup(group="g", prompt_index=0, trajectories=tuple(trajectory(1) for _ in range(1400))))
     with pytest.raises(MalformedError, match="cannot be sent"):
@@ -360,7 +387,7 @@ def test_an_array_without_its_frame_is_refused():
         decode(generate_frames(body_with_array()))
 
 
-@pytest.mark.parametrize("code", [0, 2, 5, 127])
+@pytest.mark.parametrize("code", [0, 3, 5, 127])
 def test_an_unknown_extension_is_refused(code):
     with pytest.raises(MalformedError, match="extension"):
         decode_body("scored", [b"", msgpack.packb({"score": msgpack.ExtType(code, b"x" * 8)})])

@@ -32,6 +32,7 @@ class Cluster:
         self.members = members
         self.scored = 0
         self.failures = []
+        self.own_code = {}
         self.quarantine = Quarantine(3)
 
     def scoring_failed(self, reason: str) -> None:
@@ -177,13 +178,17 @@ class Rewards(Cluster):
                      serves=tuple(answers)) for i in range(2))
         )  # fmt: skip
         self.answers, self.asked = answers, []
+        self.bus = self
 
-    async def ask(self, address, request, kind, seconds):
+    def peer(self, address: str):
+        return self
+
+    async def stream(self, request, seconds):
         self.asked.append(request)
         answer = self.answers[request.function].pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        yield answer
 
     def session(self, reward: dict[str, float] | None = None, **settings) -> SampleSession:
         settings = self.config.reward.model_copy(update=settings)
@@ -325,8 +330,9 @@ async def test_the_master_hears_of_a_workflow_that_raises_as_of_a_reward_that_do
 
     sampler = Cluster()
     sampler._workflow = of_the_user
-    assert (await Sampler.run_workflow(sampler, None, "a")).reward == 1.0
+    _, session = session_at(sampler, generator(0))
+    assert (await Sampler.run_workflow(sampler, session, "a")).reward == 1.0
     assert (sampler.scored, sampler.failures) == (1, [])
     with pytest.raises(SampleFailed, match="the workflow raised KeyError"):
-        await Sampler.run_workflow(sampler, None, "b")
+        await Sampler.run_workflow(sampler, session, "b")
     assert (sampler.scored, sampler.failures) == (1, ["the workflow raised KeyError: 'b'"])

@@ -443,7 +443,7 @@ CAUGHT_WITHIN = {
     "hold ignored": 400,
     "published before it is written": 10,
     "no wait for the write": 10,
-    "tokens twice after a break": 40,
+    "tokens twice after a break": 160,
 }
 
 

@@ -14,12 +14,17 @@ from areal.__main__ import main
 def score(tmp_path, capsys):
     """Runs the tool on rows; what it wrote, and what it said."""
 
-    def run(*rows: dict, reward: tuple[str, ...], overrides: tuple[str, ...] = ()) -> tuple[int, list[dict], str]:
+    def run(
+        *rows: dict, reward: tuple[str, ...], overrides: tuple[str, ...] = (), flags: tuple[str, ...] = ()
+    ) -> tuple[int, list[dict], str]:
         given, output = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
         given.write_text("".join(json.dumps(row) + "\n" for row in rows))
         named = [word for name in reward for word in ("--reward", name)]
-        arguments = [*named, "--input", str(given), "--output", str(output), "reward.workers=2", *overrides]
-        code = main(["score", *arguments])
+        arguments = [*named, "--input", str(given), "--output", str(output), "reward.workers=2", *overrides, *flags]
+        try:
+            code = main(["score", *arguments])
+        except SystemExit as end:
+            code = end.code
         return code, read_jsonl(output) if output.exists() else [], capsys.readouterr().err
 
     return run
@@ -87,6 +92,60 @@ def test_rows_with_programs_are_tested_in_the_ways_that_data_sets_write_them(sco
     )  # fmt: skip
     assert [one["score"] for one in scores] == [1, 0, 1, 0, 1, 0, 1, 1, 0]
     assert scores[3]["parts"] == {"code/passed": 0.5}
+
+
+def check_data(score, *rows, reward):
+    code, results, said = score(*rows, reward=(reward,), flags=("--check-data",))
+    return code, [(one["status"], one["solution"], one.get("reason")) for one in results], said
+
+
+GOOD = ("ok", "passed", None)
+
+
+@needs_namespaces
+def test_the_data_are_checked_with_a_program_that_does_nothing_and_with_their_own_solutions(score):
+    swallowed = "try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass"
+    code, results, said = check_data(
+        score,
+        HUMANEVAL,
+        {"tests": json.dumps([{"input": "1", "output": "1"}]), "solutions": ["print(2)", "print(input())"]},
+        {"test_list": ["assert add(1, 2) == 3", "assert add(1, 1) == 2"], "code": "def add(a, b): return 3"},
+        {"test_list": ["assert add(1, 2) is None"], "code": "def add(a, b): return"},
+        {"test_list": [swallowed]},
+        {"tests": "x = 1", "solution": "x = 1"},
+        reward="code",
+    )
+    assert code == 1
+    idle = "a program that does nothing gets the full score"
+    assert results == [
+        GOOD,
+        GOOD,
+        ("bad", "failed", "its own solution does not pass: score 0, passed 0.5"),
+        ("bad", "passed", idle),
+        ("bad", None, idle),
+        ("bad", None, "the row's tests cannot fail: no code that runs in them checks something about the program"),
+    ]
+    assert f"line 4: {idle}" in said
+    assert "4 of 6 rows are bad" in said
+    assert "3 passed, 1 failed" in said
+
+
+def test_data_with_answers_are_checked_with_these(score):
+    assert check_data(score, {"answer": "#### 18"}, {"answer": "\\frac{1}{2}"}, reward="math")[:2] == (0, [GOOD, GOOD])
+    code, results, _ = check_data(score, {"answer": ""}, {"question": "?"}, {"answer": "Paris"}, reward="exact_match")
+    assert (code, [status for status, *_ in results]) == (1, ["bad", "bad", "ok"])
+    assert results[0][2] == "an empty completion gets the full score"
+    assert results[1][2] == "the row has no answer to compare with"
+
+
+def test_only_rewards_that_compare_with_the_row_check_it(score, tmp_path, monkeypatch):
+    (tmp_path / "unchecked_lengths.py").write_text("def short(prompt, completion, row):\n    return 0.25\n")
+    monkeypatch.chdir(tmp_path)
+    code, results, said = check_data(score, {"answer": "1"}, reward="unchecked_lengths.py:short")
+    assert (code, results) == (2, [])
+    assert (
+        "--check-data checks rows for one reward of code, addition, exact_match, math, reasoning_gym, not for" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +19,6 @@ from helpers import descendants, needs_namespaces
 
 from areal.config import SandboxConfig, UserError
 from areal.rewards.code_tests import CodeTests, continued, program_in, same_output
-from areal.rewards.result import RewardError
 from areal.sandbox import outside as sandbox_module
 from areal.sandbox.outside import LocalSandbox, SandboxError, open_sandbox
 
@@ -221,21 +221,6 @@ async def test_other_languages_run_where_they_are_installed(language):
         reward.close()
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({}, "has no tests"),
-        ({"tests": "[1"}, "not valid JSON"),
-        ({"tests": [1]}, "neither a list of objects"),
-        ({"input_output": {"inputs": ["1"], "outputs": []}}, "1 inputs and 0 outputs"),
-        ({"test_list": ["assert f()"], "language": "cpp"}, "its language is cpp"),
-    ],
-)
-async def test_a_row_without_usable_tests_is_an_error_not_a_score(code_tests, row, message):
-    with pytest.raises(RewardError, match=message):
-        await code_tests.score("", "print(1)", row)
-
-
 async def test_the_failure_of_the_sandbox_is_no_outcome_and_the_next_program_runs(sandbox):
     with pytest.raises(SandboxError, match="no language 'cobol'"):
         await sandbox.run("", "cobol")
@@ -356,6 +341,14 @@ async def test_programs_read_the_folders_they_are_given_and_cannot_change_them()
         outcome = await sandbox.run("import os; print(os.listdir('/var')); open('/var/tmp/x', 'w')")
         assert outcome.stdout == "['tmp']\n"
         assert "Read-only file system" in outcome.stderr
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="packages are not in a virtual environment")
+async def test_installed_packages_can_be_imported_and_do_not_show_where_they_are_installed():
+    probe = "import msgpack, sys\nprint(msgpack.__file__.partition('/msgpack')[0], '%s' in sys.path)"
+    with open_sandbox(SandboxConfig()) as sandbox:
+        outcome = await sandbox.run(probe % sysconfig.get_path("purelib"))
+    assert outcome.stdout == "/packages/0 False\n", outcome.stderr
 
 
 async def test_mode_none_still_ends_what_takes_too_long():

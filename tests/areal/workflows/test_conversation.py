@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal.workflows.conversation import Conversation, Generation, begin, user
+from areal.workflows.conversation import Conversation, Generation, begin, keep_until, user
 
 START, END, EOS = "<start>", "<end>", "<eos>"
 
@@ -203,3 +205,41 @@ def test_a_reward_that_is_no_finite_number_is_no_score():
     talk.add(sampled(of, "h", END))
     with pytest.raises(ValueError, match="a reward of nan"):
         talk.trajectory(float("nan"))
+
+
+def characters() -> SimpleNamespace:
+    """A tokenizer of one character a token, which counts what it decodes."""
+    counts = SimpleNamespace(decoded=0)
+
+    def decode(tokens, skip_special_tokens):
+        counts.decoded += len(tokens)
+        return "".join(map(chr, tokens))
+
+    counts.decode = decode
+    return counts
+
+
+def looks(tokenizer, text: str, marks=("</tool>", "```"), interval: int = 3) -> int | None:
+    keep = keep_until(tokenizer, marks, lambda seen: any(mark in seen for mark in marks))
+    tokens = np.array([ord(letter) for letter in text])
+    ends = (keep(tokens[:n]) for n in range(interval, len(tokens) + interval, interval))
+    return next((end for end in ends if end is not None), None)
+
+
+def test_a_turn_ends_with_the_first_mark_also_where_two_looks_share_it():
+    for before in range(8):
+        text = "x" * before + "</tool>" + "more"
+        assert looks(characters(), text) == before + len("</tool>")
+    assert looks(characters(), "nothing of the kind") is None
+
+
+def test_looking_for_the_end_of_a_turn_costs_no_more_than_its_length():
+    tokenizer = characters()
+    assert looks(tokenizer, "x" * 20_000, interval=16) is None
+    assert tokenizer.decoded < 20_000 * 4
+
+
+def test_a_keep_may_be_used_for_one_turn_after_the_other():
+    keep = keep_until(characters(), ("!",), lambda text: "!" in text)
+    assert keep(np.array([120] * 50)) is None
+    assert keep(np.array([33, 120])) == 1

@@ -1,0 +1,110 @@
+"""Checks the rows of a data set before a run: `python -m areal score --check-data`.
+
+A row is good if something that does nothing does not get the full score, and if the row's own solution does, where it
+has one. For `code`, the former is an empty program, or one that defines whatever the tests use as functions that return
+None; the solutions are those of `areal.rewards.code_rows.solutions_of`. For rewards that compare with the row's
+`answer`, the former is an empty completion, and the solution is the answer.
+
+Each line of the output is the result of one line of the input, in the same order:
+
+    {"line": 3, "status": "bad", "reason": "a program that does nothing passes", "solution": "passed"}
+
+`status` is `ok` or `bad`; if it is bad, there is a `reason`. `solution` is `passed`, `failed`, or null if there is
+none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from areal.config import ScoringConfig, UserError
+from areal.data.rows import prompt_text
+from areal.rewards import code_rows
+from areal.rewards.pool import RewardFailed, RewardPool
+from areal.rewards.result import RewardError
+from areal.rewards.score import judge_rows, read_rows
+
+WITH_ANSWERS = {"math", "exact_match", "addition", "reasoning_gym"}
+# How many of a row's solutions are tried until one passes.
+MOST_SOLUTIONS = 5
+# How many bad rows are shown on the console; the output has all.
+SHOWN = 20
+
+
+def check_file(config: ScoringConfig, file: Path, output: TextIO, console: Console) -> bool:
+    """Checks all rows of a .jsonl file with the reward in `config.reward`. True if all are good. Raises UserError."""
+    names = list(config.reward.functions)
+    if len(names) != 1 or names[0] not in {"code", *WITH_ANSWERS}:
+        raise UserError(
+            f"--check-data checks rows for one reward of code, {', '.join(sorted(WITH_ANSWERS))}, "
+            f"not for {', '.join(names)}: name one of them"
+        )
+    results, seconds = judge_rows(config, read_rows(file), output, console, "checking", _check)
+    bad = [result for result in results if result["status"] == "bad"]
+    for result in bad[:SHOWN]:
+        console.print(f"line {result['line']}: {result['reason']}", markup=False, highlight=False, soft_wrap=True)
+    if len(bad) > SHOWN:
+        console.print(f"and {len(bad) - SHOWN} more")
+    solutions = Counter(result["solution"] for result in results)
+    console.print(
+        f"{len(bad)} of {len(results)} rows are bad ({seconds:.1f} s); own solutions: {solutions['passed']} passed, "
+        f"{solutions['failed']} failed, {solutions[None]} rows have none or were not tried",
+        soft_wrap=True,
+    )
+    return not bad
+
+
+async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -> dict[str, Any]:
+    (name,) = config.reward.functions
+    prompt = prompt_text(row.get("prompt") or "")
+    try:
+        idle, what = _idle(name, row)
+        result = await pool.score(name, prompt, idle, row)
+        solutions = _solutions(name, row)
+    except (RewardError, RewardFailed) as error:
+        return {"status": "bad", "reason": str(error), "solution": None}
+    reasons = [f"{what} gets the full score"] if result.score >= 1 else []
+    passed, told = await _best(pool, name, prompt, solutions, row)
+    if solutions and not passed:
+        reasons.append(f"its own solution does not pass: {told}")
+    solution = ("passed" if passed else "failed") if solutions else None
+    if reasons:
+        return {"status": "bad", "reason": "; ".join(reasons), "solution": solution}
+    return {"status": "ok", "solution": solution}
+
+
+def _idle(name: str, row: dict[str, Any]) -> tuple[str, str]:
+    """A completion that does nothing, and what it is called. Raises RewardError."""
+    if name == "code":
+        return code_rows.read_tests(row).idle_program(), "a program that does nothing"
+    return "", "an empty completion"
+
+
+def _solutions(name: str, row: dict[str, Any]) -> list[str]:
+    """Completions that should get the full score. Raises RewardError."""
+    if name == "code":
+        return code_rows.solutions_of(row)[:MOST_SOLUTIONS]
+    answers = row.get("answer")
+    answers = answers if isinstance(answers, list) else [answers]
+    return [text for answer in answers if answer is not None for text in (str(answer), rf"\boxed{{{answer}}}")]
+
+
+async def _best(
+    pool: RewardPool, name: str, prompt: str, solutions: list[str], row: dict[str, Any]
+) -> tuple[bool, str]:
+    """Whether one of the solutions gets the full score, and else what the last one got."""
+    told = ""
+    for solution in solutions:
+        try:
+            result = await pool.score(name, prompt, solution, row)
+        except RewardFailed as error:
+            told = str(error)
+            continue
+        if result.score >= 1:
+            return True, ""
+        told = ", ".join(f"{part} {score:.3g}" for part, score in {"score": result.score, **result.parts}.items())
+    return False, told

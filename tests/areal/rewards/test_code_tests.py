@@ -1,0 +1,178 @@
+"""The reward `code` on rows as known sets have them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import attacks
+import pytest
+from code_sets import COUNT_AT_LEAST, FUNCTIONAL, SETS
+from helpers import needs_namespaces
+
+from areal.rewards.code_rows import read_tests
+from areal.rewards.code_tests import CodeTests, same_result
+from areal.rewards.result import RewardError
+
+pytestmark = needs_namespaces
+
+
+@pytest.fixture(scope="module")
+def code():
+    # Little CPU time, for what never ends; ample time in all, since the machine may be busy.
+    reward = CodeTests(cpu_seconds=2.0, wall_seconds=60.0, output_kib=64)
+    yield reward
+    reward.close()
+
+
+@pytest.fixture
+def hurried():
+    reward = CodeTests(cpu_seconds=0.7, wall_seconds=60.0, output_kib=64)
+    yield reward
+    reward.close()
+
+
+async def scores(code, row, programs):
+    """The scores of several programs, of which two run at a time."""
+    slots = asyncio.Semaphore(2)
+
+    async def one(program):
+        async with slots:
+            return await code.score("", program, row)
+
+    return await asyncio.gather(*map(one, programs))
+
+
+@pytest.mark.parametrize("name", SETS)
+async def test_right_programs_pass_and_wrong_ones_and_those_that_do_nothing_do_not(code, name):
+    row, right, wrong = SETS[name]
+    found = await scores(code, row, [f"```python\n{right}\n```", *wrong, "", read_tests(row).idle_program()])
+    assert [score for score, _ in found] == [1.0, *[0.0] * (len(found) - 1)]
+    assert found[0][1] == {"passed": 1.0}
+
+
+def calls(*pairs):
+    return {
+        "tests": {"fn_name": "f", "inputs": [[given] for given, _ in pairs], "outputs": [want for _, want in pairs]}
+    }
+
+
+async def test_results_are_compared_as_plain_data(code):
+    row = calls((1, [1, 2]), (2, {"1": 0.5}), (3, "ä\u2028\n"), (4, True), (5, None), (6, 2**80), (7, 1 / 3), (8, 0.5))
+    right = (
+        "from fractions import Fraction\nimport collections\n"
+        "P = collections.namedtuple('P', 'x y')\n"
+        "results = [P(1, 2), {1: 0.5}, 'ä\\u2028\\n', 1, None, 2 ** 80, 0.33333333, Fraction(1, 2)]\n"
+        "def f(x):\n    print('[7]')\n    return results[x - 1]"
+    )
+    assert await code.score("", right, row) == (1.0, {"passed": 1.0})
+    wrong = (
+        "class Same(int):\n    __eq__ = lambda a, b: True\n"
+        "results = [{1, 2}, [['1', 0.5]], 'a', 2, 0, Same(3), 0.333, lambda: 0]\n"
+        "def f(x): return results[x - 1]"
+    )
+    assert await code.score("", wrong, row) == (0.0, {"passed": 0.0})
+
+
+async def test_each_call_has_an_object_of_its_own_and_its_own_names_first(code):
+    program = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass D:\n    a: int\n"
+        "def gcd(x): return 5\n"
+        "class Solution:\n    def __init__(self): self.seen = []\n"
+        "    def f(self, x):\n        self.seen.append(x)\n        return D(len(self.seen)).a + gcd(1)"
+    )
+    assert await code.score("", program, calls((1, 6), (2, 6))) == (1.0, {"passed": 1.0})
+
+
+async def test_what_is_imported_for_programs_is_no_answer_of_theirs(code):
+    row = {"tests": {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}}
+    found = await scores(code, row, ["", "from math import gcd", "def gcd(a, b): return math.gcd(a, b)"])
+    assert [score for score, _ in found] == [0.0, 1.0, 1.0]
+
+
+async def test_each_call_may_use_the_limits_for_itself(hurried):
+    busy = (
+        "import time\ndef f(x):\n    end = time.process_time() + 0.3\n"
+        "    while time.process_time() < end: pass\n    return x"
+    )
+    assert await hurried.score("", busy, calls((1, 1), (2, 2), (3, 3))) == (1.0, {"passed": 1.0})
+    large = "def f(x): return 'x' * x"
+    assert await hurried.score("", large, calls(*[(30_000, "x" * 30_000)] * 3)) == (1.0, {"passed": 1.0})
+    endless = "def f(x):\n    while x == 2: pass\n    return x"
+    assert await hurried.score("", endless, calls((1, 1), (2, 2), (3, 3))) == (0.0, {"passed": 1 / 3})
+
+
+async def test_no_program_passes_calls_without_the_answer(code):
+    secret = 123456789
+    programs = {name: program for name, program in attacks.CHEATS.items() if name != "lets it wait"}
+    found = await scores(code, calls((7, secret)), programs.values())
+    assert {name: one for name, one in zip(programs, found, strict=True) if one[0]} == {}
+
+
+async def test_a_function_of_the_program_may_have_the_name_of_a_built_in_one(code):
+    row = {"test_list": ["assert sum(10, 15) == 6", "assert sum(4, 6) == 3"]}
+    right = (
+        "def sum(a, b):\n    total = 0\n    for i in range(1, min(a, b)):\n        total += i * (a % i == b % i == 0)\n"
+    )
+    found = await scores(code, row, [f"{right}    return total", "", "def sum(a, b): return 6"])
+    assert [score for score, _ in found] == [1.0, 0.0, 0.0]
+    row = {"test_list": ["assert all(f(x) == 2 * x for x in (1, 2))"]}
+    assert (await code.score("", "def f(x): return 0\ndef all(xs): return True", row))[0] == 0.0
+
+
+async def test_built_in_types_are_data(code):
+    row = {"test_list": ["assert without((4, 7.7), int) == [7.7]", "assert kind(2) is int"]}
+    program = "def without(xs, kind): return [x for x in xs if not isinstance(x, kind)]\nkind = type"
+    assert await code.score("", program, row) == (1.0, {"passed": 1.0})
+
+
+async def test_asserts_import_nothing_that_the_program_wrote(code):
+    row = {"test_list": ["import colorsys\nassert f(7) == colorsys.rgb_to_hsv(1, 1, 1)[2] + 122"]}
+    forged = "open('colorsys.py', 'w').write('class Same:\\n    def __radd__(s, o): return s')\ndef f(x): return 0"
+    assert await code.score("", forged, row) == (0.0, {"passed": 0.0})
+    assert await code.score("", "def f(x): return 123", row) == (1.0, {"passed": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("import no_such_package\nassert f(1)", "they import what cannot be imported here: no_such_package"),
+        ("def test_f(capsys):\n    assert f(1)", "what is not supported here: the fixture capsys"),
+        ("import pytest\ndef test_f():\n    with pytest.warns(UserWarning):\n        assert f(1)", "pytest.warns"),
+        ("import pytest\n@pytest.mark.skip\ndef test_f():\n    assert f(1)", "pytest.mark.skip"),
+        ("async def test_f():\n    assert f(1)", "tests that are no plain functions"),
+        ("import pytest\n@pytest.mark.parametrize('x', [])\ndef test_f(x):\n    assert f(x)", "no test is collected"),
+    ],
+)
+async def test_tests_that_cannot_be_run_here_are_an_error_and_no_score(code, test, message):
+    with pytest.raises(RewardError, match=message):
+        await code.score("", "def f(x): return 1", {"test": test})
+
+
+async def test_pytest_style_tests_are_counted_one_by_one(code):
+    tests = (
+        "import unittest, pytest\nfrom solution import f\n"
+        "@pytest.fixture(autouse=True)\ndef noise():\n    print('no end of line', end='')\n    yield\n"
+        "@pytest.mark.parametrize('y', [1, 2])\n"
+        "@pytest.mark.parametrize(['x', 'z'], [(1, 1), pytest.param(2, 2, id='b')])\n"
+        "def test_f(x, y, z):\n    assert f(x) == pytest.approx(z)\n"
+        "class TestOne:\n    @pytest.fixture\n    def three(self):\n        return 3\n"
+        "    def test_three(self, three):\n        assert f(three) == 3\n"
+        "class Two(unittest.TestCase):\n    def setUp(self):\n        self.x = 4\n"
+        "    def test_two(self):\n        self.assertEqual(f(self.x), 4)\n"
+    )
+    wrong = "def f(x): return x if x != 2 else 0"
+    found = await scores(code, {"test": tests}, ["def f(x): return x", wrong, "def g(x): return x"])
+    assert found == [(1.0, {"passed": 1.0}), (0.0, {"passed": 4 / 6}), (0.0, {"passed": 0.0})]
+
+
+def test_an_answer_is_the_json_of_the_result():
+    assert same_result("[1, [2.0000000001]]", [1, [2.0]])
+    assert same_result('{"a": true}', {"a": 1})
+    for answer in ("", "x", "[1", "[1, 2]", "[" * 100_000, "NaN", "9" * 5000, "1.0000001", "2"):
+        assert not same_result(answer, 1)
+
+
+async def test_a_call_that_is_not_understood_is_no_score(code):
+    with pytest.raises(RewardError, match="are of several kinds"):
+        await code.score("", COUNT_AT_LEAST, {"tests": json.dumps([*FUNCTIONAL, {"input": "1", "output": "2"}])})
