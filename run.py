@@ -229,6 +229,7 @@ def stoppable(supervisor: Supervisor) -> Supervisor:
 
 def run_master(config: Config, resume: bool) -> int:
     from actors.master import Master
+    from actors.runtime import delays
     from actors.runtime.actor import incarnation
     from actors.runtime.addresses import open_network
     from actors.runtime.logs import configure_logging, write_log_file
@@ -251,6 +252,7 @@ def run_master(config: Config, resume: bool) -> int:
     write_log_file(folder.path / "logs" / "master-0.jsonl")
 
     async def run() -> Ending:
+        delays.watch()
         bus = Bus(f"master/0#{incarnation()}", network)
         return await Master(bus, config, journal=journal, folder=folder).run()
 
@@ -334,6 +336,7 @@ def run_monitor(roles: list[str], arguments: argparse.Namespace) -> int:
 
 
 def run_role(role: str, arguments: argparse.Namespace) -> int:
+    from actors.runtime import delays
     from actors.runtime.logs import configure_logging
 
     configure_logging(role if arguments.index is None else f"{role}/{arguments.index}")
@@ -341,6 +344,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         join_ranks(arguments)
 
     async def run() -> Ending:
+        delays.watch()
         return await build(role, arguments).run()
 
     try:

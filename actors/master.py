@@ -19,6 +19,7 @@ import structlog
 
 from actors.parts.accounts import StepMeter, evaluation_record, summary
 from actors.parts.run_state import RunState
+from actors.runtime import delays
 from actors.runtime.actor import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from actors.watching import prometheus
 from areal.config import Config, UserError
@@ -315,11 +316,13 @@ class Master(HandlesRequests):
                 self._finish(False, f"{verdict}.")
             self.state.compact_if_due()
             counts = self._counts()
-            self.folder.heard("master/0", "healthy", self._who_waits(), counts)
+            delay = delays.longest()
+            self.folder.heard("master/0", "healthy", self._who_waits(), counts | delay)
             self._numbers = {
                 **{f"groups_{name}": float(n) for name, n in counts.items()},
                 **{f"step_{name}": value for name, value in flat(self.state.last_step or {}).items() if name != "step"},
                 "version": float(self.ledger.version),
+                **delay,
             }
             self._remedy_stall(now - self._progressed)
 

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, TypeVar
 
 import structlog
 
+from actors.runtime import delays
 from actors.runtime.addresses import Door
 from actors.runtime.logs import write_log_file
 from actors.watching import prometheus
@@ -402,7 +403,7 @@ class Actor(HandlesRequests):
     async def _beat(self) -> None:
         now, oldest = asyncio.get_running_loop().time(), self.oldest_work()
         beat = Heartbeat(
-            state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats(),
+            state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats() | delays.longest(),
             engagement=self.engagement(), work=oldest and Work(what=oldest[0][:256], seconds=now - oldest[1]),
             spans=tuple(self._spans), clock=now,
         )  # fmt: skip

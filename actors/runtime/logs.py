@@ -1,17 +1,35 @@
-"""Logging: JSON lines per actor in the run folder, readable lines on the terminal."""
+"""Logging: JSON lines per actor in the run folder, readable lines on the terminal. Files of logs are bounded."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import structlog
 from structlog.typing import EventDict
 
-_file: IO[str] | None = None
+# A file that has grown to this size is renamed to NAME.1, in place of an older one.
+LIMIT_BYTES = 32 << 20
+
+_file: LogFile | None = None
+
+
+class LogFile:
+    """A file to which lines are appended. It and the file NAME.1 keep the newest LIMIT_BYTES to twice that."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._handler = RotatingFileHandler(path, maxBytes=LIMIT_BYTES, backupCount=1, encoding="utf-8", delay=True)
+
+    def write(self, line: str) -> None:
+        self._handler.emit(logging.makeLogRecord({"msg": line}))
+
+    def close(self) -> None:
+        self._handler.close()
 
 
 def configure_logging(name: str) -> None:
@@ -34,11 +52,10 @@ def configure_logging(name: str) -> None:
 def write_log_file(path: Path) -> None:
     """From now on, also append every log line to `path`, as JSON."""
     global _file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _file = path.open("a", buffering=1)
+    _file = LogFile(path)
 
 
 def _to_file(logger: Any, method: str, event: EventDict) -> EventDict:
     if _file is not None:
-        _file.write(json.dumps(event, default=str) + "\n")
+        _file.write(json.dumps(event, default=str))
     return event

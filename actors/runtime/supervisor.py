@@ -31,6 +31,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from actors.runtime.actor import Ending, incarnation
+from actors.runtime.logs import LogFile
 from actors.watching.monitor import print_steps, watch_live
 from areal.config import Config
 from areal.processes import ROOT, SUPERVISED
@@ -324,12 +325,11 @@ class Supervisor:
                 child.tail.append(line.decode(errors="replace").rstrip())
                 new = 1
                 if out is None and self._folder is not None:
-                    logs = self._folder / "logs"
-                    logs.mkdir(parents=True, exist_ok=True)
-                    out = files.enter_context((logs / f"{child.role}-{child.index}.out").open("a", buffering=1))
+                    file = self._folder / "logs" / f"{child.role}-{child.index}.out"
+                    out = files.enter_context(contextlib.closing(LogFile(file)))
                     new = len(child.tail)
                 if out is not None:
-                    print(*list(child.tail)[-new:], sep="\n", file=out)
+                    out.write("\n".join(list(child.tail)[-new:]))
 
     def _end_of_run(self, child: Child, code: int) -> Ending | None:
         """How the run ended, if the end of this child ends it; else None."""

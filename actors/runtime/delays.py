@@ -1,0 +1,40 @@
+"""Measures how late the event loop of this process runs what is due."""
+
+from __future__ import annotations
+
+import asyncio
+
+TICK_SECONDS = 0.05
+
+_watch: _Watch | None = None
+
+
+class _Watch:
+    """Schedules a callback every TICK_SECONDS and keeps the longest delay of one."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.longest = 0.0
+        self._loop = loop
+        self._schedule()
+
+    def _schedule(self) -> None:
+        self._due = self._loop.time() + TICK_SECONDS
+        self._loop.call_at(self._due, self._tick)
+
+    def _tick(self) -> None:
+        self.longest = max(self.longest, self._loop.time() - self._due)
+        self._schedule()
+
+
+def watch() -> None:
+    """Begin to measure the running event loop. A process has one loop."""
+    global _watch
+    _watch = _Watch(asyncio.get_running_loop())
+
+
+def longest() -> dict[str, float]:
+    """`loop_delay`: the longest delay since the last call, in seconds. Empty if nothing is measured."""
+    if _watch is None:
+        return {}
+    seconds, _watch.longest = _watch.longest, 0.0
+    return {"loop_delay": seconds}
