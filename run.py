@@ -286,7 +286,7 @@ async def prepare(config: Config) -> Config:
     from protocols.transport import Bus, Request
 
     async def put_off(request: Request[Any]) -> Any:
-        raise PreparingError(f"the master is preparing the run: it opens {config.data.source} and gets {config.model}")
+        raise PreparingError(f"the master is preparing the run: it opens {config.data.named} and gets {config.model}")
 
     def crashed(error: BaseException) -> None:
         structlog.get_logger().error("handler failed", exc_info=error)

@@ -93,6 +93,8 @@ LAST_WORDS_SECONDS = 0.2
 EVENTS_OF_ONE_MASTER = 1 << 32
 # The run ends after more than this many batches' worth of groups were filtered in a row, without any other ready group.
 FILTERED_LIMIT = 100
+# The run ends after this many prompts in a row that are longer than data.max_prompt_tokens.
+LONG_LIMIT = 1000
 # While no completion at all has been scored, the run ends after UNSCORED_LIMIT failures, or after UNSCORED_LEAST
 # failures once UNSCORED_SECONDS have passed since the first one. A few early failures do not end it: the first
 # completions to finish are the shortest and often the least typical.
@@ -164,6 +166,7 @@ class Master(HandlesRequests):
         self._events: Publisher
         self._meter = StepMeter(self.state)
         self._numbers: dict[str, float] = {}  # for Prometheus, updated every second
+        self._long = 0  # prompts in a row that were too long
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self._progressed = 0.0
         self._remedies = 0
@@ -569,6 +572,9 @@ class Master(HandlesRequests):
     async def group_failed(self, request: Request[GroupFailed]) -> Done:
         owner, failed = self._member(request, "rollout_manager").identity, request.message
         if self._fail(failed, owner) is Answer.ACCEPTED:
+            if failed.cause == "long":
+                return self._left_out(failed.reason)
+            self._long = 0
             log.warning("group failed", group=failed.group, cause=failed.cause, reason=failed.reason)
             self.state.emit("tokens_discarded", count=failed.discarded)
             before, now = self._failures.outage, self._now()
@@ -578,8 +584,16 @@ class Master(HandlesRequests):
         self._changed.notify()
         return Done()
 
+    def _left_out(self, reason: str) -> Done:
+        """A prompt was too long, which is no failure, unless all are."""
+        self._long += 1
+        if self._long >= LONG_LIMIT:
+            self._finish(False, f"{self._long} prompts in a row were too long, the last one: {reason}; raise it.")
+        self._changed.notify()
+        return Done()
+
     def _fail(self, failed: GroupFailed, owner: str) -> Answer:
-        if failed.cause == "row":  # another attempt would fail as well
+        if failed.cause in ("row", "long"):  # another attempt would fail as well
             known = self.ledger.group(failed.group)
             if known is None or known.owner != owner:
                 return Answer.GONE
@@ -899,7 +913,7 @@ class Master(HandlesRequests):
         missing = [role for role in roles if not self._healthy(role)]
         if "reward" not in missing:
             served = {name for m in self.state.members.values() if m.state == "healthy" for name in m.serves}
-            missing += [f"reward that serves {name!r}" for name in self.config.reward.functions if name not in served]
+            missing += [f"reward that serves {name!r}" for name in self.config.rewards if name not in served]
         return missing
 
     def _healthy(self, role: str) -> bool:

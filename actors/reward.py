@@ -49,7 +49,7 @@ class Reward(Actor):
         self._scoring = self._scored = self._failed = 0
 
     def serves(self) -> tuple[str, ...]:
-        return self._functions or tuple(self.config.reward.functions)
+        return self._functions or tuple(self.config.rewards)
 
     async def setup(self) -> None:
         settle(CORES)  # before the pool starts its workers, which inherit the cores

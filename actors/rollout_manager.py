@@ -171,6 +171,8 @@ class RolloutManager(Sampler):
             row = self._source.row(permit.prompt_index)
         except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
             raise _GroupFailed("row", f"row {permit.prompt_index} of the data cannot be used: {error}", 0) from None
+        if too_long := self.too_long(row):
+            raise _GroupFailed("long", too_long, 0)
         home = await self._router.choose("generator", min_version=permit.min_version)
         start = _GroupStart(self._samples)
         sessions = self._sessions[permit.group] = [

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
+import jinja2
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -25,41 +26,6 @@ class Section(BaseModel):
 
 
 T = TypeVar("T", bound=Section)
-
-
-class DataConfig(Section):
-    """Where prompts come from. `source` is one of
-
-    * `addition`: the long additions of the quickstart;
-    * a path that ends in .jsonl: one object per line, with `prompt` and `answer`;
-    * `reasoning_gym:NAME`: a task of the reasoning_gym library, which receives `options`;
-    * `verifiers:NAME`: an environment of the verifiers library, which receives `options`; `verifiers:NAME:eval` takes
-      the rows that the environment keeps for evaluation;
-    * `hf:NAME` or the path of a folder: a Hugging Face dataset (a hub id, or a folder written by `save_to_disk`).
-    """
-
-    source: str = Field(description="one of the sources listed above")
-    eval_source: str | None = Field(None, description="source of the held-out rows; default: `source`, with other rows")
-    split: str = Field("train", description="split of a Hugging Face dataset")
-    prompt_key: str = Field("prompt", description="field of a row that holds the prompt")
-    answer_key: str = Field("answer", description="field of a row that holds the answer")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of the task or dataset")
-    system_prompt: str | None = Field(None, description="first message, if the tokenizer has a chat template")
-    size: int | None = Field(
-        None, gt=0, description="number of rows of a generated task (addition, reasoning_gym); default: no limit"
-    )
-    eval_size: int = Field(256, ge=0, description="number of held-out rows; 0: no evaluation")
-
-
-class SamplingConfig(Section):
-    temperature: float = Field(1.0, ge=0, description="0: greedy; training needs a value above 0")
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="nucleus sampling; below 1 only if the objective does not use pi_behav (docs/objectives.md)",
-    )
-    max_new_tokens: int = Field(gt=0, description="most tokens of a sample, over all its turns")
 
 
 def reward_weights(value: Any) -> dict[str, float]:
@@ -83,12 +49,122 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+class SourceConfig(Section):
+    """Where prompts come from. `source` is one of
+
+    * `addition`: the long additions of the quickstart;
+    * a path that ends in .jsonl: one object per line, with `prompt` and `answer`;
+    * `reasoning_gym:NAME`: a task of the reasoning_gym library, which receives `options`;
+    * `verifiers:NAME`: an environment of the verifiers library, which receives `options`; `verifiers:NAME:eval` takes
+      the rows that the environment keeps for evaluation;
+    * `hf:NAME` or the path of a folder: a Hugging Face dataset (a hub id, or a folder written by `save_to_disk`).
+
+    configs/data/ has these keys for known data sets, for use as a `base`."""
+
+    source: str | None = Field(None, description="one of the sources listed above")
+    eval_source: str | None = Field(None, description="source of the held-out rows; default: `source`, with other rows")
+    split: str = Field("train", description="split of a Hugging Face dataset")
+    prompt_key: str = Field("prompt", description="field of a row that holds the prompt")
+    prompt_template: str | None = Field(
+        None, description="the prompt as a Jinja template with the fields of the row, such as `{{ problem }}`"
+    )
+    answer_key: str | None = Field("answer", description="field of a row that holds the answer; null: rows have none")
+    reward: dict[str, float] | None = Field(
+        None, description="rewards of rows that name none themselves, written as reward.functions; default: those"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the task or dataset")
+    system_prompt: str | None = Field(None, description="first message, if the tokenizer has a chat template")
+    size: int | None = Field(
+        None, gt=0, description="number of rows of a generated task (addition, reasoning_gym); default: no limit"
+    )
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _weighted(cls, value: Any) -> dict[str, float] | None:
+        try:
+            return None if value is None else reward_weights(value)
+        except ValueError as error:
+            raise ValueError(f"data.reward {error}") from None
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _is_template(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                jinja2.Environment().parse(value)
+            except jinja2.TemplateSyntaxError as error:
+                raise ValueError(f"data.prompt_template is not a Jinja template ({error}): correct it") from None
+        return value
+
+
+class PartConfig(SourceConfig):
+    """One source of several. Its `weight` is its share of the rows, relative to the others'. Without weights, an epoch
+    has every row of every source once."""
+
+    source: str = Field(description="as data.source")
+    weight: float | None = Field(None, gt=0, description="for all sources or for none")
+
+
+class RowsConfig(SourceConfig):
+    sources: tuple[PartConfig, ...] = Field(
+        (), description="several sources, in place of `source`: the same keys for each, and a `weight`"
+    )
+    eval_size: int = Field(256, ge=0, description="number of held-out rows; 0: no evaluation")
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Self:
+        if (self.source is None) != bool(self.sources):
+            raise ValueError("data needs either a source or sources: set data.source, or data.sources, not both")
+        given = [
+            k
+            for k, field in SourceConfig.model_fields.items()
+            if getattr(self, k) != field.get_default(call_default_factory=True)
+        ]
+        if self.sources and given:
+            raise ValueError(f"data.{given[0]} has no effect beside data.sources: set it for each source")
+        weights = [part.weight for part in self.sources]
+        if None in weights and any(weights):
+            raise ValueError("some of data.sources have a weight and some have none: give all a weight, or none")
+        return self
+
+    @property
+    def parts(self) -> tuple[SourceConfig, ...]:
+        """The sources: one, or several."""
+        return self.sources or (self,)
+
+    @property
+    def named(self) -> str:
+        """The source or sources, for messages."""
+        return f"data.source {self.source!r}" if self.source else "data.sources"
+
+
+class DataConfig(RowsConfig):
+    __doc__ = SourceConfig.__doc__
+
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="prompts with more tokens are discarded, for the cause `long`; default: no limit"
+    )
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, ge=0, description="0: greedy; training needs a value above 0")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="nucleus sampling; below 1 only if the objective does not use pi_behav (docs/objectives.md)",
+    )
+    max_new_tokens: int = Field(gt=0, description="most tokens of a sample, over all its turns")
+
+
 class RewardConfig(Section):
     """`functions` names the rewards of the run (areal.rewards.functions lists the built-in ones), with weights if you
     like: the score is the weighted sum. A row of the data may name its own rewards in the same way."""
 
     count: int = Field(1, ge=1, description="number of reward actors of a run on one machine")
-    functions: dict[str, float] = Field(description="a name, a list of names, or a mapping of names to weights")
+    functions: dict[str, float] = Field(
+        default_factory=dict, description="a name, a list of names, or a mapping of names to weights"
+    )
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="keyword arguments of the rewards that are classes, by reward name"
     )
@@ -110,7 +186,7 @@ class RewardConfig(Section):
     @classmethod
     def _weighted(cls, value: Any) -> dict[str, float]:
         try:
-            return reward_weights(value)
+            return {} if value == {} else reward_weights(value)
         except ValueError as error:
             raise ValueError(f"reward.functions {error}") from None
 
@@ -374,18 +450,29 @@ class SandboxConfig(Section):
 class ScoringConfig(Section):
     """What is needed to score completions."""
 
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
     sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")
     def _programs_end_in_time(self) -> Self:
-        if "code" in self.reward.functions and self.sandbox.wall_seconds >= self.reward.timeout_seconds:
+        if "code" in self.rewards and self.sandbox.wall_seconds >= self.reward.timeout_seconds:
             raise ValueError(
                 f"reward.timeout_seconds is {self.reward.timeout_seconds:g}, but a program of the reward code may run "
                 f"for sandbox.wall_seconds, {self.sandbox.wall_seconds:g}: raise reward.timeout_seconds above that, or "
                 f"lower sandbox.wall_seconds"
             )
         return self
+
+    @model_validator(mode="after")
+    def _has_rewards(self) -> Self:
+        if not self.rewards:
+            raise ValueError("reward.functions is missing: set it there or as an override, reward.functions=NAME")
+        return self
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """All rewards that the configuration names, by name."""
+        return self.reward.functions
 
     @property
     def served_rewards(self) -> RewardConfig:
@@ -608,11 +695,12 @@ class Config(ScoringConfig):
 
     @model_validator(mode="after")
     def _environment_has_rows(self) -> Config:
-        if self.rollout_manager.workflow == "verifiers" and not self.data.source.startswith("verifiers:"):
-            raise ValueError(
-                f"rollout_manager.workflow=verifiers needs the rows of a verifiers environment, but data.source is "
-                f"{self.data.source!r}: set data.source=verifiers:NAME"
-            )
+        for part in self.data.parts:
+            if self.rollout_manager.workflow == "verifiers" and not str(part.source).startswith("verifiers:"):
+                raise ValueError(
+                    f"rollout_manager.workflow=verifiers needs the rows of a verifiers environment, but the source is "
+                    f"{part.source!r}: set data.source=verifiers:NAME"
+                )
         return self
 
     @model_validator(mode="after")
@@ -623,6 +711,22 @@ class Config(ScoringConfig):
                 "filter_zero_signal=false"
             )
         return self
+
+    @model_validator(mode="after")
+    def _every_row_has_a_reward(self) -> Config:
+        if not self.reward.functions and (bare := [part.source for part in self.data.parts if not part.reward]):
+            raise ValueError(
+                f"the rows of data.source {bare[0]!r} have no reward: set reward.functions, or the reward of the source"
+            )
+        return self
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """All rewards that the configuration names, by name; rows may name others."""
+        found = dict(self.reward.functions)
+        for part in self.data.parts:
+            found = (part.reward or {}) | found
+        return found
 
     @property
     def folder(self) -> Path:
@@ -639,27 +743,59 @@ class Config(ScoringConfig):
 def load_config(file: Path | None, overrides: Sequence[str] = (), kind: type[T] = Config) -> T:  # type: ignore[assignment]
     """The configuration from a YAML file, if one is given, with overrides such as `generator.count=2`.
 
+    Any mapping in a file may name a `base`: another file, or a list of files, relative to its own file, whose values it
+    changes. Mappings are merged, all other values are replaced; of two bases the later one wins. In an override a
+    base is relative to the working directory.
     Raises UserError, which names the key, its place and what to do.
     """
     values = {} if file is None else _read(file)
     for override in overrides:
         _override(values, override)
+    values = _with_bases(values, Path(), ())
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         raise UserError(_explain(error, file, kind)) from None
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values in a file and in its bases. bases: the files that name this one as a base, outermost first."""
     if not file.is_file():
-        raise UserError(f"There is no configuration file {file}: give one with --config.")
+        how = f"correct the base in {bases[-1]}" if bases else "give one with --config"
+        raise UserError(f"There is no configuration file {file}: {how}.")
+    if file.resolve() in [each.resolve() for each in bases]:
+        raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")
     try:
         values = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
         raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{file} must contain keys and values, as configs/quickstart.yaml does.")
-    return values
+    return _with_bases(values, file.parent, (*bases, file))
+
+
+def _with_bases(values: Any, folder: Path, files: tuple[Path, ...]) -> Any:
+    """`values` with every `base` in it replaced by what the base, relative to `folder`, holds."""
+    if isinstance(values, list):
+        return [_with_bases(value, folder, files) for value in values]
+    if not isinstance(values, dict):
+        return values
+    own = {key: _with_bases(value, folder, files) for key, value in values.items() if key != "base"}
+    names = values.get("base") or []
+    for name in reversed(names if isinstance(names, list) else [names]):
+        if not isinstance(name, str):
+            raise UserError(
+                f"The base {name!r} in {files[-1] if files else 'the overrides'} is not the path of a file."
+            )
+        own = _merged(_read(folder / name, files), own)
+    return own
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """`above`, and the keys of `below` that it lacks."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {key: _merged(below.get(key), value) for key, value in above.items()}
 
 
 def dump_config(config: Config) -> str:

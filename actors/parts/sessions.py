@@ -29,7 +29,7 @@ from areal.sandbox.outside import Sandbox, SandboxError, open_sandbox
 from areal.tokens import load_tokenizer
 from areal.trajectory import Finish, Tokens, Trajectory
 from areal.workflows.builtin import resolve_workflow
-from areal.workflows.conversation import Generation, Keep
+from areal.workflows.conversation import Generation, Keep, begin
 from areal.workflows.openai_api import Access
 from protocols.errors import BusError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import Cause, Done, Generate, Member, Message, Score, Scored, ScoringFailed, TokenChunk
@@ -342,7 +342,7 @@ class SampleSession:
         while True:
             try:
                 actor.quarantine.check(key)
-                async with asyncio.timeout(None if name in actor.config.reward.functions else NO_REWARD_SECONDS):
+                async with asyncio.timeout(None if name in actor.config.rewards else NO_REWARD_SECONDS):
                     member = await self._router.choose("reward", name)
             except RewardFailed as error:
                 raise SampleFailed("reward", f"reward {name!r}: {error}") from None
@@ -416,6 +416,15 @@ class Sampler(Actor):
         self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model)
         own = self.config.rollout_manager
         self._workflow = resolve_workflow(own.workflow, own.workflow_options)
+
+    def too_long(self, row: Row) -> str | None:
+        """A sentence if the row's prompt has more tokens than `data.max_prompt_tokens`; None if it has not."""
+        most = self.config.data.max_prompt_tokens
+        if most is None:
+            return None
+        talk, messages = begin(self._tokenizer, row.prompt)
+        tokens = len(talk.prompt(messages))
+        return f"the prompt has {tokens} tokens, and data.max_prompt_tokens is {most}" if tokens > most else None
 
     async def teardown(self) -> None:
         if self._endpoint is not None:

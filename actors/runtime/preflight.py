@@ -39,10 +39,10 @@ def check(config: Config) -> None:
     tracking.check(config.observe)
     if config.weights.folder is not None:
         check_folder(config.weights.folder)
-    for name in config.reward.functions | config.reward.options:
+    for name in config.rewards | config.reward.options:
         rewards.check(name, config.reward.options.get(name, {}))
     resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
-    if "code" in config.reward.functions or config.rollout_manager.workflow == "python_tool":
+    if "code" in config.rewards or config.rollout_manager.workflow == "python_tool":
         open_sandbox(config.sandbox).close()
     if ":" in config.trainer.objective:
         from areal.training.objectives import (
@@ -74,8 +74,8 @@ def check_answers(config: Config, source: PromptSource) -> None:
     if not flaws:
         return
     told = (
-        f"the reward math cannot read the answers of {len(flaws)} of the {checked} rows of data.source "
-        f"{config.data.source!r} that were checked, such as {flaws[0]}"
+        f"the reward math cannot read the answers of {len(flaws)} of the {checked} rows of "
+        f"{config.data.named} that were checked, such as {flaws[0]}"
     )
     if len(flaws) > config.max_failed_share * checked:
         raise UserError(f"{told}: correct or remove these rows, or name another reward (docs/math.md).")
@@ -85,7 +85,7 @@ def check_answers(config: Config, source: PromptSource) -> None:
 def _rows(config: Config, source: PromptSource) -> Iterator[Row]:
     yield from map(source.heldout, range(config.data.eval_size))
     count = source.size or FEW_ROWS
-    most = count if "math" in config.reward.functions else min(count, FEW_ROWS)
+    most = count if "math" in config.rewards else min(count, FEW_ROWS)
     for index in random.Random(config.seed).sample(range(count), most):
         with contextlib.suppress(UserError):  # a row that is not usable is discarded when it is met
             yield source.row(index)

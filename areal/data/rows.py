@@ -15,8 +15,8 @@ class Row:
 
     index: training index, or number among the held-out rows. prompt: text or chat messages. answer: the reference
     answer as text, None if the row has none. reward: the row's own rewards with their weights, None if it names none.
-    fields: the whole row, fit for JSON, which rewards receive; its `prompt` and `answer` are the values of the keys
-    `data.prompt_key` and `data.answer_key`.
+    fields: the whole row, fit for JSON, which rewards receive; its `answer` is the value of `data.answer_key`, and its
+    `prompt` that of `data.prompt_key`, unless there is a `data.prompt_template`.
     """
 
     index: int

@@ -15,20 +15,24 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
+import jinja2
 import msgpack
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal.config import DataConfig, UserError, reward_weights
+from areal.config import RowsConfig, SourceConfig, UserError, reward_weights
 from areal.data import addition, reasoning_tasks, verifiers_tasks
 from areal.data.rows import Prompt, Row
 
 # If a generated task still repeats held-out prompts after this many draws, it has too few problems to hold some out.
 MAX_DRAWS = 100
+# Rows in which a mixture with weights has its proportions exactly.
+BLOCK_ROWS = 1000
 
 
 class Table(Protocol):
@@ -54,20 +58,13 @@ class Generator:
 class PromptSource:
     """Training rows by index and held-out rows by number. Made by `open_source`.
 
-    size: the number of rows of one epoch; None if the source is endless.
+    size: the number of rows of one epoch; None if the source is endless. held_out: all held-out rows.
     """
 
     size: int | None
 
-    def __init__(self, source: Table | Generator, held_out: Sequence[Row], size: int | None, seed: int, what: str):
-        self._source = source
-        self._held_out = held_out
-        self._held_prompts = {_key(row.fields["prompt"]) for row in held_out}
-        self._seed = seed
-        self._what = what
-        self._positions = range(size or 0) if isinstance(source, Generator) else self._apart(source)
-        self.size = size if isinstance(source, Generator) else len(self._positions)
-        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+    def __init__(self, held_out: Sequence[Row]) -> None:
+        self.held_out = held_out
 
     def __len__(self) -> int:
         """The number of rows of one epoch. Raises TypeError if the source is endless."""
@@ -82,29 +79,53 @@ class PromptSource:
         """
         if index < 0:
             raise IndexError(f"training index {index}")
+        return dataclasses.replace(self._row(index), index=index)
+
+    def _row(self, index: int) -> Row:
+        raise NotImplementedError
+
+    def heldout(self, i: int) -> Row:
+        """Return held-out row i, for i in range(eval_size). Raises IndexError for any other i."""
+        if not 0 <= i < len(self.held_out):
+            raise IndexError(f"held-out row {i} of {len(self.held_out)}")
+        return self.held_out[i]
+
+
+class OneSource(PromptSource):
+    """The rows of one source. held_out: its own held-out rows. apart: prompts that may not be trained on."""
+
+    def __init__(
+        self, source: Table | Generator, held_out: Sequence[Row], apart: Set[str], size: int | None, seed: int,
+        what: str,
+    ) -> None:  # fmt: skip
+        super().__init__(held_out)
+        self._source = source
+        self._apart = apart
+        self._seed = seed
+        self._what = what
+        self._positions = range(size or 0) if isinstance(source, Generator) else self._left(source)
+        self.size = size if isinstance(source, Generator) else len(self._positions)
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+
+    def _row(self, index: int) -> Row:
         position = index
         if self.size is not None:
             epoch, number = divmod(index, self.size)
             position = self._order(epoch)[number]
-        row = self._drawn(self._source, position) if isinstance(self._source, Generator) else self._source.row(position)
-        return dataclasses.replace(row, index=index)
+        if isinstance(self._source, Generator):
+            return self._drawn(self._source, position)
+        return self._source.row(position)
 
-    def heldout(self, i: int) -> Row:
-        """Return held-out row i, for i in range(eval_size). Raises IndexError for any other i."""
-        if not 0 <= i < len(self._held_out):
-            raise IndexError(f"held-out row {i} of {len(self._held_out)}")
-        return self._held_out[i]
-
-    def _apart(self, table: Table) -> Sequence[int]:
-        if not self._held_out:
+    def _left(self, table: Table) -> Sequence[int]:
+        if not self._apart:
             return range(len(table))
-        apart = [i for i, prompt in enumerate(table.prompts()) if _key(prompt) not in self._held_prompts]
-        if not apart:
+        left = [i for i, prompt in enumerate(table.prompts()) if _key(prompt) not in self._apart]
+        if not left:
             raise UserError(
                 f"{self._what}: every row has a prompt that is also held out, so none is left to train on: "
                 f"lower data.eval_size or name another data.eval_source"
             )
-        return apart
+        return left
 
     def _shuffled(self, epoch: int) -> Sequence[int]:
         return Random(f"{self._seed}/epoch/{epoch}").sample(self._positions, len(self._positions))
@@ -112,35 +133,100 @@ class PromptSource:
     def _drawn(self, source: Generator, number: int) -> Row:
         for attempt in range(MAX_DRAWS):
             row = source.draw("train", number, attempt)
-            if _key(row.fields["prompt"]) not in self._held_prompts:
+            if _key(row.prompt) not in self._apart:
                 return row
         raise UserError(
-            f"{self._what} makes too few different problems to hold {len(self._held_out)} of them out of training: "
+            f"{self._what} makes too few different problems to hold {len(self.held_out)} of them out of training: "
             f"lower data.eval_size or widen data.options"
         )
 
 
-def open_source(config: DataConfig, seed: int) -> PromptSource:
+class Mixture(PromptSource):
+    """The rows of several sources, in blocks. Each block has counts[k] rows of sources[k], in an order of its own. If
+    `whole`, a block is an epoch, which has every row of every source once; else the mixture is endless."""
+
+    def __init__(self, sources: Sequence[OneSource], counts: Sequence[int], whole: bool, seed: int) -> None:
+        held_out = [row for source in sources for row in source.held_out]
+        super().__init__([dataclasses.replace(row, index=i) for i, row in enumerate(held_out)])
+        self.size = sum(counts) if whole else None
+        self._sources = sources
+        self._counts = counts
+        self._seed = seed
+        self._block = functools.lru_cache(maxsize=2)(self._mixed)
+
+    def _row(self, index: int) -> Row:
+        block, position = divmod(index, sum(self._counts))
+        which, number = self._block(block)[position]
+        return self._sources[which].row(block * self._counts[which] + number)
+
+    def _mixed(self, block: int) -> list[tuple[int, int]]:
+        """For each row of the block: which source, and which of the rows that the source has in the block."""
+        places = [(which, number) for which, count in enumerate(self._counts) for number in range(count)]
+        Random(f"{self._seed}/block/{block}").shuffle(places)
+        return places
+
+
+def open_source(config: RowsConfig, seed: int) -> PromptSource:
     """Return the prompts that `config` describes, in an order that depends on `seed`.
 
     Every row of a .jsonl file is checked here. The columns of a Hugging Face data set are checked here too, but its
     rows when they are looked up. Raises UserError, which says what is wrong, where, and what to do.
     """
-    what = f"data.source {config.source!r}"
-    source = _open(config, config.source, config.options, seed, what)
-    if not isinstance(source, Generator) and config.size is not None:
-        raise UserError(f"data.size is for generated tasks, but {what} has rows of its own: remove data.size")
-    held_out = _held_out(config, source, seed, what)
-    return PromptSource(source, held_out, config.size, seed, what)
+    opened: list[tuple[SourceConfig, Table | Generator, str]] = []
+    for part in config.parts:
+        what = f"data.source {part.source!r}"
+        source = _open(part, str(part.source), part.options, seed, what)
+        if not isinstance(source, Generator) and part.size is not None:
+            raise UserError(f"data.size is for generated tasks, but {what} has rows of its own: remove data.size")
+        opened.append((part, source, what))
+    shares = _shares(config, opened)
+    held_out = [
+        _held_out(part, source, count, seed, what)
+        for (part, source, what), count in zip(opened, _divided(config.eval_size, shares), strict=True)
+    ]
+    apart = frozenset(_key(row.prompt) for rows in held_out for row in rows)
+    sources = [
+        OneSource(source, rows, apart, part.size, seed, what)
+        for (part, source, what), rows in zip(opened, held_out, strict=True)
+    ]
+    if not config.sources:
+        return sources[0]
+    whole = config.sources[0].weight is None
+    counts = [len(source) for source in sources] if whole else _divided(BLOCK_ROWS, shares)
+    if 0 in counts:
+        small = config.sources[counts.index(0)]
+        raise UserError(f"the weight of data.source {small.source!r} is below 1/{BLOCK_ROWS} of all: raise it")
+    return Mixture(sources, counts, whole, seed)
 
 
-def _held_out(config: DataConfig, source: Table | Generator, seed: int, what: str) -> list[Row]:
-    if config.eval_source is not None and config.eval_size:
+def _shares(config: RowsConfig, opened: list[tuple[SourceConfig, Table | Generator, str]]) -> list[float]:
+    """By which the rows and the held-out rows are divided among the sources: weights, or else numbers of rows."""
+    if not config.sources:
+        return [1.0]
+    if config.sources[0].weight is not None:
+        return [float(part.weight or 0) for part in config.sources]
+    sizes = [part.size if isinstance(source, Generator) else len(source) for part, source, _ in opened]
+    if None in sizes:
+        what = opened[sizes.index(None)][2]
+        raise UserError(f"{what} has no end, so data.sources need weights: give each a weight, or this one a size")
+    return [float(size or 0) for size in sizes]
+
+
+def _divided(count: int, shares: Sequence[float]) -> list[int]:
+    """`count` in proportion to the shares, by largest remainder."""
+    exact = [count * share / sum(shares) for share in shares]
+    parts = [int(each) for each in exact]
+    for k in sorted(range(len(parts)), key=lambda k: parts[k] - exact[k])[: count - sum(parts)]:
+        parts[k] += 1
+    return parts
+
+
+def _held_out(config: SourceConfig, source: Table | Generator, count: int, seed: int, what: str) -> list[Row]:
+    if config.eval_source is not None and count:
         what = f"data.eval_source {config.eval_source!r}"
         # The options belong to `source`. They only fit `eval_source` if it is the same task or data set.
-        options = config.options if _dataset(config.eval_source) == _dataset(config.source) else {}
+        options = config.options if _dataset(config.eval_source) == _dataset(str(config.source)) else {}
         source = _open(config, config.eval_source, options, seed, what)
-    count = config.eval_size
     if isinstance(source, Generator):
         return [dataclasses.replace(source.draw("held_out", i, 0), index=i) for i in range(count)]
     spare = 0 if config.eval_source is not None else 1
@@ -151,10 +237,14 @@ def _held_out(config: DataConfig, source: Table | Generator, seed: int, what: st
 
 
 def _key(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    """What prompts of the same problem share: the text, or the messages without those of the system."""
+    if not _is_prompt(prompt):
+        return json.dumps(prompt, sort_keys=True, default=str)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return json.dumps([[m["role"], m["content"]] for m in messages if m["role"] != "system"])
 
 
-def _open(config: DataConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table | Generator:
+def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table | Generator:
     if name == "addition":
         return _open_addition(config, options, seed, what)
     if name.startswith("reasoning_gym:"):
@@ -177,29 +267,55 @@ def _dataset(name: str) -> str:
     return ":".join(name.split(":")[:2])
 
 
-def _make_row(raw: Mapping[str, Any], prompt_key: str, answer_key: str, system: str | None, where: str) -> Row:
-    """Return the Row of `raw`, which is at `where` in the source. Raises UserError if it is not usable."""
+def _make_row(
+    raw: Mapping[str, Any], config: SourceConfig, where: str, prompt_key: str | None = None,
+    answer_key: str | None = None,
+) -> Row:  # fmt: skip
+    """Return the Row of `raw`, which is at `where` in the source. Keys that are given take the place of those of the
+    configuration. Raises UserError if it is not usable."""
+    prompt_key, answer_key = prompt_key or config.prompt_key, answer_key or config.answer_key
     for key, setting in (prompt_key, "data.prompt_key"), (answer_key, "data.answer_key"):
-        if key not in raw:
+        needed = key is not None and not (key == prompt_key and config.prompt_template)
+        if needed and key not in raw:
             raise UserError(f"{where} has no {key!r}, only {', '.join(raw) or 'nothing'}: add it or set {setting}")
-    prompt, answer = raw[prompt_key], raw[answer_key]
+    answer = raw[answer_key] if answer_key else None
+    prompt = _prompt(raw, config, prompt_key, where)
     if not _is_prompt(prompt):
         raise UserError(
             f"{where} has a {prompt_key!r} that is neither text nor a list of messages with role and content: "
             f"correct it"
         )
-    fields = {**raw, "prompt": prompt, "answer": answer}
+    fields = {"prompt": prompt, **raw, "answer": answer}
+    if config.prompt_template is None:
+        fields["prompt"] = prompt
     try:
         msgpack.packb(fields)
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{where} cannot be sent to rewards ({error}): keep to JSON values") from error
     return Row(
         index=0,
-        prompt=_with_system(prompt, system),
+        prompt=_with_system(prompt, config.system_prompt),
         answer=answer if answer is None or isinstance(answer, str) else json.dumps(answer),
-        reward=_rewards(raw.get("reward"), where),
+        reward=_rewards(raw.get("reward"), where) or config.reward,
         fields=fields,
     )
+
+
+def _prompt(raw: Mapping[str, Any], config: SourceConfig, prompt_key: str, where: str) -> Any:
+    """The prompt of `raw` as it is, or as the template writes it."""
+    if config.prompt_template is None:
+        return raw[prompt_key]
+    try:
+        return _template(config.prompt_template).render(raw)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{where} does not fit data.prompt_template ({error}); its fields are {', '.join(raw)}: correct it"
+        ) from error
+
+
+@functools.lru_cache(maxsize=32)
+def _template(text: str) -> jinja2.Template:
+    return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True).from_string(text)
 
 
 def _is_prompt(value: Any) -> bool:
@@ -237,7 +353,7 @@ def _derived_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest())
 
 
-def _open_addition(config: DataConfig, options: Mapping[str, Any], seed: int, what: str) -> Generator:
+def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, what: str) -> Generator:
     known = set(inspect.signature(addition.make_row).parameters) - {"seed", "index", "held_out"}
     unknown = [name for name in options if name not in known]
     if unknown:
@@ -245,12 +361,12 @@ def _open_addition(config: DataConfig, options: Mapping[str, Any], seed: int, wh
 
     def draw(side: str, number: int, attempt: int) -> Row:
         raw = addition.make_row(_derived_seed(seed, side, attempt), number, held_out=side == "held_out", **options)
-        return _make_row(raw, "prompt", "answer", config.system_prompt, f"{what}, row {number},")
+        return _make_row(raw, config, f"{what}, row {number},", "prompt", "answer")
 
     return _tried(Generator(draw), (TypeError, ValueError), what)
 
 
-def _open_reasoning_gym(config: DataConfig, task: str, options: Mapping[str, Any], seed: int, what: str) -> Generator:
+def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, Any], seed: int, what: str) -> Generator:
     reasoning_tasks.check(task, options, what)
     chunk = config.size or reasoning_tasks.CHUNK
 
@@ -261,7 +377,7 @@ def _open_reasoning_gym(config: DataConfig, task: str, options: Mapping[str, Any
     def draw(side: str, number: int, attempt: int) -> Row:
         entry = dataset(side, number // chunk, attempt)[number % chunk]
         raw = reasoning_tasks.row(task, options, entry)
-        return _make_row(raw, "question", "answer", config.system_prompt, f"{what}, row {number},")
+        return _make_row(raw, config, f"{what}, row {number},", "question", "answer")
 
     return _tried(Generator(draw), (AssertionError, LookupError, TypeError, ValueError), what)
 
@@ -279,7 +395,7 @@ def _tried(generator: Generator, mistakes: tuple[type[Exception], ...], what: st
 class JsonlTable:
     """A .jsonl file with one object per line; blank lines are skipped. The whole file is read and checked at once."""
 
-    def __init__(self, config: DataConfig, path: Path, what: str):
+    def __init__(self, config: SourceConfig, path: Path, what: str):
         self._config = config
         self._path = path
         self._rows = list(read_jsonl(path, what))
@@ -293,12 +409,11 @@ class JsonlTable:
 
     def row(self, position: int) -> Row:
         line, raw = self._rows[position]
-        config = self._config
-        where = f"{self._path}, line {line},"
-        return _make_row(raw, config.prompt_key, config.answer_key, config.system_prompt, where)
+        return _make_row(raw, self._config, f"{self._path}, line {line},")
 
     def prompts(self) -> Iterable[Any]:
-        return (raw[self._config.prompt_key] for _, raw in self._rows)
+        config = self._config
+        return (_prompt(raw, config, config.prompt_key, f"{self._path}, line {line},") for line, raw in self._rows)
 
 
 def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -327,7 +442,7 @@ def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
 class HuggingFaceTable:
     """A Hugging Face data set. Its columns and first row are checked at once, other rows when they are looked up."""
 
-    def __init__(self, config: DataConfig, dataset: Any, what: str):
+    def __init__(self, config: SourceConfig, dataset: Any, what: str):
         self._config = config
         self._dataset = dataset
         self._what = what
@@ -339,21 +454,28 @@ class HuggingFaceTable:
         return len(self._dataset)
 
     def row(self, position: int) -> Row:
-        config = self._config
-        where = f"{self._what}, row {position},"
-        return _make_row(self._dataset[position], config.prompt_key, config.answer_key, config.system_prompt, where)
+        return _make_row(self._dataset[position], self._config, f"{self._what}, row {position},")
 
     def prompts(self) -> Iterable[Any]:
-        return self._dataset[self._config.prompt_key][:]
+        config = self._config
+        if config.prompt_template is None:
+            return self._dataset[config.prompt_key][:]
+        return map(self._written, self._dataset)
+
+    def _written(self, raw: Mapping[str, Any]) -> Any:
+        try:
+            return _prompt(raw, self._config, "", self._what)
+        except UserError:  # the row is discarded when it is looked up
+            return None
 
 
-def _open_verifiers(config: DataConfig, name: str, options: Mapping[str, Any], what: str) -> HuggingFaceTable:
+def _open_verifiers(config: SourceConfig, name: str, options: Mapping[str, Any], what: str) -> HuggingFaceTable:
     """Open `verifiers:NAME`, or `verifiers:NAME:eval` for the environment's evaluation rows."""
     name, _, side = name.partition(":")
     return HuggingFaceTable(config, verifiers_tasks.rows(name, options, side or "train"), what)
 
 
-def _open_hugging_face(config: DataConfig, name: str, options: Mapping[str, Any], what: str) -> HuggingFaceTable:
+def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, Any], what: str) -> HuggingFaceTable:
     """Open `hf:NAME`, `hf:NAME:SPLIT` (SPLIT replaces data.split), or a folder written by save_to_disk."""
     import datasets  # takes seconds
 

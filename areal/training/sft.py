@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 from rich.console import Console
 
-from areal.config import DataConfig, Section, TrainerConfig, UserError
+from areal.config import RowsConfig, Section, TrainerConfig, UserError
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.models import find_model
@@ -33,7 +33,7 @@ HELD_OUT_SHARE = 20
 LINES_AN_EPOCH = 10
 
 
-class SftData(DataConfig):
+class SftData(RowsConfig):
     """As in a run. Prompts are encoded as in a run with the same `system_prompt`."""
 
     answer_key: str = Field("completion", description="field of a row that holds the completion")
@@ -125,22 +125,20 @@ def _read_rows(config: SftConfig, model: Path) -> tuple[list[Group], list[Group]
         eval_size = max(1, size // HELD_OUT_SHARE)
     source = open_source(data.model_copy(update={"eval_size": eval_size}), config.seed)
     if source.size is None:
-        raise UserError(f"data.source {data.source!r} generates an unlimited number of rows: set data.size.")
+        raise UserError(f"{data.named} generates an unlimited number of rows: set data.size.")
     read = [source.row(i) for i in range(source.size)], [source.heldout(i) for i in range(eval_size)]
     encoded = [[_encode(tokenizer, row, data) for row in rows] for rows in read]
     rows, held_out = ([row for row in part if len(row.trajectories[0]) <= config.max_length] for part in encoded)
     if not rows or not held_out:
         raise UserError(
-            f"{data.source!r} has too few rows of at most max_length={config.max_length} tokens: raise max_length."
+            f"{data.named} has too few rows of at most max_length={config.max_length} tokens: raise max_length."
         )
     return rows, held_out, sum(map(len, encoded)) - len(rows) - len(held_out)
 
 
 def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
     if not row.answer:
-        raise UserError(
-            f"The row of {data.source!r} with the prompt {row.prompt!r:.60} has no {data.answer_key}: add it."
-        )
+        raise UserError(f"The row of {data.named} with the prompt {row.prompt!r:.60} has no {data.answer_key}: add it.")
     talk, messages = begin(tokenizer, row.prompt)
     prompt = talk.prompt(messages)
     completion = [*tokenizer.encode(row.answer, add_special_tokens=False), tokenizer.eos_token_id]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from actors.simulation.engines import Mishaps, Pace, SimEngine, SimLearner, SimRewards, SimSource
+from actors import master
+from actors.simulation.engines import Mishaps, Pace, SimEngine, SimLearner, SimRewards, SimSource, SimTokenizer
 from actors.simulation.faults import Kill, Plan
 from actors.simulation.model import Model
 from actors.simulation.world import World
@@ -186,6 +187,37 @@ def test_too_many_bad_rows_end_the_run_and_one_is_named(monkeypatch: pytest.Monk
     assert result.violation is not None
     assert "max_failed_share (0.1)" in result.violation
     assert "has no prompt" in result.violation
+
+
+def long_from(monkeypatch: pytest.MonkeyPatch, every: int) -> World:
+    """A world in which the prompt of every so many rows has more tokens than data.max_prompt_tokens."""
+    encode = SimTokenizer.encode
+
+    def longer(self: SimTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokens = encode(self, text, add_special_tokens=add_special_tokens)
+        return tokens * 5 if int(text) % every == 0 else tokens
+
+    monkeypatch.setattr(SimTokenizer, "encode", longer)
+    monkeypatch.setattr(master, "LONG_LIMIT", 30)
+    world = World(1, model(steps=20, managers=2), Plan())
+    data = world.config.data.model_copy(update={"max_prompt_tokens": 10})
+    world.config = world.config.model_copy(update={"data": data})
+    return world
+
+
+def test_a_long_prompt_is_left_out_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = long_from(monkeypatch, 3)  # many more than max_failed_share allows to fail
+    assert world.run().violation is None
+    discarded = [body["reason"] for kind, body in world.oracle.events if kind == "discarded"]
+    assert set(discarded) == {"long"}
+    assert len(discarded) >= 10
+
+
+def test_a_run_whose_prompts_are_all_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = long_from(monkeypatch, 1).run()
+    assert result.violation is not None
+    assert "30 prompts in a row were too long" in result.violation
+    assert "the prompt has 15 tokens, and data.max_prompt_tokens is 10" in result.violation
 
 
 def test_a_generator_that_cannot_load_weights_is_avoided_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

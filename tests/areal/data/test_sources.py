@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from areal.config import DataConfig, UserError
+from areal.config import DataConfig, RowsConfig, UserError
 from areal.data.rows import prompt_text
 from areal.data.sources import open_source
 
@@ -185,3 +185,65 @@ def test_looking_up_a_row_needs_no_heavy_library():
     heavy = ("torch", "datasets", "reasoning_gym")
     code = f"import areal.data.sources, sys; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": "."}).returncode == 0
+
+
+def mixed(tmp_path, weights, sizes=(60, 20), **settings):
+    parts = [
+        {"source": jsonl(tmp_path, [{"prompt": f"{name}{i}", "answer": i} for i in range(size)], f"{name}.jsonl")}
+        for name, size in zip("ab", sizes, strict=True)
+    ]
+    for part, weight in zip(parts, weights or (), strict=False):
+        part["weight"] = weight
+    return open_source(RowsConfig(sources=parts, **settings), seed=0)
+
+
+def test_a_mixture_without_weights_has_every_row_once_an_epoch(tmp_path):
+    source = mixed(tmp_path, None, eval_size=8)
+    assert len(source) == 72
+    held_out = [source.heldout(i) for i in range(8)]
+    assert [row.prompt[0] for row in held_out] == ["a"] * 6 + ["b"] * 2
+    assert [row.index for row in held_out] == list(range(8))
+    for epoch in range(2):
+        rows = [source.row(i) for i in range(72 * epoch, 72 * (epoch + 1))]
+        assert [row.index for row in rows] == list(range(72 * epoch, 72 * (epoch + 1)))
+        prompts = {row.prompt for row in rows}
+        assert len(prompts) == 72
+        assert not prompts & {row.prompt for row in held_out}
+    assert [source.row(i).prompt for i in range(72)] != [source.row(72 + i).prompt for i in range(72)]
+
+
+def test_weights_give_the_shares_and_each_source_its_own_epochs(tmp_path):
+    source = mixed(tmp_path, (1.0, 3.0), eval_size=0)
+    assert source.size is None
+    prompts = [source.row(i).prompt for i in range(1000)]
+    assert sum(prompt[0] == "b" for prompt in prompts) == 750
+    of_b = [prompt for prompt in prompts if prompt[0] == "b"]
+    assert all(len(set(of_b[i : i + 20])) == 20 for i in range(0, 740, 20)) or len(set(of_b)) == 20
+    assert prompts == [mixed(tmp_path, (1.0, 3.0), eval_size=0).row(i).prompt for i in range(1000)]
+
+
+def test_a_prompt_that_one_source_holds_out_is_not_trained_from_another(tmp_path):
+    rows = [{"prompt": f"question {i}", "answer": i} for i in range(30)]
+    parts = [{"source": jsonl(tmp_path, rows, f"{name}.jsonl")} for name in "ab"]
+    source = open_source(RowsConfig(sources=parts, eval_size=10), seed=0)
+    held_out = {source.heldout(i).prompt for i in range(10)}
+    assert not held_out & {source.row(i).prompt for i in range(len(source))}
+
+
+def test_an_endless_source_needs_a_weight_in_a_mixture():
+    with pytest.raises(UserError, match="has no end, so data.sources need weights"):
+        open_source(RowsConfig(sources=[{"source": "addition"}], eval_size=0), seed=0)
+
+
+def test_a_template_writes_the_prompt_from_the_fields_of_the_row(tmp_path):
+    path = jsonl(tmp_path, [{"problem": f"{{{i}}}", "hint": "h" if i else "", "answer": i} for i in range(4)])
+    template = "{{ problem }}{% if hint %} ({{ hint }}){% endif %}\n\\boxed{}"
+    source = open_source(RowsConfig(source=path, prompt_template=template, eval_size=2), seed=0)
+    prompts = {source.row(i).prompt for i in range(2)} | {source.heldout(i).prompt for i in range(2)}
+    assert prompts == {"{0}\n\\boxed{}"} | {f"{{{i}}} (h)\n\\boxed{{}}" for i in (1, 2, 3)}
+    refused(
+        "line 1, does not fit data.prompt_template .*'nothing' is undefined.*problem, hint",
+        path,
+        prompt_template="{{ nothing }}",
+    )
+    refused("does not fit data.prompt_template", path, prompt_template="{{ ''.__class__.__mro__ }}")

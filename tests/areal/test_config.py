@@ -1,0 +1,103 @@
+import pytest
+import yaml
+
+from areal.config import Config, RowsConfig, UserError, dump_config, load_config
+
+RUN = {
+    "model": "m",
+    "steps": 3,
+    "batch_size": 4,
+    "group_size": 2,
+    "data": {"source": "addition"},
+    "sampling": {"max_new_tokens": 8},
+}
+
+
+def written(folder, **files):
+    for name, values in files.items():
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values))
+    return folder / f"{name}.yaml"
+
+
+def test_a_file_changes_its_base_at_any_depth(tmp_path):
+    (tmp_path / "data").mkdir()
+    written(tmp_path / "data", sums={"source": "addition", "options": {"max_digits": 4}, "reward": "addition"})
+    written(tmp_path, shared=RUN | {"trainer": {"lr": 1.0e-3, "betas": [0.9, 0.95]}})
+    file = written(
+        tmp_path,
+        mine={
+            "base": "shared.yaml",
+            "data": {"base": "data/sums.yaml", "options": {"min_digits": 3}},
+            "trainer": {"betas": [0.8, 0.9]},
+        },
+    )
+    config = load_config(file, ["steps=5"])
+    assert (config.model, config.steps, config.trainer.lr, config.trainer.betas) == ("m", 5, 1.0e-3, (0.8, 0.9))
+    assert config.data.options == {"max_digits": 4, "min_digits": 3}
+    assert config.rewards == {"addition": 1.0}
+
+
+def test_of_several_bases_the_later_one_wins(tmp_path):
+    written(tmp_path, one={"steps": 1, "name": "one"}, two={"steps": 2})
+    file = written(tmp_path, mine=RUN | {"base": ["one.yaml", "two.yaml"], "reward": {"functions": ["addition"]}})
+    values = yaml.safe_load(file.read_text())
+    del values["steps"]
+    file.write_text(yaml.safe_dump(values))
+    assert (load_config(file).steps, load_config(file).name) == (2, "one")
+
+
+def test_an_override_may_name_a_base(tmp_path):
+    part = written(tmp_path, sums={"source": "addition", "reward": "addition"})
+    overrides = [
+        "model=m",
+        "steps=1",
+        "batch_size=4",
+        "group_size=2",
+        "sampling.max_new_tokens=8",
+        f"data.base={part}",
+        "data.eval_size=2",
+    ]
+    config = load_config(None, overrides)
+    assert (config.data.source, config.data.eval_size) == ("addition", 2)
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"mine": {"base": "none.yaml"}}, "no configuration file .*none.yaml: correct the base in .*mine.yaml"),
+        ({"one": {"base": "mine.yaml"}, "mine": {"base": "one.yaml"}}, "is a base of itself, by way of .*one.yaml"),
+        ({"mine": {"base": 3}}, "The base 3 in .*mine.yaml is not the path of a file"),
+    ],
+)
+def test_a_base_that_cannot_be_read_is_one_sentence(tmp_path, files, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load_config(written(tmp_path, **files))
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({}, "data needs either a source or sources"),
+        ({"source": "addition", "sources": [{"source": "addition"}]}, "data needs either a source or sources"),
+        ({"sources": [{"source": "addition"}], "split": "test"}, "data.split has no effect beside data.sources"),
+        ({"sources": [{"source": "a", "weight": 1}, {"source": "b"}]}, "some of data.sources have a weight"),
+        ({"source": "addition", "prompt_template": "{{ a"}, "data.prompt_template is not a Jinja template"),
+        ({"source": "addition", "reward": 3}, "data.reward is neither a name"),
+    ],
+)
+def test_bad_data_is_one_sentence(data, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load_config(None, [f"{key}={value!r}".replace("'", '"') for key, value in data.items()], RowsConfig)
+
+
+def test_rewards_may_come_from_the_sources_alone():
+    settings = ["model=m", "steps=1", "batch_size=4", "group_size=2", "sampling.max_new_tokens=8"]
+    both = 'data.sources=[{source: addition, reward: addition}, {source: "reasoning_gym:leg_counting", reward: math}]'
+    config = load_config(None, [*settings, both])
+    assert config.rewards == {"addition": 1.0, "math": 1.0}
+    assert Config.model_validate(yaml.safe_load(dump_config(config))) == config
+    with pytest.raises(UserError, match="rows of data.source 'addition' have no reward"):
+        load_config(None, [*settings, "data.sources=[{source: addition}, {source: x, reward: math}]"])
+    with pytest.raises(UserError, match=r"reward.functions is missing|have no reward"):
+        load_config(None, [*settings, "data.source=addition"])
