@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 import yaml
 
 from areal.config import Config, RowsConfig, UserError, dump_config, load_config
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 RUN = {
     "model": "m",
     "steps": 3,
@@ -101,3 +104,14 @@ def test_rewards_may_come_from_the_sources_alone():
         load_config(None, [*settings, "data.sources=[{source: addition}, {source: x, reward: math}]"])
     with pytest.raises(UserError, match=r"reward.functions is missing|have no reward"):
         load_config(None, [*settings, "data.source=addition"])
+
+
+@pytest.mark.parametrize(
+    "file", sorted((CONFIGS / "paper").glob("*-*.yaml")) + sorted(CONFIGS.glob("paper/*[0-9]*.yaml"))
+)
+def test_the_experiments_of_the_paper_are_configurations(file):
+    config = load_config(file)
+    assert config.name == file.stem
+    assert config.data.max_prompt_tokens == 1024
+    assert (config.run_ahead, config.trainer.max_tokens_per_microbatch) == ("max", 32768)
+    assert config.rewards.keys() <= {"math", "code"}
