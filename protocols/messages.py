@@ -303,8 +303,8 @@ class GroupStarted(Message):
 
 
 Cause = Literal["row", "long", "prompt", "reward", "sandbox", "workflow", "trainer"]
-"""What made a group fail: its row of the data, a prompt longer than data.max_prompt_tokens, a prompt that the generator refused, its reward, the sandbox, the
-workflow's own code, or the trainer, which refused it."""
+"""What made a group fail: its row of the data, a prompt longer than data.max_prompt_tokens, a prompt that the generator
+refused, its reward, the sandbox, the workflow's own code, or the trainer, which refused it."""
 
 
 class GroupFailed(Message):
