@@ -125,7 +125,7 @@ def retire_keys(folder: Path) -> Path:
 def _load(file: Path) -> list[Generation]:
     try:
         with file.open("rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
+            status = os.fstat(opened.fileno())
             text = opened.read()
     except FileNotFoundError:
         raise KeysError(
@@ -136,7 +136,8 @@ def _load(file: Path) -> list[Generation]:
         raise KeysError(
             f"The keys in {file} cannot be read ({error.strerror}): give this user permission to read the file."
         ) from None
-    if mode & 0o077:
+    # A file of another user, such as a secret that Kubernetes mounts, is read by the group that this user gave it to.
+    if status.st_mode & (0o077 if status.st_uid == os.geteuid() else 0o007):
         raise KeysError(f"Other users of this machine can read the keys in {file}: run `chmod 600 {file}`.")
     try:
         generations = _GENERATIONS.validate_json(text)

@@ -56,10 +56,15 @@ def kubernetes_pods() -> Iterator[tuple[int, dict]]:
             yield document["spec"].get("completions", 1), document["spec"]["template"]["spec"]
 
 
+def compose_services() -> dict[str, dict]:
+    return yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
+
+
 def commands() -> Iterator[tuple[str, list[str]]]:
     """Every command in the YAML files and units, with where it is from."""
-    compose = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
-    for name, service in compose["services"].items():
+    for name, service in compose_services().items():
+        if name == "keys":
+            continue
         yield f"compose-{name}", shlex.split(service["command"])
         if "healthcheck" in service:
             yield f"compose-{name}-health", service["healthcheck"]["test"][1:]
@@ -104,8 +109,76 @@ def test_in_kubernetes_everybody_has_the_keys():
             assert {"name": KEYS, "value": "/keys"} in container["env"]
 
 
+def kubernetes_security() -> Iterator[tuple[str, dict, list[dict]]]:
+    """The name of each role's container, the security context of its pod, and those of its containers."""
+    for _, pod in kubernetes_pods():
+        containers = [*pod["containers"], *pod.get("initContainers", [])]
+        yield containers[0]["name"], pod["securityContext"], [one["securityContext"] for one in containers]
+
+
+def test_in_kubernetes_no_pod_is_root_or_gains_rights_or_speaks_to_the_api_server():
+    for _, pod, containers in kubernetes_security():
+        assert pod["runAsNonRoot"] and pod["runAsUser"] == pod["fsGroup"] == 1000
+        for container in containers:
+            assert container["allowPrivilegeEscalation"] is False and container["capabilities"] == {"drop": ["ALL"]}
+    assert all(pod["automountServiceAccountToken"] is False for _, pod in kubernetes_pods())
+
+
+def test_in_kubernetes_only_rewards_are_allowed_what_the_sandbox_needs_and_then_in_a_user_namespace():
+    relaxed = {name for name, pod, _ in kubernetes_security() if pod["seccompProfile"]["type"] != "RuntimeDefault"}
+    relaxed |= {name for name, _, containers in kubernetes_security() if any("procMount" in one for one in containers)}
+    assert relaxed == {"reward"}
+    (reward,) = [pod for _, pod in kubernetes_pods() if pod["containers"][0]["name"] == "reward"]
+    assert reward["hostUsers"] is False
+    # A volume of a network file system cannot be mounted in a user namespace.
+    assert not any("persistentVolumeClaim" in volume for volume in reward["volumes"])
+
+
+def test_in_kubernetes_pods_hear_only_pods_of_the_run_and_rewards_reach_nothing_else():
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    assert all(
+        document["spec"]["template"]["metadata"]["labels"]["app"] == "areal"
+        for document in documents
+        if document["kind"] == "Job"
+    )
+    run, downloads = [document["spec"] for document in documents if document["kind"] == "NetworkPolicy"]
+    peers = [{"podSelector": {"matchLabels": {"app": "areal"}}}]
+    assert run["podSelector"] == peers[0]["podSelector"] and run["policyTypes"] == ["Ingress", "Egress"]
+    assert run["ingress"] == [{"from": peers}]
+    assert run["egress"][0] == {"to": peers} and {port["port"] for port in run["egress"][1]["ports"]} == {53}
+    assert {"key": "role", "operator": "NotIn", "values": ["reward"]} in downloads["podSelector"]["matchExpressions"]
+    assert downloads["policyTypes"] == ["Egress"]
+
+
+def test_in_compose_everybody_has_the_keys_and_nobody_the_rights_of_the_host():
+    services = compose_services()
+    keys = services.pop("keys")
+    assert keys["volumes"] == ["keys:/keys"] and "python -m areal keys /keys" in keys["command"]
+    assert services["master"]["depends_on"] == {"keys": {"condition": "service_completed_successfully"}}
+    for name, service in services.items():
+        assert service["environment"][KEYS] == "/keys" and "keys:/keys:ro" in service["volumes"]
+        assert "ipc" not in service and "privileged" not in service and service["cap_drop"] == ["ALL"]
+        # The sandbox needs these; the roles in `others` use it.
+        extra = ["seccomp=unconfined", "apparmor=unconfined", "systempaths=unconfined"] if name == "others" else []
+        assert service["security_opt"] == ["no-new-privileges:true", *extra]
+
+
+def test_the_image_runs_as_a_user_who_owns_what_is_written_and_nothing_else():
+    lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    assert re.findall(r"^USER (.*)$", lines, re.MULTILINE) == ["1000:1000"]
+    owned = re.findall(r"install -d -o areal -g areal -m 700 (.*)", lines)[0].split()
+    mounts = {volume.split(":")[1] for service in compose_services().values() for volume in service["volumes"]}
+    mounts |= {
+        mount["mountPath"]
+        for _, pod in kubernetes_pods()
+        for mount in pod["containers"][0]["volumeMounts"]
+        if mount["name"] != "shm"
+    }
+    assert mounts <= {str(Path("/areal") / path) for path in owned}  # an empty volume takes the owner of the folder
+
+
 def test_in_compose_no_two_services_share_a_device():
-    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
+    services = compose_services()
     groups = [
         device["device_ids"]
         for service in services.values()

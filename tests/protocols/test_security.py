@@ -325,6 +325,15 @@ def test_keys_that_others_can_read_are_refused(folder):
         Keys(folder)
 
 
+def test_keys_of_another_user_are_read_by_the_group_that_has_them_and_refused_if_everybody_has(folder, monkeypatch):
+    monkeypatch.setattr(security.os, "geteuid", lambda: (folder / security.FILE_NAME).stat().st_uid + 1)
+    (folder / security.FILE_NAME).chmod(0o440)
+    assert Keys(folder).generations
+    (folder / security.FILE_NAME).chmod(0o444)
+    with pytest.raises(KeysError, match="Other users"):
+        Keys(folder)
+
+
 def test_keys_are_not_made_over_others(folder):
     with pytest.raises(KeysError, match="--rotate"):
         make_keys(folder)
