@@ -271,20 +271,19 @@ def hide():
 in_children(12, hide)""",
 }
 
-# Each uses 6 seconds of CPU time, in processes that nobody waits for.
+# Each uses 3 seconds of CPU time, in processes that nobody waits for.
 LOSES_TIME = """
 for _ in range({count}):
     if os.fork() == 0:
-        while time.process_time() < 6 / {count}: pass
+        while time.process_time() < 3 / {count}: pass
         os._exit(0)
     try: os.wait()
     except OSError: pass
 print("done")"""
 LOSES = {
-    "where the signal is ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)" + LOSES_TIME.format(count=30),
+    "where the signal is ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)" + LOSES_TIME.format(count=25),
     "where it is asked not to wait": (
-        "libc.sigaction(17, bytes(136) + struct.pack('iiQ', 2, 0, 0), None)"
-        + LOSES_TIME.format(count=30)
+        "libc.sigaction(17, bytes(136) + struct.pack('iiQ', 2, 0, 0), None)" + LOSES_TIME.format(count=25)
     ),
 }
 

@@ -46,8 +46,8 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # user, which needs root.
 PROGRAM_ID = 1
 OVERFLOW_ID = 65534
-# What the kernel uses at most for a full pipe, for each thing that epoll watches, for each area of an address space (and
-# how many areas a process has at most), for an open file of these kinds, and for what was sent to a Unix socket.
+# What the kernel uses at most for a full pipe, for each file that epoll watches, for each area of an address space (and
+# how many areas a process has at most), for an open file that is a pipe or epoll, and for data sent to a Unix socket.
 PIPE_BYTES = 16 * PAGE
 WATCH_BYTES = 256
 AREA_BYTES, MOST_AREAS = 256, 1 << 16
@@ -103,9 +103,9 @@ for name in MODULES:
 # --- the filter on system calls
 
 # The refused system calls, with their numbers on x86-64 and on arm64 (-1: it does not exist there). They give access to
-# other parts of the kernel (io_uring, bpf, ...), other processes' memory, namespaces and mounts, keys, memory that belongs
-# to no process and would therefore not be counted (memfd, System V), what the whole machine has few of (io_setup,
-# inotify), and the locks of files that all programs see (flock).
+# other parts of the kernel (io_uring, bpf, ...), other processes' memory, namespaces and mounts, keys, memory that
+# belongs to no process and would therefore not be counted (memfd, System V), what the whole machine has few of
+# (io_setup, inotify), and the locks of files that all programs see (flock).
 REFUSED = {
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_setup": (206, 0),
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "seccomp": (317, 277),
@@ -148,8 +148,9 @@ CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000
 AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
 SOL_SOCKET, BUFFER_OPTIONS = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and the same with FORCE
-# Commands of fcntl. The locks of POSIX succeed and do nothing, since SQLite asks for them even where only one process uses
-# a file. Beyond the first twelve, all others are locks, leases or the size of a pipe.
+# Commands of fcntl: POSIX locks, which succeed and do nothing, because SQLite asks for them even where only one process
+# uses a file; the last one of the first twelve, which are allowed; and those allowed beyond. The others are locks of open
+# files, leases, signals about folders, and the size of a pipe.
 FCNTL_LOCKS, FCNTL_LAST, FCNTL_MORE = (6, 7), 11, (1030, 1032, 1034)
 PR_SCHED_CORE, PR_FUTEX_HASH = 62, 78  # no program of today needs PR_FUTEX_HASH, which takes memory, or anything above
 # Instructions of classic BPF, and the return values of a filter.
@@ -528,9 +529,9 @@ class Watch:
     def cpu_seconds(self):
         """CPU time of the program and of all that it started.
 
-        Where there is no counter, it is the larger of two sums, each of which may lack something: of the processes that
-        the kernel keeps count of, which leaves out those that nobody waited for (where SIGCHLD is ignored); and of those
-        that were seen, which leaves out what they used after the last look at them."""
+        Without the counter, it is the larger of two sums. Each may lack something: the kernel's own sum lacks processes
+        that nobody waited for (where SIGCHLD is ignored), the sum of all that was seen lacks what processes used after
+        the last look at them."""
         if self.counter is not None:
             counted = int.from_bytes(os.read(self.counter, 8), sys.byteorder) / 1e9
             return counted - (time.process_time() - self.own_cpu)
@@ -572,7 +573,8 @@ def open_counter():
 def descendants():
     """All direct and indirect child processes: for each id the fields of its `stat`."""
     found = {int(name): fields for name in os.listdir("/proc") if name.isdigit() and (fields := read_stat(name))}
-    below, layer = {}, {os.getpid()}
+    below: dict[int, list[bytes]] = {}
+    layer = {os.getpid()}
     while layer := {pid for pid, fields in found.items() if int(fields[1]) in layer}:
         below |= {pid: found[pid] for pid in layer}
     return below
@@ -641,8 +643,8 @@ def most_bytes(task):
 
 
 def exact_bytes(tasks):
-    """Memory of processes, and what the kernel keeps for them: page tables, the areas of their address spaces, pipes and
-    what epoll watches. A page that n processes share counts as 1/n of a page in each, a pipe counts once."""
+    """Memory of processes, and of the kernel for them: page tables, the areas of address spaces, pipes and what epoll
+    watches. A page that n processes share counts as 1/n of a page in each, a pipe counts once."""
     total, pipes = 0, set()
     for task in tasks:
         shares = fields_of(read(f"{task}/smaps_rollup"))
