@@ -46,6 +46,9 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # user, which needs root.
 PROGRAM_ID = 1
 OVERFLOW_ID = 65534
+# The root of programs: new folders, and those of the system.
+OWN_FOLDERS = ("proc", "tmp", "dev", "etc")
+SYSTEM_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 # What the kernel uses at most for a full pipe, for each file that epoll watches, for each area of an address space (and
 # how many areas a process has at most), for an open file that is a pipe or epoll, and for data sent to a Unix socket.
 PIPE_BYTES = 16 * PAGE
@@ -149,8 +152,8 @@ MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000
 AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
 SOL_SOCKET, BUFFER_OPTIONS = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and the same with FORCE
 # Commands of fcntl: POSIX locks, which succeed and do nothing, because SQLite asks for them even where only one process
-# uses a file; the last one of the first twelve, which are allowed; and those allowed beyond. The others are locks of open
-# files, leases, signals about folders, and the size of a pipe.
+# uses a file; the last one of the first twelve, which are allowed; and those allowed beyond. The others are locks of
+# open files, leases, signals about folders, and the size of a pipe.
 FCNTL_LOCKS, FCNTL_LAST, FCNTL_MORE = (6, 7), 11, (1030, 1032, 1034)
 PR_SCHED_CORE, PR_FUTEX_HASH = 62, 78  # no program of today needs PR_FUTEX_HASH, which takes memory, or anything above
 # Instructions of classic BPF, and the return values of a filter.
@@ -275,10 +278,10 @@ def enter_root(folders, packages):
     os.mkdir("old")
     call("pivot_root", b".", b"old")
     os.chdir("/")
-    for name in ("proc", "tmp", "dev", "etc"):
+    for name in OWN_FOLDERS:
         os.mkdir(name)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+    for name in SYSTEM_FOLDERS:
         if os.path.islink(f"/old/{name}"):
             os.symlink(os.readlink(f"/old/{name}"), f"/{name}")
         else:

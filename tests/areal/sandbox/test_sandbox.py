@@ -413,12 +413,28 @@ async def test_programs_read_the_folders_they_are_given_and_cannot_change_them()
         assert "Read-only file system" in outcome.stderr
 
 
+async def test_the_project_itself_may_be_in_a_folder_that_programs_read():
+    folder = Path(sandbox_module.__file__).parent
+    if folder.is_relative_to("/tmp"):
+        pytest.skip("no program can read folders of /tmp")
+    with open_sandbox(SandboxConfig(folders=[folder])) as sandbox:
+        outcome = await sandbox.run(f"import os; print(os.listdir({str(folder.parent)!r}))")
+    assert outcome.stdout == "['sandbox']\n", outcome.stderr
+
+
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="packages are not in a virtual environment")
-async def test_installed_packages_can_be_imported_and_do_not_show_where_they_are_installed():
-    probe = "import msgpack, sys\nprint(msgpack.__file__.partition('/msgpack')[0], '%s' in sys.path)"
+async def test_installed_packages_can_be_imported_and_lead_to_nothing_else():
+    folder = sysconfig.get_path("purelib")
+    probe = f"""
+import msgpack, os, sys
+print(msgpack.__file__.partition("/msgpack")[0], {folder!r} in sys.path)
+print(os.path.exists({folder!r}), os.path.exists({str(Path(sandbox_module.__file__).parents[2])!r}))
+open("/packages/0/mine", "w")
+"""
     with open_sandbox(SandboxConfig()) as sandbox:
-        outcome = await sandbox.run(probe % sysconfig.get_path("purelib"))
-    assert outcome.stdout == "/packages/0 False\n", outcome.stderr
+        outcome = await sandbox.run(probe)
+    assert outcome.stdout == "/packages/0 False\nFalse False\n"
+    assert "Read-only file system: '/packages/0/mine'" in outcome.stderr
 
 
 async def test_mode_none_still_ends_what_takes_too_long():
