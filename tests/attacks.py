@@ -271,7 +271,7 @@ def hide():
 in_children(12, hide)""",
 }
 
-# Each uses 3 seconds of CPU time, in processes that nobody waits for.
+# Each uses about 3 seconds of CPU time.
 LOSES_TIME = """
 for _ in range({count}):
     if os.fork() == 0:
@@ -285,6 +285,11 @@ LOSES = {
     "where it is asked not to wait": (
         "libc.sigaction(17, bytes(136) + struct.pack('iiQ', 2, 0, 0), None)" + LOSES_TIME.format(count=25)
     ),
+    "in a program that it may not read": """
+import shutil
+shutil.copy("/bin/bash", "mine")
+os.chmod("mine", 0o111)
+os.execv("mine", ["mine", "-c", "for ((i = 0; i < 2000000; i++)); do :; done; echo done"])""",
 }
 
 # Each leaves something behind, or breaks what is around it.

@@ -523,33 +523,36 @@ class Watch:
             if select.select([self.run], [], [], 0)[0]:
                 return "stopped", None
             before = time.thread_time()
-            if time.monotonic() > deadline or self.cpu_seconds() > self.job["cpu_seconds"]:
+            processes = descendants()
+            if time.monotonic() > deadline or self.cpu_seconds(processes) > self.job["cpu_seconds"]:
                 return "timeout", None
-            if self.exceeds_memory():
+            if self.exceeds_memory(processes):
                 return "memory", None
             pause = max(TICK_SECONDS, time.thread_time() - before)  # to look at many processes takes long
 
-    def cpu_seconds(self):
-        """CPU time of the program and of all that it started.
+    def cpu_seconds(self, processes):
+        """CPU time of the program and of all that it started: the largest of three sums. None is ever too large.
 
-        Without the counter, it is the larger of two sums. Each may lack something: the kernel's own sum lacks processes
-        that nobody waited for (where SIGCHLD is ignored), the sum of all that was seen lacks what processes used after
-        the last look at them."""
-        if self.counter is not None:
-            counted = int.from_bytes(os.read(self.counter, 8), sys.byteorder) / 1e9
-            return counted - (time.process_time() - self.own_cpu)
-        processes = descendants()
+        * What the kernel keeps. It lacks processes that nobody waited for (where SIGCHLD is ignored).
+        * What was seen. It lacks what processes used after the last look at them.
+        * What the counter says, where there is one. It lacks programs whose file the program itself may not read."""
         now = {pid: process_seconds(pid) for pid in processes}
         for pid, seconds in now.items():
             before = self.cpu.get(pid, 0.0)
             self.seen_cpu += seconds - before if seconds >= before else seconds  # else another process of this id
         self.cpu = now
-        return max(self.seen_cpu, kept_seconds(processes))
+        return max(self.seen_cpu, kept_seconds(processes), self.counted_seconds())
 
-    def exceeds_memory(self):
+    def counted_seconds(self):
+        if self.counter is None:
+            return 0.0
+        own = time.process_time() - self.own_cpu
+        return int.from_bytes(os.read(self.counter, 8), sys.byteorder) / 1e9 - own
+
+    def exceeds_memory(self, processes):
         # Upper bounds are read first, because exact numbers take long.
         limit = self.job["memory_bytes"]
-        tasks = [living_task(pid, fields) for pid, fields in descendants().items()]
+        tasks = [living_task(pid, fields) for pid, fields in processes.items()]
         sockets = 0 if self.plain else SOCKET_BYTES * read("/proc/self/net/unix").count(b"\n")
         return sockets + sum(map(most_bytes, tasks)) > limit and sockets + exact_bytes(tasks) > limit
 
@@ -576,6 +579,8 @@ def open_counter():
 def descendants():
     """All direct and indirect child processes: for each id the fields of its `stat`."""
     found = {int(name): fields for name in os.listdir("/proc") if name.isdigit() and (fields := read_stat(name))}
+    if found.pop(1, None) and os.getpid() == 1:  # in its own namespace
+        return found
     below: dict[int, list[bytes]] = {}
     layer = {os.getpid()}
     while layer := {pid for pid, fields in found.items() if int(fields[1]) in layer}:

@@ -352,7 +352,7 @@ def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.sock
 
 def _folders(config: SandboxConfig) -> list[str]:
     """The folders that programs see at the same path as this process, besides those of the system."""
-    return [os.path.realpath(folder) for folder in (sys.base_prefix, *config.folders)]
+    return [os.path.realpath(sys.base_prefix), *map(os.path.realpath, config.folders)]
 
 
 def _packages() -> list[str]:
