@@ -2,7 +2,7 @@
 """Programs that attack the sandbox or the grader. {canary} is a file of the host, {parent} the worker's process id."""
 
 PRELUDE = """
-import ctypes, mmap, os, resource, signal, socket, struct, subprocess, sys, threading, time
+import ctypes, fcntl, mmap, os, resource, signal, socket, struct, subprocess, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 room = ctypes.create_string_buffer(4096)
 
@@ -19,6 +19,38 @@ def read_other(pid, what):
 
 def expect(condition):
     assert condition
+
+def attempt(*arguments):
+    if libc.syscall(*map(ctypes.c_long, arguments)) < 0 and ctypes.get_errno() in (1, 22):
+        raise OSError(ctypes.get_errno(), "refused")
+
+def expect_a_lock_is_seen(command):
+    file, shared = open("/usr/bin/env"), struct.pack("hhqqi4x", fcntl.F_RDLCK, 0, 0, 0, 0)
+    fcntl.fcntl(file, command, shared)
+    if os.fork() == 0:
+        wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0)
+        os._exit(struct.unpack_from("h", fcntl.fcntl(file, fcntl.F_GETLK, wanted))[0] == fcntl.F_RDLCK)
+    assert os.wait()[1]
+
+def in_children(count, call):
+    for _ in range(count):
+        if os.fork() == 0:
+            call()
+            time.sleep(99)
+    time.sleep(99)
+
+def fill(*sockets):
+    for one in sockets:
+        one.setblocking(False)
+        try:
+            while True:
+                one.send(bytes(1 << 16))
+        except BlockingIOError:
+            pass
+
+def reserve(size, kind):
+    libc.mmap.restype = ctypes.c_void_p
+    return libc.mmap(None, ctypes.c_size_t(size), kind, 0x4022, -1, ctypes.c_long(0))
 """
 
 # Each is one expression, or statement, that must fail.
@@ -83,6 +115,33 @@ REACHES = {
     "hide memory in shared pages": "mmap.mmap(-1, 1 << 20)",
     "hide memory in a queue": "syscall(240, 0, 66, 384, 0)",
     "lock memory": "libc_call('mlockall', 3)",
+    "queue writes in the kernel": "syscall(206, 1, ctypes.addressof(room))",
+    "watch folders": "syscall(294, 0)",
+    "watch folders by signals": "fcntl.fcntl(os.open('/usr', 0), fcntl.F_NOTIFY, 1)",
+    "lock a system file": "fcntl.flock(open('/usr/bin/env'), fcntl.LOCK_SH)",
+    "lock its own file": "fcntl.flock(open('main.py'), fcntl.LOCK_EX)",
+    "signal by a lock": "expect_a_lock_is_seen(fcntl.F_SETLK)",
+    "signal by a lock of an open file": "expect_a_lock_is_seen(37)",
+    "signal by a lease": "open('x', 'w').close() or fcntl.fcntl(open('x'), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+    "limit init": "resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))",
+    "limit another process": "if os.fork() == 0: time.sleep(99)\nelse: resource.prlimit(2, resource.RLIMIT_NOFILE, (9, 9))",
+    "schedule others": "os.sched_setaffinity(1, {0})",
+    "schedule its children": "pid = os.fork() or time.sleep(9)\nos.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))",
+    "be nicer to others": "os.setpriority(os.PRIO_USER, os.getuid(), 19)",
+    "be nicer to init": "os.setpriority(os.PRIO_PROCESS, 1, 19)",
+    "order the disk": "syscall(251, 1, 0, 0x6000)",
+    "share a core": "attempt(157, 62, 1, 0, 0, 0)",
+    "ask for memory of the kernel": "attempt(157, 78, 1, 1 << 10, 0, 0)",
+    "make rules for the kernel to keep": "libc_call('syscall', 444, struct.pack('Q', 1), 8, 0)",
+    "use a filter of its own": "attempt(317, 2, 0, 0)",
+    "use huge pages": "attempt(9, 0, 1 << 21, 3, 0x40022, -1, 0)",
+    "enlarge a pipe": "fcntl.fcntl(os.pipe()[1], 1031, 1 << 20)",
+    "enlarge a socket": "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)",
+    "use datagrams": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "put pages into a pipe": "attempt(278, os.pipe()[1], ctypes.addressof((ctypes.c_long * 2)(ctypes.addressof(room), 1)), 1, 0)",
+    "put a file into a pipe": "os.splice(os.open('main.py', 0), os.pipe()[1], 1)",
+    "put a file into a socket": "os.sendfile(socket.socketpair()[0].fileno(), os.open('main.py', 0), 0, 1)",
+    "have a thread with files of its own": "attempt(56, 0x10d00 & ~0x400, 0, 0, 0, 0)",
     "raise its limits": "resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999))",
     "set the clock": "time.clock_settime(time.CLOCK_REALTIME, 0)",
     "rename the host": "socket.sethostname('mine')",
@@ -144,6 +203,95 @@ EXHAUSTS = {
     ),
 }  # fmt: skip
 
+# Each uses more than 64 MiB of memory that does not show as its processes' resident memory.
+HIDES = {
+    "behind a first thread that has ended": """
+def hide():
+    def later():
+        time.sleep(0.2)
+        global kept
+        kept = bytearray(40 << 20)
+        time.sleep(99)
+    threading.Thread(target=later).start()
+    libc.syscall(60, 0)
+in_children(3, hide)""",
+    "in page tables": """
+def hide():
+    start = reserve(4 << 30, 1)
+    libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(4 << 30), 15)
+    for page in range(start, start + (4 << 30), 1 << 21): ctypes.string_at(page, 1)
+in_children(9, hide)""",
+    "in areas": """
+def hide():
+    start = reserve(66000 << 12, 1)
+    for page in range(start, start + (66000 << 12), 1 << 13): libc.mprotect(ctypes.c_void_p(page), 4096, 0)
+in_children(5, hide)""",
+    "in pipes": """
+kept = []
+def hide():
+    for _ in range(60):
+        kept.append(os.pipe())
+        os.write(kept[-1][1], bytes(1 << 12))
+in_children(20, hide)""",
+    "in pipes with names": """
+kept = []
+def hide():
+    for i in range(110):
+        name = f"{os.getpid()}-{i}"
+        os.mkfifo(name)
+        kept.append(os.open(name, os.O_RDWR))
+        os.write(kept[-1], bytes(1 << 12))
+in_children(12, hide)""",
+    "in sockets": """
+kept = []
+def hide():
+    for _ in range(50):
+        kept.append(socket.socketpair())
+        fill(*kept[-1])
+in_children(4, hide)""",
+    "in connections that nobody accepts": """
+server = socket.socket(socket.AF_UNIX)
+server.bind("server")
+server.listen(4096)
+for _ in range(500):
+    with socket.socket(socket.AF_UNIX) as one:
+        one.setblocking(False)
+        one.connect("server")
+        fill(one)
+time.sleep(99)""",
+    "in what epoll watches": """
+import select
+def hide():
+    global kept
+    kept = files, polls = [os.eventfd(0) for _ in range(55)], [select.epoll() for _ in range(55)]
+    for file in files:
+        for number in range(118, 128):
+            os.dup2(file, number)
+            for poll in polls: poll.register(number, 0)
+in_children(12, hide)""",
+}
+
+# Each uses about 3 seconds of CPU time.
+LOSES_TIME = """
+for _ in range({count}):
+    if os.fork() == 0:
+        while time.process_time() < 3 / {count}: pass
+        os._exit(0)
+    try: os.wait()
+    except OSError: pass
+print("done")"""
+LOSES = {
+    "where the signal is ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)" + LOSES_TIME.format(count=25),
+    "where it is asked not to wait": (
+        "libc.sigaction(17, bytes(136) + struct.pack('iiQ', 2, 0, 0), None)" + LOSES_TIME.format(count=25)
+    ),
+    "in a program that it may not read": """
+import shutil
+shutil.copy("/bin/bash", "mine")
+os.chmod("mine", 0o111)
+os.execv("mine", ["mine", "-c", "for ((i = 0; i < 2000000; i++)); do :; done; echo done"])""",
+}
+
 # Each leaves something behind, or breaks what is around it.
 REMAINS = {
     "a daemon": "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(1000)\n    os._exit(0)",
@@ -161,7 +309,7 @@ REMAINS = {
         "os.makedirs('a/' * 200)\nos.mkfifo('fifo')\nos.chmod('a', 0)\nopen('-rf *', 'w')\nos.symlink('/', 'root')"
     ),
     "no program": "os.remove('main.py')",
-    "a file locked": "import fcntl\nfcntl.flock(open('main.py'), fcntl.LOCK_EX)\nif os.fork() == 0: time.sleep(1000)",
+    "init interrupted": "os.kill(1, signal.SIGINT)\ntime.sleep(0.2)",
     "half a line in another encoding": "os.write(1, bytes(range(256)))",
 }
 

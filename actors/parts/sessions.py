@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -312,8 +313,11 @@ class SampleSession:
 
     async def run_python(self, code: str) -> str:
         """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""
+        actor = self._router.actor
         try:
-            outcome = await (await self._router.actor.sandbox()).run(code)
+            with self._waiting():
+                async with actor.program_slots:
+                    outcome = await (await actor.sandbox()).run(code)
         except (SandboxError, UserError) as error:
             raise SampleFailed("sandbox", f"the sandbox cannot run Python: {error}") from None
         return outcome.told
@@ -408,6 +412,8 @@ class Sampler(Actor):
         self.own_code: dict[SampleSession, float] = {}  # samples in their workflow's own code, and since when
         self._endpoint: OpenAIEndpoint | None = None
         self._sandbox: asyncio.Task[Sandbox] | None = None
+        # Further programs wait: more at once would only delay each other, up to their time limit.
+        self.program_slots = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
     async def setup(self) -> None:
         self._router = Router(self)

@@ -46,6 +46,17 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # user, which needs root.
 PROGRAM_ID = 1
 OVERFLOW_ID = 65534
+# The root of programs: new folders, and those of the system.
+OWN_FOLDERS = ("proc", "tmp", "dev", "etc")
+SYSTEM_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+# What the kernel uses at most for a full pipe, for each file that epoll watches, for each area of an address space (and
+# how many areas a process has at most), for an open file that is a pipe or epoll, and for data sent to a Unix socket.
+PIPE_BYTES = 16 * PAGE
+WATCH_BYTES = 256
+AREA_BYTES, MOST_AREAS = 256, 1 << 16
+FILE_BYTES = 1 << 20
+with socket.socket(socket.AF_UNIX) as example:
+    SOCKET_BYTES = example.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 # Address space allowed beyond the memory limit: JavaScript reserves gigabytes that it never touches.
 RESERVED_BYTES = 4 << 30
 ENVIRONMENT = {
@@ -57,6 +68,9 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
+RLIMIT_SIGPENDING = 11
+PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
+PERF_SOFTWARE, PERF_TASK_CLOCK, PERF_INHERIT_NO_KERNEL = 1, 1, 1 << 1 | 1 << 5 | 1 << 6
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 ALL_NAMESPACES = 0x7E020080
@@ -92,18 +106,20 @@ for name in MODULES:
 # --- the filter on system calls
 
 # The refused system calls, with their numbers on x86-64 and on arm64 (-1: it does not exist there). They give access to
-# other parts of the kernel (io_uring, bpf, ...), other processes' memory, namespaces and mounts, keys, and memory that
-# belongs to no process and would therefore not be counted (memfd, System V).
+# other parts of the kernel (io_uring, bpf, ...), other processes' memory, namespaces and mounts, keys, memory that
+# belongs to no process and would therefore not be counted (memfd, System V), what the whole machine has few of
+# (io_setup, inotify), and the locks of files that all programs see (flock).
 REFUSED = {
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_setup": (206, 0),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "seccomp": (317, 277),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438), "process_madvise": (440, 440),
+    "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "landlock_create_ruleset": (444, 444),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "unshare": (272, 97), "setns": (308, 268), "chroot": (161, 51), "pivot_root": (155, 41),
     "mount": (165, 40), "umount2": (166, 39), "open_tree": (428, 428), "move_mount": (429, 429),
     "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
     "mount_setattr": (442, 442), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
+    "statmount": (457, 457), "listmount": (458, 458),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
@@ -111,47 +127,102 @@ REFUSED = {
     "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "syslog": (103, 116),
     "quotactl": (179, 60), "quotactl_fd": (443, 443), "lookup_dcookie": (212, 18),
     "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
-    "sethostname": (170, 161), "setdomainname": (171, 162),
-    "fanotify_init": (300, 262), "fanotify_mark": (301, 263), "vhangup": (153, 58),
+    "sethostname": (170, 161), "setdomainname": (171, 162), "ioprio_set": (251, 30), "flock": (73, 32),
+    "inotify_init": (253, -1), "inotify_init1": (294, 26), "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
+    "vhangup": (153, 58), "cachestat": (451, 451),
     "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1), "uselib": (134, -1), "_sysctl": (156, -1),
     "mbind": (237, 235), "set_mempolicy": (238, 237), "migrate_pages": (256, 238), "move_pages": (279, 239),
 }  # fmt: skip
-# By machine: AUDIT_ARCH, its column in REFUSED, and its numbers of clone, socket, socketpair and mmap.
-MACHINES = {"x86_64": (0xC000003E, 0, (56, 41, 53, 9)), "aarch64": (0xC00000B7, 1, (220, 198, 199, 222))}
+# Those that put pages of memory or of files into pipes and sockets, where they are not counted. Where they are invalid,
+# programs read and write instead.
+INVALID = {"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75)}
+# Those that are refused or not by their arguments.
+CHECKED = {
+    "clone": (56, 220), "mmap": (9, 222), "socket": (41, 198), "socketpair": (53, 199), "setsockopt": (54, 208),
+    "fcntl": (72, 25), "prctl": (157, 167), "prlimit64": (302, 261), "setpriority": (141, 140),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+}  # fmt: skip
+# By machine: AUDIT_ARCH, and its column in the tables.
+MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 CLONE3 = 435
 LAST_KNOWN = 462
-AF_UNIX = 1
-SHARED_ANONYMOUS = 0x21
+CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000
+AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
+SOL_SOCKET, BUFFER_OPTIONS = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and the same with FORCE
+# Commands of fcntl: POSIX locks, which succeed and do nothing, because SQLite asks for them even where only one process
+# uses a file; the last one of the first twelve, which are allowed; and those allowed beyond. The others are locks of
+# open files, leases, signals about folders, and the size of a pipe.
+FCNTL_LOCKS, FCNTL_LAST, FCNTL_MORE = (6, 7), 11, (1030, 1032, 1034)
+PR_SCHED_CORE, PR_FUTEX_HASH = 62, 78  # no program of today needs PR_FUTEX_HASH, which takes memory, or anything above
 # Instructions of classic BPF, and the return values of a filter.
 LOAD, EQUAL, AT_LEAST, AND, ANSWER = 0x20, 0x15, 0x35, 0x54, 0x06
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-EPERM, ENOSYS = 1, 38
+EPERM, EINVAL, ENOSYS = 1, 22, 38
 
 
 def filter_program(machine):
     """The filter in the kernel's format. Raises KeyError if `machine` is not in MACHINES."""
-    architecture, column, (clone, sock, pair, mmap) = MACHINES[machine]
+    architecture, column = MACHINES[machine]
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (ANSWER, 0, 0, KILL), (LOAD, 0, 0, 0)]
 
-    def refuse(test, value, error):
-        steps.extend([(test, 0, 1, value), (ANSWER, 0, 0, ERRNO | error)])
+    def on(test, value, answer):
+        return [(test, 0, 1, value), (ANSWER, 0, 0, answer)]
 
+    def argument(number, mask=0xFFFFFFFF):
+        """Loads the low half of an argument: what the kernel reads of an `int`."""
+        return [(LOAD, 0, 0, 16 + 8 * number), (AND, 0, 0, mask)]
+
+    def only(number, value, mask=0xFFFFFFFF):
+        """Refuses the call if an argument has another value."""
+        return [*argument(number, mask), (EQUAL, 1, 0, value), (ANSWER, 0, 0, ERRNO | EPERM)]
+
+    def never(number, value, mask=0xFFFFFFFF, error=EPERM):
+        return [*argument(number, mask), *on(EQUAL, value, ERRNO | error)]
+
+    own = only(0, 0)  # 0 is the process or thread that calls
+    unix = [*only(0, AF_UNIX), *only(1, SOCK_STREAM, SOCK_TYPE)]
+    checks = {
+        "clone": [*only(0, 0, ALL_NAMESPACES), *never(0, CLONE_THREAD, CLONE_THREAD | CLONE_FILES)],
+        # Shared anonymous memory outlives every process that has touched it; huge pages are not counted as resident.
+        "mmap": [
+            *never(3, MAP_SHARED | MAP_ANONYMOUS, MAP_SHARED | MAP_ANONYMOUS),
+            *never(3, MAP_HUGETLB, MAP_HUGETLB),
+        ],
+        "socket": unix,
+        "socketpair": unix,
+        "setsockopt": [
+            *argument(1),
+            (EQUAL, 1, 0, SOL_SOCKET),
+            (ANSWER, 0, 0, ALLOW),
+            *(step for option in BUFFER_OPTIONS for step in never(2, option)),
+        ],
+        "fcntl": [
+            *argument(1),
+            *(step for command in FCNTL_LOCKS for step in on(EQUAL, command, ERRNO)),
+            *(step for command in FCNTL_MORE for step in on(EQUAL, command, ALLOW)),
+            *on(AT_LEAST, FCNTL_LAST + 1, ERRNO | EPERM),
+        ],
+        "prctl": [
+            *never(0, PR_SET_SECCOMP),
+            *never(0, PR_SCHED_CORE),
+            *argument(0),
+            *on(AT_LEAST, PR_FUTEX_HASH, ERRNO | EINVAL),
+        ],
+        "setpriority": [*own, *only(1, 0)],
+        **dict.fromkeys(
+            ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr"), own
+        ),
+    }
     # System calls that are newer than this list, and those of the x32 interface. Without clone3, libc uses clone.
-    refuse(AT_LEAST, LAST_KNOWN + 1, ENOSYS)
-    refuse(EQUAL, CLONE3, ENOSYS)
-    for numbers in REFUSED.values():
-        if numbers[column] >= 0:
-            refuse(EQUAL, numbers[column], EPERM)
-    argument = [16 + 8 * i for i in range(6)]
-    for number in (sock, pair):
-        steps += [(EQUAL, 0, 4, number), (LOAD, 0, 0, argument[0]), (EQUAL, 1, 0, AF_UNIX)]
-        steps += [(ANSWER, 0, 0, ERRNO | EPERM), (ANSWER, 0, 0, ALLOW)]
-    # clone with flags for new namespaces.
-    steps += [(EQUAL, 0, 5, clone), (LOAD, 0, 0, argument[0]), (AND, 0, 0, ALL_NAMESPACES), (EQUAL, 1, 0, 0)]
-    steps += [(ANSWER, 0, 0, ERRNO | EPERM), (ANSWER, 0, 0, ALLOW)]
-    # Shared anonymous memory, which outlives every process that has touched it.
-    steps += [(EQUAL, 0, 5, mmap), (LOAD, 0, 0, argument[3]), (AND, 0, 0, SHARED_ANONYMOUS)]
-    steps += [(EQUAL, 0, 1, SHARED_ANONYMOUS), (ANSWER, 0, 0, ERRNO | EPERM), (ANSWER, 0, 0, ALLOW)]
+    steps += [*on(AT_LEAST, LAST_KNOWN + 1, ERRNO | ENOSYS), *on(EQUAL, CLONE3, ERRNO | ENOSYS)]
+    for table, error in ((REFUSED, EPERM), (INVALID, EINVAL)):
+        for numbers in table.values():
+            if numbers[column] >= 0:
+                steps += on(EQUAL, numbers[column], ERRNO | error)
+    for name, check in checks.items():
+        steps += [(EQUAL, 0, len(check) + 1, CHECKED[name][column]), *check, (ANSWER, 0, 0, ALLOW)]
     steps += [(ANSWER, 0, 0, ALLOW)]
     return b"".join(struct.pack("HBBI", *step) for step in steps)
 
@@ -207,10 +278,10 @@ def enter_root(folders, packages):
     os.mkdir("old")
     call("pivot_root", b".", b"old")
     os.chdir("/")
-    for name in ("proc", "tmp", "dev", "etc"):
+    for name in OWN_FOLDERS:
         os.mkdir(name)
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+    for name in SYSTEM_FOLDERS:
         if os.path.islink(f"/old/{name}"):
             os.symlink(os.readlink(f"/old/{name}"), f"/{name}")
         else:
@@ -299,12 +370,13 @@ class Sandbox:
         try:
             for name, content in job["files"].items():
                 put(folder, name, base64.b64decode(content))
+            watch = Watch(run, job, self.plain)
             program = os.fork()
             if program == 0:
                 self.become(job, folder, (stdin, stdout, stderr))
             for descriptor in (stdin, stdout, stderr):
                 os.close(descriptor)
-            result = Watch(program, run, job).result()
+            result = watch.result(program)
             self.end_all()
             result["files"] = {name: found for name in job["keep"] if (found := take(folder, name)) is not None}
         finally:
@@ -360,6 +432,7 @@ class Sandbox:
             resource.RLIMIT_CORE: 1,  # with 0 the kernel could still pass the dump to a program of the host
             resource.RLIMIT_MEMLOCK: 0,
             resource.RLIMIT_MSGQUEUE: 0,
+            RLIMIT_SIGPENDING: 1024,  # counts timers, too
         }
         for limit, value in limits.items():
             resource.setrlimit(limit, (value, value))
@@ -421,100 +494,183 @@ def run_python(path):
 class Watch:
     """Enforces the limits on a program and on all processes that it starts."""
 
-    def __init__(self, program, run, job):
-        self.program = program
+    def __init__(self, run, job, plain):
+        """Created before the program, which the counter of CPU time then counts."""
         self.run = run
         self.job = job
-        self.started = time.monotonic()
+        self.plain = plain
+        self.counter = open_counter()
+        self.own_cpu = time.process_time()  # of this process, before the counter
+        self.cpu: dict[int, float] = {}  # CPU seconds of each process at the last look
+        self.seen_cpu = 0.0  # CPU seconds of all processes that were ever seen, up to the last look at each
 
-    def result(self):
-        status, code = self.until_the_end()
-        return {"status": status, "exit": code, "seconds": time.monotonic() - self.started}
+    def result(self, program):
+        started = time.monotonic()
+        status, code = self.until_the_end(program, started + self.job["wall_seconds"])
+        return {"status": status, "exit": code, "seconds": time.monotonic() - started}
 
-    def until_the_end(self):
+    def until_the_end(self, program, deadline):
         """(status, exit code) as in areal.sandbox.outside.Outcome."""
         poll = select.poll()
         poll.register(self.run, select.POLLIN)
-        poll.register(os.pidfd_open(self.program), select.POLLIN)
+        poll.register(os.pidfd_open(program), select.POLLIN)
+        pause = TICK_SECONDS
         while True:
-            poll.poll(1000 * TICK_SECONDS)
-            code = self.reap()
+            poll.poll(1000 * pause)
+            code = reap(program)
             if code is not None:
                 return ("ok" if code >= 0 else "killed"), code
-            broken = self.broken_limit()
-            if broken:
-                return broken, None
+            if select.select([self.run], [], [], 0)[0]:
+                return "stopped", None
+            before = time.thread_time()
+            processes = descendants()
+            if time.monotonic() > deadline or self.cpu_seconds(processes) > self.job["cpu_seconds"]:
+                return "timeout", None
+            if self.exceeds_memory(processes):
+                return "memory", None
+            pause = max(TICK_SECONDS, time.thread_time() - before)  # to look at many processes takes long
 
-    def reap(self):
-        """The program's exit code; None while it is running."""
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == self.program:
-                return os.waitstatus_to_exitcode(status)
-            if pid == 0:
-                return None
+    def cpu_seconds(self, processes):
+        """CPU time of the program and of all that it started: the largest of three sums. None is ever too large.
 
-    def broken_limit(self):
-        """The status for the limit that is exceeded, or "stopped" if the caller has closed the socket; else None."""
-        if select.select([self.run], [], [], 0)[0]:
-            return "stopped"
-        pids = descendants()
-        if time.monotonic() - self.started > self.job["wall_seconds"] or cpu_seconds(pids) > self.job["cpu_seconds"]:
-            return "timeout"
-        # Resident memory counts a shared page once per process. Only if that exceeds the limit is the exact share read.
+        * What the kernel keeps. It lacks processes that nobody waited for (where SIGCHLD is ignored).
+        * What was seen. It lacks what processes used after the last look at them.
+        * What the counter says, where there is one. It lacks programs whose file the program itself may not read."""
+        now = {pid: process_seconds(pid) for pid in processes}
+        for pid, seconds in now.items():
+            before = self.cpu.get(pid, 0.0)
+            self.seen_cpu += seconds - before if seconds >= before else seconds  # else another process of this id
+        self.cpu = now
+        return max(self.seen_cpu, kept_seconds(processes), self.counted_seconds())
+
+    def counted_seconds(self):
+        if self.counter is None:
+            return 0.0
+        own = time.process_time() - self.own_cpu
+        return int.from_bytes(os.read(self.counter, 8), sys.byteorder) / 1e9 - own
+
+    def exceeds_memory(self, processes):
+        # Upper bounds are read first, because exact numbers take long.
         limit = self.job["memory_bytes"]
-        if sum(map(resident_bytes, pids)) > limit and sum(map(share_of_memory, pids)) > limit:
-            return "memory"
-        return None
+        tasks = [living_task(pid, fields) for pid, fields in processes.items()]
+        sockets = 0 if self.plain else SOCKET_BYTES * read("/proc/self/net/unix").count(b"\n")
+        return sockets + sum(map(most_bytes, tasks)) > limit and sockets + exact_bytes(tasks) > limit
+
+
+def reap(program):
+    """The program's exit code; None while it is running."""
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == program:
+            return os.waitstatus_to_exitcode(status)
+        if pid == 0:
+            return None
+
+
+def open_counter():
+    """A counter of the CPU time (ns) of this process and of those that it and they will start. None where the kernel's
+    setting perf_event_paranoid forbids it."""
+    attributes = struct.pack("IIQQQQQ16x", PERF_SOFTWARE, 64, PERF_TASK_CLOCK, 0, 0, 0, PERF_INHERIT_NO_KERNEL)
+    number = ctypes.c_long(PERF_EVENT_OPEN.get(platform.machine(), -1))
+    counter = libc.syscall(number, attributes, ctypes.c_long(0), ctypes.c_long(-1), ctypes.c_long(-1), ctypes.c_long(8))
+    return None if counter < 0 else counter
 
 
 def descendants():
-    """The ids of all direct and indirect child processes."""
-    parents = {int(name): parent for name in os.listdir("/proc") if name.isdigit() and (parent := parent_of(name))}
-    below: list[int] = []
+    """All direct and indirect child processes: for each id the fields of its `stat`."""
+    found = {int(name): fields for name in os.listdir("/proc") if name.isdigit() and (fields := read_stat(name))}
+    if found.pop(1, None) and os.getpid() == 1:  # in its own namespace
+        return found
+    below: dict[int, list[bytes]] = {}
     layer = {os.getpid()}
-    while layer := {pid for pid, parent in parents.items() if parent in layer}:
-        below += layer
+    while layer := {pid for pid, fields in found.items() if int(fields[1]) in layer}:
+        below |= {pid: found[pid] for pid in layer}
     return below
 
 
-def parent_of(pid):
-    fields = read_stat(pid)
-    return int(fields[1]) if fields else None
-
-
-def read_stat(pid):
-    """The fields of /proc/PID/stat after the process name; empty if the process has ended."""
+def read(path):
+    """The content of a file; empty if the process that it tells of has ended, or may not be inspected."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
+        with open(path, "rb") as file:
+            return file.read()
     except OSError:
-        return []
+        return b""
 
 
-def cpu_seconds(pids):
-    """CPU time of the processes `pids`, of their children that have ended, and of ours that have ended."""
+def read_stat(task):
+    """The fields of /proc/TASK/stat after the process name; empty if the process has ended."""
+    return read(f"/proc/{task}/stat").rpartition(b")")[2].split()
+
+
+def process_seconds(pid):
+    """CPU time of a process, with all its threads and without its children."""
+    try:
+        return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid of libc
+    except OSError:
+        return 0.0
+
+
+def kept_seconds(processes):
+    """CPU time of processes, of those that they waited for, and of those that we waited for."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ticks = sum(sum(map(int, read_stat(pid)[11:15])) for pid in pids)
+    ticks = sum(sum(map(int, fields[11:15])) for fields in processes.values())
     return ended.ru_utime + ended.ru_stime + ticks / CLOCK_TICKS
 
 
-def resident_bytes(pid):
+def living_task(pid, fields):
+    """The folder in /proc that tells of a process. Where its first thread has ended, it is another thread's."""
+    if fields[0] == b"Z":
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                if read_stat(f"{pid}/task/{thread}")[:1] not in ([], [b"Z"]):
+                    return f"/proc/{pid}/task/{thread}"
+    return f"/proc/{pid}"
+
+
+def fields_of(text):
+    """The numbers in lines such as `VmRSS:  1024 kB`, in bytes."""
+    rows = (line.split() for line in text.splitlines())
+    return {row[0]: 1024 * int(row[1]) for row in rows if len(row) == 3 and row[2] == b"kB"}
+
+
+def open_files(task):
+    """How many files a process has open."""
     try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * PAGE
-    except (OSError, IndexError):
+        return os.stat(f"{task}/fd").st_size or len(os.listdir(f"{task}/fd"))  # kernels before 6.2 say 0
+    except OSError:
         return 0
 
 
-def share_of_memory(pid):
-    """Bytes in memory and swap. A page that n processes share counts as 1/n of a page in each."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            lines = dict(line.split(b":", 1) for line in file.read().splitlines()[1:])
-    except OSError:  # it has ended, or may not be inspected
-        return resident_bytes(pid)
-    return sum(1024 * int(lines[key].split()[0]) for key in (b"Pss", b"SwapPss") if key in lines)
+def most_bytes(task):
+    """An upper bound of the memory of a process: memory that it shares is counted as its own."""
+    sizes = fields_of(read(f"{task}/status"))
+    if b"VmRSS:" not in sizes:
+        return 0
+    used = sum(sizes.get(key, 0) for key in (b"VmRSS:", b"VmSwap:", b"VmPTE:"))
+    return used + AREA_BYTES * MOST_AREAS + FILE_BYTES * open_files(task)
+
+
+def exact_bytes(tasks):
+    """Memory of processes, and of the kernel for them: page tables, the areas of address spaces, pipes and what epoll
+    watches. A page that n processes share counts as 1/n of a page in each, a pipe counts once."""
+    total, pipes = 0, set()
+    for task in tasks:
+        shares = fields_of(read(f"{task}/smaps_rollup"))
+        if not shares:  # it has ended, or may not be inspected
+            total += most_bytes(task)
+            continue
+        total += shares.get(b"Pss:", 0) + shares.get(b"SwapPss:", 0)
+        total += fields_of(read(f"{task}/status")).get(b"VmPTE:", 0)
+        total += AREA_BYTES * read(f"{task}/maps").count(b"\n")
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"{task}/fd"):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    found = os.stat(f"{task}/fd/{number}")
+                    if stat.S_ISFIFO(found.st_mode):
+                        pipes.add((found.st_dev, found.st_ino))
+                    elif not stat.S_IFMT(found.st_mode):
+                        total += WATCH_BYTES * read(f"{task}/fdinfo/{number}").count(b"tfd:")
+    return total + PIPE_BYTES * len(pipes)
 
 
 def put(folder, name, content):
@@ -535,6 +691,7 @@ def take(folder, name):
 
 
 def main():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # programs may send it, and so does a terminal: the worker decides
     requests = socket.socket(fileno=int(sys.argv[1]))
     plain, packages, folders = sys.argv[2] == "none", sys.argv[3].split(os.pathsep), sys.argv[4:]
     with contextlib.suppress(OSError):

@@ -234,7 +234,9 @@ class LocalSandbox:
     def _probe(self) -> None:
         """Runs the probe. Raises UserError if the probe breaks out, or if no program runs at all."""
         files = {"main.py": PROBE.encode()}
-        host = {"file": str(Path(__file__).resolve()), "processes": self._config.processes}
+        shown = {Path(folder).parts[1] for folder in _folders(self._config)}
+        expected = {*sandbox_init.OWN_FOLDERS, *sandbox_init.SYSTEM_FOLDERS, "packages", *shown}
+        host = {"expected": sorted(expected), "processes": self._config.processes}
         job = self._job(LANGUAGES["python"].command, files)
         run, stdout, stderr = self._ask(job, json.dumps(host))
         run.settimeout(START_SECONDS)
@@ -322,7 +324,7 @@ Sandbox = LocalSandbox | RemoteSandbox
 
 def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Starts a launcher and waits until it is ready. Returns it and the socket for requests. Raises UserError."""
-    folders = [os.path.realpath(sys.base_prefix), *map(os.path.realpath, config.folders)]
+    folders = _folders(config)
     for folder in folders:
         if Path(folder).is_relative_to("/tmp"):
             raise UserError(
@@ -346,6 +348,11 @@ def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.sock
         requests.close()
         raise UserError(f"programs cannot be run in a sandbox on this machine ({error}): {ADVICE}") from None
     return launcher, requests
+
+
+def _folders(config: SandboxConfig) -> list[str]:
+    """The folders that programs see at the same path as this process, besides those of the system."""
+    return [os.path.realpath(sys.base_prefix), *map(os.path.realpath, config.folders)]
 
 
 def _packages() -> list[str]:
@@ -411,7 +418,7 @@ PROBE = textwrap.dedent(
     libc = ctypes.CDLL(None, use_errno=True)
 
     def reads_the_host():
-        return any(os.path.exists(before + host["file"]) for before in ("", "/old"))
+        return not set(os.listdir("/")) <= set(host["expected"])
 
     def sees_other_processes():
         return len([name for name in os.listdir("/proc") if name.isdigit()]) > 2 or os.getppid() != 1

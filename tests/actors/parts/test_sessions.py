@@ -13,7 +13,7 @@ from areal.config import Config, UserError
 from areal.data.rows import Row
 from areal.generation.routing import Load
 from areal.rewards.pool import Quarantine
-from areal.sandbox.outside import open_sandbox
+from areal.sandbox.outside import Outcome, open_sandbox
 from areal.trajectory import Trajectory
 from protocols.errors import BusyError, FencedError, HarmfulError, RefusedError, StreamBrokenError
 from protocols.messages import Member, Policy, Scored, TokenChunk
@@ -34,6 +34,7 @@ class Cluster:
         self.failures = []
         self.own_code = {}
         self.quarantine = Quarantine(3)
+        self.program_slots = asyncio.Semaphore(2)
 
     def scoring_failed(self, reason: str) -> None:
         self.failures.append(reason)
@@ -310,6 +311,38 @@ async def test_python_runs_in_the_sandbox_and_what_it_prints_is_told(tmp_path):
         assert await session.run_python("print(6 * 7)") == "42\n"
         assert (await session.run_python("1 / 0")).rstrip().endswith("ZeroDivisionError: division by zero")
         assert "FileNotFoundError" in await session.run_python(f"open({str(tmp_path)!r})")
+
+
+class Programs:
+    """In the place of a sandbox: programs run until they are told to end."""
+
+    def __init__(self):
+        self.running, self.ended = set(), asyncio.Event()
+
+    async def run(self, code):
+        self.running.add(code)
+        try:
+            await self.ended.wait()
+        finally:
+            self.running.remove(code)
+        return Outcome("ok", 0, code, "", 0.0)
+
+
+async def test_only_so_many_programs_run_at_once_and_a_sample_that_is_cancelled_leaves_the_queue():
+    cluster, programs = Cluster(generator(0)), Programs()
+    cluster.sandbox = lambda: asyncio.sleep(0, programs)
+    tasks = {name: asyncio.create_task(session_at(cluster, generator(0))[1].run_python(name)) for name in "abcde"}
+
+    async def running():
+        await asyncio.sleep(0.01)
+        return programs.running
+
+    assert await running() == {"a", "b"}
+    tasks["c"].cancel()
+    tasks["a"].cancel()
+    assert await running() == {"b", "d"}
+    programs.ended.set()
+    assert await asyncio.gather(*(tasks[name] for name in "bde")) == ["b", "d", "e"]
 
 
 async def test_without_a_sandbox_the_sample_that_needs_one_fails():

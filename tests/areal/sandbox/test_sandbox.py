@@ -124,6 +124,69 @@ async def test_what_a_program_uses_up_is_limited(kind, request):
     assert nothing_left(sandbox, before)
 
 
+async def test_memory_that_does_not_show_as_resident_is_counted():
+    with open_sandbox(SandboxConfig(**LIMITS | {"memory_mib": 64})) as sandbox:
+        outcomes = await all_of(attacks.HIDES, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"), at_once=2)
+    wrong = {name: (outcome.status, outcome.stderr[-300:]) for name, outcome in outcomes.items()}
+    assert {name: found for name, found in wrong.items() if found[0] != "memory"} == {}
+
+
+@pytest.mark.parametrize("counter", ["open_counter()", "None"])
+async def test_processes_that_nobody_waits_for_count_towards_the_cpu_time(weakened, counter):
+    weakened("self.counter = open_counter()", f"self.counter = {counter}")
+    with open_sandbox(SandboxConfig(**LIMITS | {"cpu_seconds": 0.4})) as sandbox:
+        outcomes = await all_of(attacks.LOSES, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"), at_once=2)
+    assert {name: (outcome.status, outcome.stdout) for name, outcome in outcomes.items()} == dict.fromkeys(
+        attacks.LOSES, ("timeout", "")
+    )
+
+
+USUAL = """
+import asyncio, multiprocessing, os, shutil, signal, socket, sqlite3, subprocess, threading
+from concurrent.futures import ProcessPoolExecutor
+
+async def printed():
+    process = await asyncio.create_subprocess_exec("cat", "a", stdout=subprocess.PIPE)
+    return (await process.communicate())[0]
+
+def square(x): return x * x
+
+def main():
+    open("a", "w").write("text")
+    shutil.copy("a", "b")
+    assert open("b").read() == "text" == asyncio.run(printed()).decode()
+    with sqlite3.connect("database") as database:
+        database.execute("create table numbers (x)")
+        database.execute("insert into numbers values (1)")
+    assert sqlite3.connect("database").execute("select * from numbers").fetchall() == [(1,)]
+    for method in ("fork", "forkserver"):
+        with ProcessPoolExecutor(2, multiprocessing.get_context(method)) as pool:
+            assert list(pool.map(abs, [-1, -2])) == [1, 2]
+    with multiprocessing.Pool(2) as pool:
+        assert pool.map(square, [1, 2]) == [1, 4]
+    with multiprocessing.Manager() as manager:
+        assert manager.list([1])[0] == 1
+    value = multiprocessing.Value("i", 0)
+    with value.get_lock(): value.value += 1
+    os.sched_setaffinity(0, os.sched_getaffinity(0))
+    os.nice(1)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    one, other = socket.socketpair()
+    one.sendall(b"x" * 1000)
+    assert len(other.recv(1000)) == 1000
+    assert subprocess.check_output(["bash", "-c", "echo $(seq 3 | sort -r) & wait; cat <<< b"]) == b"3 2 1\\nb\\n"
+    print("usual")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+async def test_what_programs_usually_do_is_allowed(sandbox):
+    outcome = await sandbox.run(USUAL)
+    assert (outcome.stdout, outcome.stderr) == ("usual\n", "")
+
+
 async def test_nothing_remains_of_a_program(sandbox):
     before = below(sandbox._launcher)
     outcomes = await all_of(attacks.REMAINS, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"))
@@ -270,13 +333,20 @@ from areal.sandbox.outside import open_sandbox
 
 async def main():
     with open_sandbox(SandboxConfig(**{LIMITS | {"cpu_seconds": 3.0}})) as sandbox:
-        for name in ("read init's memory", "connect", "mount", "stop init", "become root", "raise its limits"):
+        for name in ("read init's memory", "connect", "mount", "stop init", "become root", "raise its limits",
+                     "limit init", "schedule others", "be nicer to init", "be nicer to others", "signal by a lease"):
             outcome = await sandbox.run(attacks.PRELUDE + attacks.REACHES[name] + "\\nprint('ESCAPED')")
             assert "ESCAPED" not in outcome.stdout and "Error" in outcome.stderr, name
         for name in ("fork bomb", "fill memory by orphans"):
             program, statuses = attacks.EXHAUSTS[name]
             outcome = await sandbox.run(attacks.PRELUDE + program)
             assert outcome.status in statuses, (name, outcome)
+        outcome = await sandbox.run(attacks.PRELUDE + attacks.REMAINS["init interrupted"] + "\\nprint('ended')")
+        assert outcome.stdout.split() == ["ended"], outcome
+    with open_sandbox(SandboxConfig(**{LIMITS | {"memory_mib": 64}})) as sandbox:
+        for name in ("behind a first thread that has ended", "in pipes", "in sockets"):
+            outcome = await sandbox.run(attacks.PRELUDE + attacks.HIDES[name])
+            assert outcome.status == "memory", (name, outcome)
 
 asyncio.run(main())
 """
@@ -343,12 +413,28 @@ async def test_programs_read_the_folders_they_are_given_and_cannot_change_them()
         assert "Read-only file system" in outcome.stderr
 
 
+async def test_the_project_itself_may_be_in_a_folder_that_programs_read():
+    folder = Path(sandbox_module.__file__).parent
+    if folder.is_relative_to("/tmp"):
+        pytest.skip("no program can read folders of /tmp")
+    with open_sandbox(SandboxConfig(folders=[folder])) as sandbox:
+        outcome = await sandbox.run(f"import os; print(os.listdir({str(folder.parent)!r}))")
+    assert outcome.stdout == "['sandbox']\n", outcome.stderr
+
+
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="packages are not in a virtual environment")
-async def test_installed_packages_can_be_imported_and_do_not_show_where_they_are_installed():
-    probe = "import msgpack, sys\nprint(msgpack.__file__.partition('/msgpack')[0], '%s' in sys.path)"
+async def test_installed_packages_can_be_imported_and_lead_to_nothing_else():
+    folder = sysconfig.get_path("purelib")
+    probe = f"""
+import msgpack, os, sys
+print(msgpack.__file__.partition("/msgpack")[0], {folder!r} in sys.path)
+print(os.path.exists({folder!r}), os.path.exists({str(Path(sandbox_module.__file__).parents[2])!r}))
+open("/packages/0/mine", "w")
+"""
     with open_sandbox(SandboxConfig()) as sandbox:
-        outcome = await sandbox.run(probe % sysconfig.get_path("purelib"))
-    assert outcome.stdout == "/packages/0 False\n", outcome.stderr
+        outcome = await sandbox.run(probe)
+    assert outcome.stdout == "/packages/0 False\nFalse False\n"
+    assert "Read-only file system: '/packages/0/mine'" in outcome.stderr
 
 
 async def test_mode_none_still_ends_what_takes_too_long():
