@@ -25,7 +25,7 @@ from typing import Any, Self
 from areal.config import UserError
 from areal.storage.database import open_store, prepare
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files
 _SCHEMA = """
     CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL);
