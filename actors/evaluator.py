@@ -1,7 +1,8 @@
 """The evaluator: scores a policy version on the held-out rows, with the generators and rewards of the run.
 
-A result contains only tokens that the evaluated version sampled. If a token of another version arrives, the evaluation
-fails and gives no score.
+A result contains only tokens that the evaluated version sampled. If a token of another version arrives, the attempt
+fails and gives no result. The master keeps the scores of rows that are done, so that the next attempt, also of a
+restarted evaluator, goes on with the others.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from protocols.messages import (
     EvaluationAnswer,
     EvaluationDone,
     Member,
+    RowScores,
+    RowsScored,
     Sample,
 )
 
 ASK_SECONDS = 20.0
+# The result shows a sample of each of the first rows. The master keeps no texts, so these rows are always scored anew.
 ROWS_SHOWN = 2
-# The evaluation of the first or the last version is given up after this many attempts without a result.
+# Interval at which the master is told which rows are done.
+REPORT_SECONDS = 1.0
+# The evaluation of the first or the last version is given up after this many attempts in a row that failed, and before
+# which no more rows were done.
 ATTEMPTS = 3
-
-Scored = tuple[Row, list[Trajectory]]
-"""A held-out row, with those of its samples that could be scored."""
 
 log = structlog.get_logger()
 
@@ -66,6 +70,41 @@ class Holder(Router):
         return now
 
 
+class Evaluation:
+    """An attempt to evaluate `version`. `holder`: the only generator to sample on; None: any generator. The rows in
+    `scored` were done by an earlier attempt.
+
+    By row: `scores` of those samples that could be scored, their `tokens` in total, the number of `unfinished` samples,
+    and the first scored sample of this attempt. A row is done if no sample is unfinished and one could be scored."""
+
+    def __init__(self, due: EvaluationAnswer, version: int, rows: list[Row], samples: int) -> None:
+        self.version = version
+        self.holder = due.holder
+        self.rows = rows
+        self.scores: list[list[float]] = [[] for _ in rows]
+        self.tokens = [0] * len(rows)
+        self.unfinished = [samples] * len(rows)
+        self.first: dict[int, Trajectory] = {}
+        self._news: dict[int, tuple[list[float], int]] = {}
+        for number, (scores, tokens) in (due.scored.by_row() if due.scored else {}).items():
+            self.scores[number], self.tokens[number], self.unfinished[number] = scores, tokens, 0
+
+    def add(self, number: int, done: Trajectory | None) -> None:
+        """Count a sample of a row; None: it could not be scored."""
+        self.unfinished[number] -= 1
+        if done is not None:
+            self.first.setdefault(number, done)
+            self.scores[number].append(done.reward)
+            self.tokens[number] += int(done.sampled.sum())
+        if number >= ROWS_SHOWN and self.scores[number] and not self.unfinished[number]:
+            self._news[number] = self.scores[number], self.tokens[number]
+
+    def news(self) -> dict[int, tuple[list[float], int]]:
+        """The rows that are done since the previous call."""
+        news, self._news = self._news, {}
+        return news
+
+
 class Evaluator(Sampler):
     role = "evaluator"
 
@@ -76,67 +115,73 @@ class Evaluator(Sampler):
 
     async def main(self) -> None:
         await self.become_healthy()
-        failed: Counter[int] = Counter()  # attempts by version
+        failed: Counter[tuple[int, int]] = Counter()  # attempts by version and number of rows that were done before
         while True:
             self.activity = "waiting for a version to evaluate"
             due = await self.ask_master(AskEvaluation(), EvaluationAnswer, ASK_SECONDS)
             if due.version is None:
                 continue
             self.activity = f"evaluating version {due.version}"
+            rows = [self._source.heldout(i) for i in range(self.config.data.eval_size)]
+            evaluation = Evaluation(due, due.version, rows, self.config.evaluator.samples)
             try:
-                if due.holder is not None:
-                    result = await self._evaluate(due.version, Holder(self, due.holder), due.holder)
-                else:
-                    await self.until(lambda: bool(self.with_role("generator") and self.with_role("reward")))
-                    result = await self._evaluate(due.version, self._router, None)
+                result = await self._evaluate(evaluation)
             except EvaluationFailed as error:
-                failed[due.version] += 1
-                log.warning("the evaluation failed", version=due.version, attempt=failed[due.version], why=str(error))
-                # A version that a generator holds is not tried again: the next version that is due follows soon.
-                if due.holder is None and failed[due.version] < ATTEMPTS:
+                before = due.version, len(due.scored.rows) if due.scored else 0
+                failed[before] += 1
+                log.warning("the evaluation failed", version=due.version, attempt=failed[before], why=str(error))
+                # A version in between is not tried again: the next version that is due follows soon.
+                if due.version in (0, self.config.steps) and failed[before] < ATTEMPTS:
                     continue
                 await self.ask_master(EvaluationAbandoned(version=due.version, reason=str(error)[:4096]), Done)
             else:
                 await self.ask_master(result, Done)
 
-    async def _evaluate(self, version: int, router: Router, home: Member | None) -> EvaluationDone:
-        """Evaluate `version`. `home`: the only generator to sample on; None: any generator. At
-        `evaluator.timeout_seconds` the result is made of what is scored by then. Raises EvaluationFailed."""
+    async def _evaluate(self, evaluation: Evaluation) -> EvaluationDone:
+        """The result of an evaluation. At `evaluator.timeout_seconds` it is made of what is scored by then. Raises
+        EvaluationFailed."""
+        if evaluation.holder is None:
+            await self.until(lambda: bool(self.with_role("generator") and self.with_role("reward")))
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        rows: list[Scored] = [(self._source.heldout(i), []) for i in range(self.config.data.eval_size)]
-        unfinished = [self.config.evaluator.samples] * len(rows)
+        began, version = loop.time(), evaluation.version
         try:
             async with asyncio.timeout(self.config.evaluator.timeout_seconds):
-                await self._sample_all(version, router, home, rows, unfinished)
+                await self._sample_all(evaluation)
         except TimeoutError:
-            log.warning("the evaluation reached evaluator.timeout_seconds", version=version, unfinished=sum(unfinished))
+            unfinished = sum(evaluation.unfinished)
+            log.warning("the evaluation reached evaluator.timeout_seconds", version=version, unfinished=unfinished)
         except NotExact as error:
             raise EvaluationFailed(str(error)) from None
         self.took(f"evaluation of version {version}", began, loop.time() - began)
-        return self._result(version, rows, sum(unfinished))
+        return self._result(evaluation)
 
-    async def _sample_all(
-        self, version: int, router: Router, home: Member | None, rows: list[Scored], unfinished: list[int]
-    ) -> None:
-        """Sample and score all rows, `evaluator.samples` samples each, and count down those of each row that are
-        unfinished. Raises NotExact."""
+    async def _sample_all(self, evaluation: Evaluation) -> None:
+        """Sample and score all samples that are unfinished, and tell the master which rows are done. Raises
+        NotExact."""
+        home = evaluation.holder
+        router = Holder(self, home) if home else self._router
         generators = 1 if home else len(self.with_role("generator"))
         gate = asyncio.Semaphore(generators * self.config.generator.max_concurrent_rollouts)
 
         async def sample(number: int) -> None:
-            row, scored = rows[number]
-            if done := await self._sample(gate, row, version, router, home):
-                scored.append(done)
-            unfinished[number] -= 1
+            evaluation.add(number, await self._sample(gate, evaluation.rows[number], evaluation.version, router, home))
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for number, samples in enumerate(unfinished):
-                    for _ in range(samples):
-                        tasks.create_task(sample(number))
+                reports = tasks.create_task(self._report(evaluation))
+                async with asyncio.TaskGroup() as samples:
+                    for number, unfinished in enumerate(evaluation.unfinished):
+                        for _ in range(unfinished):
+                            samples.create_task(sample(number))
+                reports.cancel()
         except BaseExceptionGroup as group:
             raise first_error(group) from None
+
+    async def _report(self, evaluation: Evaluation) -> None:
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            if news := evaluation.news():
+                await self.ask_master(RowsScored(version=evaluation.version, scored=RowScores.of(news)), Done)
 
     async def _sample(
         self, gate: asyncio.Semaphore, row: Row, version: int, router: Router, home: Member | None
@@ -158,22 +203,24 @@ class Evaluator(Sampler):
             raise NotExact(f"the evaluation of version {version} received tokens of versions {sorted(other)}")
         return done
 
-    def _result(self, version: int, rows: list[Scored], unfinished: int) -> EvaluationDone:
+    def _result(self, evaluation: Evaluation) -> EvaluationDone:
         """The result to report to the master. Raises EvaluationFailed if no sample was scored."""
-        own, samples = self.config.evaluator, [done for _, scored in rows for done in scored]
-        if not samples:
-            raise EvaluationFailed(f"none of the {len(rows)} held-out rows could be scored at version {version}")
-        card = scorecard([[done.reward for done in scored] for _, scored in rows], own.samples, own.pass_score)
-        shown = [(row, scored[0]) for row, scored in rows if scored][:ROWS_SHOWN]
+        own, rows = self.config.evaluator, evaluation.rows
+        scored = sum(len(scores) for scores in evaluation.scores)
+        if not scored:
+            raise EvaluationFailed(
+                f"none of the {len(rows)} held-out rows could be scored at version {evaluation.version}"
+            )
+        card = scorecard(evaluation.scores, own.samples, own.pass_score)
         return EvaluationDone(
-            version=version,
+            version=evaluation.version,
             accuracy=card.accuracy,
             pass_at=card.pass_at,
             rows=len(rows),
             failed=card.failed,
-            unfinished=unfinished,
-            completion_tokens_mean=sum(int(done.sampled.sum()) for done in samples) / len(samples),
-            samples=tuple(self._shown(row, done) for row, done in shown),
+            unfinished=sum(evaluation.unfinished),
+            completion_tokens_mean=sum(evaluation.tokens) / scored,
+            samples=tuple(self._shown(rows[n], evaluation.first[n]) for n in sorted(evaluation.first)[:ROWS_SHOWN]),
         )
 
     def _shown(self, row: Row, done: Trajectory) -> Sample:

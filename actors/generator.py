@@ -212,9 +212,11 @@ class Generator(Actor):
         """The policy that this generator should have: the one it holds, or else the newest published one. A held policy
         older than the loaded one is ignored, because running sequences cannot go back to older weights."""
         me = self.directory.get(self.bus.identity.name)
-        if me is None or me.held is None or me.held.identity < self._loaded_policy():
+        if me is None or me.held is None:
             return self.policy
-        return me.held
+        # Version 0 is the initial model of the run, in every lineage.
+        passed = me.held.identity < self._loaded_policy() if me.held.version else self._engine.version > 0
+        return self.policy if passed else me.held
 
     async def _load_wanted(self) -> None:
         """Load the wanted policy. If its files are missing or torn, retry, alternating between the newest published

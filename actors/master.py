@@ -68,6 +68,8 @@ from protocols.messages import (
     PublishPolicy,
     Recovery,
     RenewLeases,
+    RowScores,
+    RowsScored,
     ScoringFailed,
     Shutdown,
     Snapshot,
@@ -173,6 +175,8 @@ class Master(HandlesRequests):
         # Not journaled: a resumed run, perhaps with other settings, starts this count at 0.
         self._filtered_in_a_row = 0
         self._held_since = 0.0
+        self._evaluator_seen = 0.0
+        self._rows_at_loss: tuple[int, int] | None = None  # (version, scored rows) when an evaluator was lost
         self._failures = Failures(config.batch_size, config.outage_seconds, config.max_failed_share)
         self._scored = False
         self._unscored: list[float] = []  # times of failed scorings
@@ -209,7 +213,7 @@ class Master(HandlesRequests):
     def _take_over(self) -> None:
         """Continue from the state in the journal. All leases are renewed, and every member counts as heard from now."""
         self.state.emit("master_started")
-        self._progressed = self._held_since = now = self._now()
+        self._progressed = self._held_since = self._evaluator_seen = now = self._now()
         self.ledger.renew_all(now, self.config.master.lease_seconds)
         self._pulses = {identity: _Pulse(now, None) for identity in self.state.members}
         if self.state.last_step:
@@ -217,6 +221,7 @@ class Master(HandlesRequests):
             self._remember(self.state.last_step)
         for done in self.state.evaluations.values():
             self.folder.append_evaluation(evaluation_record(done))
+        self._hold_version_0()
         if self.state.masters > 1:
             self._meter.begin(now)
             log.info(
@@ -309,9 +314,7 @@ class Master(HandlesRequests):
                     self._remove(identity, f"silent for {now - pulse.heard:.0f} s")
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
-            limit = self.config.evaluator.timeout_seconds
-            if limit and self.state.holder and now - self._held_since > limit + EVALUATION_GRACE_SECONDS:
-                self._abandon(f"it took longer than evaluator.timeout_seconds ({limit:g} s)")
+            self._watch_evaluation(now)
             self._changed.notify()
             if self._at_work():
                 self._progress()
@@ -329,12 +332,22 @@ class Master(HandlesRequests):
             }
             self._remedy_stall(now - self._progressed)
 
+    def _watch_evaluation(self, now: float) -> None:
+        limit, patience = self.config.evaluator.timeout_seconds, self.config.master.lost_seconds
+        if any(member.role == "evaluator" for member in self.state.members.values()):
+            self._evaluator_seen = now
+        if now - self._evaluator_seen > patience:
+            self._abandon(f"there has been no evaluator for {patience:g} s")
+        elif limit and now - self._held_since > limit + EVALUATION_GRACE_SECONDS:
+            self._abandon(f"it took longer than evaluator.timeout_seconds ({limit:g} s)")
+
     def _excuse(self, absent: float) -> None:
         """This process was suspended for `absent` seconds. Extend all timeouts and leases by that time, so that no
         member loses its place because of it."""
         log.warning("the master process was suspended", seconds=absent)
         self._progressed += absent
         self._held_since += absent
+        self._evaluator_seen += absent
         for pulse in self._pulses.values():
             pulse.heard += absent
         self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
@@ -366,12 +379,12 @@ class Master(HandlesRequests):
 
     def _suspects(self) -> list[str]:
         """Healthy members of the roles that the run waits for. Members that are still starting are left alone."""
-        if not self._evaluated(0) or self.ledger.version == self.config.steps:
+        if self.ledger.version == self.config.steps:
             roles = {"evaluator", "generator", "reward", "trainer"}
         elif self.state.unpublished:
             roles = {"trainer"}
         elif self.ledger.waiting:
-            roles = {"rollout_manager", "generator", "reward"}
+            roles = {"rollout_manager", "generator", "reward"} | ({"evaluator"} if self.state.holder else set())
         else:
             roles = {"trainer"}
         return [i for i, m in self.state.members.items() if m.role in roles and m.state == "healthy"]
@@ -450,6 +463,8 @@ class Master(HandlesRequests):
         self._pulses[identity] = _Pulse(self._now(), Counter())
         self._send_out(MembersChanged(changed=(member,)))
         log.info("joined", actor=identity, address=asked.address)
+        if asked.role == "generator":
+            self._hold_version_0(member)
         if len({is_loopback(host_of(m.address)) for m in self.state.members.values()}) > 1:
             log.warning(
                 "some actors listen on an address that other hosts cannot reach: start those with --host",
@@ -513,15 +528,18 @@ class Master(HandlesRequests):
         self._send_out(MembersChanged(changed=(member,)))
 
     def _remove(self, identity: str, reason: str) -> None:
-        hold = self.state.holder
-        if hold and (identity == hold[0].identity or self.state.members[identity].role == "evaluator"):
-            self._abandon(f"{identity} is gone")
+        if hold := self.state.holder:
+            if identity == hold[0].identity:
+                self._lose_hold(*hold, f"{identity} is gone")
+            elif self.state.members[identity].role == "evaluator":
+                self._note_loss(identity, hold[1].version)
         self.state.emit("left", identity=identity)
         self.folder.heard(actor_name(identity), GONE, reason, {})
         del self._pulses[identity]
         released = self.ledger.release(identity)
         self._send_out(MembersChanged(gone=(identity,)))
         self._changed.notify()
+        self._hold_version_0()
         if not self._end.done():
             log.warning("left", actor=identity, reason=reason, released=released)
 
@@ -543,9 +561,8 @@ class Master(HandlesRequests):
         )
 
     def _free(self) -> int:
-        """Number of groups that may start now. It is 0 until version 0 is evaluated, so that generators have no other
-        work meanwhile, and after the end of the run."""
-        if not self._evaluated(0) or self._end.done():
+        """Number of groups that may start now. It is 0 after the end of the run."""
+        if self._end.done():
             return 0
         capacity = self.ledger.capacity
         if self._failures.outage:
@@ -762,6 +779,8 @@ class Master(HandlesRequests):
 
     async def _end_if_complete(self) -> None:
         if self.state.finished == self.config.steps and self._evaluated(self.config.steps):
+            if not self._evaluated(0):
+                self._drop_evaluation(0, "the generator that held it was lost, and no other one came in time")
             await self.journal.durable()
             self._finish(True, "the run reached its end")
 
@@ -771,6 +790,21 @@ class Master(HandlesRequests):
         """True if the evaluation of the first or the last version is over, with a result or without."""
         known = self.state.evaluations.keys() | self.state.not_evaluated.keys()
         return not self.config.data.eval_size or version in known
+
+    def _hold_version_0(self, fresh: Member | None = None) -> None:
+        """Have one generator hold version 0 until it is evaluated, while the run goes on. It has to be a generator that
+        still has this version: `fresh`, which has just joined, or any as long as no newer version is published."""
+        over = self.ledger.version == self.config.steps or self._end.done()
+        if over or self._evaluated(0) or self.state.holder:
+            return
+        generators = [m for m in self.state.members.values() if m.role == "generator" and m.state != "draining"]
+        if self.state.policy.version:
+            generators = [fresh] if fresh else []
+        if generators:
+            self._hold(
+                min(generators, key=lambda m: (m.state != "healthy", m.index)),
+                Policy(lineage=0, version=0, folder=self.config.model),
+            )
 
     def _plan_evaluation(self, policy: Policy) -> None:
         """Have every `evaluator.every`-th version evaluated while the run continues. One generator, a different one
@@ -785,45 +819,89 @@ class Master(HandlesRequests):
             self._drop_evaluation(version, "there is no healthy generator or evaluator")
         else:
             generators.sort(key=lambda m: m.index)
-            self._held_since = self._now()
-            self._change(generators[version // every % len(generators)], held=policy)
+            self._hold(generators[version // every % len(generators)], policy)
+
+    def _hold(self, generator: Member, policy: Policy) -> None:
+        self._held_since = self._now()
+        self._change(generator, held=policy)
+        self._changed.notify()
 
     def _abandon(self, reason: str) -> None:
-        """If a generator holds a version for evaluation, give up that evaluation and end the hold. The generator then
-        loads the newest version."""
-        if hold := self.state.holder:
-            holder, held = hold
-            self._drop_evaluation(held.version, reason)
+        """If a generator holds a version in between for evaluation, give up that evaluation and end the hold. The
+        generator then loads the newest version. Version 0 is never given up for such a reason: there is no other one to
+        compare the result with."""
+        hold = self.state.holder
+        if hold and hold[1].version:
+            self._give_up(*hold, reason)
+
+    def _give_up(self, holder: Member, held: Policy, reason: str) -> None:
+        self._drop_evaluation(held.version, reason)
+        self._change(holder, held=None)
+        self._changed.notify()
+
+    def _lose_hold(self, holder: Member, held: Policy, reason: str) -> None:
+        """The holder is gone, and its version with it. Another generator may still have version 0."""
+        if held.version:
+            self._give_up(holder, held, reason)
+        else:
             self._change(holder, held=None)
-            self._changed.notify()
+
+    def _note_loss(self, evaluator: str, version: int) -> None:
+        """An evaluator is gone. The next one goes on with its evaluation, but a generator is not held for evaluators
+        that are lost again and again before they have scored another row."""
+        before, self._rows_at_loss = self._rows_at_loss, (version, len(self.state.row_scores(version)))
+        if before == self._rows_at_loss:
+            self._abandon(f"{evaluator} is gone, like the one before, and none of them has scored another row")
 
     def _drop_evaluation(self, version: int, reason: str) -> None:
         self.state.emit("evaluation_dropped", version=version, reason=reason)
         log.warning("not evaluated", version=version, reason=reason)
 
-    def _evaluation_due(self) -> EvaluationAnswer | None:
+    def _evaluation_due(self) -> tuple[int, Member | None] | None:
+        """The version to evaluate, and the generator that holds it; None: any generator has it."""
         if hold := self.state.holder:
-            holder, held = hold
-            return EvaluationAnswer(version=held.version, holder=holder)
+            return hold[1].version, hold[0]
         version = self.state.policy.version
-        due = version in (0, self.config.steps) and not self._evaluated(version)
-        return EvaluationAnswer(version=version) if due else None
+        return (version, None) if version == self.config.steps and not self._evaluated(version) else None
 
     @handles(AskEvaluation)
     async def ask_evaluation(self, request: Request[AskEvaluation]) -> EvaluationAnswer:
+        def ready() -> tuple[int, Member | None] | None:
+            due = self._evaluation_due()
+            return due if due and (due[1] is None or due[1].state == "healthy") else None
+
         self._member(request, "evaluator")
-        return await self._park(request, self._evaluation_due) or EvaluationAnswer(version=None)
+        due = await self._park(request, ready)
+        if due is None:
+            return EvaluationAnswer(version=None)
+        self._member(request)  # the sender may have been removed while its request was parked
+        self._held_since = self._now()
+        version, holder = due
+        scored = self.state.row_scores(version)
+        return EvaluationAnswer(version=version, holder=holder, scored=RowScores.of(scored) if scored else None)
+
+    @handles(RowsScored)
+    async def rows_scored(self, request: Request[RowsScored]) -> Done:
+        self._member(request, "evaluator")
+        version, scored = request.message.version, request.message.scored.by_row()
+        if not all(0 <= row < self.config.data.eval_size for row in scored):
+            raise RefusedError(f"there are {self.config.data.eval_size} held-out rows, not {max(scored)}")
+        due, known = self._evaluation_due(), self.state.row_scores(version)
+        if due and due[0] == version and (fresh := {row: scored[row] for row in scored if row not in known}):
+            self.state.keep_scores(version, fresh)
+            self._progress()
+        return Done()
 
     @handles(EvaluationDone)
     async def evaluation_done(self, request: Request[EvaluationDone]) -> Done:
         self._member(request, "evaluator")
         done = request.message
         due = self._evaluation_due()
-        if due is None or due.version != done.version:  # reported before, or abandoned meanwhile
+        if due is None or due[0] != done.version:  # reported before, or abandoned meanwhile
             return Done()
         self.state.emit("evaluated", evaluation=done.model_dump())
-        if due.holder:
-            self._change(due.holder, held=None)
+        if due[1]:
+            self._change(due[1], held=None)
         log.info("evaluated", **evaluation_record(done))
         self._progress()
         await self.journal.durable()
@@ -837,10 +915,10 @@ class Master(HandlesRequests):
         self._member(request, "evaluator")
         abandoned = request.message
         due = self._evaluation_due()
-        if due is None or due.version != abandoned.version:
+        if due is None or due[0] != abandoned.version:
             return Done()
-        if due.holder:
-            self._abandon(abandoned.reason)
+        if hold := self.state.holder:
+            self._give_up(*hold, abandoned.reason)
         else:
             self._drop_evaluation(abandoned.version, abandoned.reason)
             self._progress()
@@ -893,20 +971,27 @@ class Master(HandlesRequests):
         return f"{actor_name(identity)} is {what} (for {seconds:.0f} s)"
 
     def _who_waits(self) -> str:
-        if missing := self._missing():
+        last = self.ledger.version == self.config.steps
+        if missing := [role for role in self._missing() if last or role != "evaluator"]:
             return f"everyone waits for a {' and a '.join(missing)} to be ready"
-        if not self._evaluated(0):
-            return "everyone waits for the evaluation of version 0"
         if self._failures.outage:
             return f"one group at a time is tried, because {self._failures.story(self._now())}"
-        if self.ledger.version == self.config.steps:
+        if last:
             return "everyone waits for the last checkpoint and evaluation"
         if waiting := self.ledger.waiting:
             late = ", and the trainer has not published its last version yet" if self.state.unpublished else ""
-            return f"the trainer waits for a batch: {waiting}{late}"
+            return f"the trainer waits for a batch: {waiting}{late}{self._held_back()}"
         if not self._free():
             return f"the rollout managers wait for the trainer, which is {self._activity('trainer')}"
         return "nobody waits"
+
+    def _held_back(self) -> str:
+        """If the only generator holds a version, so that no group of a newer version begins: why."""
+        hold = self.state.holder
+        if hold is None or sum(m.role == "generator" and m.state == "healthy" for m in self.state.members.values()) > 1:
+            return ""
+        alone = "" if self._healthy("evaluator") else ", but there is no evaluator"
+        return f"; the only generator holds version {hold[1].version} until it is evaluated{alone}"
 
     def _missing(self) -> list[str]:
         roles = [*ROLES, "evaluator"] if self.config.data.eval_size else ROLES

@@ -29,7 +29,7 @@ MAX_MAP_ENTRIES = 16_384
 MAX_LIST_ENTRIES = 1 << 17
 # Limit of one frame. The arrays of one trajectory are far smaller; weights are sent in chunks of at most this size.
 MAX_FRAME_BYTES = 64 << 20
-DTYPES = {name: np.dtype(name) for name in ("int32", "int64", "float32", "bool", "uint8")}
+DTYPES = {name: np.dtype(name) for name in ("int32", "int64", "float32", "float64", "bool", "uint8")}
 # Keyed by the dtype itself, which, unlike its name, includes the byte order.
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ARRAY, _TEXT = 1, 2

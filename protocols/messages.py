@@ -23,7 +23,7 @@
 | trainer | master | CheckpointSaved | Done |
 | trainer | master | TrainingFinished, TrainingFailed | Done |
 | evaluator | master | AskEvaluation | EvaluationAnswer |
-| evaluator | master | EvaluationDone, EvaluationAbandoned | Done |
+| evaluator | master | RowsScored, EvaluationDone, EvaluationAbandoned | Done |
 | rollout_manager, evaluator | master | ScoringFailed | Done |
 | monitor | master | AskStatus | Status |
 
@@ -35,12 +35,13 @@ Arrays are numpy arrays and are sent as raw frames. Times are in seconds unless 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -71,6 +72,7 @@ def _vector(dtype: str) -> AfterValidator:
 Int32s = Annotated[InstanceOf[Vector], _vector("int32")]
 Int64s = Annotated[InstanceOf[Vector], _vector("int64")]
 Float32s = Annotated[InstanceOf[Vector], _vector("float32")]
+Float64s = Annotated[InstanceOf[Vector], _vector("float64")]
 Bytes = Annotated[InstanceOf[Vector], _vector("uint8")]
 
 
@@ -526,12 +528,57 @@ class AskEvaluation(Message):
     pass
 
 
+class RowScores(Part):
+    """The scores of held-out rows. `counts[i]` samples of row `rows[i]` could be scored; they have `tokens[i]` sampled
+    tokens in total. `scores` holds the scores of all rows, one row after the other."""
+
+    rows: Int32s
+    counts: Int32s
+    tokens: Int64s
+    scores: Float64s
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if not len(self.rows) == len(self.counts) == len(self.tokens):
+            raise ValueError(f"{len(self.rows)} rows, {len(self.counts)} counts and {len(self.tokens)} sums of tokens")
+        if (self.counts < 1).any() or int(self.counts.sum(dtype=np.int64)) != len(self.scores):
+            raise ValueError(f"the counts do not divide {len(self.scores)} scores among the rows")
+        if not (np.abs(self.scores) <= 1e100).all() or (self.tokens < 0).any():
+            raise ValueError("a score or a number of tokens is out of range")
+        return self
+
+    @classmethod
+    def of(cls, rows: Mapping[int, tuple[Sequence[float], int]]) -> Self:
+        """From the scores and the number of tokens by row."""
+        return cls(
+            rows=np.array(list(rows), np.int32),
+            counts=np.array([len(scores) for scores, _ in rows.values()], np.int32),
+            tokens=np.array([tokens for _, tokens in rows.values()], np.int64),
+            scores=np.array([score for scores, _ in rows.values() for score in scores], np.float64),
+        )
+
+    def by_row(self) -> dict[int, tuple[list[float], int]]:
+        """The scores and the number of tokens of each row."""
+        ends = np.cumsum(self.counts, dtype=np.int64).tolist()
+        scores = [self.scores[end - n : end].tolist() for n, end in zip(self.counts.tolist(), ends, strict=True)]
+        return dict(zip(self.rows.tolist(), zip(scores, self.tokens.tolist(), strict=True), strict=True))
+
+
 class EvaluationAnswer(Message):
     """`version`: the version to evaluate now; None: ask again. `holder`: the only generator to use; None: use all of
-    them, since there is no newer version."""
+    them, since there is no newer version. `scored`: the rows that an earlier attempt has scored at this version."""
 
     version: int | None
     holder: Member | None = None
+    scored: RowScores | None = None
+
+
+class RowsScored(Message):
+    """These rows are scored at the version under evaluation. If the evaluator is restarted, it scores the others
+    only."""
+
+    version: int
+    scored: RowScores
 
 
 class Sample(Part):

@@ -7,6 +7,9 @@ renews all leases, so that no member loses a group because the master was absent
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from areal.config import Config
@@ -55,6 +58,11 @@ class RunState:
         self.members: dict[str, Member] = {}
         self.evaluations: dict[int, EvaluationDone] = {}
         self.not_evaluated: dict[int, str] = {}
+        # The version and the conditions of an evaluation that has no result yet, and the scores and the number of
+        # tokens of each row that is scored.
+        self._partial: tuple[int, str] | None = None
+        self._row_scores: dict[int, tuple[list[float], int]] = {}
+        self._conditions = _conditions_of(config)
         self.rewards: dict[str, float] = {}
         self.reward_parts: dict[str, dict[str, float]] = {}
         # Sampled tokens: of each group that is ready and not trained yet; of all trained groups; and discarded tokens.
@@ -83,6 +91,16 @@ class RunState:
     def unpublished(self) -> bool:
         """True if the last committed version is not published yet."""
         return self.policy.version < self.ledger.version
+
+    def row_scores(self, version: int) -> Mapping[int, tuple[Sequence[float], int]]:
+        """The scores and the number of tokens of each row that is scored at this version, whose evaluation has no
+        result yet."""
+        return self._row_scores if self._partial == (version, self._conditions) else {}
+
+    def keep_scores(self, version: int, rows: Mapping[int, tuple[Sequence[float], int]]) -> None:
+        """Keep the scores of more rows. They replace those of another version, or of a run with other settings."""
+        kept = [[row, tokens, *scores] for row, (scores, tokens) in rows.items()]
+        self.emit("rows_scored", version=version, conditions=self._conditions, rows=kept)
 
     def compact_if_due(self) -> None:
         """If the journal is long, replace its events with a snapshot of the current state."""
@@ -148,12 +166,25 @@ class RunState:
                 if done.version not in (0, self.ledger.settings.steps):  # the summary shows samples of these two only
                     done = done.model_copy(update={"samples": ()})
                 self.evaluations[done.version] = done
+                self._forget_row_scores(done.version)
             case "evaluation_dropped":
                 self.not_evaluated[body["version"]] = body["reason"]
+                self._forget_row_scores(body["version"])
+            case "rows_scored":
+                self._apply_rows_scored(body)
             case "finished":
                 self.finished = body["version"]
             case _:
                 raise ValueError(f"the journal holds an event of unknown kind {kind!r}")
+
+    def _apply_rows_scored(self, body: dict[str, Any]) -> None:
+        if self._partial != (body["version"], body["conditions"]):
+            self._partial, self._row_scores = (body["version"], body["conditions"]), {}
+        self._row_scores |= {row: (scores, tokens) for row, tokens, *scores in body["rows"]}
+
+    def _forget_row_scores(self, version: int) -> None:
+        if self._partial and self._partial[0] == version:
+            self._partial, self._row_scores = None, {}
 
     def _apply_stepped(self, body: dict[str, Any]) -> None:
         self.last_step = body["metrics"]
@@ -195,6 +226,8 @@ class RunState:
             "members": [member.model_dump() for member in self.members.values()],
             "evaluations": [done.model_dump() for done in self.evaluations.values()],
             "not_evaluated": list(self.not_evaluated.items()),
+            "partial": self._partial,
+            "row_scores": [[row, tokens, *scores] for row, (scores, tokens) in self._row_scores.items()],
             "rewards": self.rewards,
             "reward_parts": self.reward_parts,
             "tokens": self.tokens,
@@ -216,9 +249,20 @@ class RunState:
         evaluations = [EvaluationDone.model_validate(done, strict=False) for done in dump["evaluations"]]
         self.evaluations = {done.version: done for done in evaluations}
         self.not_evaluated = {version: reason for version, reason in dump["not_evaluated"]}
+        if dump["partial"]:
+            version, conditions = dump["partial"]
+            self._apply_rows_scored({"version": version, "conditions": conditions, "rows": dump["row_scores"]})
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
         for name in (
             "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards",
             "reward_parts", "scored", "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
         ):  # fmt: skip
             setattr(self, name, dump[name])
+
+
+def _conditions_of(config: Config) -> str:
+    """A digest of the settings under which rows are evaluated, as far as they may change when a run is resumed. Scores
+    under different conditions do not make up one result."""
+    own, workflow = config.evaluator, config.rollout_manager
+    settings = [own.samples, own.temperature, own.top_p, workflow.workflow, workflow.workflow_options]
+    return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -75,7 +75,6 @@ class Router:
         self.load: Counter[str] = Counter()
         self.room = Signal()
         self.told: dict[str, Load] = {}
-        self.sequences = itertools.count()
         self._avoid: dict[str, float] = {}
 
     async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
@@ -270,7 +269,7 @@ class SampleSession:
     ) -> Generation:
         sampled = sum(len(part.tokens) for part in parts)
         self.sequence = sequence = routing.Sequence(
-            name=f"{next(self._router.sequences)}",
+            name=f"{next(self._router.actor.sequences)}",
             generator=generator.identity,
             since=asyncio.get_running_loop().time(),
             prefix=len(prompt) + sampled,
@@ -399,7 +398,8 @@ class Prompts(Protocol):
 
 class Sampler(Actor):
     """Base class of the roles that run the workflow on rows of the run's data. `scored`: number of scores from rewards,
-    plus number of trajectories from workflows."""
+    plus number of trajectories from workflows. `sequences`: numbers the sequences of all its routers. A number is never
+    used again, because a generator may still be busy with an abandoned sequence."""
 
     def __init__(
         self, *args: Any, open_source: Callable[[DataConfig, int], Prompts] = open_source,
@@ -409,6 +409,7 @@ class Sampler(Actor):
         self._open_source = open_source
         self._load_tokenizer = load_tokenizer
         self.scored = 0
+        self.sequences = itertools.count()
         self.own_code: dict[SampleSession, float] = {}  # samples in their workflow's own code, and since when
         self._endpoint: OpenAIEndpoint | None = None
         self._sandbox: asyncio.Task[Sandbox] | None = None

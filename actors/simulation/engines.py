@@ -32,6 +32,8 @@ POSITIONS = 4096
 # The largest factor by which the tokens of a straggler are slower. Without it, a very slow sequence could not be told
 # from one that hangs.
 SLOWEST = 30.0
+# Index of the first held-out row.
+HELDOUT = 1_000_000
 # Interval at which an engine that lets running sequences finish before a load checks whether they have.
 FINISH_SECONDS = 0.05
 
@@ -446,7 +448,7 @@ class SimSource:
         return Row(index, f"{index}", "answer", None, {"prompt": f"{index}", "answer": "answer"})
 
     def heldout(self, i: int) -> Row:
-        return self.row(1_000_000 + i)
+        return self.row(HELDOUT + i)
 
 
 class SimTokenizer:

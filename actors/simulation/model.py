@@ -119,7 +119,7 @@ SIZES = ((2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1), (4, 1, 1))
 def draw_model(random: Random) -> Model:
     """Draw a small cluster and a short run."""
     steps, batch_size, group_size = random.choice(SIZES)
-    eval_size = random.choice((0, 0, 0, 0, 0, 1))
+    eval_size = random.choice((0, 0, 0, 0, 0, 4))
     generators = random.choice((1, 1, 1, 2))
     return Model(
         steps=steps,

@@ -7,7 +7,7 @@ master has appended, and one of the events that are on disk. It shares no code w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from areal.config import Config
 from areal.staleness.ledger import ZERO_SIGNAL, Ledger
 from areal.trajectory import Group, Trajectory
 from protocols.codec import Frame
-from protocols.messages import Message
+from protocols.messages import EvaluationDone, Message
 
 
 class Violation(Exception):
@@ -63,6 +63,10 @@ class Book:
     holds: dict[str, int] = field(default_factory=dict)
     evaluated: dict[int, bool] = field(default_factory=dict)
     """By version: True if there is a result, False if only a reason why there is none."""
+    row_scores: dict[int, dict[int, list[float]]] = field(default_factory=dict)
+    """The scores that are kept until there is a result, by version and row."""
+    lost_version_0: bool = False
+    """True if a generator was lost that held version 0. If no new one comes in time, version 0 has no result."""
 
     @property
     def policy(self) -> tuple[int, int]:
@@ -178,10 +182,12 @@ class Book:
         if held is not None:
             version = held["version"]
             self._hold(
-                version in (before, self.version), f"{identity} begins to hold the old version {version}", identity
+                version in (before, self.version, 0), f"{identity} begins to hold the old version {version}", identity
             )
             self._hold(not self.holds, f"{identity} holds a version at the same time as {self.holds}", identity)
             self.holds[identity] = version
+        elif before == 0 and before not in self.evaluated:
+            self.lost_version_0 = True
         elif before is not None:
             self._hold(
                 before in self.evaluated,
@@ -191,6 +197,13 @@ class Book:
 
     def _left(self, identity: str) -> None:
         self._hold(identity not in self.holds, f"{identity} leaves, but its hold has not ended", identity)
+
+    def _rows_scored(self, version: int, rows: list[Any], **_: Any) -> None:
+        self._hold(version not in self.evaluated, f"rows of version {version} are kept after its evaluation")
+        kept = self.row_scores.setdefault(version, {})
+        for row, _tokens, *scores in rows:
+            self._hold(row not in kept, f"row {row} is scored twice at version {version}")
+            kept[row] = scores
 
     def _evaluated(self, evaluation: dict[str, Any]) -> None:
         self._conclude(evaluation["version"], True)
@@ -398,16 +411,52 @@ class Oracle:
             if version and weights.folder not in self.disk.policies.values():
                 raise Violation(f"a token of {group} was sampled by {weights.folder}, which was never published", group)
 
-    def evaluated(self, version: int, samples: Sequence[Trajectory]) -> None:
-        """The result of an evaluation of this version was made from these samples, or from some of them."""
-        self._guard(self._check_evaluation, version, samples)
+    def scored(
+        self, version: int, rows: Mapping[int, tuple[list[float], int]], seen: Mapping[int, Sequence[Trajectory]]
+    ) -> None:
+        """An evaluator reports rows as scored. `seen`: the samples of its attempt, by row."""
+        self._guard(self._check_rows, version, rows, seen)
 
-    def _check_evaluation(self, version: int, samples: Sequence[Trajectory]) -> None:
-        for part in samples:
-            name = f"an evaluation of {version}"
-            self._check_labels(name, part.logprobs[part.sampled], part.versions[part.sampled])
-            if set(part.versions[part.sampled].tolist()) != {version}:
-                raise Violation(f"{name} has tokens of versions {part.versions.tolist()}")
+    def _check_rows(
+        self, version: int, rows: Mapping[int, tuple[list[float], int]], seen: Mapping[int, Sequence[Trajectory]]
+    ) -> None:
+        name = f"an evaluation of {version}"
+        for row, (scores, tokens) in rows.items():
+            for part in seen[row]:
+                self._check_labels(name, part.logprobs[part.sampled], part.versions[part.sampled])
+                if set(part.versions[part.sampled].tolist()) != {version}:
+                    raise Violation(f"{name} has tokens of versions {part.versions.tolist()}")
+            known = [part.reward for part in seen[row]], sum(int(part.sampled.sum()) for part in seen[row])
+            if (sorted(scores), tokens) != (sorted(known[0]), known[1]):
+                raise Violation(f"{name} has for row {row} {scores} and {tokens} tokens, but it saw {known}")
+
+    def evaluated(
+        self, done: EvaluationDone, kept: Mapping[int, tuple[list[float], int]],
+        seen: Mapping[int, Sequence[Trajectory]],
+    ) -> None:  # fmt: skip
+        """An evaluator reports a result. `kept`: the rows that the master gave it. `seen`: the samples of its
+        attempt."""
+        self._guard(self._check_evaluation, done, kept, seen)
+
+    def _check_evaluation(
+        self, done: EvaluationDone, kept: Mapping[int, tuple[list[float], int]],
+        seen: Mapping[int, Sequence[Trajectory]],
+    ) -> None:  # fmt: skip
+        version, name = done.version, f"an evaluation of {done.version}"
+        on_disk = self.disk.row_scores.get(version, {})
+        if lost := [row for row, (scores, _) in kept.items() if on_disk.get(row) != scores or row in seen]:
+            raise Violation(
+                f"{name} goes on with the rows {lost}, which are not kept on disk, or which it samples again"
+            )
+        fresh = {
+            row: ([part.reward for part in parts], sum(int(part.sampled.sum()) for part in parts))
+            for row, parts in seen.items()
+        }
+        self._check_rows(version, fresh, seen)
+        rows = [scores for scores, _ in (fresh | dict(kept)).values()]
+        accuracy = sum(sum(scores) / len(scores) for scores in rows) / len(rows)
+        if abs(accuracy - done.accuracy) > 1e-9 or len(rows) + done.failed != done.rows:
+            raise Violation(f"{name} reports {done}, but the rows {sorted(fresh)} and {sorted(kept)} give {accuracy}")
 
     def loads(self, generator: str, version: int, loaded: int, held: int | None) -> None:
         """A generator begins to load a version. `held`: the version that it knows it holds, and that could be
@@ -463,7 +512,8 @@ class Oracle:
             return
         every = config.evaluator.every
         due = {0, steps} | (set(range(0, steps, every)) if every else set())
-        if due != set(book.evaluated) or not (book.evaluated[0] and book.evaluated[steps]):
+        first = book.evaluated.get(0) or book.lost_version_0
+        if due != set(book.evaluated) or not (first and book.evaluated[steps]):
             self.fail(Violation(f"the versions {due} had to be evaluated, but the outcomes are {book.evaluated}"))
 
     # ---

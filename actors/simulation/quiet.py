@@ -22,8 +22,9 @@ from protocols import transport
 from protocols.codec import decode_body
 from protocols.messages import Done, HeartbeatAnswer, MembersChanged, Message, PolicyPublished, Shutdown, StreamEnd
 
-# A small interval, because most simulated sequences take less than a second.
+# Small intervals, because most simulated sequences take less than a second.
 BALANCE_SECONDS = 0.15
+REPORT_SECONDS = 0.1
 
 
 class Simulated(Protocol):
@@ -104,6 +105,7 @@ def quiet(world: Simulated) -> Iterator[None]:
         settings.enter_context(replaced(run_state, COMPACT_EVENTS=world.model.compact_events))
         settings.enter_context(replaced(runtime, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
         settings.enter_context(replaced(transport, decode_body=_decode_body))
+        settings.enter_context(replaced(evaluator, REPORT_SECONDS=REPORT_SECONDS))
         moves = functools.partial(_some_moves, world)
         settings.enter_context(replaced(rollout_manager, BALANCE_SECONDS=BALANCE_SECONDS, plan_moves=moves))
         for module in _LOGGING:

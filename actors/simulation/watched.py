@@ -11,13 +11,14 @@ from typing import Any
 
 from actors.evaluator import Evaluator
 from actors.parts.sessions import SampleSession
+from actors.simulation.engines import HELDOUT
 from actors.simulation.oracle import Oracle
 from areal.data.rows import Row
 from areal.storage.journal import Journal
 from areal.storage.spool import Spool
 from areal.trajectory import Trajectory
 from protocols.codec import Frame, Header
-from protocols.messages import AskEvaluation, EvaluationDone, Message
+from protocols.messages import AskEvaluation, EvaluationDone, Message, RowsScored
 from protocols.transport import Bus
 
 
@@ -85,14 +86,19 @@ class WatchedEvaluator(Evaluator):
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         done = await super().run_workflow(session, row)
-        self._seen.append(done)
+        self._seen.setdefault(row.index - HELDOUT, []).append(done)
         return done
 
     async def ask_master(self, message: Message, *rest: Any) -> Any:
         if isinstance(message, AskEvaluation):
-            self._seen: list[Trajectory] = []
+            self._seen: dict[int, list[Trajectory]] = {}
+            answer = await super().ask_master(message, *rest)
+            self._kept = answer.scored.by_row() if answer.scored else {}
+            return answer
+        if isinstance(message, RowsScored):
+            self.oracle.scored(message.version, message.scored.by_row(), self._seen)
         elif isinstance(message, EvaluationDone):
-            self.oracle.evaluated(message.version, self._seen)
+            self.oracle.evaluated(message, self._kept, self._seen)
         return await super().ask_master(message, *rest)
 
 

@@ -11,30 +11,22 @@ is only there if all earlier ones are.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import sqlite3
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from areal.config import UserError
 from areal.storage.database import open_store, prepare
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files
 _SCHEMA = """
     CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL);
     CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL);
 """
-
-# Retries to get the file lock: a previous process that was just killed may take a moment to exit.
-LOCK_ATTEMPTS = 100
-LOCK_RETRY_SECONDS = 0.1
 
 
 class JournalError(Exception):
@@ -44,8 +36,8 @@ class JournalError(Exception):
 class Journal:
     """See the module. All methods must be called from one event loop; a thread of the journal's own writes the file.
 
-    connection: usable from several threads; the journal's tables are created unless it has them. `size`: the number of
-    events since the last snapshot.
+    connection: usable from several threads; the journal's tables are created unless it has them. lock: a descriptor
+    that `close` closes. `size`: the number of events since the last snapshot.
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
@@ -66,12 +58,7 @@ class Journal:
 
         Raises UserError if another process keeps using it, or if it is not a journal of this format.
         """
-        with ExitStack() as undo:
-            lock = _lock(path)
-            undo.callback(os.close, lock)
-            journal = open_store(path, "journal", lambda connection: cls(connection, lock))
-            undo.pop_all()
-        return journal
+        return open_store(path, "journal", cls)
 
     def read(self) -> tuple[dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]:
         """Return what is on disk: the last snapshot or None, and (kind, body) of each event since then."""
@@ -130,22 +117,3 @@ class Journal:
         self._failure = commit.exception()
         if self._failure is None:
             self._durable = up_to
-
-
-def _lock(path: Path) -> int:
-    """Return a file descriptor that holds a lock against other processes until it is closed or this process ends.
-
-    Raises UserError if another process holds the lock, or if the lock file cannot be made.
-    """
-    try:
-        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise UserError(f"{path} cannot be used as a journal ({error.strerror})") from error
-    for _ in range(LOCK_ATTEMPTS):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            time.sleep(LOCK_RETRY_SECONDS)
-    os.close(lock)
-    raise UserError(f"{path} is in use by another process: stop that process, or choose another folder for the run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,18 +34,20 @@ class SpoolError(Exception):
 class Spool:
     """See the module. Every method may be called from any thread. Its changes are on disk when it returns.
 
-    connection: usable from several threads; the spool's tables are created unless it has them. All methods raise
-    SpoolError if the disk fails.
+    connection: usable from several threads; the spool's tables are created unless it has them. lock: a descriptor that
+    `close` closes. All methods raise SpoolError if the disk fails.
     """
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
         prepare(connection, _MARK, FORMAT_VERSION, _SCHEMA)
         self._connection = connection
+        self._file_lock = lock
         self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open the spool in the file, which is made if it is missing. Raises UserError if it is not a spool."""
+        """Open the spool in the file, which is made if it is missing. Raises UserError if another process, such as
+        another trainer of the run, keeps using it, or if it is not a spool."""
         return open_store(path, "spool", cls)
 
     def put(self, group: Group) -> None:
@@ -75,6 +78,9 @@ class Spool:
         """Close the file, after the call that is running in another thread, if any."""
         with self._lock:
             self._connection.close()
+            if self._file_lock is not None:
+                os.close(self._file_lock)
+                self._file_lock = None
 
     def _row(self, group_id: str) -> tuple[str, bytes] | None:
         with self._transaction() as connection:

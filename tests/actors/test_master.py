@@ -37,6 +37,8 @@ from protocols.messages import (
     PolicyPublished,
     PublishPolicy,
     RenewLeases,
+    RowScores,
+    RowsScored,
     ScoringFailed,
     Span,
     TrainingFailed,
@@ -151,9 +153,10 @@ async def make_ready(manager: Caller, trainer: Caller, version: int) -> list[str
 
 
 async def test_a_run_goes_from_the_first_evaluation_to_the_last(config):
-    async with master_of(config) as running, callers(config, "trainer", "rollout_manager", "evaluator") as actors:
-        trainer, manager, evaluator = actors
-        assert (await manager.ask(AskPermits(count=1), 2.0)).permits == ()  # not before version 0 is evaluated
+    roles = ("trainer", "rollout_manager", "evaluator", "generator")
+    async with master_of(config) as running, callers(config, *roles) as actors:
+        trainer, manager, evaluator, generator = actors
+        await generator.beat()
         await recover(trainer)
         await evaluate(evaluator, 0, 0.25)
         for version in range(2):
@@ -493,6 +496,77 @@ async def test_a_generator_hears_that_it_holds_a_version_before_there_is_that_ve
         await subscriber.close()
 
 
+async def test_training_does_not_wait_for_the_evaluation_of_version_0(config):
+    roles = ["trainer", "rollout_manager", "evaluator", "generator", "generator"]
+    async with master_of(config), callers(config, *roles) as actors:
+        trainer, manager, evaluator, *generators = actors
+        await recover(trainer)
+        assert await holds(manager) == {0: 0}
+        assert (await evaluator.ask(AskEvaluation(), 6.0)).version is None  # the generator is still starting
+        for generator in generators:
+            await generator.beat()
+        for version in range(2):
+            await make_ready(manager, trainer, version)
+            await train(trainer, version, "weights")
+        due = await evaluator.ask(AskEvaluation())
+        assert (due.version, due.holder.index, due.holder.held.version) == (0, 0, 0)
+        await evaluator.ask(result(0, 0.25))
+        assert await holds(manager) == {}
+        due = await evaluator.ask(AskEvaluation())
+        assert (due.version, due.holder) == (2, None)
+
+
+async def test_version_0_passes_to_another_generator_that_still_has_it(config):
+    config = config.model_copy(update={"steps": 4})
+    roles = ["trainer", "rollout_manager", "evaluator", "generator", "generator"]
+    async with master_of(config), callers(config, *roles) as actors:
+        trainer, manager, evaluator, *generators = actors
+        await recover(trainer)
+        await generators[1].beat()
+        await generators[0].ask(Leave(reason="a test"))
+        assert await holds(manager) == {1: 0}
+        await step(actors, 0)
+        await generators[0].join()
+        assert await holds(manager) == {1: 0}
+        await generators[1].ask(Leave(reason="a test"))
+        assert await holds(manager) == {}  # the other one may have version 1 by now
+        await generators[1].join()
+        assert await holds(manager) == {1: 0}
+        await generators[1].beat()
+        trainer = Caller("trainer", config.master.address, mark="new")
+        await trainer.join()
+        await recover(trainer)
+        await trainer.bus.close()
+        assert await holds(manager) == {1: 0}  # a lineage changes nothing for version 0
+        await evaluate(evaluator, 0, 0.25)
+        assert await holds(manager) == {}
+    assert fates(config) == ([0], {})
+
+
+async def test_a_run_whose_generators_have_all_left_version_0_ends_without_its_result(config):
+    async with (
+        master_of(config) as running,
+        callers(config, "trainer", "rollout_manager", "evaluator", "generator") as actors,
+    ):
+        trainer, _, evaluator, generator = actors
+        await recover(trainer)
+        await generator.beat()
+        for version in range(2):
+            await step(actors, version)
+        await generator.ask(Leave(reason="a test"))
+        await generator.join()
+        assert await holds(trainer) == {}  # training is over: only the last version is evaluated
+        await trainer.ask(CheckpointSaved(version=2, folder="checkpoint"))
+        await trainer.ask(TrainingFinished())
+        await evaluate(evaluator, 2, 0.75)
+        for actor in actors:
+            await actor.ask(Leave(reason="done"))
+        assert (await asyncio.wait_for(running, SECONDS)).ok
+    summary = json.loads((config.folder / "summary.json").read_text())
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, 0.75)
+    assert list(summary["not_evaluated"]) == ["0"]
+
+
 async def test_only_every_kth_version_is_due(config):
     async with evaluated_at_0(evaluating(config, every=2)) as actors:
         await step(actors, 0)
@@ -518,7 +592,7 @@ async def test_a_version_that_comes_while_another_is_evaluated_is_skipped(config
     assert fates(config) == ([0, 1, 3, 4], {2: "version 1 is still being evaluated"})
 
 
-@pytest.mark.parametrize("who", ["evaluator", "holder", "trainer", "nobody"])
+@pytest.mark.parametrize("who", ["evaluator", "holder", "trainer"])
 async def test_an_evaluation_that_cannot_be_finished_is_abandoned_and_the_next_one_is_tried(config, who):
     config = evaluating(config)
     async with evaluated_at_0(config) as actors:
@@ -535,10 +609,6 @@ async def test_an_evaluation_that_cannot_be_finished_is_abandoned_and_the_next_o
                 await trainer.join()
                 await recover(trainer)
                 await trainer.bus.close()
-            case "nobody":
-                await evaluator.ask(Leave(reason="a test"))
-                await evaluator.join()
-                await evaluator.beat()
         assert await holds(manager) == {}
         await evaluator.ask(result(1))  # too late
         if who != "trainer":
@@ -547,6 +617,86 @@ async def test_an_evaluation_that_cannot_be_finished_is_abandoned_and_the_next_o
     results, dropped = fates(config)
     assert results == [0]
     assert list(dropped) == [1]
+
+
+async def score_rows(evaluator: Caller, version: int, rows: dict[int, tuple[list[float], int]]) -> None:
+    await evaluator.ask(RowsScored(version=version, scored=RowScores.of(rows)))
+
+
+async def known(evaluator: Caller) -> dict[int, tuple[list[float], int]]:
+    """The rows that an evaluator which asks now does not have to score."""
+    due = await evaluator.ask(AskEvaluation())
+    return due.scored.by_row() if due.scored else {}
+
+
+async def test_an_evaluator_that_is_started_again_gets_the_scores_of_the_one_before(config):
+    config = evaluating(config)
+    async with evaluated_at_0(config) as actors:
+        evaluator = actors[2]
+        await step(actors, 0)
+        assert await known(evaluator) == {}
+        await score_rows(evaluator, 1, {2: ([0.1, 1.0], 17)})
+        await score_rows(evaluator, 1, {2: ([0.0], 1), 3: ([0.7], 5)})  # the first score of a row counts
+        await score_rows(evaluator, 0, {1: ([1.0], 5)})  # of a version that is not due
+        await evaluator.ask(Leave(reason="a test"))
+        await evaluator.join()
+        assert await holds(evaluator) == {1: 1}
+        assert await known(evaluator) == {2: ([0.1, 1.0], 17), 3: ([0.7], 5)}
+        await evaluator.ask(result(1))
+        await step(actors, 1)
+        assert await known(evaluator) == {}  # another version
+        with pytest.raises(RefusedError, match="held-out rows"):
+            await score_rows(evaluator, 2, {4: ([1.0], 1)})
+
+
+async def test_a_generator_is_not_held_for_evaluators_that_die_before_they_score_a_row(config):
+    config = evaluating(config)
+    async with evaluated_at_0(config) as actors:
+        evaluator = actors[2]
+        await step(actors, 0)
+        for row in range(2):
+            await score_rows(evaluator, 1, {row: ([1.0], 1)})
+            await evaluator.ask(Leave(reason="a test"))
+            await evaluator.join()
+            assert await holds(evaluator) == {1: 1}
+        await evaluator.ask(Leave(reason="a test"))
+        await evaluator.join()
+        assert await holds(evaluator) == {}
+    assert "none of them has scored another row" in fates(config)[1][1]
+
+
+async def test_no_generator_is_held_where_there_is_no_evaluator_for_long(config):
+    config = evaluating(config)
+    config = config.model_copy(update={"master": config.master.model_copy(update={"lost_seconds": 0.5})})
+    async with evaluated_at_0(config) as actors:
+        await step(actors, 0)
+        await actors[2].ask(Leave(reason="a test"))
+        while await holds(actors[0]):  # noqa: ASYNC110 - the master is what changes
+            await asyncio.sleep(0.05)
+    assert "no evaluator" in fates(config)[1][1]
+
+
+async def test_scores_outlive_the_master_but_not_a_change_of_how_rows_are_sampled(config, monkeypatch):
+    config = evaluating(config, samples=2)
+    roles = ("trainer", "rollout_manager", "evaluator", "generator")
+    async with callers_of_several_masters(*roles, config=config) as actors:
+        trainer, _, evaluator, generator = actors
+        async with master_of(config):
+            for actor in actors:
+                await actor.join()
+            await generator.beat()
+            await recover(trainer)
+            await score_rows(evaluator, 0, {2: ([0.5, 1.0], 9)})
+        monkeypatch.setattr("actors.parts.run_state.COMPACT_EVENTS", 1)
+        for _ in range(2):  # from events, and from a snapshot
+            async with master_of(config, resume=True):
+                assert await known(evaluator) == {2: ([0.5, 1.0], 9)}
+                await asyncio.sleep(1.5)  # the journal is compacted
+        greedy = config.model_copy(update={"evaluator": config.evaluator.model_copy(update={"top_p": 0.5})})
+        async with master_of(greedy, resume=True):
+            assert await known(evaluator) == {}
+            await score_rows(evaluator, 0, {3: ([0.0, 1.0], 9)})
+            assert await known(evaluator) == {3: ([0.0, 1.0], 9)}
 
 
 async def test_nothing_is_held_where_nobody_could_evaluate(config):

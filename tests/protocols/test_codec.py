@@ -23,6 +23,8 @@ from protocols.messages import (
     Join,
     Member,
     Policy,
+    RowScores,
+    RowsScored,
     Score,
     Scored,
     Snapshot,
@@ -183,11 +185,11 @@ def test_a_text_apart_that_is_broken_is_refused(index, frame, sentence):
     [
         np.array([object()]),
         np.array(["text"]),
-        np.zeros(3, np.float64),
+        np.zeros(3, np.float16),
         np.arange(3, dtype=">i4"),
         np.zeros((1,) * 5, np.int32),
     ],
-    ids=["object", "str", "float64", "byte order", "five dimensions"],
+    ids=["object", "str", "float16", "byte order", "five dimensions"],
 )
 def test_an_array_the_receiver_would_refuse_does_not_leave(array):
     with pytest.raises(MalformedError, match="cannot be sent"):
@@ -313,7 +315,7 @@ def test_a_wrong_body_is_refused(body):
         {"index": "0"},
         {"dtype": "object"},
         {"dtype": "O"},
-        {"dtype": "float64"},
+        {"dtype": "float16"},
         {"dtype": 3},
         {"shape": (3,)},
         {"shape": (-2,)},
@@ -529,3 +531,30 @@ def test_every_message_stands_in_the_table_or_in_a_list():
 def test_every_message_is_known_by_its_kind():
     assert messages.KINDS["token_chunk"] is TokenChunk
     assert all(cls.kind == kind for kind, cls in messages.KINDS.items())
+
+
+# --- scores of rows
+
+
+def test_scores_of_rows_arrive_as_they_were_sent():
+    rows = {7: ([0.1, 1.0], 12), 2: ([-3.5], 0)}
+    assert decode(frames_of(RowsScored(version=3, scored=RowScores.of(rows)))).scored.by_row() == rows
+    assert RowScores.of({}).by_row() == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rows": np.array([1, 2], np.int32)},
+        {"counts": np.array([2], np.int32)},
+        {"counts": np.array([0], np.int32), "scores": np.array([], np.float64)},
+        {"scores": np.array([np.nan])},
+        {"scores": np.array([1e200])},
+        {"tokens": np.array([-1], np.int64)},
+    ],
+    ids=str,
+)
+def test_scores_that_do_not_fit_their_rows_are_refused(wrong):
+    fields = {name: getattr(RowScores.of({1: ([0.5], 3)}), name) for name in RowScores.model_fields} | wrong
+    with pytest.raises(MalformedError):
+        decode(frames_of(RowsScored.model_construct(version=1, scored=RowScores.model_construct(**fields))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ class Cluster:
         self.scored = 0
         self.failures = []
         self.own_code = {}
+        self.sequences = itertools.count()
         self.quarantine = Quarantine(3)
         self.program_slots = asyncio.Semaphore(2)
 

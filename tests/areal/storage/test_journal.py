@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import areal.storage.database
 import areal.storage.journal
 from areal.config import UserError
 from areal.storage.journal import Journal, JournalError
@@ -24,8 +25,8 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(areal.storage.journal, "LOCK_ATTEMPTS", 2)
-    monkeypatch.setattr(areal.storage.journal, "LOCK_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(areal.storage.database, "LOCK_ATTEMPTS", 2)
+    monkeypatch.setattr(areal.storage.database, "LOCK_RETRY_SECONDS", 0.01)
 
 
 def in_memory() -> sqlite3.Connection:

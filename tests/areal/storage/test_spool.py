@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import areal.storage.database
 from areal.config import UserError
 from areal.storage.spool import Spool, SpoolError
 from areal.trajectory import Group, Trajectory
@@ -18,6 +19,12 @@ from areal.trajectory import Group, Trajectory
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "spool.db"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(areal.storage.database, "LOCK_ATTEMPTS", 2)
+    monkeypatch.setattr(areal.storage.database, "LOCK_RETRY_SECONDS", 0.01)
 
 
 def make_group(number: int, lengths: tuple[int, ...] = (5, 3, 8)) -> Group:
@@ -158,10 +165,15 @@ for number in range(10**9):
 """
 
 
-def test_what_was_put_outlives_a_process_that_is_killed(path: Path):
+@pytest.mark.usefixtures("impatient")
+def test_what_was_put_outlives_a_process_that_is_killed_and_its_lock_does_not(path: Path):
     with subprocess.Popen([sys.executable, "-c", PUTTING, str(path)], stdout=subprocess.PIPE, text=True) as process:
         for _ in range(100):
             last = int(process.stdout.readline())
+        with pytest.raises(UserError, match=r"spool\.db is in use by another process: stop that process"):
+            Spool.open(path)
+        # In WAL mode, but without memory shared between processes, which fails on network file systems.
+        assert {file.name for file in path.parent.iterdir()} == {"spool.db", "spool.db-wal", "spool.db.lock"}
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
 

@@ -206,8 +206,12 @@ def test_any_tree_has_the_log_probs_and_gradients_of_its_sequences_alone(model, 
     expected, found = logps_alone(model, flat), logps_of(model, whole_row(flat))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     weights = torch.randn(len(found), generator=torch.Generator().manual_seed(seed))
-    for one, other in zip(gradients(model, found @ weights), gradients(model, expected @ weights), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    ours, theirs = gradients(model, found @ weights), gradients(model, expected @ weights)
+    # Both sum the same numbers in another order. The rounding errors of fp32 are in proportion to what is summed, also
+    # where the sum is 0: in 250 trees, up to 3e-6 of the largest gradient, which is between 0.6 and 54.
+    largest = max(float(gradient.abs().max()) for gradient in theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=5e-6 * largest)
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
