@@ -112,6 +112,10 @@ class Evaluator(Sampler):
         await super().setup()
         own = self.config.evaluator
         self._sampling = self.config.sampling.model_copy(update={"temperature": own.temperature, "top_p": own.top_p})
+        rows = [self._source.heldout(i) for i in range(self.config.data.eval_size)]
+        self._rows = [row for row in rows if not self.too_long(row)]
+        if len(self._rows) < len(rows):
+            log.warning("held-out rows are left out, as their prompts are too long", count=len(rows) - len(self._rows))
 
     async def main(self) -> None:
         await self.become_healthy()
@@ -122,8 +126,7 @@ class Evaluator(Sampler):
             if due.version is None:
                 continue
             self.activity = f"evaluating version {due.version}"
-            rows = [self._source.heldout(i) for i in range(self.config.data.eval_size)]
-            evaluation = Evaluation(due, due.version, rows, self.config.evaluator.samples)
+            evaluation = Evaluation(due, due.version, self._rows, self.config.evaluator.samples)
             try:
                 result = await self._evaluate(evaluation)
             except EvaluationFailed as error:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors import master
-from actors.simulation.engines import Mishaps, Pace, SimEngine, SimLearner, SimRewards, SimSource, SimTokenizer
+from actors.simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimLearner, SimRewards, SimSource, SimTokenizer
 from actors.simulation.faults import Kill, Plan
 from actors.simulation.model import Model
 from actors.simulation.world import World
@@ -190,16 +190,18 @@ def test_too_many_bad_rows_end_the_run_and_one_is_named(monkeypatch: pytest.Monk
 
 
 def long_from(monkeypatch: pytest.MonkeyPatch, every: int) -> World:
-    """A world in which the prompt of every so many rows has more tokens than data.max_prompt_tokens."""
+    """A world in which the prompts of every so many rows, and of the last of six held-out rows, have more tokens than
+    data.max_prompt_tokens."""
     encode = SimTokenizer.encode
 
     def longer(self: SimTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
         tokens = encode(self, text, add_special_tokens=add_special_tokens)
-        return tokens * 5 if int(text) % every == 0 else tokens
+        held_out = int(text) - HELDOUT
+        return tokens * 5 if held_out == 5 or (held_out < 0 and int(text) % every == 0) else tokens
 
     monkeypatch.setattr(SimTokenizer, "encode", longer)
     monkeypatch.setattr(master, "LONG_LIMIT", 30)
-    world = World(1, model(steps=20, managers=2), Plan())
+    world = World(1, model(steps=20, managers=2, eval_size=6), Plan())
     data = world.config.data.model_copy(update={"max_prompt_tokens": 10})
     world.config = world.config.model_copy(update={"data": data})
     return world
@@ -211,6 +213,8 @@ def test_a_long_prompt_is_left_out_and_is_no_failure(monkeypatch: pytest.MonkeyP
     discarded = [body["reason"] for kind, body in world.oracle.events if kind == "discarded"]
     assert set(discarded) == {"long"}
     assert len(discarded) >= 10
+    evaluated = [body["evaluation"]["rows"] for kind, body in world.oracle.events if kind == "evaluated"]
+    assert evaluated == [5, 5]
 
 
 def test_a_run_whose_prompts_are_all_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
