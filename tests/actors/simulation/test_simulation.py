@@ -316,14 +316,14 @@ def test_in_a_run_that_moves_and_over_samples_every_token_is_accounted_for() -> 
 
 
 def test_training_goes_on_while_a_version_is_evaluated_on_another_generator() -> None:
-    world = World(1, Model(steps=6, max_staleness=2, generators=2, eval_size=20, every=2), Plan())
+    world = World(1, Model(steps=16, max_staleness=2, generators=2, eval_size=20, every=8), Plan())
     assert world.run().ok
     events = [
         (kind, body["policy"]["version"] if kind == "published" else body["evaluation"]["version"])
         for kind, body in world.oracle.events
         if kind in ("published", "evaluated")
     ]
-    assert events.index(("evaluated", 2)) > events.index(("published", 3))
+    assert events.index(("evaluated", 8)) > events.index(("published", 9))
     assert world.summary["accuracy_after"] is not None
 
 
