@@ -40,7 +40,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
