@@ -100,8 +100,8 @@ class Keys:
 
 
 def guard(socket: zmq.Socket[bytes]) -> None:
-    """Have the `Doorkeeper` asked about each peer of what `socket` binds next. Without one all peers are refused, and in
-    any case those that speak a protocol without handshake, ZMTP 1 or 2."""
+    """Have the `Doorkeeper` asked about each peer of what `socket` binds next. Peers that speak a protocol without
+    handshake, ZMTP 1 or 2, are refused in any case, and all peers if there is no `Doorkeeper`."""
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 

@@ -142,16 +142,14 @@ def check_evaluations(evaluations: list[dict], summary: dict) -> None:
     )  # fmt: skip
 
 
-def test_roles_started_by_hand_train_adapters_on_policy_by_a_reward_of_the_users_own(
-    run, small, free_port, tmp_path, tiny_model
-):
+def test_roles_started_by_hand_train_adapters_on_policy_by_a_reward_of_the_users_own(run, small, tmp_path, tiny_model):
     (tmp_path / "mine.py").write_text(SHORT)
     changes = [
         "max_staleness=0", "reward.functions=[mine:short]", "trainer.lora.rank=4",
         "trainer.lora.target_modules=[q_proj,v_proj]", "trainer.lr=1e-3", "trainer.lr_schedule=linear",
         "trainer.kl_coef=0.01", "trainer.zero_stage=2",
     ]  # fmt: skip
-    master = f"tcp://127.0.0.1:{free_port}"
+    master = "runs/test"  # where the master writes its address, and the keys of this run
     runs = [run("--role", "master", "--config", CONFIG, *small, *changes)]
     roles = ["trainer", "generator", "rollout_manager", "evaluator"]
     runs += [run("--role", role, "--master", master) for role in roles]
@@ -291,7 +289,8 @@ def test_a_master_that_is_told_to_stop_ends_without_drawing_a_report(run, small,
 
 
 def test_roles_without_a_master_say_so(run, free_port):
-    started = run("--role", "generator", "--role", "reward", "--master", f"tcp://127.0.0.1:{free_port}", "--wait", "4")
+    master = f"tcp://127.0.0.1:{free_port}"
+    started = run("--role", "generator", "--role", "reward", "--master", master, "--wait", "4", "--keys", "none")
     output = started.wait(60)
     assert started.code == 2
     assert "waiting for the master" in output

@@ -1,7 +1,7 @@
 """Reads and writes the run folder.
 
 It has config.yaml, journal.db, spool.db, metrics.jsonl, evaluations.jsonl, events.jsonl, summary.json, report.html,
-tensorboard/, logs/, checkpoints/ and weights/.
+tensorboard/, logs/, checkpoints/ and weights/; and, while the run goes on, address and keys/ (areal.storage.claim).
 """
 
 from __future__ import annotations
@@ -51,14 +51,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
-        """Make the folder of a new run. An existing run is not overwritten: its folder is renamed to NAME.1, NAME.2,
-        ..."""
-        if (config.folder / "config.yaml").exists():
-            number = 1
-            while (aside := config.folder.with_name(f"{config.folder.name}.{number}")).exists():
-                number += 1
-            config.folder.rename(aside)
-        config.folder.mkdir(parents=True, exist_ok=True)
+        """Begin a new run in its folder, which `areal.storage.claim` has made."""
+        config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return cls(config)
 
     @classmethod

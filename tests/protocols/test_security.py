@@ -266,8 +266,8 @@ async def test_one_who_never_finishes_his_handshake_is_cut_off_and_counted(serve
 
 
 def posted(frames):
-    """An HTTP request, as a web page can have a browser send it to any port, that is a message of ZMTP 1.0. There a frame
-    is its size (one byte), flags (one byte) and a body; lines of the request are frames by chance."""
+    """An HTTP request, as a web page can have a browser send it to any port, that is a message of ZMTP 1.0. There a
+    frame is its size (one byte), flags (one byte) and a body; lines of the request are frames by chance."""
     head = b"POST / HTTP/1.1\r\nHost: 127.0.0.1:5555\r\nOrigin: https://example.org\r\nContent-Length: %d\r\n\r\n"
     told = b"".join(bytes([len(frame) + 1, i + 1 < len(frames)]) + frame for i, frame in enumerate(frames))
     length = 1000  # any length of the same number of digits gives the same alignment
