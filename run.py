@@ -17,6 +17,7 @@ import uvloop
 from areal.config import Config, UserError, dump_config, load_config
 from areal.processes import KEYS, SUPERVISED, die_with_parent, raise_open_files
 from areal.storage.run_folder import configuration_to_resume
+from areal.text import shown
 
 if TYPE_CHECKING:
     from actors.runtime.actor import Actor, Ending
@@ -110,7 +111,7 @@ def main() -> int:
     try:
         return start(arguments)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(shown(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -194,7 +195,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
         options = role_options(arguments, config.network.ports_text)
         ending = await supervisor.run_everything(config, master, options, network)
         if not ending.ok:
-            print(ending.reason, file=sys.stderr)
+            print(shown(ending.reason), file=sys.stderr)
             return 2 if supervisor.user_error else 1
         if not (config.folder / "report.html").exists():  # the master died between summary and report
             write_report(config.folder)
@@ -237,7 +238,7 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
         supervisor = stoppable(Supervisor(Console(), environments=environments))
         ending = await supervisor.run_roles(roles, rest, rewards)
         if not ending.ok:
-            print(ending.reason, file=sys.stderr)
+            print(shown(ending.reason), file=sys.stderr)
             return 2 if supervisor.user_error else 1
         return 0
 
@@ -297,7 +298,7 @@ def run_master(config: Config, resume: bool) -> int:
     finally:
         tracking.finish(tracker, config.folder)
     if not ending.ok:
-        print(ending.reason, file=sys.stderr)
+        print(shown(ending.reason), file=sys.stderr)
     return 0 if ending.ok else 1
 
 
@@ -375,12 +376,12 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         # The runner is never closed: closing waits for threads inside an engine, which cannot be cancelled.
         ending = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(shown(str(error)), file=sys.stderr)
         leave(2)
     except Exception:
         structlog.get_logger().exception("failed")
         leave(4)
-    print(ending.reason, file=sys.stderr)
+    print(shown(ending.reason), file=sys.stderr)
     leave(3 if ending.fenced else 0 if ending.ok else 1)
 
 

@@ -21,7 +21,7 @@ from actors.parts.accounts import StepMeter, evaluation_record, summary
 from actors.parts.run_state import RunState
 from actors.runtime.actor import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from actors.watching import prometheus
-from areal.config import Config, UserError
+from areal.config import Config, UserError, without_secrets
 from areal.devices import CORES, settle
 from areal.observe.tracking import flat
 from areal.staleness.failures import Failures
@@ -531,7 +531,7 @@ class Master(HandlesRequests):
 
     @handles(AskConfig)
     async def ask_config(self, request: Request[AskConfig]) -> Configuration:
-        return Configuration(values=self.config.model_dump(mode="json"))
+        return Configuration(values=without_secrets(self.config.model_dump(mode="json")))
 
     def _change(self, member: Member, **fields: Any) -> None:
         member = member.model_copy(update=fields)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal.config import UserError
+from areal.text import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.tool(options)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(shown(str(error)), file=sys.stderr)
         return 2
     return 0
 
@@ -238,7 +239,7 @@ def _health(options: argparse.Namespace) -> None:
     try:
         master = find_master(options.master, options.wait)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(shown(str(error)), file=sys.stderr)
         sys.exit(1)
     if not re.fullmatch(r"tcp://.+:\d+", master):
         raise UserError(f"--master {master!r} is not an address: write tcp://HOST:PORT, or a run folder.")
@@ -254,7 +255,7 @@ def _health(options: argparse.Namespace) -> None:
     try:
         print(asyncio.run(ask()))
     except UnhealthyError as error:
-        print(error, file=sys.stderr)
+        print(shown(str(error)), file=sys.stderr)
         sys.exit(1)
 
 
