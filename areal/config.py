@@ -454,7 +454,8 @@ class MasterConfig(Section):
     address: str = Field(
         "tcp://127.0.0.1:5555",
         pattern=r"^tcp://.+:\d+$",
-        description="address at which the master listens; host *: all interfaces",
+        description="address at which the master listens; host *: all interfaces. If it is not set and the port is "
+        "in use, a run on one machine takes another one",
     )
     lease_seconds: float = Field(60.0, gt=0, description="silence after which an actor is fenced and its leases end")
     lost_seconds: float = Field(
@@ -476,7 +477,7 @@ class NetworkConfig(Section):
     keys: str | None = Field(
         None,
         description="folder made by `python -m areal keys`, or `none` to leave the links open to anybody; required if "
-        "the master listens beyond this machine; default: AREAL_KEYS",
+        "the master listens beyond this machine; default: AREAL_KEYS, or on one machine keys of the run's own",
     )
     ports: tuple[int, int] | None = Field(None, description="first and last port to listen at; default: any free port")
 
