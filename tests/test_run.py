@@ -8,15 +8,18 @@ import re
 import socket
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 from helpers import processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
-from run import main
+from run import main, with_own_port
 
+from actors.runtime.preflight import with_free_port
 from actors.runtime.supervisor import Supervisor
+from areal.config import load_config
 from areal.processes import KEYS
 from areal.storage.run_folder import read_metrics
 
@@ -234,6 +237,32 @@ def test_a_port_in_use_is_told(small, free_port, monkeypatch, capsys):
         taken.listen()
         arguments = ["--config", CONFIG, *small]
         check_refused(monkeypatch, capsys, arguments, f"cannot listen at tcp://127.0.0.1:{free_port}")
+
+
+def test_a_port_in_use_is_replaced_by_a_free_one(free_port):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port))
+        taken.listen()
+        assert with_free_port(f"tcp://127.0.0.1:{free_port}") != f"tcp://127.0.0.1:{free_port}"
+    assert with_free_port(f"tcp://127.0.0.1:{free_port}") == f"tcp://127.0.0.1:{free_port}"
+
+
+@pytest.mark.parametrize(
+    ("more", "resume", "another"),
+    [
+        ([], None, True),
+        (["master.address=tcp://127.0.0.1:5555"], None, False),
+        ([], Path("runs/test"), True),  # its configuration has all keys
+        (["master.address=tcp://*:5555"], None, False),
+    ],
+)
+def test_only_a_port_that_nobody_asked_for_is_replaced(monkeypatch, more, resume, another):
+    monkeypatch.setattr("actors.runtime.preflight.with_free_port", lambda address: "tcp://127.0.0.1:5999")
+    arguments = Namespace(config=None, resume=resume, overrides=list(more))
+    config = load_config(Path(CONFIG), more if resume is None else ["master.address=tcp://127.0.0.1:5555"])
+    config = with_own_port(config, arguments)
+    assert (config.master.address == "tcp://127.0.0.1:5999") is another
+    assert arguments.overrides == more + ["master.address=tcp://127.0.0.1:5999"] * another  # for the master's process
 
 
 @pytest.mark.parametrize(
