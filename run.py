@@ -17,6 +17,7 @@ import uvloop
 from areal.config import Config, UserError, dump_config, load_config
 from areal.processes import KEYS, SUPERVISED, die_with_parent, raise_open_files
 from areal.storage.run_folder import configuration_to_resume
+from areal.text import shown
 
 if TYPE_CHECKING:
     from actors.runtime.actor import Actor, Ending
@@ -50,6 +51,8 @@ A live dashboard of a run, on any node that can reach its master:
 A trainer on several nodes: run this on each of them (the number of ranks comes from torchrun, not from trainer.ranks):
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint NODE1:29400 -- \\
     run.py --role trainer --master tcp://NODE0:5555
+Roles on the master's machine may take its run folder in place of its address. There the run makes keys of its own:
+  python run.py --role generator --master runs/NAME
 With several --role, each role runs in its own process. Generators, rollout managers and rewards may join and leave at
 any time; on SIGTERM an actor hands over its work before it exits. Without --role, or with several, a process that dies
 is restarted. Restart a master that was started by hand with --role master --resume RUN_FOLDER.
@@ -62,10 +65,12 @@ supplied has to be changed. 3: the master no longer accepts this actor, start it
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--role", action="append", choices=ROLES, help="start only this role (may be repeated)")
-    parser.add_argument("--master", metavar="tcp://HOST:PORT", help="address of the master")
+    parser.add_argument(
+        "--master", metavar="tcp://HOST:PORT", help="address of the master, or the run folder on the master's machine"
+    )
     parser.add_argument(
         "--keys", metavar="FOLDER",
-        help=f"keys of the run, from `python -m areal keys`, or `none` (default: {KEYS}); needed beyond this machine",
+        help=f"keys from `python -m areal keys`, or `none` (default: {KEYS}; on one machine, keys of the run's own)",
     )  # fmt: skip
     parser.add_argument(
         "--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS",
@@ -106,7 +111,7 @@ def main() -> int:
     try:
         return start(arguments)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(shown(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -134,13 +139,18 @@ def start(arguments: argparse.Namespace) -> int:
     if not arguments.master:
         raise UserError(f"Give the address of the master: --role {roles[0]} --master tcp://HOST:PORT.")
     keep_keys(arguments.keys)
+    if "monitor" in roles and roles != ["monitor"]:
+        raise UserError("Start the monitor by itself (--role monitor): it needs the whole terminal.")
     if arguments.reward:  # checked here, because the master may be long in coming
         from areal.rewards.functions import check
 
         for name in arguments.reward:
             check(name)
+    from actors.runtime.addresses import find_master
+
+    arguments.master = find_master(arguments.master, arguments.wait)
     if "monitor" in roles:
-        return run_monitor(roles, arguments)
+        return run_monitor(arguments)
     return run_role(roles[0], arguments) if len(roles) == 1 else run_roles(roles, arguments)
 
 
@@ -160,19 +170,22 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     """Check everything that can be checked in advance, then start the whole run on this machine."""
     from rich.console import Console
 
-    from actors.runtime.addresses import open_network
+    from actors.runtime.addresses import take_folder
     from actors.runtime.preflight import check
     from actors.runtime.supervisor import Supervisor, roles_of
     from actors.watching.monitor import print_summary
     from areal.devices import deal_out_cores, deal_out_devices, visible_devices
     from areal.observe.report import write_report
-    from protocols.addresses import host_of
 
+    before = config.master.address
+    config = with_own_port(config, arguments)
     check(config)
     roles = [role for role, count in roles_of(config) for _ in range(count)]
     environments = deal_out_devices(config, visible_devices()) or deal_out_cores(config, roles)
-    network = open_network(host_of(config.master.address))
+    network = take_folder(config, bool(arguments.resume))
     console = Console()
+    if config.master.address != before:
+        print(f"{before} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
 
     async def run() -> int:
         supervisor = stoppable(Supervisor(console, environments=environments))
@@ -182,7 +195,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
         options = role_options(arguments, config.network.ports_text)
         ending = await supervisor.run_everything(config, master, options, network)
         if not ending.ok:
-            print(ending.reason, file=sys.stderr)
+            print(shown(ending.reason), file=sys.stderr)
             return 2 if supervisor.user_error else 1
         if not (config.folder / "report.html").exists():  # the master died between summary and report
             write_report(config.folder)
@@ -190,6 +203,23 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
         return 0
 
     return asyncio.run(run())
+
+
+def with_own_port(config: Config, arguments: argparse.Namespace) -> Config:
+    """`config` with a free port of the master if the one that nobody has asked for is in use, as when a second run is
+    started on one machine."""
+    from actors.runtime.preflight import with_free_port
+    from protocols.addresses import host_of, is_loopback
+
+    # The configuration of a run that is resumed has all keys.
+    in_file = "address" in config.master.model_fields_set and not (arguments.resume and not arguments.config)
+    asked = in_file or any(override.startswith("master.address=") for override in arguments.overrides)
+    if asked or not is_loopback(host_of(config.master.address)):
+        return config
+    address = with_free_port(config.master.address)
+    if address != config.master.address:
+        arguments.overrides.append(f"master.address={address}")
+    return config.model_copy(update={"master": config.master.model_copy(update={"address": address})})
 
 
 def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
@@ -208,7 +238,7 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
         supervisor = stoppable(Supervisor(Console(), environments=environments))
         ending = await supervisor.run_roles(roles, rest, rewards)
         if not ending.ok:
-            print(ending.reason, file=sys.stderr)
+            print(shown(ending.reason), file=sys.stderr)
             return 2 if supervisor.user_error else 1
         return 0
 
@@ -231,7 +261,7 @@ def run_master(config: Config, resume: bool) -> int:
     from actors.master import Master
     from actors.runtime import delays
     from actors.runtime.actor import incarnation
-    from actors.runtime.addresses import open_network
+    from actors.runtime.addresses import open_network, take_folder
     from actors.runtime.logs import configure_logging, write_log_file
     from actors.runtime.preflight import check_port
     from areal.observe import tracking
@@ -242,9 +272,10 @@ def run_master(config: Config, resume: bool) -> int:
     from protocols.transport import Bus
 
     configure_logging("master/0")
-    network = open_network(host_of(config.master.address))
     check_port(config.master.address)
     tracking.check(config.observe)
+    # The supervisor, if there is one, has claimed the folder.
+    network = open_network(host_of(config.master.address)) if SUPERVISED in os.environ else take_folder(config, resume)
     config = uvloop.run(prepare(config)).model_copy(update={"run_dir": config.run_dir.resolve()})
     new = None if resume else RunFolder.create(config)
     journal = Journal.open(config.folder / "journal.db")  # the lock on the journal also guards the run folder
@@ -269,7 +300,7 @@ def run_master(config: Config, resume: bool) -> int:
     finally:
         tracking.finish(tracker, config.folder)
     if not ending.ok:
-        print(ending.reason, file=sys.stderr)
+        print(shown(ending.reason), file=sys.stderr)
     return 0 if ending.ok else 1
 
 
@@ -302,7 +333,7 @@ async def prepare(config: Config) -> Config:
         await bus.close()
 
 
-def run_monitor(roles: list[str], arguments: argparse.Namespace) -> int:
+def run_monitor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from actors.runtime.actor import first_answer, incarnation
@@ -312,8 +343,6 @@ def run_monitor(roles: list[str], arguments: argparse.Namespace) -> int:
     from protocols.messages import AskStatus
     from protocols.transport import Bus
 
-    if roles != ["monitor"]:
-        raise UserError("Start the monitor by itself (--role monitor): it needs the whole terminal.")
     host_towards(arguments.master)
     network = open_network(host_of(arguments.master))
     console = Console()
@@ -351,12 +380,12 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         # The runner is never closed: closing waits for threads inside an engine, which cannot be cancelled.
         ending = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(shown(str(error)), file=sys.stderr)
         leave(2)
     except Exception:
         structlog.get_logger().exception("failed")
         leave(4)
-    print(ending.reason, file=sys.stderr)
+    print(shown(ending.reason), file=sys.stderr)
     leave(3 if ending.fenced else 0 if ending.ok else 1)
 
 

@@ -22,7 +22,7 @@ from actors.parts.run_state import RunState
 from actors.runtime import delays
 from actors.runtime.actor import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
 from actors.watching import prometheus
-from areal.config import Config, UserError
+from areal.config import Config, UserError, without_secrets
 from areal.devices import CORES, settle
 from areal.observe.tracking import flat
 from areal.staleness.failures import Failures
@@ -30,7 +30,8 @@ from areal.staleness.ledger import Answer, Batch, Ledger, LedgerError, RunEnded
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from protocols.addresses import host_of, is_loopback
-from protocols.errors import BusyError, FencedError, RefusedError
+from protocols.codec import MAX_BODY_BYTES
+from protocols.errors import BusyError, FencedError, MalformedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskConfig,
@@ -106,8 +107,13 @@ UNSCORED_LEAST = 3
 MARK_CHARACTERS = 64
 # The evaluator itself keeps `evaluator.timeout_seconds`. Beyond it, the master gives it this long to report.
 EVALUATION_GRACE_SECONDS = 60.0
-# All members have to fit into one snapshot, which is one message.
+# All members have to fit into one snapshot, which is one message, and so do the changes that one event tells.
 MAX_MEMBERS = 4096
+MAX_DIRECTORY_BYTES = MAX_BODY_BYTES * 3 // 4
+# An estimate of what a member takes in a message, besides its texts.
+MEMBER_BYTES = 64
+# So much of the members' numbers is in a status, which is one message too.
+MAX_STATUS_BYTES = MAX_BODY_BYTES // 2
 ROLES = ("trainer", "generator", "reward", "rollout_manager")
 # Number of recent steps kept for monitors that connect late, and the metrics kept of each step.
 RECENT_STEPS = 512
@@ -161,6 +167,7 @@ class Master(HandlesRequests):
         self.journal = journal
         self.state = RunState(config, journal)
         self._pulses: dict[str, _Pulse] = {}
+        self._sizes: Counter[str] = Counter()  # of the members' entries in the directory, in bytes
         self._changed = Signal()
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._outbox: deque[Message] = deque()
@@ -216,6 +223,7 @@ class Master(HandlesRequests):
         self._progressed = self._held_since = self._evaluator_seen = now = self._now()
         self.ledger.renew_all(now, self.config.master.lease_seconds)
         self._pulses = {identity: _Pulse(now, None) for identity in self.state.members}
+        self._sizes = Counter({identity: _member_bytes(member) for identity, member in self.state.members.items()})
         if self.state.last_step:
             self.folder.append_metrics(self.state.last_step)
             self._remember(self.state.last_step)
@@ -264,17 +272,24 @@ class Master(HandlesRequests):
                 await asyncio.sleep(GATHER_SECONDS)
                 event = self._gathered(event)
             await self.journal.durable()
-            self._events.publish(event)
+            try:
+                self._events.publish(event)
+            except MalformedError as error:  # the others see that one is missing, and ask for a snapshot
+                log.error("an event cannot be sent", kind=event.kind, error=str(error))
 
     def _send_out(self, event: Message) -> None:
         self._outbox.append(event)
         self._mail.notify()
 
     def _gathered(self, event: MembersChanged) -> MembersChanged:
-        """`event`, merged with the membership changes that directly follow it in the outbox. Thousands of actors may
-        join at once, and each event is sent to all of them."""
+        """`event`, merged with the membership changes that directly follow it in the outbox, as many as one message
+        holds. Thousands of actors may join at once, and each event is sent to all of them."""
         changed, gone = {m.identity: m for m in event.changed}, list(event.gone)
+        size = _told_bytes(event)
         while self._outbox and isinstance(more := self._outbox[0], MembersChanged):
+            size += _told_bytes(more)
+            if size > MAX_DIRECTORY_BYTES:
+                break
             self._outbox.popleft()
             changed |= {m.identity: m for m in more.changed}
             gone += more.gone
@@ -450,6 +465,12 @@ class Master(HandlesRequests):
         return next(same, None)
 
     def _admit_member(self, asked: Join, mark: str) -> Member:
+        at_home = is_loopback(host_of(self.config.master.address))
+        if at_home and not self.bus.guarded and not is_loopback(host_of(asked.address)):
+            raise RefusedError(
+                f"this run has no keys and listens on this machine alone, so nobody at {asked.address} may join: see "
+                f"docs/security.md"
+            )
         if len(self.state.members) >= MAX_MEMBERS:
             raise BusyError(f"a run may have at most {MAX_MEMBERS} members")
         # There is one trainer: a new one replaces the one before.
@@ -459,7 +480,9 @@ class Master(HandlesRequests):
         for other in [i for i, m in self.state.members.items() if (m.role, m.index) == (asked.role, index)]:
             self._remove(other, f"replaced by {identity}")
         member = Member(identity=identity, role=asked.role, index=index, address=asked.address, state="stale")
+        self._check_room(member)
         self.state.emit("joined", member=member.model_dump())
+        self._sizes[identity] = _member_bytes(member)
         self._pulses[identity] = _Pulse(self._now(), Counter())
         self._send_out(MembersChanged(changed=(member,)))
         log.info("joined", actor=identity, address=asked.address)
@@ -472,6 +495,12 @@ class Master(HandlesRequests):
             )
         return member
 
+    def _check_room(self, new: Member) -> None:
+        """Raises BusyError if the directory would not fit into one message with the entry `new`."""
+        size = _member_bytes(new)
+        if self._sizes.total() - self._sizes[new.identity] + size > MAX_DIRECTORY_BYTES:
+            raise BusyError(f"the directory of the run has no room for what {new.identity} tells of itself")
+
     def _free_index(self, role: str) -> int:
         taken = {m.index for m in self.state.members.values() if m.role == role}
         return next(i for i in range(len(taken) + 1) if i not in taken)
@@ -479,10 +508,13 @@ class Master(HandlesRequests):
     @handles(Heartbeat)
     async def heartbeat(self, request: Request[Heartbeat]) -> HeartbeatAnswer:
         member, beat = self._member(request), request.message
+        told = member.model_copy(update={"state": beat.state, "serves": beat.serves})
+        if told != member:
+            self._check_room(told)
         self._listen(self._pulses[member.identity], beat)
         spans = [(span.name, span.began, span.seconds) for span in beat.spans]
         self.folder.heard(actor_name(member.identity), beat.state, beat.activity, beat.stats, beat.clock, spans)
-        if (beat.state, beat.serves) != (member.state, member.serves):
+        if told != member:
             self._change(member, state=beat.state, serves=beat.serves)
             self._progress()
         return HeartbeatAnswer(
@@ -520,11 +552,12 @@ class Master(HandlesRequests):
 
     @handles(AskConfig)
     async def ask_config(self, request: Request[AskConfig]) -> Configuration:
-        return Configuration(values=self.config.model_dump(mode="json"))
+        return Configuration(values=without_secrets(self.config.model_dump(mode="json")))
 
     def _change(self, member: Member, **fields: Any) -> None:
         member = member.model_copy(update=fields)
         self.state.emit("member_changed", member=member.model_dump())
+        self._sizes[member.identity] = _member_bytes(member)
         self._send_out(MembersChanged(changed=(member,)))
 
     def _remove(self, identity: str, reason: str) -> None:
@@ -535,7 +568,7 @@ class Master(HandlesRequests):
                 self._note_loss(identity, hold[1].version)
         self.state.emit("left", identity=identity)
         self.folder.heard(actor_name(identity), GONE, reason, {})
-        del self._pulses[identity]
+        del self._pulses[identity], self._sizes[identity]
         released = self.ledger.release(identity)
         self._send_out(MembersChanged(gone=(identity,)))
         self._changed.notify()
@@ -941,15 +974,28 @@ class Master(HandlesRequests):
                 "metrics": self.state.last_step,
                 "recent": [] if since is None else [step for step in self._recent if step["step"] > since],
                 "accuracy": {str(version): done.accuracy for version, done in self.state.evaluations.items()},
-                "members": [
-                    {"identity": i, "state": m.state, "activity": p.activity, "stats": p.stats}
-                    for i, m in self.state.members.items()
-                    for p in [self._pulses[i]]
-                ],
+                "members": self._told_members(),
                 "ended": self._end.done(),
                 "events": self._events.address,
             }
         )
+
+    def _told_members(self) -> list[dict[str, Any]]:
+        """The members with their activities and numbers; without these, once they take MAX_STATUS_BYTES."""
+        told, size = [], 0
+        for identity, member in self.state.members.items():
+            pulse = self._pulses[identity]
+            size += len(pulse.activity.encode()) + sum(len(name.encode()) + 11 for name in pulse.stats)
+            fits = size <= MAX_STATUS_BYTES
+            told.append(
+                {
+                    "identity": identity,
+                    "state": member.state,
+                    "activity": pulse.activity if fits else "",
+                    "stats": pulse.stats if fits else {},
+                }
+            )
+        return told
 
     def _counts(self) -> dict[str, int]:
         """Numbers of groups."""
@@ -1006,3 +1052,17 @@ class Master(HandlesRequests):
 
     def _activity(self, role: str) -> str:
         return next((self._pulses[i].activity for i, m in self.state.members.items() if m.role == role), "gone")
+
+
+def _member_bytes(member: Member) -> int:
+    """What the entry of a member takes in a message, at the most."""
+    held = member.held
+    texts = (
+        member.identity, member.role, member.address, member.state, *member.serves,
+        *((held.folder, held.stamp) if held else ()),
+    )  # fmt: skip
+    return MEMBER_BYTES + sum(len(text.encode()) + 5 for text in texts) + (MEMBER_BYTES if held else 0)
+
+
+def _told_bytes(event: MembersChanged) -> int:
+    return sum(map(_member_bytes, event.changed)) + sum(len(identity) + 5 for identity in event.gone)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal.config import UserError
+from areal.text import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.tool(options)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(shown(str(error)), file=sys.stderr)
         return 2
     return 0
 
@@ -99,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     health = tools.add_parser(
         "health", help="exit with 0 if the run's master answers and the actor is healthy, else with 1"
     )
-    health.add_argument("--master", required=True, metavar="tcp://HOST:PORT")
+    health.add_argument(
+        "--master", required=True, metavar="tcp://HOST:PORT", help="or the run folder on the master's machine"
+    )
     health.add_argument(
         "--actor", metavar="ROLE/INDEX", help="actor to check, such as generator/0 (default: only the master)"
     )
@@ -228,27 +231,31 @@ def _health(options: argparse.Namespace) -> None:
     import asyncio
 
     from actors.runtime.actor import incarnation
-    from actors.runtime.addresses import open_network
+    from actors.runtime.addresses import find_master, open_network
     from actors.watching.health import UnhealthyError, until_healthy
     from protocols.addresses import host_of
     from protocols.transport import Bus
 
-    if not re.fullmatch(r"tcp://.+:\d+", options.master):
-        raise UserError(f"--master {options.master!r} is not an address: write tcp://HOST:PORT.")
-
-    network = open_network(host_of(options.master))
+    try:
+        master = find_master(options.master, options.wait)
+    except UserError as error:
+        print(shown(str(error)), file=sys.stderr)
+        sys.exit(1)
+    if not re.fullmatch(r"tcp://.+:\d+", master):
+        raise UserError(f"--master {master!r} is not an address: write tcp://HOST:PORT, or a run folder.")
+    network = open_network(host_of(master))
 
     async def ask() -> str:
         bus = Bus(f"monitor/0#{incarnation()}", network)
         try:
-            return await until_healthy(bus, options.master, options.actor, options.wait)
+            return await until_healthy(bus, master, options.actor, options.wait)
         finally:
             await bus.close()
 
     try:
         print(asyncio.run(ask()))
     except UnhealthyError as error:
-        print(error, file=sys.stderr)
+        print(shown(str(error)), file=sys.stderr)
         sys.exit(1)
 
 

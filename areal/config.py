@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
@@ -540,7 +541,8 @@ class MasterConfig(Section):
     address: str = Field(
         "tcp://127.0.0.1:5555",
         pattern=r"^tcp://.+:\d+$",
-        description="address at which the master listens; host *: all interfaces",
+        description="address at which the master listens; host *: all interfaces. If it is not set and the port is "
+        "in use, a run on one machine takes another one",
     )
     lease_seconds: float = Field(60.0, gt=0, description="silence after which an actor is fenced and its leases end")
     lost_seconds: float = Field(
@@ -562,7 +564,7 @@ class NetworkConfig(Section):
     keys: str | None = Field(
         None,
         description="folder made by `python -m areal keys`, or `none` to leave the links open to anybody; required if "
-        "the master listens beyond this machine; default: AREAL_KEYS",
+        "the master listens beyond this machine; default: AREAL_KEYS, or on one machine keys of the run's own",
     )
     ports: tuple[int, int] | None = Field(None, description="first and last port to listen at; default: any free port")
 
@@ -740,15 +742,22 @@ class Config(ScoringConfig):
         return self.folder / "weights" if self.weights.folder is None else self.weights.folder / self.name
 
 
-def load_config(file: Path | None, overrides: Sequence[str] = (), kind: type[T] = Config) -> T:  # type: ignore[assignment]
+def load_config(
+    file: Path | None,
+    overrides: Sequence[str] = (),
+    kind: type[T] = Config,  # type: ignore[assignment]
+    secrets: Mapping[str, Any] | None = None,
+) -> T:
     """The configuration from a YAML file, if one is given, with overrides such as `generator.count=2`.
 
     Any mapping in a file may name a `base`: another file, or a list of files, relative to its own file, whose values it
     changes. Mappings are merged, all other values are replaced; of two bases the later one wins. In an override a
     base is relative to the working directory.
-    Raises UserError, which names the key, its place and what to do.
+    secrets: values for the places in the file where they are hidden, as `secrets_in` returned them. Raises UserError,
+    which names the key, its place and what to do.
     """
     values = {} if file is None else _read(file)
+    _reveal(values, secrets or {})
     for override in overrides:
         _override(values, override)
     values = _with_bases(values, Path(), ())
@@ -799,8 +808,61 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """The resolved configuration as YAML, with HIDDEN in place of secrets."""
+    return yaml.safe_dump(without_secrets(config.model_dump(mode="json")), sort_keys=False)
+
+
+HIDDEN = "(hidden)"
+_SECRET = re.compile(
+    r"(?:.*_)?(?:token|secret|password|passwd|credentials?|authorization|(?:api|access|private|secret)_?key)",
+    re.IGNORECASE,
+)
+_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def without_secrets(values: Any, name: str = "") -> Any:
+    """A part of the configuration, with HIDDEN in place of each text whose key is that of a secret, such as
+    prometheus_token or api_key, and of users and passwords in URLs."""
+    match values:
+        case dict():
+            return {key: without_secrets(value, str(key)) for key, value in values.items()}
+        case list():
+            return [without_secrets(value, name) for value in values]
+        case str():
+            return HIDDEN if values and _SECRET.fullmatch(name) else _USER_IN_URL.sub(HIDDEN, values)
+    return values
+
+
+def secrets_in(values: dict[str, Any]) -> dict[str, Any]:
+    """The values that `without_secrets` changes, in dictionaries like those of `values`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            if inner := secrets_in(value):
+                found[key] = inner
+        elif without_secrets(value, str(key)) != value:
+            found[key] = value
+    return found
+
+
+def hidden_in(values: Any, place: str = "") -> str | None:
+    """The first key whose value, or a part of it, is hidden; None where there is none."""
+    match values:
+        case dict():
+            places = (hidden_in(value, f"{place}.{key}".lstrip(".")) for key, value in values.items())
+        case list():
+            places = (hidden_in(value, place) for value in values)
+        case _:
+            return place if isinstance(values, str) and HIDDEN in values else None
+    return next((found for found in places if found), None)
+
+
+def _reveal(values: dict[str, Any], secrets: Mapping[str, Any]) -> None:
+    for key, secret in secrets.items():
+        if isinstance(secret, dict) and isinstance(values.get(key), dict):
+            _reveal(values[key], secret)
+        elif hidden_in(values.get(key)) is not None:
+            values[key] = secret
 
 
 def _override(values: dict[str, Any], override: str) -> None:

@@ -99,7 +99,7 @@ def encode_body(message: Message) -> list[Frame]:
         if len(body) > MAX_BODY_BYTES:
             arrays.clear()
             body = _pack(_with_long_texts_apart(message.__dict__), pack)
-    except (ValueError, RecursionError) as error:  # too deep, or text that is not Unicode
+    except (ValueError, OverflowError, RecursionError) as error:  # not Unicode, beyond 64 bits, or too deep
         raise MalformedError(f"a message of kind {message.kind!r} cannot be sent: {error!s:.200}") from None
     _limit(message.kind, "bytes of body", len(body), MAX_BODY_BYTES)
     _limit(message.kind, "arrays", len(arrays), MAX_ARRAYS)

@@ -46,13 +46,16 @@ PROTOCOL_VERSION = 9
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
 Address = Annotated[Name, Field(pattern=r"^tcp://[^\s;]+:[1-9]\d{0,4}$")]
-Count = Annotated[int, Field(ge=0, le=1 << 53)]
+# Sums of as many counts as a message holds stay within 64 bits.
+Count = Annotated[int, Field(ge=0, le=1 << 48)]
 # Bounded, so that sums over very many numbers, and the squares of these sums, stay finite.
 Number = Annotated[float, Field(ge=-1e100, le=1e100)]
 # Validation stops at the first wrong item: an error for each of a million items would take a gigabyte.
 Several = Annotated[tuple[T, ...], Field(fail_fast=True)]
-# Most entries in a collection that an actor reports about itself and that other actors have to keep.
+# Most entries in a collection that an actor reports about itself and that the master has to keep.
 MAX_STATS = 256
+# An actor's entry in the directory goes to all others, and thousands of entries have to fit into one message.
+MAX_SERVED = 32
 KINDS: dict[str, type[Message]] = {}
 Vector = np.ndarray[Any, Any]
 
@@ -145,7 +148,7 @@ class Policy(Part):
 
     lineage: int
     version: int
-    folder: str
+    folder: Annotated[str, Field(max_length=4096)]
     stamp: Name = ""
 
     @property
@@ -198,9 +201,9 @@ class Welcome(Message):
 class Engagement(Part):
     """The load of a generator: `sequences` that run or wait, by asker, and the `limit` on all of them together."""
 
-    sequences: dict[Name, Count]
+    sequences: Annotated[dict[Name, Count], Field(max_length=4096)]
     limit: Annotated[int, Field(ge=1, le=1 << 31)]
-    version: int
+    version: Annotated[int, Field(ge=0, le=1 << 53)]
 
 
 class LoadTold(Part):
@@ -234,7 +237,7 @@ class Heartbeat(Message):
     is healthy once it has loaded the policy that was current when it joined."""
 
     state: State
-    serves: Annotated[Several[Name], Field(max_length=MAX_STATS)]
+    serves: Annotated[Several[Name], Field(max_length=MAX_SERVED)]
     activity: Annotated[str, Field(max_length=512)]
     stats: Annotated[dict[Name, Number], Field(max_length=MAX_STATS)]
     engagement: Engagement | None = None

@@ -4,7 +4,9 @@ One task reads each socket (receiving is not cancel-safe) and passes the frames 
 cancelled at any time. The asyncio sockets of pyzmq are not used: libzmq does not announce a message again that arrives
 during another call into libzmq. So each send has to wake the reader, and only `ZmqLink` sends.
 
-With keys, every link is encrypted, both ends authenticate each other, and a peer without keys is refused.
+With keys, every link is encrypted, both ends authenticate each other, and a peer without keys is refused. Without keys
+too, libzmq asks the `Doorkeeper` about each peer: then it refuses the protocols before ZMTP 3, which anything that can
+open a connection can speak without reading an answer, such as a web page that posts a form to the port.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import asyncio
 import functools
 import operator
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -21,7 +23,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from protocols.codec import MAX_FRAME_BYTES, Frame
-from protocols.security import ANSWERS, HANDSHAKE_MS, Doorkeeper, Generation, Keys, Refusals
+from protocols.security import ANSWERS, HANDSHAKE_MS, Doorkeeper, Generation, Keys, Refusals, guard
 
 # After this many messages the reader lets other tasks run, so that a flood does not block the event loop.
 DRAIN = 256
@@ -30,6 +32,10 @@ HIGH_WATER_MARK = 10_000
 SHARED_BYTES = 64 << 10
 # Sockets of a process. libzmq's default limit is 1023, and with keys a link takes three sockets.
 MAX_SOCKETS = 16_384
+# Subscribers only say hello, and handshakes take a few hundred bytes.
+MAX_HELLO_BYTES = 1024
+# The longest known subscribers are forgotten beyond this number; a run has at most 4,096 members.
+MAX_SUBSCRIBERS = 16_384
 # Time between two attempts to connect to an address with different keys.
 OTHER_KEYS_SECONDS = 0.2
 
@@ -85,7 +91,11 @@ class Network(Protocol):
     def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> Link:
         """A link to one server; nothing is queued before it is connected."""
 
-    def publish(self, address: str) -> tuple[Link, str]:
+    @property
+    def guarded(self) -> bool:
+        """True if only holders of the run's keys can connect."""
+
+    def publish(self, address: str, on_crash: OnCrash) -> tuple[Link, str]:
         """A link to all subscribers of `address`, and its real address. Raises OSError (address in use)."""
 
     def subscribe(self, address: str, receive: Receive, on_crash: OnCrash) -> Link:
@@ -96,9 +106,10 @@ class Network(Protocol):
 
 
 class ZmqNetwork:
-    """ZeroMQ: a ROUTER for a server, a DEALER for a link to a server, PUB and SUB for events.
+    """ZeroMQ: a ROUTER for a server or a publisher, a DEALER for a link to one.
 
-    keys: only their holders may connect; None: anybody may connect and read the traffic.
+    keys: only their holders may connect; None: anybody who speaks ZMTP 3 may connect and read the traffic. PUB and SUB
+    are not used: a PUB keeps every topic that a peer subscribes to, however many these are.
     """
 
     def __init__(self, keys: Keys | None = None) -> None:
@@ -124,15 +135,21 @@ class ZmqNetwork:
         socket.immediate = True
         return ZmqLink(socket, self._reach(socket, address), receive, on_crash)
 
-    def publish(self, address: str) -> tuple[ZmqOutlet, str]:
-        socket = self._socket(zmq.PUB)
-        real, watch = self._listen(socket, address)
-        return ZmqOutlet(socket, watch), real
+    @property
+    def guarded(self) -> bool:
+        return self._keys is not None
 
-    def subscribe(self, address: str, receive: Receive, on_crash: OnCrash) -> ZmqLink:
-        socket = self._socket(zmq.SUB)
-        socket.subscribe(b"")
-        return ZmqLink(socket, self._reach(socket, address), receive, on_crash)
+    def publish(self, address: str, on_crash: OnCrash) -> tuple[ZmqPublisher, str]:
+        socket = self._socket(zmq.ROUTER)
+        socket.router_mandatory = True
+        socket.maxmsgsize = MAX_HELLO_BYTES
+        real, watch = self._listen(socket, address)
+        return ZmqPublisher(socket, watch, on_crash), real
+
+    def subscribe(self, address: str, receive: Receive, on_crash: OnCrash) -> ZmqSubscription:
+        socket = self._socket(zmq.DEALER)
+        socket.immediate = True
+        return ZmqSubscription(socket, lambda connected: self._reach(socket, address, connected), receive, on_crash)
 
     def close(self) -> None:
         if self._doorkeeping:
@@ -156,8 +173,9 @@ class ZmqNetwork:
 
     def _listen(self, socket: zmq.Socket[bytes], address: str) -> tuple[str, Watch]:
         """Bind the socket. Returns the real address and the watch that counts failed handshakes. Raises OSError."""
+        self._keep_door()
+        guard(socket)
         if self._keys:
-            self._keep_door(self._keys)
             self._keys.listen(socket)
         try:
             real = _bind(socket, address)
@@ -170,19 +188,23 @@ class ZmqNetwork:
 
         return real, Handshakes(socket, HANDSHAKES_FAILED, refused)
 
-    def _reach(self, socket: zmq.Socket[bytes], address: str) -> Watch | None:
-        """Connect. With keys, returns the `Approach`, which finds a generation of keys that the other end knows."""
-        if self._keys is None:
-            socket.connect(address)
-            return None
-        return Approach(socket, address, self._keys)
+    def _reach(
+        self, socket: zmq.Socket[bytes], address: str, connected: Callable[[], None] | None = None
+    ) -> Watch | None:
+        """Connect, and call `connected` after each handshake. With keys, returns the `Approach`, which finds a
+        generation of keys that the other end knows."""
+        if self._keys is not None:
+            return Approach(socket, address, self._keys, connected)
+        watch = connected and Handshakes(socket, [zmq.Event.HANDSHAKE_SUCCEEDED], lambda _: connected())
+        socket.connect(address)
+        return watch
 
-    def _keep_door(self, keys: Keys) -> None:
+    def _keep_door(self) -> None:
         if self._doorkeeping is None:
             door = self._context.socket(zmq.ROUTER)
             door.linger = 0
             door.bind(ANSWERS)
-            self._doorkeeping = Watch(door, Doorkeeper(keys, self._refusals, door.send_multipart).asked)
+            self._doorkeeping = Watch(door, Doorkeeper(self._keys, self._refusals, door.send_multipart).asked)
 
 
 class Watch:
@@ -235,10 +257,13 @@ class Handshakes(Watch):
 class Approach(Handshakes):
     """Connects a socket with one generation of the keys after another, until the other end knows one."""
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str, keys: Keys) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], address: str, keys: Keys, connected: Callable[[], None] | None
+    ) -> None:
         super().__init__(socket, [*HANDSHAKES_FAILED, zmq.Event.HANDSHAKE_SUCCEEDED], self._ended)
         self._address = address
         self._keys = keys
+        self._connected = connected
         self._timer: asyncio.TimerHandle | None = None
         self._connect(keys.generations[0])
 
@@ -249,6 +274,8 @@ class Approach(Handshakes):
     def _ended(self, event: zmq.Event) -> None:
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._wait()
+            if self._connected:
+                self._connected()
         elif self._timer is None:
             self._timer = self._loop.call_later(OTHER_KEYS_SECONDS, self._try_next)
 
@@ -274,12 +301,22 @@ def _next_after(tried: Generation, generations: Sequence[Generation]) -> Generat
     return generations[after % len(generations)]
 
 
-class ZmqOutlet:
-    """A socket that only sends: that of a publisher, which never has to wait. Closes `watch` with itself."""
+class ZmqLink:
+    """A socket and the one task that reads it and passes every message to `receive`. `on_crash` gets its exceptions.
+    Closes `watch` with itself."""
 
-    def __init__(self, socket: zmq.Socket[bytes], watch: Watch | None) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], watch: Watch | None, receive: Receive, on_crash: OnCrash) -> None:
         self._socket = socket
         self._watch = watch
+        self._receive = receive
+        self._on_crash = on_crash
+        self._woken = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._woken.set()
+        self._descriptor = socket.fileno()
+        asyncio.get_running_loop().add_reader(self._descriptor, self._woken.set)
+        self._reader = asyncio.create_task(self._read(), name="link")
+        self._reader.add_done_callback(self._ended)
 
     @property
     def closed(self) -> bool:
@@ -293,35 +330,6 @@ class ZmqOutlet:
             raise Full("no peer is connected, or the queue is full") from None
         except zmq.ZMQError as error:
             raise Unreachable(error.strerror) from None
-
-    async def send_when_possible(self, frames: list[Frame]) -> None:
-        if not self.closed:
-            self.send(frames)
-
-    async def close(self) -> None:
-        if self._watch:
-            self._watch.close()
-        self._socket.close()
-
-
-class ZmqLink(ZmqOutlet):
-    """A socket and the one task that reads it and passes every message to `receive`. `on_crash` gets its exceptions."""
-
-    def __init__(self, socket: zmq.Socket[bytes], watch: Watch | None, receive: Receive, on_crash: OnCrash) -> None:
-        super().__init__(socket, watch)
-        self._receive = receive
-        self._on_crash = on_crash
-        self._woken = asyncio.Event()
-        self._writable = asyncio.Event()
-        self._woken.set()
-        self._descriptor = socket.fileno()
-        asyncio.get_running_loop().add_reader(self._descriptor, self._woken.set)
-        self._reader = asyncio.create_task(self._read(), name="link")
-        self._reader.add_done_callback(self._ended)
-
-    def send(self, frames: list[Frame]) -> None:
-        try:
-            super().send(frames)
         finally:
             self._woken.set()
 
@@ -339,7 +347,9 @@ class ZmqLink(ZmqOutlet):
         asyncio.get_running_loop().remove_reader(self._descriptor)
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
-        await super().close()
+        if self._watch:
+            self._watch.close()
+        self._socket.close()
         self._writable.set()
 
     async def _read(self) -> None:
@@ -375,6 +385,54 @@ class ZmqLink(ZmqOutlet):
     def _ended(self, reader: asyncio.Task[None]) -> None:
         if not reader.cancelled() and (error := reader.exception()):
             self._on_crash(error)
+
+
+class ZmqPublisher(ZmqLink):
+    """Sends to every peer that has said hello, which is any message. Whatever else it says is not kept."""
+
+    def __init__(self, socket: zmq.Socket[bytes], watch: Watch | None, on_crash: OnCrash) -> None:
+        super().__init__(socket, watch, self._greeted, on_crash)
+        self._routes: OrderedDict[bytes, None] = OrderedDict()
+
+    def send(self, frames: list[Frame]) -> None:
+        """Send to all. A subscriber that reads too slowly misses the message."""
+        for route in list(self._routes):
+            try:
+                super().send([route, *frames])
+            except Full:
+                pass
+            except Unreachable:
+                del self._routes[route]
+
+    def _greeted(self, frames: list[Frame]) -> None:
+        self._routes[bytes(frames[0])] = None
+        if len(self._routes) > MAX_SUBSCRIBERS:
+            self._routes.popitem(last=False)
+
+
+class ZmqSubscription(ZmqLink):
+    """Says hello to the publisher after each handshake, also when it is connected again.
+
+    reach: connects the socket; it gets the function to call after each handshake.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], reach: Callable[[Callable[[], None]], Watch | None], receive: Receive,
+        on_crash: OnCrash,
+    ) -> None:  # fmt: skip
+        self._connected = asyncio.Event()
+        super().__init__(socket, reach(self._connected.set), receive, on_crash)
+        self._greeter = asyncio.create_task(self._greet(), name="greet")
+
+    async def close(self) -> None:
+        self._greeter.cancel()
+        await super().close()
+
+    async def _greet(self) -> None:
+        while True:
+            await self._connected.wait()
+            self._connected.clear()
+            await self.send_when_possible([b""])
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> str:

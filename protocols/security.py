@@ -88,17 +88,22 @@ class Keys:
         return any(z85.encode(public) == zmq.curve_public(g.client.encode()) for g in self.generations)
 
     def listen(self, socket: zmq.Socket[bytes]) -> None:
-        """Restrict what `socket` binds next to holders of the keys. Without a `Doorkeeper` all peers are refused."""
+        """Restrict what `socket` binds next to holders of the keys."""
         socket.curve_server = True
         socket.curve_secretkey = self.generations[0].server.encode()
-        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def connect(self, socket: zmq.Socket[bytes], generation: Generation) -> None:
         """Restrict what `socket` connects next to servers that hold this generation's server key."""
         client = generation.client.encode()
         socket.curve_serverkey = zmq.curve_public(generation.server.encode())
         socket.curve_secretkey, socket.curve_publickey = client, zmq.curve_public(client)
+
+
+def guard(socket: zmq.Socket[bytes]) -> None:
+    """Have the `Doorkeeper` asked about each peer of what `socket` binds next. Peers that speak a protocol without
+    handshake, ZMTP 1 or 2, are refused in any case, and all peers if there is no `Doorkeeper`."""
+    socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 def make_keys(folder: Path) -> Path:
@@ -187,9 +192,12 @@ class Refusals:
 
 
 class Doorkeeper:
-    """Tells libzmq, for each peer that has finished a handshake, whether to admit it (ZeroMQ RFC 27)."""
+    """Tells libzmq, for each peer that has finished a handshake, whether to admit it (ZeroMQ RFC 27).
 
-    def __init__(self, keys: Keys, refusals: Refusals, answer: Callable[[list[bytes]], object]) -> None:
+    keys: their holders are admitted; None: every peer.
+    """
+
+    def __init__(self, keys: Keys | None, refusals: Refusals, answer: Callable[[list[bytes]], object]) -> None:
         self._keys = keys
         self._refusals = refusals
         self._answer = answer
@@ -197,7 +205,9 @@ class Doorkeeper:
     def asked(self, frames: list[bytes]) -> None:
         """Answer one ZAP request. `frames` begin with the route of the answer."""
         route, empty, version, number, domain, address, _, mechanism, *credentials = frames
-        known = mechanism == b"CURVE" and domain == DOMAIN and self._keys.lets_in(credentials[0])
+        known = domain == DOMAIN and (
+            mechanism == b"NULL" if self._keys is None else mechanism == b"CURVE" and self._keys.lets_in(credentials[0])
+        )
         if not known:
             self._refusals.add(address.decode(errors="replace"), "unknown key")
         status = ACCEPTED if known else REFUSED_SILENTLY

@@ -260,7 +260,8 @@ class _Call:
         self._granted: asyncio.Event | None = None
 
     def grant(self, parts: int) -> None:
-        self.room += parts
+        # An asker that grants more than it was sent would have everything queued for it here.
+        self.room = min(self.room + parts, STREAM_CREDIT)
         if self._granted:
             self._granted.set()
 
@@ -488,12 +489,15 @@ class _Inbox:
 class Publisher:
     """Publishes events with sequence numbers after `first`. Subscribers may miss events and then ask for a snapshot."""
 
-    def __init__(self, network: Network, address: str, identity: Identity, run: str, first: int) -> None:
+    def __init__(
+        self, network: Network, address: str, identity: Identity, run: str, first: int, on_crash: OnCrash
+    ) -> None:
         self.sequence = first
         self._header = Header(kind="", run=run, sender=identity.name)
-        self._link, self.address = network.publish(address)
+        self._link, self.address = network.publish(address, on_crash)
 
     def publish(self, event: Message) -> None:
+        """Raises MalformedError if the event cannot be sent; to subscribers it is then like one that was lost."""
         self.sequence += 1
         header = self._header._replace(kind=event.kind, part=self.sequence)
         self._link.send(encode(header, event))
@@ -553,6 +557,11 @@ class Bus:
         self._closing: dict[asyncio.Task[None], None] = {}
         self._on_crash: OnCrash = _tell_loop
 
+    @property
+    def guarded(self) -> bool:
+        """True if only holders of the run's keys can reach this actor."""
+        return self._network.guarded
+
     def serve(self, address: str, handle: Handler, on_crash: OnCrash) -> str:
         """Open the server; returns the bound address. `on_crash` also gets the exceptions of event handlers.
 
@@ -580,7 +589,7 @@ class Bus:
 
         Raises OSError (address in use).
         """
-        publisher = Publisher(self._network, address, self.identity, self.run, first)
+        publisher = Publisher(self._network, address, self.identity, self.run, first, self._on_crash)
         self._others.append(publisher)
         return publisher
 

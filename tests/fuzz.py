@@ -166,7 +166,7 @@ class Cluster:
         with output.open("w") as out:
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "run.py"), *arguments], stdout=out, stderr=subprocess.STDOUT,
-                env=os.environ | {"HF_HUB_OFFLINE": "1"}, cwd=self.folder, start_new_session=True,
+                env=os.environ | {"HF_HUB_OFFLINE": "1", "AREAL_KEYS": "none"}, cwd=self.folder, start_new_session=True,
             )  # fmt: skip
         self._started.append(process)
         return Door(process, output, address)

@@ -8,15 +8,18 @@ import re
 import socket
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 from helpers import processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
-from run import main
+from run import main, with_own_port
 
+from actors.runtime.preflight import with_free_port
 from actors.runtime.supervisor import Supervisor
+from areal.config import load_config
 from areal.processes import KEYS
 from areal.storage.run_folder import read_metrics
 
@@ -142,16 +145,14 @@ def check_evaluations(evaluations: list[dict], summary: dict) -> None:
     )  # fmt: skip
 
 
-def test_roles_started_by_hand_train_adapters_on_policy_by_a_reward_of_the_users_own(
-    run, small, free_port, tmp_path, tiny_model
-):
+def test_roles_started_by_hand_train_adapters_on_policy_by_a_reward_of_the_users_own(run, small, tmp_path, tiny_model):
     (tmp_path / "mine.py").write_text(SHORT)
     changes = [
         "max_staleness=0", "reward.functions=[mine:short]", "trainer.lora.rank=4",
         "trainer.lora.target_modules=[q_proj,v_proj]", "trainer.lr=1e-3", "trainer.lr_schedule=linear",
         "trainer.kl_coef=0.01", "trainer.zero_stage=2",
     ]  # fmt: skip
-    master = f"tcp://127.0.0.1:{free_port}"
+    master = "runs/test"  # where the master writes its address, and the keys of this run
     runs = [run("--role", "master", "--config", CONFIG, *small, *changes)]
     roles = ["trainer", "generator", "rollout_manager", "evaluator"]
     runs += [run("--role", role, "--master", master) for role in roles]
@@ -238,6 +239,32 @@ def test_a_port_in_use_is_told(small, free_port, monkeypatch, capsys):
         check_refused(monkeypatch, capsys, arguments, f"cannot listen at tcp://127.0.0.1:{free_port}")
 
 
+def test_a_port_in_use_is_replaced_by_a_free_one(free_port):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port))
+        taken.listen()
+        assert with_free_port(f"tcp://127.0.0.1:{free_port}") != f"tcp://127.0.0.1:{free_port}"
+    assert with_free_port(f"tcp://127.0.0.1:{free_port}") == f"tcp://127.0.0.1:{free_port}"
+
+
+@pytest.mark.parametrize(
+    ("more", "resume", "another"),
+    [
+        ([], None, True),
+        (["master.address=tcp://127.0.0.1:5555"], None, False),
+        ([], Path("runs/test"), True),  # its configuration has all keys
+        (["master.address=tcp://*:5555"], None, False),
+    ],
+)
+def test_only_a_port_that_nobody_asked_for_is_replaced(monkeypatch, more, resume, another):
+    monkeypatch.setattr("actors.runtime.preflight.with_free_port", lambda address: "tcp://127.0.0.1:5999")
+    arguments = Namespace(config=None, resume=resume, overrides=list(more))
+    config = load_config(Path(CONFIG), more if resume is None else ["master.address=tcp://127.0.0.1:5555"])
+    config = with_own_port(config, arguments)
+    assert (config.master.address == "tcp://127.0.0.1:5999") is another
+    assert arguments.overrides == more + ["master.address=tcp://127.0.0.1:5999"] * another  # for the master's process
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -291,7 +318,8 @@ def test_a_master_that_is_told_to_stop_ends_without_drawing_a_report(run, small,
 
 
 def test_roles_without_a_master_say_so(run, free_port):
-    started = run("--role", "generator", "--role", "reward", "--master", f"tcp://127.0.0.1:{free_port}", "--wait", "4")
+    master = f"tcp://127.0.0.1:{free_port}"
+    started = run("--role", "generator", "--role", "reward", "--master", master, "--wait", "4", "--keys", "none")
     output = started.wait(60)
     assert started.code == 2
     assert "waiting for the master" in output

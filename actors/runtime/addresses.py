@@ -5,16 +5,34 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal.config import UserError
+import structlog
+
+from areal.config import Config, UserError
 from areal.processes import KEYS
-from protocols.addresses import EVERY_INTERFACE, bracketed, is_loopback, is_number, port_range
+from areal.storage.claim import announce, claim, claimed
+from protocols.addresses import (
+    EVERY_INTERFACE,
+    bracketed,
+    host_of,
+    is_loopback,
+    is_number,
+    on_this_machine,
+    port_range,
+)
 from protocols.network import ZmqNetwork
-from protocols.security import Keys, KeysError
+from protocols.security import FILE_NAME, Keys, KeysError, make_keys
 
 NO_KEYS = "none"
+# The folder in a run folder with the keys of that run alone.
+OWN_KEYS = "keys"
+# After this time without a run in the folder, a role logs that it waits for one.
+SILENCE_SECONDS, LOOK_SECONDS = 3.0, 0.2
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +70,8 @@ class Door:
 def open_network(*hosts: str) -> ZmqNetwork:
     """The network of an actor that listens on, or connects to, `hosts`.
 
-    It uses the keys in the folder that AREAL_KEYS names. It uses no keys if AREAL_KEYS is `none`, or if AREAL_KEYS is
-    not set and all hosts are loopback. Raises UserError if the keys cannot be read, or are missing for other hosts.
+    It uses the keys in the folder that AREAL_KEYS names; none if AREAL_KEYS is `none`. Raises UserError if AREAL_KEYS
+    is not set, or if the keys cannot be read.
     """
     keys = os.environ.get(KEYS)
     if keys and keys != NO_KEYS:
@@ -68,14 +86,69 @@ def open_network(*hosts: str) -> ZmqNetwork:
             f"copy the folder to every node, and give it to each role with --keys FOLDER or {KEYS}; `none` in place of "
             f"the folder leaves the links open to anyone."
         )
+    if not keys:
+        raise UserError(
+            f"{hosts[0]} is this machine, where a run makes keys of its own: give its folder in place of the address, "
+            f"--master runs/NAME, or its keys, --keys runs/NAME/{OWN_KEYS}."
+        )
     return ZmqNetwork()
+
+
+def take_folder(config: Config, resume: bool) -> ZmqNetwork:
+    """Claim the folder of a run that this process starts, until the process ends. Returns the network of the run.
+
+    If all its actors are on this machine and the user has given no keys, the run gets keys of its own, in its folder,
+    which AREAL_KEYS names from then on. Raises UserError.
+    """
+    host = host_of(config.master.address)
+    own = is_loopback(host) and not os.environ.get(KEYS)
+    if not own:
+        open_network(host).close()  # whether there are keys is checked before anything is changed
+    lock = claim(config.folder, resume)
+    if own:
+        keys = config.folder.absolute() / OWN_KEYS
+        if not (keys / FILE_NAME).exists():
+            make_keys(keys)
+        os.environ[KEYS] = str(keys)
+    announce(lock, config.master.address)
+    return open_network(host)
+
+
+def find_master(given: str, patience: float) -> str:
+    """The address of the master that the user has given: an address, or the folder of a run on this machine. For a
+    folder, wait for a run to begin there, and take that run's own keys, unless the user has given others. Raises
+    UserError if none begins within `patience` seconds."""
+    folder = Path(given)
+    if given.startswith("tcp://") or not ("/" in given or folder.is_dir()):
+        return given
+    begun = time.monotonic()
+    told = False
+    while (address := claimed(folder)) is None:
+        waited = time.monotonic() - begun
+        if waited > patience:
+            raise UserError(
+                f"No run is in progress in {folder} (waited {patience:g} s): start one with "
+                f"`python run.py --role master --config FILE`, or give the address of a master, tcp://HOST:PORT."
+            )
+        if waited > SILENCE_SECONDS and not told:
+            told = True
+            log.warning("waiting for the run", folder=given, seconds=patience)
+        time.sleep(LOOK_SECONDS)
+    if not os.environ.get(KEYS) and is_loopback(host_of(address)):
+        keys = folder.absolute() / OWN_KEYS
+        if not (keys / FILE_NAME).exists():
+            raise UserError(f"The run in {folder} was started with other keys than its own: give them with --keys.")
+        os.environ[KEYS] = str(keys)
+    return on_this_machine(address)
 
 
 def host_towards(master: str) -> str:
     """The address of the interface that leads to the master. Raises UserError if `master` is not a valid address."""
     host, _, port = master.removeprefix("tcp://").rpartition(":")
     if not master.startswith("tcp://") or not host or not port.isdigit():
-        raise UserError(f"--master {master!r} is not an address: write tcp://HOST:PORT.")
+        raise UserError(
+            f"--master {master!r} is not an address: write tcp://HOST:PORT, or a run folder of this machine, runs/NAME."
+        )
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:

@@ -12,6 +12,8 @@ from typing import Any
 import structlog
 from structlog.typing import EventDict
 
+from areal.text import shown
+
 # A file that has grown to this size is renamed to NAME.1, in place of an older one.
 LIMIT_BYTES = 32 << 20
 
@@ -41,6 +43,7 @@ def configure_logging(name: str) -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=False),
             structlog.processors.format_exc_info,
             _to_file,
+            _as_shown,
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
@@ -59,3 +62,11 @@ def _to_file(logger: Any, method: str, event: EventDict) -> EventDict:
     if _file is not None:
         _file.write(json.dumps(event, default=str))
     return event
+
+
+def _as_shown(logger: Any, method: str, event: EventDict) -> EventDict:
+    """The texts of models and members may hold anything. Only a traceback may have several lines."""
+    return {
+        key: shown(value) if key == "exception" else shown(value).replace("\n", "\\n")
+        for key, value in ((key, value if isinstance(value, str) else repr(value)) for key, value in event.items())
+    }

@@ -114,19 +114,39 @@ def check_characters(row: Row) -> None:
         )
 
 
+def with_free_port(address: str) -> str:
+    """`address`, with another port if its port is in use. Raises UserError if the master cannot listen at its host."""
+    try:
+        _try_to_listen(address)
+    except OSError:
+        host = address.rpartition(":")[0]
+        try:
+            return f"{host}:{_try_to_listen(f'{host}:0')}"
+        except OSError:
+            check_port(address)
+    return address
+
+
 def check_port(address: str) -> None:
     """Raises UserError if the master cannot listen at `address`."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
-        family, _, _, _, target = socket.getaddrinfo(host.strip("[]").replace("*", "0.0.0.0"), int(port))[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
+        _try_to_listen(address)
     except OSError as error:
         raise UserError(
             f"The master cannot listen at {address} ({error.strerror}): stop the process that uses it, "
             f"or choose another address with master.address=tcp://HOST:PORT."
         ) from None
+
+
+def _try_to_listen(address: str) -> int:
+    """The port at which a socket could listen; the system chooses one in place of 0. Raises OSError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]").replace("*", "0.0.0.0"), int(port))[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(target)
+        chosen: int = probe.getsockname()[1]
+        return chosen
 
 
 def check_folder(folder: Path) -> None:

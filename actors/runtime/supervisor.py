@@ -36,6 +36,7 @@ from actors.watching.monitor import print_steps, watch_live
 from areal.config import Config
 from areal.processes import ROOT, SUPERVISED
 from areal.storage.run_folder import read_metrics, read_summary
+from areal.text import shown
 from protocols.addresses import on_this_machine
 from protocols.errors import BusError
 from protocols.messages import AskStatus
@@ -146,7 +147,7 @@ class Supervisor:
         """
         folder = config.folder.resolve()
         before = _file_id(folder / "journal.db")
-        shown = sum(1 for _ in read_metrics(folder / "metrics.jsonl")) if "--resume" in arguments else 0
+        skipped = sum(1 for _ in read_metrics(folder / "metrics.jsonl")) if "--resume" in arguments else 0
 
         def master_arguments() -> list[str]:
             # Until this run's master has moved it aside, the journal in the folder may be that of an earlier run.
@@ -165,7 +166,7 @@ class Supervisor:
                         words = ["--index", str(index), "--master", address, *options]
                         child = self._add(role, index, words.copy)
                         tasks.create_task(self._keep(child), name=child.name)
-                await self._view(bus, address, config, shown)
+                await self._view(bus, address, config, skipped)
 
         address = on_this_machine(config.master.address)
         bus = Bus(f"supervisor/0#{incarnation()}", network)
@@ -215,11 +216,11 @@ class Supervisor:
     def _summary(self) -> dict[str, Any] | None:
         return read_summary(self._folder) if self._folder else None
 
-    async def _view(self, bus: Bus, address: str, config: Config, shown: int) -> None:
-        """Show the run on the terminal. `shown`: number of steps that an earlier start of the run has shown already."""
+    async def _view(self, bus: Bus, address: str, config: Config, skipped: int) -> None:
+        """Show the run on the terminal. `skipped`: number of steps that an earlier start has shown."""
         live = self.console.is_terminal
         watch = watch_live(bus, address, self.console) if live else None
-        view = asyncio.create_task(watch or print_steps(config, self.console, shown), name="view")
+        view = asyncio.create_task(watch or print_steps(config, self.console, skipped), name="view")
         try:
             await asyncio.wait([view])
             self._say(f"the display of the run has failed; the run continues: {view.exception()!r}")
@@ -242,15 +243,15 @@ class Supervisor:
             showing.cancel()
 
     async def _show_last_lines(self, child: Child) -> None:
-        shown = ""
+        last = ""
         while True:
             await asyncio.sleep(0.2)
-            if child.tail and child.tail[-1] != shown:
-                shown = child.tail[-1]
-                self._say(shown)
+            if child.tail and child.tail[-1] != last:
+                last = child.tail[-1]
+                self._say(last)
 
     def _say(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(shown(line), highlight=False, markup=False, soft_wrap=True)
 
     # --- children
 

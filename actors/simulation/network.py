@@ -242,8 +242,10 @@ class SimNetwork:
         self.wire.call(caller)
         return caller
 
-    def publish(self, address: str) -> tuple[_Publication, str]:
-        publication = _Publication(self, _no_receive, _no_crash)
+    guarded = True
+
+    def publish(self, address: str, on_crash: OnCrash) -> tuple[_Publication, str]:
+        publication = _Publication(self, _no_receive, on_crash)
         publication.address = self.wire.open(publication, address)
         self._links.append(publication)
         return publication, publication.address

@@ -13,6 +13,7 @@ from collections import deque
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from aiohttp import web
@@ -27,6 +28,9 @@ from protocols.addresses import is_loopback
 
 # Length of the timeline, which ends at the newest event.
 WINDOW_SECONDS = 120.0
+LONGEST_NUMBER = 18
+# A connection that has sent no request for this long is closed.
+IDLE_SECONDS = 30.0
 LEFT_OUT = ("prompts", "discarded")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
@@ -108,11 +112,17 @@ def _values(file: Path, changed: int) -> Any:
 
 def application(view: RunView, token: str | None) -> web.Application:
     """The web application: the page at /, its data at /data?since=STEP. `token`: the required value of ?token=; None:
-    no token is required."""
+    no token is required, but the address in the request has to be one of this machine: any web page could otherwise
+    have its own name point to this machine, and read the answers."""
     page = (Path(__file__).parent / "dashboard.html").read_text(encoding="utf-8")
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if token is None and not is_loopback(urlsplit(f"//{request.host}").hostname or ""):
+            raise web.HTTPForbidden(text="This page is served as http://127.0.0.1 or http://localhost only.")
+        origin = request.headers.get("Origin")
+        if origin is not None and urlsplit(origin).netloc != request.host:
+            raise web.HTTPForbidden(text="Another web page may not read this one.")
         if token is not None and not hmac.compare_digest(request.query.get("token", "").encode(), token.encode()):
             raise web.HTTPForbidden(text="The token is missing from the address or wrong: add ?token=...")
         return await handler(request)
@@ -122,7 +132,7 @@ def application(view: RunView, token: str | None) -> web.Application:
 
     async def data(request: web.Request) -> web.Response:
         since = request.query.get("since", "0")
-        if not since.isdecimal():
+        if not since.isdecimal() or len(since) > LONGEST_NUMBER:
             raise web.HTTPBadRequest(text="since has to be the number of a step")
         return web.json_response(view.since(int(since)), headers=HEADERS)
 
@@ -139,7 +149,14 @@ def serve(folder: Path, host: str, port: int, token: str | None) -> None:
     address = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
     app = application(view, token)
     try:
-        web.run_app(app, host=host, port=port, print=lambda _: print(f"The run is at {address}", flush=True))
+        # aiohttp counts from the connection on, so the headers of a request have to come within this time too.
+        web.run_app(
+            app,
+            host=host,
+            port=port,
+            keepalive_timeout=IDLE_SECONDS,
+            print=lambda _: print(f"The run is at {address}", flush=True),
+        )
     except OSError as error:
         raise UserError(
             f"The page cannot be served at {host}:{port} ({error.strerror}): choose another --port."

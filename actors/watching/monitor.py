@@ -20,6 +20,7 @@ from rich.text import Text
 from actors.watching.health import status_of
 from areal.config import Config
 from areal.storage.run_folder import NewRecords
+from areal.text import shown
 from protocols.errors import BusError
 from protocols.messages import Message, Shutdown, actor_name
 from protocols.transport import Bus, Subscriber
@@ -38,24 +39,24 @@ async def watch_live(bus: Bus, master: str, console: Console) -> None:
             try:
                 live.update(render(await status_of(bus, master, ASK_SECONDS)))
             except BusError as error:
-                live.update(Text(f"The master does not answer: {error}"))
+                live.update(Text(shown(f"The master does not answer: {error}")))
             await asyncio.sleep(REFRESH_SECONDS)
 
 
-async def print_steps(config: Config, console: Console, shown: int = 0) -> None:
-    """Print a line for every step of the run in `config.folder` but the first `shown`, until cancelled."""
+async def print_steps(config: Config, console: Console, skipped: int = 0) -> None:
+    """Print a line for every step of the run in `config.folder` but the first `skipped`, until cancelled."""
     records = NewRecords(config.folder / "metrics.jsonl")
     try:
         while True:
-            _print_steps(records, config, console, shown)
+            _print_steps(records, config, console, skipped)
             await asyncio.sleep(REFRESH_SECONDS)
     finally:
-        _print_steps(records, config, console, shown)
+        _print_steps(records, config, console, skipped)
 
 
-def _print_steps(records: NewRecords, config: Config, console: Console, shown: int) -> None:
+def _print_steps(records: NewRecords, config: Config, console: Console, skipped: int) -> None:
     for metrics in records.read():
-        if metrics["step"] > shown:
+        if metrics["step"] > skipped:
             line = step_line(metrics, config.steps, config.max_staleness)
             console.print(line, highlight=False, soft_wrap=True)
 
@@ -83,7 +84,7 @@ class Feed:
     def _heard(self, sequence: int, event: Message) -> None:
         # The master exits soon after this event, so the status cannot be asked for the reason.
         if isinstance(event, Shutdown):
-            self.ended = event.reason
+            self.ended = shown(event.reason)
 
 
 async def follow(feed: Feed, console: Console) -> int:
@@ -96,7 +97,7 @@ async def follow(feed: Feed, console: Console) -> int:
             status = await feed.look()
         except BusError as error:
             if loop.time() - heard > LOST_SECONDS:
-                console.print(f"The master has not answered for {LOST_SECONDS:g} s: {error}")
+                console.print(shown(f"The master has not answered for {LOST_SECONDS:g} s: {error}"), markup=False)
                 return 1
         else:
             heard = loop.time()
@@ -206,19 +207,20 @@ def print_summary(folder: Path, console: Console) -> None:
     for when in ("before", "after"):
         for sample in summary[f"samples_{when}"]:
             console.print(f"[bold]{when}[/] (score {sample['score']:g})")
-            console.print(Text(f"  {sample['prompt']} → {sample['completion']}   [answer: {sample['answer']}]"))
+            told = f"  {sample['prompt']} → {sample['completion']}   [answer: {sample['answer']}]"
+            console.print(Text(shown(told)))
     console.print(f"Everything is in {folder}", highlight=False, soft_wrap=True)
 
 
 def _summary_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
-    def shown(value: float | None, form: str) -> str:
+    def number(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
 
     return [
         ("steps", str(s["steps"])),
-        ("held-out accuracy", f"{shown(s['accuracy_before'], '.3f')} → {shown(s['accuracy_after'], '.3f')}"),
+        ("held-out accuracy", f"{number(s['accuracy_before'], '.3f')} → {number(s['accuracy_after'], '.3f')}"),
         ("staleness, max (bound)", f"{s['staleness_max']} ({s['max_staleness']})"),
-        ("log-prob gap, max", shown(s["logprob_gap_max"], ".1e")),
-        ("samples trained", f"{s['samples_trained']} ({shown(s['samples_per_second'], '.1f')} a second)"),
+        ("log-prob gap, max", number(s["logprob_gap_max"], ".1e")),
+        ("samples trained", f"{s['samples_trained']} ({number(s['samples_per_second'], '.1f')} a second)"),
         ("seconds of training", f"{s['seconds']:.0f}"),
     ]

@@ -14,6 +14,7 @@ from textual.containers import Grid, Vertical, VerticalScroll
 from textual.widgets import Footer, Header, Sparkline, Static
 
 from actors.watching.monitor import REFRESH_SECONDS, Feed, actors_table, rate
+from areal.text import shown
 from protocols.errors import BusError
 
 STEPS_SHOWN = 512
@@ -99,7 +100,7 @@ class Dashboard(App[None]):
         try:
             status = await self._feed.look()
         except BusError as error:
-            waiting.update(f"The master does not answer: {error}")
+            waiting.update(shown(f"The master does not answer: {error}"))
             return
         if self.is_running:  # the user may have quit meanwhile
             self.show(status)

@@ -16,6 +16,7 @@ from typing import Any
 
 from areal.config import UserError
 from areal.observe.timeline import Span, activities, measured, read_events
+from areal.text import shown
 
 # Placeholders in matplotlib's output, which the page replaces by its own text and line colours, in light and in dark.
 INK, FAINT = "#010203", "#040506"
@@ -289,12 +290,12 @@ def timeline_of(run: Run) -> list[tuple[Span, bool]]:
     found = [(span, False) for span in activities(run.events)]
     found += [(span, True) for span in measured(run.events, run.records, run.times)]
     end = run.times[-1] if run.times else 0.0
-    shown = []
+    spans = []
     for span, is_measured in found:
         begin, until = max(span.begin - end, -TIMELINE_SECONDS), min(span.end - end, 0.0)
         if until > begin and not span.actor.startswith("master"):
-            shown.append((Span(span.actor, span.kind, begin, until - begin), is_measured))
-    return sorted(shown, key=lambda pair: pair[0].actor)
+            spans.append((Span(span.actor, span.kind, begin, until - begin), is_measured))
+    return sorted(spans, key=lambda pair: pair[0].actor)
 
 
 def timeline_figure(spans: Sequence[tuple[Span, bool]]) -> Any:
@@ -315,7 +316,7 @@ def timeline_figure(spans: Sequence[tuple[Span, bool]]) -> Any:
         height, alpha = (0.4, 1.0) if is_measured else (0.8, 0.35)
         axes.broken_barh([(span.begin, span.seconds)], (row - height / 2, height), facecolors=colour, alpha=alpha)
     axes.set_xlim(-TIMELINE_SECONDS, 0)
-    axes.set_yticks(range(1, len(actors) + 1), reversed(actors))
+    axes.set_yticks(range(1, len(actors) + 1), [_label(actor) for actor in reversed(actors)])
     axes.set_xlabel("seconds, up to the end of the last step", color=INK)
     axes.tick_params(colors=INK)
     axes.grid(axis="x", color=FAINT, linewidth=0.6)
@@ -323,11 +324,16 @@ def timeline_figure(spans: Sequence[tuple[Span, bool]]) -> Any:
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(INK)
-    handles = [Patch(color=colour, label=name) for name, colour in [*colours.items(), ("waiting", WAITING)]]
+    handles = [Patch(color=colour, label=_label(name)) for name, colour in [*colours.items(), ("waiting", WAITING)]]
     axes.legend(
         handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, labelcolor=INK, fontsize=8
     )
     return figure
+
+
+def _label(text: str) -> str:
+    """The text as matplotlib shows it as it is, and not as a formula."""
+    return shown(text).replace("$", r"\$")
 
 
 def _waits(name: str) -> bool:
@@ -365,7 +371,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     _draw_stack(axes, panel)
     for (label, x, y), colour in zip(panel.lines, panel.colours, strict=False):
         marker = "o" if len(x) <= MARKED_STEPS else None
-        axes.plot(x, y, color=colour, label=label or None, marker=marker, markersize=3, linewidth=1.5)
+        axes.plot(x, y, color=colour, label=_label(label) or None, marker=marker, markersize=3, linewidth=1.5)
     if panel.bound is not None:
         axes.axhline(panel.bound, color=INK, linestyle="--", linewidth=1, label="bound")
     if panel.log:

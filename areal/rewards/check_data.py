@@ -27,6 +27,7 @@ from areal.rewards import code_rows
 from areal.rewards.pool import RewardFailed, RewardPool
 from areal.rewards.result import RewardError
 from areal.rewards.score import judge_rows, read_rows
+from areal.text import shown
 
 WITH_ANSWERS = {"math", "exact_match", "addition", "reasoning_gym"}
 # How many of a row's solutions are tried until one passes.
@@ -46,7 +47,8 @@ def check_file(config: ScoringConfig, file: Path, output: TextIO, console: Conso
     results, seconds = judge_rows(config, read_rows(file), output, console, "checking", _check)
     bad = [result for result in results if result["status"] == "bad"]
     for result in bad[:SHOWN]:
-        console.print(f"line {result['line']}: {result['reason']}", markup=False, highlight=False, soft_wrap=True)
+        told = shown(f"line {result['line']}: {result['reason']}")
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     if len(bad) > SHOWN:
         console.print(f"and {len(bad) - SHOWN} more")
     solutions = Counter(result["solution"] for result in results)

@@ -24,8 +24,8 @@ from areal.rewards import assert_runner, call_runner
 from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, read_tests
 from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
+from areal.text import code_blocks
 
-_BLOCK = re.compile(r"```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 # Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
 _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
 _ASSERTER = Path(assert_runner.__file__).read_text()
@@ -120,7 +120,7 @@ class CodeTests:
 def program_in(completion: str, language: str = "python") -> str:
     """The last fenced block of `language`; without one, the last block that names no language; without that, the whole
     completion."""
-    blocks = [(fence.lower(), code) for fence, code in _BLOCK.findall(completion)]
+    blocks = [(fence.lower(), code) for fence, code in code_blocks(completion)]
     named = [code for fence, code in blocks if fence in LANGUAGES.get(language, {language})]
     unnamed = [code for fence, code in blocks if not fence]
     return (named or unnamed or [completion])[-1]

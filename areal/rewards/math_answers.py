@@ -45,8 +45,9 @@ _WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z .,;'!?-]*")
 _NUMBER = r"-?(?:0|[1-9][0-9]{0,8}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,2})(?:\.[0-9]{1,6})?"
 _PLAIN = re.compile(_NUMBER)
 # What follows the box is no part of a formula, no percent sign, and not what math-verify looks for behind an answer.
+# Possessive, so that a long text behind the box is read once and not again for each of its blanks.
 _LAST_BOX = re.compile(
-    rf"\\boxed\{{({_NUMBER})\}}\s*(\$\$|\$|\\\)|\\\])?(?!\s*(?:percent|pct))(?!.*hope)[^$\\\]}}%]*",
+    rf"\\boxed\{{({_NUMBER})\}}\s*+(\$\$|\$|\\\)|\\\])?+(?!\s*+(?:percent|pct))(?!.*hope)[^$\\\]}}%]*+",
     re.DOTALL | re.IGNORECASE,
 )
 _OPENING = {"$": "$", "$$": "$$", "\\)": "\\(", "\\]": "\\["}

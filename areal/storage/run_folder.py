@@ -1,7 +1,8 @@
 """Reads and writes the run folder.
 
 It has config.yaml, journal.db, spool.db, metrics.jsonl, evaluations.jsonl, events.jsonl, summary.json, report.html,
-tensorboard/, logs/, checkpoints/ and weights/.
+tensorboard/, logs/, checkpoints/ and weights/; secrets.json if the configuration has secrets;
+and, while the run goes on, address and keys/ (areal.storage.claim).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal.config import Config, UserError, dump_config, load_config
+from areal.config import Config, UserError, dump_config, hidden_in, load_config, secrets_in
 from areal.models import with_folders
 from areal.storage.events import EventLog
 
@@ -28,6 +29,9 @@ MAY_CHANGE = (
     "trainer.checkpoint_every", "trainer.checkpoints_kept",
 )  # fmt: skip
 
+# The values that config.yaml does not show, for the user's eyes alone. A run that is resumed reads them again.
+SECRETS = "secrets.json"
+
 # The first step whose waits are counted. In the steps before it the trainer waits for the first groups in any case.
 STEADY = 3
 
@@ -41,6 +45,8 @@ class RunFolder:
         self._staleness_max = 0
         self._logprob_gap_max: float | None = None
         self._seconds = self._idle = 0.0  # of the trainer, from step STEADY on
+        if secrets := secrets_in(config.model_dump(mode="json")):
+            replace(self.path / SECRETS, json.dumps(secrets), mode=0o600)
         replace(self.path / "config.yaml", dump_config(config))
         self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
         self._evaluations = self.path / "evaluations.jsonl"
@@ -51,14 +57,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
-        """Make the folder of a new run. An existing run is not overwritten: its folder is renamed to NAME.1, NAME.2,
-        ..."""
-        if (config.folder / "config.yaml").exists():
-            number = 1
-            while (aside := config.folder.with_name(f"{config.folder.name}.{number}")).exists():
-                number += 1
-            config.folder.rename(aside)
-        config.folder.mkdir(parents=True, exist_ok=True)
+        """Begin a new run in its folder, which `areal.storage.claim` has made."""
+        config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return cls(config)
 
     @classmethod
@@ -185,13 +185,19 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
     stored_file = folder / "config.yaml"
     if not stored_file.is_file() or not (folder / "journal.db").is_file():
         raise UserError(f"There is no run in {folder} that could be continued: give its folder, runs/NAME.")
-    stored: Config = load_config(stored_file)
+    secrets = _secrets(folder)
+    stored: Config = load_config(stored_file, secrets=secrets)
     if stored.folder.resolve() != folder.resolve():
         raise UserError(f"The run in {folder} was made in {stored.folder}: move it back there to continue it.")
     summary = read_summary(folder)
     if summary and summary["ok"]:
         raise UserError(f"The run in {folder} is complete: it has reached the end of its {summary['steps']} steps.")
-    config: Config = load_config(file or stored_file, overrides)
+    config: Config = load_config(file or stored_file, overrides, secrets=None if file else secrets)
+    if hidden := hidden_in(config.model_dump(mode="json")):
+        raise UserError(
+            f"{hidden} is hidden in {file or stored_file}, and {folder / SECRETS} does not have it: give it again, "
+            f"{hidden}=VALUE."
+        )
     trained = max((record["step"] for record, _ in read_metrics(folder / "metrics.jsonl")), default=0)
     if config.steps < trained:
         raise UserError(f"The run in {folder} has trained {trained} steps: set steps to at least {trained}.")
@@ -199,9 +205,18 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
     if (config.model, config.trainer.reference) != (stored.model, stored.trainer.reference):
         config = with_folders(config)
     for key, before, now in _differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
-        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
+        again = hidden_in(before) is not None  # a secret that is given again
+        if not again and not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
             raise UserError(f"{key} was {before!r} when the run in {folder} began and cannot become {now!r}: keep it.")
     return config
+
+
+def _secrets(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / SECRETS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -213,10 +228,11 @@ def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") 
             yield f"{prefix}{name}", old, new
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a file so that after a crash it has either the old text or the new one."""
+def replace(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file so that after a crash it has either the old text or the new one. mode: of a new file."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w") as file:
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Annotated, Any, get_type_hints
 
@@ -20,6 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from areal.config import UserError
 from areal.data.rows import Row, prompt_text
 from areal.plugins import load
+from areal.text import python_call
 from areal.trajectory import Trajectory
 from areal.workflows import environments, verifiers_policy
 from areal.workflows.agents import agent
@@ -110,15 +110,6 @@ async def turns(
         yield messages[-1]["content"]
         if sampled.finish == "length":
             return
-
-
-_PYTHON = re.compile(r"```python\s*\n(.*?)```|<tool>(.*?)</tool>", re.DOTALL)
-
-
-def python_call(text: str) -> str | None:
-    """The code in the first ```python block or pair of <tool> tags; None where there is none."""
-    found = _PYTHON.search(text)
-    return found and (found[1] or found[2] or "")
 
 
 def _until_call(tokenizer: Any) -> Keep:

@@ -23,8 +23,12 @@ Message = dict[str, Any]
 
 # Placeholder for the content of a sampled turn in a rendering: text that no template changes and no message contains.
 _CONTENT = "content-sampled-6f1d8a"
-# Tokens that are decoded again together with new ones, because a mark may be split between them.
+# Tokens that are decoded again together with new ones: the text of a token may depend on those before it.
 OVERLAP_TOKENS = 8
+# The most tokens that a character takes.
+CHARACTER_TOKENS = 4
+# What a decoder writes for a character of which it has not all bytes yet.
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,22 +185,50 @@ def keep_until(tokenizer: Any, marks: Sequence[str], holds: Callable[[str], bool
     """A `Keep` that ends a turn after the fewest tokens whose text satisfies `holds`.
 
     If `holds` is true of a text, it must be true of every text that begins with it, and it can become true only where
-    one of `marks` ends. So only new text is searched for these, and `holds` is asked when one is found: the cost of a
-    turn grows with its length and not with its square.
+    one of `marks` ends. So only new text is decoded and searched for these, and `holds` is asked when one is found. It
+    has to be fast: a policy may write nothing but marks.
     """
-    overlap = OVERLAP_TOKENS + 4 * max(map(len, marks))  # a character takes at most four tokens
-    seen = 0
+    grown = _GrownText(tokenizer)
 
     def keep(tokens: np.ndarray) -> int | None:
-        nonlocal seen
-        start = max(0, seen - overlap) if len(tokens) >= seen else 0  # fewer tokens than before: another turn
-        seen = len(tokens)
-        text = _decoded(tokenizer, tokens[start:])
-        if not any(mark in text for mark in marks) or not holds(_decoded(tokenizer, tokens)):
+        before = grown.add(tokens)
+        if not any(grown.text.find(mark, max(0, before - len(mark) + 1)) >= 0 for mark in marks):
+            return None
+        if not holds(grown.text) or not holds(_decoded(tokenizer, tokens)):
             return None
         return bisect.bisect_left(range(len(tokens)), True, key=lambda n: holds(_decoded(tokenizer, tokens[:n])))
 
     return keep
+
+
+class _GrownText:
+    """The text of a turn, decoded as its tokens come."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._settled = 0  # so many tokens are in the text
+
+    def add(self, tokens: np.ndarray) -> int:
+        """Add what is new in `tokens`, which are all of the turn; fewer tokens than before begin another turn. Returns
+        how long the text was before. The tokens of an incomplete character at the end are left for the next call."""
+        if len(tokens) < self._settled:
+            self.text, self._settled = "", 0
+        before = len(self.text)
+        start = max(0, self._settled - OVERLAP_TOKENS)
+        known = _decoded(self._tokenizer, tokens[start : self._settled])
+        ends = range(len(tokens), max(self._settled, len(tokens) - CHARACTER_TOKENS), -1)
+        for end in ends:
+            both = _decoded(self._tokenizer, tokens[start:end])
+            if not both.endswith(_INCOMPLETE):
+                break
+        else:
+            if len(ends) < CHARACTER_TOKENS:
+                return before
+            end, both = len(tokens), _decoded(self._tokenizer, tokens[start:])  # this is no character at all
+        self.text += both[len(known) :]
+        self._settled = end
+        return before
 
 
 def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:

@@ -20,6 +20,9 @@ from areal.workflows.conversation import Conversation, Generation, Policy, keep_
 
 Json = dict[str, Any]
 
+# Each of them is searched for in all new text. OpenAI allows four.
+MAX_STOPS = 16
+StopText = Annotated[str, Field(max_length=1024)]
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -50,7 +53,7 @@ class ChatRequest(BaseModel):
     n: Literal[1] | None = 1
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None

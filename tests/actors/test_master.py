@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import deque
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 import structlog
+from pydantic import ValidationError
 
-from actors.master import UNSCORED_LIMIT, Master
+from actors import master as master_module
+from actors.master import EVENTS_OF_ONE_MASTER, UNSCORED_LIMIT, Master
 from areal.config import Config
 from areal.observe.timeline import read_events, spans
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
-from protocols.errors import FencedError, RefusedError
+from protocols.codec import encode_body
+from protocols.errors import BusError, BusyError, FencedError, MalformedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskEvaluation,
@@ -25,6 +30,7 @@ from protocols.messages import (
     AskStatus,
     CheckpointSaved,
     CommitStep,
+    Engagement,
     EvaluationAbandoned,
     EvaluationDone,
     GroupFailed,
@@ -32,6 +38,7 @@ from protocols.messages import (
     Heartbeat,
     Join,
     Leave,
+    Member,
     MembersChanged,
     Policy,
     PolicyPublished,
@@ -45,7 +52,7 @@ from protocols.messages import (
     TrainingFinished,
 )
 from protocols.network import ZmqNetwork
-from protocols.transport import Bus
+from protocols.transport import Bus, Publisher
 
 SECONDS = 60.0
 METRICS = {
@@ -112,6 +119,78 @@ async def callers(config: Config, *roles: str) -> AsyncIterator[list[Caller]]:
 
 def without_evaluation(config: Config) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"eval_size": 0})})
+
+
+FULL = tuple(f"{n:0256}" for n in range(32))
+
+
+async def test_what_members_tell_of_themselves_cannot_make_a_message_too_large_to_send(config, monkeypatch):
+    monkeypatch.setattr(master_module, "MAX_DIRECTORY_BYTES", 50_000)
+    monkeypatch.setattr(master_module, "MAX_STATUS_BYTES", 5_000)
+    async with master_of(without_evaluation(config)), callers(config, *["generator"] * 8) as members:
+        stats = {f"{n:0256}": 1e100 for n in range(256)}
+        beat = Heartbeat(state="healthy", serves=FULL, activity="\u2028" * 512, stats=stats)
+        answers = await asyncio.gather(*(member.ask(beat) for member in members), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, BusyError)]
+        assert 0 < len(refused) < 8 and all("no room for what generator/" in str(answer) for answer in refused)
+        snapshot = await members[0].ask(AskSnapshot())
+        assert sum(len(member.serves) for member in snapshot.members) <= 50_000 / 256
+        status = (await members[0].ask(AskStatus(since=0))).values
+        assert [bool(member["stats"]) for member in status["members"]].count(True) == 0
+        for member in members:  # those that tell less of themselves are heard again
+            await member.beat(work_done=1.0)
+        status = (await members[0].ask(AskStatus())).values
+        assert all(member["stats"] == {"work_done": 1.0} for member in status["members"])
+
+
+def test_events_are_merged_only_while_they_fit_into_one_message():
+    def joined(n):
+        return Member(
+            identity=f"reward/{n}#x", role="reward", index=n, address="tcp://a:1", state="healthy", serves=FULL
+        )
+
+    outbox = deque(MembersChanged(changed=(joined(n),), gone=("generator/0#x",)) for n in range(300))
+    merged = []
+    while outbox:
+        merged.append(Master._gathered(SimpleNamespace(_outbox=outbox), outbox.popleft()))
+        encode_body(merged[-1])  # it can be sent
+    assert len(merged) == 4
+    assert [m.index for event in merged for m in event.changed] == list(range(300))
+
+
+async def test_an_event_that_cannot_be_sent_is_logged_and_noticed_as_a_gap(config, monkeypatch):
+    def publish(self, event):
+        self.sequence += 1
+        raise MalformedError("too large")
+
+    monkeypatch.setattr(Publisher, "publish", publish)
+    async with master_of(config) as running, callers(config, "generator") as (generator,):
+        async with asyncio.timeout(20):
+            while not (await generator.beat()).sequence % EVENTS_OF_ONE_MASTER:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert not running.done()
+
+
+async def test_loads_whose_sum_is_beyond_64_bits_are_refused_and_the_master_goes_on(config):
+    async with master_of(config) as running, callers(config, "generator", "rollout_manager") as (generator, manager):
+        for count in (1 << 48, 1 << 53):
+            load = {"sequences": {f"rollout_manager/{n}#x": count for n in range(3000)}, "limit": 1, "version": 0}
+            with contextlib.suppress(ValidationError, BusError):
+                await generator.ask(
+                    Heartbeat(state="healthy", serves=(), activity="", stats={}, engagement=Engagement(**load))
+                )
+            assert (await manager.beat()).loads
+        assert not running.done()
+
+
+async def test_without_keys_nobody_beyond_this_machine_joins_a_master_that_listens_on_it_alone(config):
+    async with master_of(config):
+        stranger = Caller("generator", config.master.address)
+        for address in ("tcp://203.0.113.7:4000", "tcp://evil.example.org:4000", "tcp://0.0.0.0:4000"):
+            with pytest.raises(RefusedError, match="this run has no keys and listens on this machine alone"):
+                await stranger.join(listens=address)
+        await stranger.join(listens="tcp://localhost:4000")
+        await stranger.bus.close()
 
 
 async def evaluate(evaluator: Caller, version: int, accuracy: float) -> None:
@@ -227,7 +306,8 @@ async def test_who_joins_in_the_place_of_another_replaces_it(config):
         await new.bus.close()
 
 
-async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there_are_other_hosts(config):
+async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there_are_other_hosts(config, monkeypatch):
+    monkeypatch.setattr(ZmqNetwork, "guarded", True)  # with keys, other hosts may join
     with structlog.testing.capture_logs() as logs:
         async with master_of(config), callers(config, "trainer", "reward"):
             assert not [line for line in logs if line["log_level"] == "warning"]

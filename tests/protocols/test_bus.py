@@ -79,7 +79,7 @@ class FakeNetwork:
 
         return FakeLink(self, carry)
 
-    def publish(self, address):
+    def publish(self, address, on_crash):
         return FakeLink(
             self, lambda frames: [self._carry(receive, frames, frames) for receive in self._listeners]
         ), address

@@ -10,6 +10,7 @@ import structlog
 import zmq
 
 from protocols import network, security
+from protocols.codec import Header, encode
 from protocols.errors import DeadlineError
 from protocols.messages import AskStatus, Done, Score, Scored, Shutdown
 from protocols.network import SHARED_BYTES, ZmqNetwork
@@ -262,6 +263,38 @@ async def test_one_who_never_finishes_his_handshake_is_cut_off_and_counted(serve
         peer.sendall(GREETING[:4])
         await hears_until_cut_off(peer)
     await until(lambda: server.refused["handshake aborted or too slow"] == 1)
+
+
+def posted(frames):
+    """An HTTP request, as a web page can have a browser send it to any port, that is a message of ZMTP 1.0. There a
+    frame is its size (one byte), flags (one byte) and a body; lines of the request are frames by chance."""
+    head = b"POST / HTTP/1.1\r\nHost: 127.0.0.1:5555\r\nOrigin: https://example.org\r\nContent-Length: %d\r\n\r\n"
+    told = b"".join(bytes([len(frame) + 1, i + 1 < len(frames)]) + frame for i, frame in enumerate(frames))
+    length = 1000  # any length of the same number of digits gives the same alignment
+    head = head % length
+    at = 0
+    while at < len(head):
+        at += 1 + head[at]
+    # The rest of the last frame by chance; an empty last part ends the message of which it is one; then the forged one.
+    return head + bytes(at - len(head)) + b"\x01\x00" + told + bytes(64)
+
+
+@pytest.mark.parametrize("secure", [True, False])
+async def test_a_web_page_that_posts_a_form_to_the_port_is_not_heard(serve, folder, secure):
+    _, address, runs = serve(folder if secure else None)
+    with raw(address) as peer:
+        peer.sendall(posted(encode(Header(AskStatus.kind, "monitor/0#web", id="1", remaining_ms=9000), AskStatus())))
+        await hears_until_cut_off(peer)
+    assert not runs
+
+
+async def test_the_request_of_that_web_page_is_heard_where_nobody_is_asked_about_peers(serve, folder, monkeypatch):
+    """So the test above would notice."""
+    monkeypatch.setattr(network, "guard", lambda socket: None)
+    _, address, runs = serve(None)
+    with raw(address) as peer:
+        peer.sendall(posted(encode(Header(AskStatus.kind, "monitor/0#web", id="1", remaining_ms=9000), AskStatus())))
+        await until(lambda: runs)
 
 
 async def test_one_who_wants_no_encryption_hears_a_greeting_and_no_more(serve):

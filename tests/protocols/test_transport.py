@@ -26,6 +26,7 @@ from protocols.messages import (
     AskPermits,
     AskStatus,
     Cancel,
+    Credit,
     Done,
     Failure,
     Generate,
@@ -88,11 +89,11 @@ class Net:
         return self.bus(identity, run).peer(address)
 
     def raw(self, kind, address):
-        """A socket that says what it likes: connected for a DEALER, bound for a ROUTER."""
+        """A socket that says what it likes: bound for a ROUTER, else connected."""
         socket = self.context.socket(kind)
         socket.linger = 0
         socket.set_hwm(0)
-        socket.connect(address) if kind == zmq.DEALER else socket.bind(address)
+        socket.bind(address) if kind == zmq.ROUTER else socket.connect(address)
         return socket
 
     async def close(self):
@@ -425,9 +426,9 @@ async def test_a_server_of_another_version_is_noticed_by_the_asker(net):
     asking = asyncio.create_task(peer.ask(AskStatus(), PATIENCE))
     streaming = asyncio.create_task(anext(peer.stream(generate(), PATIENCE)))
     route, *_ = await received(socket)
-    socket.send_multipart([route, msgpack.packb({"v": 9, "of": "another kind"}), b""])
+    socket.send_multipart([route, msgpack.packb({"v": PROTOCOL_VERSION + 1, "of": "another kind"}), b""])
     for task in (asking, streaming):
-        with pytest.raises(ProtocolVersionError, match="version 9"):
+        with pytest.raises(ProtocolVersionError, match=f"version {PROTOCOL_VERSION + 1}"):
             await task
 
 
@@ -547,6 +548,26 @@ async def test_a_slow_consumer_holds_the_server_back(net):
         taken += 1
     assert sent == taken == 6 * STREAM_CREDIT
     assert not net.crashes
+
+
+async def test_an_asker_cannot_grant_itself_more_parts_than_anybody_else(net):
+    produced = 0
+
+    async def endless(request):
+        nonlocal produced
+        while True:
+            produced += 1
+            yield chunk(produced)
+
+    _, address = net.serve(endless)
+    socket = net.raw(zmq.DEALER, address)
+    socket.send_multipart(frames(generate(), id="1"))
+    await until(lambda: produced > STREAM_CREDIT)
+    socket.send_multipart(frames(Credit(parts=1_000_000), reply_to="1"))
+    await until(lambda: produced > 2 * STREAM_CREDIT)
+    for _ in range(20):  # time enough for what should not come
+        await asyncio.sleep(0.01)
+    assert produced == 2 * STREAM_CREDIT + 1
 
 
 async def test_closing_a_stream_cancels_the_handler(net):
@@ -701,17 +722,54 @@ async def test_events_come_without_a_gap_once_subscribed(net):
 
 async def test_events_of_another_run_and_garbage_are_counted_not_delivered(net):
     got = []
-    socket = net.context.socket(zmq.PUB)
-    socket.bind(LOOPBACK)
+    socket = net.raw(zmq.ROUTER, LOOPBACK)
     bus = net.bus("reward/0#b", run="mine")
     bus.subscribe(socket.last_endpoint.decode(), lambda sequence, event: got.append(sequence))
     counts = bus._others[0].counts
-    while not (got and counts["foreign"] and counts[MalformedError.code]):
-        socket.send_multipart([b"garbage", b""])
-        socket.send_multipart(frames(Shutdown(ok=True, reason=""), run="yours", part=1))
-        socket.send_multipart(frames(Shutdown(ok=True, reason=""), run="mine", part=2))
-        await asyncio.sleep(0.005)
-    assert set(got) == {2}
+    route, *_ = await received(socket)
+    socket.send_multipart([route, b"garbage", b""])
+    socket.send_multipart([route, *frames(Shutdown(ok=True, reason=""), run="yours", part=1)])
+    socket.send_multipart([route, *frames(Shutdown(ok=True, reason=""), run="mine", part=2)])
+    await until(lambda: got)
+    assert got == [2]
+    assert counts["foreign"] == counts[MalformedError.code] == 1
+
+
+async def test_a_publisher_that_comes_back_is_heard_again(net):
+    got = []
+    first = net.bus("master/0#a")
+    address = first.publisher(LOOPBACK).address
+    net.bus("reward/0#b").subscribe(address, lambda sequence, event: got.append(event.reason))
+    await first.close()
+    again = net.bus("master/0#b").publisher(address)
+    while not got:
+        again.publish(Shutdown(ok=True, reason="again"))
+        await asyncio.sleep(0.02)
+    assert set(got) == {"again"}
+
+
+async def test_whatever_a_subscriber_says_is_not_kept(net, monkeypatch):
+    monkeypatch.setattr("protocols.network.MAX_SUBSCRIBERS", 3)
+    publisher = net.bus("master/0#a").publisher(LOOPBACK)
+    subscribers = [net.raw(zmq.DEALER, publisher.address) for _ in range(5)]
+    for subscriber in subscribers:
+        for i in range(500):
+            subscriber.send(b"\x01topic %d" % i)
+    routes = publisher._link._routes
+    await until(lambda: len(routes) == 3)
+    publisher.publish(Shutdown(ok=True, reason=""))
+    await asyncio.sleep(0.1)
+    assert len(routes) == 3
+    assert sum(bool(subscriber.poll(0)) for subscriber in subscribers) <= 3
+
+
+async def test_who_subscribes_as_zeromq_knows_it_gets_nowhere(net):
+    publisher = net.bus("master/0#a").publisher(LOOPBACK)
+    socket = net.raw(zmq.SUB, publisher.address)
+    socket.subscribe(b"")
+    await asyncio.sleep(0.2)
+    publisher.publish(Shutdown(ok=True, reason=""))
+    assert not publisher._link._routes and not socket.poll(100)
 
 
 async def test_an_event_handler_that_fails_is_a_crash_of_its_actor(net):

@@ -217,6 +217,8 @@ async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sample
     ("asked", "reason"),
     [
         ({"n": 2}, "n: "),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
         ({"messages": []}, "messages: "),
         ({"response_format": {"type": "json_object"}}, "response_format.type: "),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text"),

@@ -1,9 +1,12 @@
 """Where actors listen, what others call them, and that nothing listens beyond this machine without keys unless told."""
 
+import os
+import stat
+
 import pytest
 
-from actors.runtime.addresses import Door, open_network
-from areal.config import UserError
+from actors.runtime.addresses import Door, find_master, open_network, take_folder
+from areal.config import UserError, load_config
 from areal.processes import KEYS
 from protocols.addresses import is_loopback, on_this_machine, reachable
 from protocols.security import make_keys
@@ -16,10 +19,63 @@ def no_keys(monkeypatch):
     monkeypatch.delenv(KEYS, raising=False)
 
 
+@pytest.fixture
+def config(tmp_path):
+    return load_config(
+        None,
+        [
+            f"run_dir={tmp_path / 'runs'}", "name=mine", "model=quickstart", "steps=1", "batch_size=1", "group_size=1",
+            "data.source=addition", "sampling.max_new_tokens=8", "reward.functions=addition", "trainer.minibatches=1",
+            f"master.address={MASTER}",
+        ],
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
-def test_links_of_one_machine_need_no_keys(host):
+def test_who_has_no_keys_on_this_machine_is_told_where_a_run_has_its_own(host, monkeypatch):
     assert is_loopback(host)
+    with pytest.raises(UserError, match="--master runs/NAME, or its keys, --keys runs/NAME/keys"):
+        open_network(host)
+    monkeypatch.setenv(KEYS, "none")
     open_network(host).close()
+
+
+def test_a_run_on_one_machine_has_keys_of_its_own_which_its_folder_tells_the_other_roles(config, monkeypatch):
+    keys = config.folder / "keys"
+    network = take_folder(config, resume=False)
+    assert network.guarded
+    network.close()
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o700
+    assert stat.S_IMODE((keys / "keys.json").stat().st_mode) == 0o600
+    assert os.environ[KEYS] == str(keys)  # for the processes that this one starts
+    monkeypatch.delenv(KEYS)
+    assert find_master(str(config.folder), patience=0) == MASTER
+    assert os.environ[KEYS] == str(keys)
+    monkeypatch.setenv(KEYS, "others")
+    find_master(str(config.folder), patience=0)
+    assert os.environ[KEYS] == "others"
+
+
+def test_keys_that_the_user_gives_are_those_of_the_run(config, monkeypatch, tmp_path):
+    monkeypatch.setenv(KEYS, str(make_keys(tmp_path / "mine").parent))
+    take_folder(config, resume=False).close()
+    assert not (config.folder / "keys").exists()
+    monkeypatch.delenv(KEYS)
+    with pytest.raises(UserError, match="started with other keys than its own: give them with --keys"):
+        find_master(str(config.folder), patience=0)
+
+
+def test_a_run_beyond_this_machine_without_keys_is_refused_before_its_folder_is_touched(config):
+    config = config.model_copy(update={"master": config.master.model_copy(update={"address": "tcp://*:5999"})})
+    with pytest.raises(UserError, match="links need keys"):
+        take_folder(config, resume=False)
+    assert not config.folder.exists()
+
+
+def test_where_no_run_is_in_progress_the_wait_ends_with_a_sentence(tmp_path):
+    with pytest.raises(UserError, match=r"No run is in progress in .*mine \(waited 0 s\): start one"):
+        find_master(str(tmp_path / "mine"), patience=0)
+    assert find_master(MASTER, patience=0) == MASTER
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 
@@ -70,14 +71,51 @@ async def test_nobody_sees_anything_without_the_token(folder, query):
         assert (await page.get("/data?token=mine")).status == 200
 
 
-async def test_what_is_no_step_is_refused(folder):
+@pytest.mark.parametrize("since", ["x", "9" * 5000, "-1", "1e9", "²"])
+async def test_what_is_no_step_is_refused(folder, since):
     async with client(folder) as page:
-        assert (await page.get("/data?since=x")).status == 400
+        assert (await page.get("/data", params={"since": since})).status == 400
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1:8090"}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "[::1]:8090"}, 200),
+        ({"Host": "evil.example.org"}, 403),
+        ({"Host": "127.0.0.1.example.org:8090"}, 403),
+        ({"Host": ""}, 403),
+        ({"Host": "localhost:8090", "Origin": "http://localhost:8090"}, 200),
+        ({"Host": "localhost:8090", "Origin": "https://evil.example.org"}, 403),
+        ({"Host": "localhost:8090", "Origin": "null"}, 403),
+    ],
+)
+async def test_no_other_web_page_reads_this_one(folder, headers, status):
+    async with client(folder) as page:
+        for path in ("/", "/data"):
+            assert (await page.get(path, headers=headers)).status == status
+
+
+async def test_with_a_token_the_page_may_have_any_name(folder):
+    async with client(folder, token="mine") as page:
+        assert (await page.get("/data?token=mine", headers={"Host": "node7.example.org:8090"})).status == 200
+
+
+async def test_who_does_not_finish_a_request_is_cut_off(folder):
+    server = TestServer(application(RunView(folder), None))
+    await server.start_server(keepalive_timeout=0.2)  # as `serve` gives it to aiohttp, which takes it for headers too
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    writer.write(b"GET /data HTTP/1.1\r\nHost: localhost\r\nX-")
+    async with asyncio.timeout(20):
+        await reader.read()
+    writer.close()
+    await server.close()
 
 
 @pytest.mark.parametrize(("host", "secret"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
 def test_elsewhere_than_on_this_machine_there_is_a_token(folder, host, secret, monkeypatch, capsys):
-    monkeypatch.setattr("aiohttp.web.run_app", lambda app, host, port, print: print(""))
+    monkeypatch.setattr("aiohttp.web.run_app", lambda app, host, port, keepalive_timeout, print: print(""))
     assert main(["dashboard", str(folder), "--host", host]) == 0
     assert ("?token=" in capsys.readouterr().out) == secret
 

@@ -25,6 +25,27 @@ def step(number: int, **more: Any) -> dict[str, Any]:
     } | more  # fmt: skip
 
 
+async def test_what_actors_report_cannot_steer_the_terminal():
+    evil = "\x1b]52;c;aGFjaw==\x07"
+
+    class Evil(FakeMaster):
+        async def ask(self, message, seconds):
+            values = (await super().ask(message, seconds)).values
+            members = [member | {"activity": evil, "stats": {evil: 1.0}} for member in values["members"]]
+            return Status(values=values | {"run": evil, "waiting": f"[red]{evil}", "members": members})
+
+    master = Evil(step(1))
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    feed = Feed(master, "tcp://master")
+    status = await feed.look()
+    console.print(monitor.actors_table(status["members"]), status["run"], status["waiting"], markup=False)
+    master.subscribers[0](1, Shutdown(ok=False, reason=f"failed: {evil} [/nothing]"))
+    await follow(feed, console)
+    assert "\x1b" not in out.getvalue() and "\x07" not in out.getvalue()
+    assert "failed: \\x1b]52;c;" in out.getvalue()
+
+
 class FakeMaster:
     """A bus with a master that has trained `steps`, and what it tells its subscribers."""
 

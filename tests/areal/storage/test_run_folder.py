@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
 from helpers import read_jsonl
 
-from areal.config import Config, UserError, load_config
+from areal.config import Config, UserError, dump_config, load_config, secrets_in, without_secrets
+from areal.storage.claim import announce, claim, claimed
 from areal.storage.run_folder import NewRecords, RunFolder, configuration_to_resume, read_metrics, read_summary
 
 VALUES = """\
@@ -61,10 +64,86 @@ def record(step: int, staleness: int = 0, gap: float | None = 0.0, wait: float =
 
 def test_a_new_run_moves_an_old_one_of_its_name_aside(config):
     for _ in range(3):
+        lock = claim(config.folder)
         RunFolder.create(config).append_metrics(record(1))
+        os.close(lock)
     names = sorted(path.name for path in config.run_dir.iterdir())
     assert names == ["mine", "mine.1", "mine.2"]
     assert load_config(config.folder / "config.yaml") == config
+
+
+SECRET = "s3cr3t"
+SECRETS_GIVEN = [
+    f"observe.prometheus_token={SECRET}", "observe.prometheus_port=9400", f"sandbox.url=https://me:{SECRET}@example.org",
+    f"rollout_manager.workflow_options={{api_key: {SECRET}, stop: 3, nested: [{{password: {SECRET}}}]}}",
+]  # fmt: skip
+
+
+@pytest.fixture
+def secretive(file) -> Config:
+    return load_config(file, SECRETS_GIVEN)
+
+
+def test_secrets_are_in_a_file_of_their_own_and_in_no_other(secretive):
+    folder = RunFolder.create(secretive).path
+    (folder / "journal.db").touch()
+    holds = {path.name for path in folder.rglob("*") if path.is_file() and SECRET in path.read_text()}
+    assert holds == {"secrets.json"}
+    assert stat.S_IMODE((folder / "secrets.json").stat().st_mode) == 0o600
+    assert SECRET not in dump_config(secretive)
+    assert configuration_to_resume(folder, None, []) == secretive
+    assert load_config(folder / "config.yaml").rollout_manager.workflow_options["stop"] == 3
+
+
+def test_a_secret_that_is_lost_has_to_be_given_again(secretive):
+    folder = RunFolder.create(secretive).path
+    (folder / "journal.db").touch()
+    (folder / "secrets.json").unlink()
+    with pytest.raises(UserError, match="is hidden in .*config.yaml.*give it again"):
+        configuration_to_resume(folder, None, [])
+    assert configuration_to_resume(folder, None, SECRETS_GIVEN) == secretive
+
+
+def test_a_configuration_without_secrets_is_shown_as_it_is(config):
+    assert without_secrets(config.model_dump(mode="json")) == config.model_dump(mode="json")
+    assert secrets_in(config.model_dump(mode="json")) == {}
+
+
+def test_a_start_that_came_to_nothing_leaves_its_folder_to_the_next(config):
+    for _ in range(2):
+        os.close(claim(config.folder))
+    assert [path.name for path in config.run_dir.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_in_progress_keeps_its_folder(config, monkeypatch, resume):
+    monkeypatch.setattr("areal.storage.claim.LOCK_ATTEMPTS", 2)
+    lock = claim(config.folder)
+    RunFolder.create(config)
+    with pytest.raises(UserError, match=r"The run in .*mine is in progress: .* another name, name=NAME"):
+        claim(config.folder, resume)
+    assert [path.name for path in config.run_dir.iterdir()] == ["mine"]
+    os.close(lock)
+    os.close(claim(config.folder, resume))
+
+
+def test_only_its_user_enters_a_run_folder(config):
+    config.folder.mkdir(parents=True, mode=0o755)  # as an earlier start may have left it
+    os.close(claim(config.folder))
+    assert stat.S_IMODE(config.folder.stat().st_mode) == 0o700
+
+
+def test_the_master_is_found_by_the_folder_while_the_run_is_in_progress(config):
+    assert claimed(config.folder) is None
+    lock = claim(config.folder)
+    assert claimed(config.folder) is None
+    announce(lock, "tcp://127.0.0.1:5999")
+    assert claimed(config.folder) == "tcp://127.0.0.1:5999"
+    os.close(lock)
+    assert claimed(config.folder) is None
+    lock = claim(config.folder, resume=True)
+    assert claimed(config.folder) is None  # not that of the start before
+    os.close(lock)
 
 
 def test_a_step_has_one_record_however_often_it_is_handed_in(config):

@@ -7,7 +7,8 @@ from scripted_policy import EOS, Characters, Session
 
 from areal.config import UserError
 from areal.data.rows import Row
-from areal.workflows.builtin import python_call, resolve_workflow
+from areal.text import python_call
+from areal.workflows.builtin import resolve_workflow
 
 ROW = Row(index=0, prompt="1+1=", answer="2", reward=None, fields={"prompt": "a75b48=", "answer": "132"})
 

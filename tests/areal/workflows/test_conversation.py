@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from areal.text import python_call
 from areal.workflows.conversation import Conversation, Generation, begin, keep_until, user
 
 START, END, EOS = "<start>", "<end>", "<eos>"
@@ -237,6 +238,45 @@ def test_looking_for_the_end_of_a_turn_costs_no_more_than_its_length():
     tokenizer = characters()
     assert looks(tokenizer, "x" * 20_000, interval=16) is None
     assert tokenizer.decoded < 20_000 * 4
+
+
+def test_a_turn_of_nothing_but_marks_costs_no_more_than_its_length():
+    tokenizer = characters()
+    keep = keep_until(tokenizer, ("```",), lambda text: python_call(text) is not None)
+    tokens = np.array([ord(letter) for letter in "```python" + "``` " * 5000])
+    assert all(keep(tokens[:n]) is None for n in range(16, len(tokens), 16))
+    assert tokenizer.decoded < len(tokens) * 4
+
+
+def bytewise() -> SimpleNamespace:
+    """A tokenizer of one byte a token, which counts what it decodes."""
+    counts = SimpleNamespace(decoded=0)
+
+    def decode(tokens, skip_special_tokens):
+        counts.decoded += len(tokens)
+        return bytes(tokens).decode(errors="replace")
+
+    counts.decode = decode
+    return counts
+
+
+@pytest.mark.parametrize("interval", range(1, 8))
+def test_a_mark_is_found_where_characters_take_several_tokens(interval):
+    text = "xé🙂終わり🙂" * 3 + "終🙂" + "more"
+    mark = "終🙂"
+    keep = keep_until(bytewise(), (mark,), lambda seen: mark in seen)
+    tokens = np.frombuffer(text.encode(), np.uint8)
+    ends = (keep(tokens[:n]) for n in range(interval, len(tokens) + interval, interval))
+    assert next(end for end in ends if end is not None) == len(text[: text.index(mark) + len(mark)].encode())
+
+
+def test_tokens_that_make_up_no_character_cost_no_more_than_their_number():
+    tokenizer = bytewise()
+    keep = keep_until(tokenizer, ("!",), lambda text: "!" in text)
+    tokens = np.full(20_000, 0xF0, np.uint8)
+    assert all(keep(tokens[:n]) is None for n in range(16, len(tokens), 16))
+    assert tokenizer.decoded < len(tokens) * 12
+    assert keep(np.append(tokens, ord("!"))) == len(tokens) + 1
 
 
 def test_a_keep_may_be_used_for_one_turn_after_the_other():

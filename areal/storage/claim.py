@@ -1,0 +1,99 @@
+"""The claim of a run on its folder. The process that starts a run holds it until it ends.
+
+The claim is a lock on the file `address` in the folder, which holds the address of the run's master. So a second run
+cannot take the folder, and the roles that a user starts on this machine find the master by the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from areal.config import UserError
+
+ADDRESS = "address"
+# The process of a run that was just killed may take a moment to exit, and so may one that looks whether a run goes on.
+LOCK_ATTEMPTS = 20
+LOCK_RETRY_SECONDS = 0.1
+
+
+def claim(folder: Path, resume: bool = False) -> int:
+    """Make the folder of a run, or take that of a run to resume. An earlier run is not overwritten: its folder is
+    renamed to NAME.1, NAME.2, ...
+
+    Returns the file descriptor that holds the claim. Raises UserError if another process holds it, or if the folder
+    cannot be made. Only this user may enter a new folder: it holds the run's keys, prompts and completions.
+    """
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not resume:
+                folder.chmod(0o700)
+            lock = os.open(folder / ADDRESS, os.O_CREAT | os.O_RDWR, 0o600)
+        except FileNotFoundError:
+            continue  # another run has moved it aside just now
+        except OSError as error:
+            raise UserError(
+                f"The run folder {folder} cannot be used ({error.strerror}): choose another run_dir."
+            ) from None
+        if not _locked(lock):
+            os.close(lock)
+            raise UserError(
+                f"The run in {folder} is in progress: wait for its end, or give this run another name, name=NAME."
+            )
+        if resume or not (folder / "config.yaml").exists():
+            break
+        folder.rename(_aside(folder))
+        os.close(lock)
+    if not _is(lock, folder / ADDRESS):
+        os.close(lock)
+        return claim(folder, resume)
+    os.truncate(lock, 0)
+    return lock
+
+
+def announce(lock: int, address: str) -> None:
+    """Tell the roles that look into the claimed folder the address of the master. `lock`: as `claim` returned it."""
+    os.pwrite(lock, f"{address}\n".encode(), 0)
+
+
+def claimed(folder: Path) -> str | None:
+    """The address of the master of the run in the folder; None while no run is in progress or has announced it."""
+    try:
+        file = os.open(folder / ADDRESS, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.read(file, 1024).decode().strip() or None
+    finally:
+        os.close(file)
+    return None
+
+
+def _locked(lock: int) -> bool:
+    for _ in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(LOCK_RETRY_SECONDS)
+    return False
+
+
+def _aside(folder: Path) -> Path:
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    return aside
+
+
+def _is(lock: int, path: Path) -> bool:
+    """True if the open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except FileNotFoundError:
+        return False

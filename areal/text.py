@@ -1,0 +1,68 @@
+"""Text that a model wrote, or that an actor reports: the code in it, and how it is shown to people.
+
+A model may write anything, on purpose too. So nothing here takes time beyond the length of the text, which regular
+expressions easily do, and nothing that is shown can steer a terminal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+FENCE = "```"
+_LANGUAGE = re.compile(r"[ \t]*+([\w+#-]*+)")
+_WHITE_SPACE = re.compile(r"\s*+")
+# Control characters other than tab and newline: C0, DEL, C1 (a terminal takes 0x9b for ESC [). Line and paragraph
+# separators, and characters that change the direction of the text around them, are shown by their codes too.
+_CONTROLS = {
+    code: chr(code).encode("unicode_escape").decode()
+    for codes in (
+        range(9), range(0x0B, 0x20), range(0x7F, 0xA0), (0x061C, 0x200E, 0x200F), range(0x2028, 0x202F),
+        range(0x2066, 0x206A),
+    )
+    for code in codes
+}  # fmt: skip
+
+
+def code_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """The fenced blocks in the text: the language that each one names, which may be empty, and the code. The end of the
+    text closes the last one."""
+    at = 0
+    while (start := text.find(FENCE, at)) >= 0 and (line := text.find("\n", start)) >= 0:
+        end = text.find(FENCE, line)
+        end = len(text) if end < 0 else end
+        found = _LANGUAGE.match(text, start + len(FENCE), line)
+        assert found is not None  # it matches nothing, too
+        yield found[1], text[line + 1 : end]
+        at = end + len(FENCE)
+
+
+def python_call(text: str) -> str | None:
+    """The code in the first complete ```python block or pair of <tool> tags; None where there is none."""
+    calls = [call for call in (_fenced_python(text), _between(text, "<tool>", "</tool>")) if call is not None]
+    return min(calls)[1] if calls else None
+
+
+def _fenced_python(text: str) -> tuple[int, str] | None:
+    opening = f"{FENCE}python"
+    at = 0
+    while (start := text.find(opening, at)) >= 0:
+        space = _WHITE_SPACE.match(text, start + len(opening))
+        assert space is not None  # it matches nothing, too
+        line = text.rfind("\n", start, space.end())
+        if line >= 0:
+            end = text.find(FENCE, line)
+            return (start, text[line + 1 : end]) if end >= 0 else None
+        at = space.end()
+    return None
+
+
+def _between(text: str, opening: str, closing: str) -> tuple[int, str] | None:
+    start = text.find(opening)
+    end = text.find(closing, start + len(opening))
+    return (start, text[start + len(opening) : end]) if 0 <= start < end else None
+
+
+def shown(text: str) -> str:
+    r"""`text` with control characters written as \x1b, so that it cannot steer the terminal or page that shows it."""
+    return text.translate(_CONTROLS)

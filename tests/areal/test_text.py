@@ -1,0 +1,102 @@
+"""What is read from a model's text: the right parts, in time that grows with its length and not with its square."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal.data import addition
+from areal.rewards.code_tests import continued, program_in, same_output
+from areal.rewards.functions import exact_match
+from areal.rewards.math_answers import final_number
+from areal.text import code_blocks, python_call, shown
+from areal.workflows.openai_api import _cut, _tool_calls
+
+# What the functions are to find, as regular expressions, which take time beyond all bounds on some texts.
+BLOCK = re.compile(r"```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+PYTHON = re.compile(r"```python\s*\n(.*?)```|<tool>(.*?)</tool>", re.DOTALL)
+
+PIECES = st.lists(
+    st.sampled_from(
+        ["```", "`", "python", "```python", "\n", " ", "\t", "x", "<tool>", "</tool>", "<tool", "c++ 17", "é", "\r"]
+    ),
+    max_size=24,
+).map("".join)
+
+
+@given(PIECES)
+def test_code_blocks_are_found_as_their_definition_says(text):
+    assert list(code_blocks(text)) == BLOCK.findall(text)
+
+
+@given(PIECES)
+def test_a_call_is_found_as_its_definition_says(text):
+    found = PYTHON.search(text)
+    assert python_call(text) == (found and (found[1] or found[2] or ""))
+
+
+READERS = {
+    "python_call": python_call,
+    "code_blocks": lambda text: list(code_blocks(text)),
+    "program_in": program_in,
+    "continued": lambda text: continued("def f():\n", text, "f"),
+    "same_output": lambda text: same_output(text, "1.5"),
+    "same_output, long": lambda text: same_output(text, text + "1.5"),
+    "final_number": final_number,
+    "final_number, boxed": lambda text: final_number("\\boxed{5}" + text + "$"),
+    "final_number, in a formula": lambda text: final_number(text + "$\\boxed{5}$" + text + "}"),
+    "tool calls": lambda text: _tool_calls(text, 0),
+    "stops": lambda text: _cut(text, ["stop"] * 16),
+    "addition": lambda text: addition.reward("a12=", text, {"answer": "3"}),
+    "exact_match": lambda text: exact_match("", text, {"answer": "3"}),
+    "shown": shown,
+}
+PARTS = (
+    "```", "`", "```python", "```python\n", "```python ", "\n", " ", "\n ", "\t\r\n", "<tool>", "</tool>",
+    "<tool_call>", "<tool_call>{", "<tool_call>[", "\\boxed{", "\\boxed{1", "\\boxed{1}", "$", "\\$", "$$", "\\[",
+    "\\]", "\\)", "#", "####",
+    "1", "1,", ",111", "-", ".", "1.", "a1111", "hope", "pct", " pct", "a", "a ", "def f", "\x1b",
+    "sto", "{", "[[",
+)  # fmt: skip
+SIZE, TIMES = 24_000, 4
+
+
+def seconds(reader, text: str) -> float:
+    """Of the processor."""
+    began = time.process_time()
+    reader(text)
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_reading_a_text_takes_time_in_proportion_to_its_length(name):
+    """For texts that begin with one part and repeat another: a square would take 16 times as long."""
+    reader = READERS[name]
+    for part in PARTS:
+        for begin in ("", "```python", "\\boxed{5}"):
+            short, long = (begin + part * (size // len(part)) for size in (SIZE, TIMES * SIZE))
+            if seconds(reader, long) < 0.05:  # it is fast, whatever it does
+                continue
+            least = min(seconds(reader, long) for _ in range(3))
+            assert least < 2.2 * TIMES * max(0.005, min(seconds(reader, short) for _ in range(3))), (begin, part)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\x1b]52;c;aGFjaw==\x07", "\x1b[2J\x1b[H", "\x9b31m", "\x90q\x9c", "a\rb", "\x08" * 9, "\x00", "\x7f",
+        "\u202eabc", "\u2066x\u2069", "\u2028",
+    ],
+)  # fmt: skip
+def test_what_is_shown_cannot_steer_a_terminal(text):
+    assert shown(text).isprintable()
+    assert "\\" in shown(text)
+
+
+def test_what_is_harmless_is_shown_as_it_is():
+    text = "x = 1\n\tπ ≈ 3.14 — “ok” 日本語 🙂 é\u200d"
+    assert shown(text) == text
