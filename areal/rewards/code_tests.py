@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from areal.config import SandboxConfig
-from areal.rewards import assert_runner, call_runner
 from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, read_tests
 from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
@@ -28,10 +27,11 @@ from areal.sandbox.outside import open_sandbox
 _BLOCK = re.compile(r"```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 # Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
 _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
-_ASSERTER = Path(assert_runner.__file__).read_text()
-_CALLER = Path(call_runner.__file__).read_text()
-# Not imported: it stands in for the module pytest in the sandbox.
-_PYTEST = Path(__file__).with_name("pytest_standin.py").read_text()
+# What runs in the sandbox, and is not imported here.
+_ASSERTER, _CALLER, _OBJECTS, _PYTEST = (
+    Path(__file__).with_name(f"{name}.py").read_text()
+    for name in ("assert_runner", "call_runner", "remote_objects", "pytest_standin")
+)
 # How far a number may be from the right one, where that is written with a decimal point.
 _TOLERANCE = 1e-6
 
@@ -105,7 +105,7 @@ class CodeTests:
             "collect": tests.pytest_style,
             "pytest": _PYTEST if tests.pytest_style or "pytest" in tests.needs.modules else None,
         }
-        files = {"program.py": code.encode(errors="replace")}
+        files = {"program.py": code.encode(errors="replace"), "remote_objects.py": _OBJECTS.encode()}
         outcome = await self._sandbox.run(_ASSERTER, stdin=json.dumps(job), files=files)
         told = {tuple(line.split(" ", 2)[1:]) for line in outcome.stdout.split("\n") if line.startswith(f"{nonce} ")}
         said = dict(pair for pair in told if len(pair) == 2)

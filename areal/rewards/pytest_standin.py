@@ -41,7 +41,7 @@ class Raises:
 
     def __exit__(self, kind, error, trace):
         assert error is not None, "no exception was raised"
-        if not any(is_kind(error, expected) for expected in self.expected):
+        if not isinstance(error, self.expected):
             return False
         self.value, self.type, self.tb = error, kind, trace
         if self.match_wanted is not None:
@@ -51,13 +51,6 @@ class Raises:
     def match(self, pattern):
         assert re.search(pattern, str(self.value)), "the exception has another message"
         return True
-
-
-def is_kind(error, expected):
-    """True if `error` is an exception of the class `expected`, which may be a class of the program."""
-    if isinstance(expected, type):
-        return isinstance(error, expected)
-    return expected.__name__ in getattr(error, "kinds", ())
 
 
 def raises(expected, *call, match=None, **keywords):
