@@ -13,11 +13,13 @@ index 0|1`; or else `NONCE unusable REASON`, if no program could pass the tests 
 """
 
 import builtins
+import collections
 import ctypes
 import functools
 import importlib
 import importlib.util
 import json
+import math  # noqa: F401 - in NAMES_FROM
 import os
 import pickle
 import random
@@ -26,6 +28,7 @@ import socket
 import sys
 import time
 import types
+import typing
 
 import remote_objects
 
@@ -37,12 +40,15 @@ REPLACED = [
     *((time, name) for name in ("sleep", "time", "perf_counter", "monotonic")),
     *((random, name) for name in ("random", "randint", "choice", "shuffle", "uniform", "sample", "randrange")),
 ]
-# Names that tests may use without importing them, where they also use a name that can only be the program's.
-LIBRARY = (
-    *("collections", "copy", "datetime", "functools", "heapq", "itertools", "json", "math", "operator", "random", "re"),
-    *("statistics", "string", "typing"),
-)
-ABBREVIATIONS = {"np": "numpy", "pd": "pandas"}
+# Modules, and modules whose names, tests use without importing them. A program must not define them in their place.
+MODULES = {
+    name: name
+    for name in (
+        *("asyncio", "collections", "copy", "datetime", "functools", "heapq", "itertools", "json", "math", "operator"),
+        *("os", "random", "re", "statistics", "string", "sys", "time", "typing"),
+    )
+} | {"np": "numpy", "pd": "pandas"}
+NAMES_FROM = {"collections": collections.__all__, "typing": typing.__all__, "math": ("isclose", "isnan", "sqrt")}
 
 
 def set_dumpable(value):
@@ -195,12 +201,11 @@ def tests_of(job, solution):
     # A function of the program may have the name of a built-in one, which must not stand in for it.
     names: dict[str, object] = {name: None for name in job["names"] if hasattr(builtins, name)}
     names["__name__"] = "tests"
-    library = library_names() if len(job["names"]) > 1 else {}
-    ours = {name: library[name] for name in job["names"] if name in library and name != job["candidate"]}
-    if len(ours) == len(job["names"]):
-        ours = {}
-    names.update((name, getattr(solution, name)) for name in solution.__all__ if name not in ours)
-    names |= ours
+    library = of_library([name for name in job["names"] if name != job["candidate"]])
+    if len(library) == len(job["names"]):
+        library = {}  # else nothing would be the program's
+    names.update((name, getattr(solution, name)) for name in solution.__all__ if name not in library)
+    names |= library
     for source in job["prepare"]:
         exec(source, names)
     if job["candidate"]:
@@ -210,13 +215,12 @@ def tests_of(job, solution):
     return [functools.partial(exec, test, names) for test in job["tests"]]
 
 
-def library_names():
-    modules = {name: importlib.import_module(name) for name in LIBRARY}
-    found = {}
-    for module in modules.values():
-        public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-        found.update((name, getattr(module, name)) for name in public)
-    return found | modules
+def of_library(names):
+    """Those of the names that are not the program's, although the tests do not import them."""
+    found = {name: importlib.import_module(MODULES[name]) for name in names if name in MODULES}
+    for module, public in NAMES_FROM.items():
+        found |= {name: getattr(sys.modules[module], name) for name in names if name in public}
+    return found
 
 
 def passes(test, unsupported):

@@ -47,7 +47,7 @@ SPECIAL = {
     *("__int__", "__float__", "__complex__", "__index__", "__bool__", "__str__", "__repr__", "__format__", "__bytes__"),
     *("__len__", "__iter__", "__reversed__", "__getitem__", "__setitem__", "__delitem__", "__length_hint__"),
     *("__call__", "__enter__", "__exit__", "__await__", "__aiter__", "__aenter__", "__aexit__", "__hash__"),
-    *("__copy__", "__deepcopy__", "__fspath__", "__dir__"),
+    *("__copy__", "__deepcopy__", "__fspath__", "__dir__", "__missing__"),
 }  # fmt: skip
 
 
@@ -89,18 +89,13 @@ MAKERS = {name: make for name, _, make in VALUES.values()}
 CONSTANTS = {"NotImplemented": NotImplemented, "Ellipsis": Ellipsis}
 
 
-def pairs(mapping):
-    return [part for pair in dict.items(mapping) for part in pair]
+def mapping(kind):
+    def set_pairs(target, items):
+        kind.clear(target)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            kind.__setitem__(target, key, value)
 
-
-def set_pairs(mapping, items):
-    dict.clear(mapping)
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        dict.__setitem__(mapping, key, value)
-
-
-def set_list(target, items):
-    list.__setitem__(target, slice(None), items)
+    return lambda target: [part for pair in kind.items(target) for part in pair], set_pairs
 
 
 def set_set(target, items):
@@ -115,13 +110,18 @@ def set_deque(target, items):
 
 # By type of a shared container: its items, and how to set them.
 SHARED = {
-    list: (list.copy, set_list),
-    set: (lambda v: [*set.__iter__(v)], set_set),
-    bytearray: (lambda v: [*bytearray.__iter__(v)], lambda v, items: bytearray.__setitem__(v, slice(None), items)),
-    collections.deque: (lambda v: [*collections.deque.__iter__(v)], set_deque),
-} | dict.fromkeys(
-    (dict, collections.OrderedDict, collections.defaultdict, collections.Counter), (pairs, set_pairs)
-)
+    list: (list.copy, lambda target, items: list.__setitem__(target, slice(None), items)),
+    set: (lambda target: [*set.__iter__(target)], set_set),
+    bytearray: (
+        lambda target: [*bytearray.__iter__(target)],
+        lambda target, items: bytearray.__setitem__(target, slice(None), items),
+    ),
+    collections.deque: (lambda target: [*collections.deque.__iter__(target)], set_deque),
+    dict: mapping(dict),
+    collections.OrderedDict: mapping(collections.OrderedDict),
+    collections.defaultdict: mapping(dict),
+    collections.Counter: mapping(dict),
+}
 ATOMS = (int, float, str)
 # The types that mean the same in both processes.
 TYPES = {
@@ -167,6 +167,15 @@ class Remote:
 
 class Mirror(type):
     """A class of the other process. Its instances stand for that class's instances."""
+
+    def __new__(cls, name, bases, namespace):
+        """A class that the asserts derive from one of the program's is made in the program's process."""
+        link = next(one._remote.link for one in bases if type(one) is Mirror)
+        parts = {key: value for key, value in namespace.items() if key not in ("__module__", "__classcell__")}
+        made = link.ask("derive", name, bases, tuple(parts.items()))
+        if cell := namespace.get("__classcell__"):
+            cell.cell_contents = made
+        return made
 
     def __call__(cls, *arguments, **keywords):
         made = cls._remote.link.ask("call", cls, arguments, tuple(keywords.items()))
@@ -293,7 +302,6 @@ class Link:
         self.mirrors = {}  # the other end's objects, by number
         self.shared = {}  # containers and what they contained when both ends last agreed, by number
         self.shared_numbers = {}  # and their numbers, by id
-        self.dropped = []
         self.before = tuple  # gives what to tell the other end before a request
 
     # --- messages
@@ -301,8 +309,6 @@ class Link:
     def ask(self, what, thing, *details):
         """The answer to a request. Raises what the other process raised, and ProgramError."""
         with self.lock:
-            if self.guarded:
-                self.forget()
             self.send("ask", (what, thing, details))
             while True:
                 kind, value = self.receive()
@@ -332,9 +338,9 @@ class Link:
             self.send("raised", TypeError(f"this cannot be sent: {error}"))
 
     def send(self, kind, value):
-        before = self.encode(self.before())
-        parts = {"before": before, "changes": self.changes(), "dropped": self.dropped, kind: self.encode(value)}
-        self.dropped = []
+        before, changes = self.encode(self.before()), self.changes()
+        dropped = self.forget() if self.guarded else []
+        parts = {"before": before, "changes": changes, "dropped": dropped, kind: self.encode(value)}
         self.lines.write(json.dumps(parts) + "\n")
         self.lines.flush()
 
@@ -346,11 +352,11 @@ class Link:
             if not line.endswith("\n"):
                 raise EOFError("the program has ended, or has sent too much")
             message = json.loads(line)
+            before = self.decode(message.pop("before"))
+            for number, items in message.pop("changes"):
+                self.set_items(number, items)
             for number in message.pop("dropped"):
                 self.drop(number)
-            before, changes = self.decode(message.pop("before")), message.pop("changes")
-            for number, items in changes:
-                self.set_items(number, items)
             if before and not self.guarded:
                 self.serve_one("patch", before, ())
             ((kind, value),) = message.items()
@@ -394,11 +400,13 @@ class Link:
             entry[1] = SHARED[base][0](container)
 
     def forget(self):
-        """Drops the containers that only this table still knows."""
+        """Drops the containers that only this table still knows, and returns their numbers."""
+        unused = []
         for number in [*self.shared]:
             if count_references(self.shared[number]) == NO_OTHER_REFERENCE:
-                self.dropped.append(number)
+                unused.append(number)
                 self.drop(number)
+        return unused
 
     def drop(self, number):
         if number in self.shared and number not in self.kept and number not in self.mirrors:
@@ -423,7 +431,8 @@ class Link:
             if value is constant:
                 return {"constant": name}
         if kind in BASES and isinstance(value, BaseException):
-            return {"error": [NAMES[kind], [self.encode(part) for part in value.args], self.encode(value.__cause__)]}
+            parts = value.__reduce__()[1]  # of OSError, it has more than `args`
+            return {"error": [NAMES[kind], [self.encode(part) for part in parts], self.encode(value.__cause__)]}
         if kind.__module__ == "numpy" and (found := self.encode_numpy(value)):
             return found
         return self.encode_object(value)
@@ -458,7 +467,7 @@ class Link:
         if isinstance(value, type):
             return {"mine": [number, "class", self.description(value)]}
         base = base_of(type(value))
-        owner, content = self.encode(type(value)), content_of(value, base)
+        owner, content = self.encode_object(type(value)), content_of(value, base)
         if base in SHARED:
             self.share(value, base, number)
         return {"mine": [number, "object", owner, content and [self.encode(part) for part in content]]}
@@ -646,6 +655,8 @@ def perform(what, thing, details):
             return setattr(thing, name, value)
         case "delete", name:
             return delattr(thing, name)
+        case "derive", bases, parts:
+            return type(bases[0])(thing, bases, {key: as_method(value) for key, value in parts})
         case ("iter" | "len" | "repr",):
             return getattr(builtins, what)(thing)
         case "getitem" | "contains", key:
@@ -657,6 +668,13 @@ def perform(what, thing, details):
         case ("await",):
             return event_loop().run_until_complete(awaited(thing))
     raise ValueError(what)
+
+
+def as_method(value):
+    """Functions of the other process do not bind to objects: a real function does."""
+    if is_mirrored(value) and type(value).__name__ == "function":
+        return lambda *arguments, **keywords: value(*arguments, **keywords)
+    return value
 
 
 @functools.cache

@@ -401,7 +401,8 @@ def run_python(path):
     sys.modules["__main__"] = main
     sys.argv = [path]
     sys.path.insert(0, os.getcwd())
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it stays open
+    # The second name keeps it open where a program wraps its buffer.
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     code = 0
     try:
         with open(path, "rb") as file:
