@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Right programs of every kind that tests are written for, each with its tests: all must get the full score.
 
 `ASSERTS`: statements, as in MBPP. `MODULES`: pytest modules, as in KodCode. `STDIN`: a program, its input and output.

@@ -5,9 +5,11 @@ program can write.
 Unsupported, which makes the row an error and never a score.
 """
 
+import collections
 import contextlib
 import functools
 import inspect
+import io
 import itertools
 import math
 import re
@@ -135,7 +137,7 @@ class Mark:
         return parametrized
 
     def __getattr__(self, name):
-        if name in ("skip", "skipif", "xfail", "usefixtures", "asyncio"):
+        if name in ("skip", "skipif", "xfail", "usefixtures"):
             raise Unsupported(f"pytest.mark.{name}")
 
         def unknown(*details, **_):
@@ -145,6 +147,67 @@ class Mark:
 
 
 mark = Mark()
+
+
+# --- fixtures that pytest has
+
+
+class Captured(collections.namedtuple("Captured", "out err")):
+    __slots__ = ()
+
+
+class Capture:
+    def readouterr(self):
+        found = Captured(sys.stdout.getvalue(), sys.stderr.getvalue())
+        for stream in sys.stdout, sys.stderr:
+            stream.seek(0)
+            stream.truncate()
+        return found
+
+
+@contextlib.contextmanager
+def capsys():
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield Capture()
+
+
+class MonkeyPatch:
+    def __init__(self, stack):
+        self.stack = stack
+
+    def setattr(self, target, name, *value, raising=True):
+        from unittest import mock
+
+        if isinstance(target, str):
+            self.stack.enter_context(mock.patch(target, name, create=not raising))
+        else:
+            self.stack.enter_context(mock.patch.object(target, name, value[0], create=not raising))
+
+    def setitem(self, target, key, value):
+        from unittest import mock
+
+        self.stack.enter_context(mock.patch.dict(target, {key: value}))
+
+    def __getattr__(self, name):
+        raise Unsupported(f"monkeypatch.{name}")
+
+
+@contextlib.contextmanager
+def monkeypatch():
+    with contextlib.ExitStack() as stack:
+        yield MonkeyPatch(stack)
+
+
+@contextlib.contextmanager
+def tmp_path():
+    import pathlib
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield pathlib.Path(folder)
+
+
+PROVIDED = {"capsys": capsys, "monkeypatch": monkeypatch, "tmp_path": tmp_path}
 
 
 # --- how they are run
@@ -198,8 +261,8 @@ def new_object(owner, fixtures):
 
 
 def cases_of(test, fixtures, owner):
-    if inspect.iscoroutinefunction(test) or not isinstance(test, types.FunctionType):
-        raise Unsupported("tests that are no plain functions")
+    if not isinstance(test, types.FunctionType):
+        raise Unsupported("tests that are no functions")
     for choice in itertools.product(*getattr(test, "parameter_sets", [])):
         values = {name: value for part in choice for name, value in part.items()}
         yield functools.partial(run, test, values, fixtures, owner)
@@ -214,7 +277,11 @@ def run(test, values, fixtures, owner):
         for name, function in fixtures.items():
             if function.fixture_of_all:
                 provide(name, values, fixtures, stack)
-        test(**arguments_of(test, values, fixtures, stack))
+        found = test(**arguments_of(test, values, fixtures, stack))
+        if inspect.iscoroutine(found):
+            import asyncio  # it takes long
+
+            asyncio.run(found)
 
 
 def arguments_of(function, values, fixtures, stack):
@@ -224,6 +291,8 @@ def arguments_of(function, values, fixtures, stack):
 def provide(name, values, fixtures, stack):
     """The value of a parameter or a fixture; a fixture is made once for each test."""
     if name not in values:
+        if name in PROVIDED and name not in fixtures:
+            return values.setdefault(name, stack.enter_context(PROVIDED[name]()))
         if name not in fixtures:
             raise Unsupported(f"the fixture {name}")
         function = fixtures[name]
