@@ -146,6 +146,7 @@ class Solution(types.ModuleType):
     def __init__(self, link, names):
         super().__init__("solution")
         vars(self).update(_link=link, _names=names)
+        vars(self).update(eval_there=functools.partial(link.ask, "eval"), exec_there=functools.partial(link.ask, "exec"))
 
     def __getattr__(self, name):
         if name == "__all__":
@@ -176,7 +177,7 @@ def judge(job, connection, verdict):
     link = remote_objects.Link(connection, serve_program, guarded=True)
     link.before = Replacements().news
     solution = sys.modules["solution"] = Solution(link, job["names"])
-    # Unpickling runs code.
+    # What the program has pickled, or written as code, must not run here.
     pickle.dumps, pickle.loads = functools.partial(link.ask, "dumps"), functools.partial(link.ask, "loads")
     unsupported: tuple[type[BaseException], ...] = ()
     if job["pytest"] is not None:
@@ -200,7 +201,7 @@ def tests_of(job, solution):
     """The tests, as functions. Raises what `prepare` raises."""
     # A function of the program may have the name of a built-in one, which must not stand in for it.
     names: dict[str, object] = {name: None for name in job["names"] if hasattr(builtins, name)}
-    names["__name__"] = "tests"
+    names |= {"__name__": "tests", "eval": solution.eval_there, "exec": solution.exec_there}
     library = of_library([name for name in job["names"] if name != job["candidate"]])
     if len(library) == len(job["names"]):
         library = {}  # else nothing would be the program's
@@ -233,6 +234,11 @@ def passes(test, unsupported):
     return True
 
 
+def is_safe(path):
+    path = os.path.realpath(path)
+    return os.path.isdir(path) and all(os.path.commonpath([path, it]) != it for it in (os.getcwd(), "/tmp"))
+
+
 def main():
     sys.set_int_max_str_digits(0)
     set_dumpable(0)
@@ -248,8 +254,8 @@ def main():
             os._exit(0)
         theirs.close()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # The program can write to some folders, so nothing is imported from there.
-        sys.path[:] = [path for path in sys.path if os.path.isdir(path) and not os.access(path, os.W_OK)]
+        # Nothing is imported from where the program can write.
+        sys.path[:] = [path for path in sys.path if is_safe(path)]
         job = json.load(sys.stdin)
         os.dup2(nothing.fileno(), 0)
         judge(job, ours, verdict)

@@ -38,15 +38,17 @@ BINARY = (
     "xor",
 )
 ARITHMETIC = tuple(f"__{prefix}{name}__" for name in BINARY for prefix in ("", "r", "i"))
+UNARY = tuple(f"__{name}__" for name in ("neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"))
+# What is made of an object that the asserts have made is as good as that.
+OPERATIONS = {*ARITHMETIC, *UNARY, "__enter__"}
 # What gets no plain data as an operand.
 GUARDED = {*COMPARISONS, *ARITHMETIC, "__contains__"}
 STEPS = ("__next__", "__anext__", "send", "throw", "close")
 SPECIAL = {
-    *GUARDED, *STEPS,
-    *("__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__trunc__", "__floor__", "__ceil__"),
+    *GUARDED, *OPERATIONS, *STEPS,
     *("__int__", "__float__", "__complex__", "__index__", "__bool__", "__str__", "__repr__", "__format__", "__bytes__"),
     *("__len__", "__iter__", "__reversed__", "__getitem__", "__setitem__", "__delitem__", "__length_hint__"),
-    *("__call__", "__enter__", "__exit__", "__await__", "__aiter__", "__aenter__", "__aexit__", "__hash__"),
+    *("__call__", "__exit__", "__await__", "__aiter__", "__aenter__", "__aexit__", "__hash__"),
     *("__copy__", "__deepcopy__", "__fspath__", "__dir__", "__missing__"),
 }  # fmt: skip
 
@@ -219,7 +221,6 @@ def number_of(value):
 
 
 def with_trust(value, trusted):
-    """A method may return an object of any type, whatever it was made as."""
     if is_mirrored(value):
         object.__setattr__(value, "_trusted", trusted)
     return value
@@ -235,7 +236,7 @@ def get_attribute(self, name):
         return type(self)
     if is_local(self, name):
         return object.__getattribute__(self, name)
-    return with_trust(type(self)._remote.link.ask("attribute", self, name), False)
+    return type(self)._remote.link.ask("attribute", self, name)
 
 
 def set_attribute(self, name, value):
@@ -262,9 +263,7 @@ def special_method(name):
         found = link.ask("special", self, name, arguments, tuple(keywords.items()))
         if name == "__eq__" and found is True and link.guarded and link.equals_unknown(self):
             raise ProgramError("an object of the program equals everything")
-        if name == "__call__" or name in ARITHMETIC:
-            with_trust(found, name in ARITHMETIC and trusted)
-        return found
+        return with_trust(found, trusted) if name in OPERATIONS else found
 
     method.__name__ = name
     return method
@@ -561,7 +560,8 @@ class Link:
             self.mirrors[number] = (
                 self.mirror(number, **details[0]) if what == "class" else self.instance(number, *details)
             )
-        return self.mirrors[number]
+        # The program may hand over any object, whatever it was made as.
+        return with_trust(self.mirrors[number], False)
 
     def instance(self, number, owner, content):
         kind = self.decode(owner)
@@ -581,7 +581,7 @@ class Link:
             else:
                 made = base.__new__(kind, *parts)
         object.__setattr__(made, "_number", number)
-        return with_trust(made, False)
+        return made
 
     def mirror(self, number, name, bases, special, base, own, hashable, coroutine, doc):
         base = TYPES[base]
@@ -663,6 +663,8 @@ def perform(what, thing, details):
             return getattr(operator, what)(thing, key)
         case ("copy" | "deepcopy",):
             return getattr(copy, what)(thing)
+        case ("eval" | "exec", *scopes):
+            return getattr(builtins, what)(thing, *scopes)
         case ("dumps" | "loads",):
             return getattr(pickle, what)(thing)
         case ("await",):
