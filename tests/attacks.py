@@ -290,8 +290,16 @@ for _value, _names in _ALWAYS.items():
     for _name in _names.split():
         EVERYTHING += f"    __{_name}__ = lambda self, *a, **k: {_value}\n"
 EVERYTHING += "    def __next__(self): raise StopIteration\n"
-# How the program meets what CHEATED calls.
-REST = "\ng = f\nclass C:\n    def f(self, x): return f(x)\n    def me(self): return [f(7)]\n    __getitem__ = f\n    def __iter__(self): return iter([f(7)])\ndef h(check): return f(7)\n"
+# What CHEATED calls besides `f`. It comes before a program, which may define it anew.
+AROUND = """
+g = lambda xs: f(xs[0])
+class C:
+    def f(self, x): return f(x)
+    def me(self): return [f(7)]
+    def __getitem__(self, x): return f(x)
+    def __iter__(self): return iter([f(7)])
+def h(check): return f(7)
+"""
 WRITES_MODULES = """
 import os, sys
 code = '''

@@ -1,15 +1,15 @@
 """Runs asserts against a program that must not be able to read or change them.
 
-`areal.rewards.code_tests` runs this file as the main program of a sandbox. It uses two processes. The child runs the
-program; it is forked before the asserts are read, so its memory does not contain them. The parent runs the asserts; the
-child cannot read the parent's memory, and nothing that the child can write is on the parent's path of modules. The
-asserts use the functions, classes and objects of the program through `areal.rewards.remote_objects`.
+`areal.rewards.code_tests` runs this module in a sandbox. It uses two processes. The child runs the program; it is
+forked before the asserts are read, so its memory does not contain them. The parent runs the asserts; the child cannot
+read the parent's memory, and nothing that the child can write is on the parent's path of modules. The asserts use the
+functions, classes and objects of the program through `areal.rewards.remote_objects`.
 
-stdin: `{"nonce", "names", "modules", "prepare", "tests", "candidate", "collect", "pytest"}`. `names` of the program are
-global names of the tests, which may also import them from the module `solution`. `prepare` is run, then `tests`; with
-`collect`, the tests are those of pytest's kind that `prepare` defines. `modules` are those that the tests import;
-`pytest` is the text of the module pytest, if they need it. stdout: `NONCE tests COUNT`, and after each test `NONCE
-index 0|1`; or else `NONCE unusable REASON`, if no program could pass the tests here.
+stdin: `{"nonce", "names", "modules", "prepare", "tests", "candidate", "collect"}`. `names` of the program are global
+names of the tests, which may also import them from the module `solution`. `prepare` is run, then `tests`; with
+`collect`, the tests are those of pytest's kind that `prepare` defines. `modules` are those that the tests import.
+stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; or else `NONCE unusable REASON`, if no program could
+pass the tests here.
 """
 
 import builtins
@@ -21,7 +21,6 @@ import importlib.util
 import json
 import math  # noqa: F401 - in NAMES_FROM
 import os
-import pickle
 import random
 import signal
 import socket
@@ -29,7 +28,9 @@ import sys
 import time
 import types
 import typing
+from typing import Any
 
+import pytest_standin
 import remote_objects
 
 PR_SET_DUMPABLE = 4
@@ -146,7 +147,6 @@ class Solution(types.ModuleType):
     def __init__(self, link, names):
         super().__init__("solution")
         vars(self).update(_link=link, _names=names)
-        vars(self).update(eval_there=functools.partial(link.ask, "eval"), exec_there=functools.partial(link.ask, "exec"))
 
     def __getattr__(self, name):
         if name == "__all__":
@@ -178,12 +178,10 @@ def judge(job, connection, verdict):
     link.before = Replacements().news
     solution = sys.modules["solution"] = Solution(link, job["names"])
     # What the program has pickled, or written as code, must not run here.
-    pickle.dumps, pickle.loads = functools.partial(link.ask, "dumps"), functools.partial(link.ask, "loads")
-    unsupported: tuple[type[BaseException], ...] = ()
-    if job["pytest"] is not None:
-        pytest = sys.modules["pytest"] = types.ModuleType("pytest")
-        exec(job["pytest"], vars(pytest))
-        unsupported = (pytest.Unsupported,)
+    if "pickle" in job["modules"]:
+        pickle: Any = importlib.import_module("pickle")
+        pickle.dumps, pickle.loads = functools.partial(link.ask, "dumps"), functools.partial(link.ask, "loads")
+    sys.modules["pytest"] = pytest_standin
     missing = [name for name in job["modules"] if name not in sys.modules and importlib.util.find_spec(name) is None]
     if missing:
         tell("unusable they import what cannot be imported here:", ", ".join(missing))
@@ -192,8 +190,8 @@ def judge(job, connection, verdict):
         tests = tests_of(job, solution)
         tell("tests", len(tests))
         for index, test in enumerate(tests):
-            tell(index, int(passes(test, unsupported)))
-    except unsupported as reason:
+            tell(index, int(passes(test)))
+    except pytest_standin.Unsupported as reason:
         tell("unusable they need of pytest what is not supported here:", reason)
 
 
@@ -201,7 +199,8 @@ def tests_of(job, solution):
     """The tests, as functions. Raises what `prepare` raises."""
     # A function of the program may have the name of a built-in one, which must not stand in for it.
     names: dict[str, object] = {name: None for name in job["names"] if hasattr(builtins, name)}
-    names |= {"__name__": "tests", "eval": solution.eval_there, "exec": solution.exec_there}
+    there = functools.partial(functools.partial, vars(solution)["_link"].ask)
+    names |= {"__name__": "tests", "eval": there("eval"), "exec": there("exec")}
     library = of_library([name for name in job["names"] if name != job["candidate"]])
     if len(library) == len(job["names"]):
         library = {}  # else nothing would be the program's
@@ -212,7 +211,7 @@ def tests_of(job, solution):
     if job["candidate"]:
         names |= dict.fromkeys(("candidate", job["candidate"]), getattr(solution, job["candidate"], None))
     if job["collect"]:
-        return list(sys.modules["pytest"].tests_in(names))
+        return list(pytest_standin.tests_in(names))
     return [functools.partial(exec, test, names) for test in job["tests"]]
 
 
@@ -224,10 +223,10 @@ def of_library(names):
     return found
 
 
-def passes(test, unsupported):
+def passes(test):
     try:
         test()
-    except unsupported:
+    except pytest_standin.Unsupported:
         raise
     except BaseException:  # the test has not passed, whatever it raised
         return False
@@ -260,7 +259,3 @@ def main():
         os.dup2(nothing.fileno(), 0)
         judge(job, ours, verdict)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

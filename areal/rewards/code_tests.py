@@ -13,11 +13,13 @@ import ast
 import asyncio
 import contextlib
 import json
+import marshal
 import math
 import re
 import secrets
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +35,11 @@ _MOST_ENDS, _MOST_CHARACTERS = 64, 1 << 17
 # Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
 _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
 # What runs in the sandbox, and is not imported here.
-_ASSERTER, _CALLER, _OBJECTS, _PYTEST = (
-    Path(__file__).with_name(f"{name}.py").read_text()
-    for name in ("assert_runner", "call_runner", "remote_objects", "pytest_standin")
-)
+_SOURCES = {
+    name: Path(__file__).with_name(f"{name}.py").read_text()
+    for name in ("assert_runner", "call_runner", "pytest_standin", "remote_objects")
+}
+_ASSERTER = "import assert_runner\nassert_runner.main()\n"
 # How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
 _TOLERANCE, _NOTHING = 1e-6, 1e-12
 _FEW = 6
@@ -54,6 +57,9 @@ class CodeTests:
         config = SandboxConfig(**options)
         self._seconds = config.wall_seconds
         self._sandbox = open_sandbox(config)
+        names = ("assert_runner", "pytest_standin", "remote_objects")
+        # A sandbox on this machine runs this very Python.
+        self._asserter = dict(_compiled(name) if config.url is None else _source(name) for name in names)
 
     def close(self) -> None:
         self._sandbox.close()
@@ -94,7 +100,7 @@ class CodeTests:
         while done < len(tests):
             expected = len(json.dumps(tests.wanted[done:]))
             given = "\n".join([job, *calls[done:]])
-            outcome = await self._sandbox.run(_CALLER, stdin=given, files=files, expected=expected)
+            outcome = await self._sandbox.run(_SOURCES["call_runner"], stdin=given, files=files, expected=expected)
             answers = outcome.stdout.split("\n")[:-1][: len(tests) - done]
             if not answers:
                 break
@@ -112,9 +118,8 @@ class CodeTests:
             "tests": tests.tests,
             "candidate": tests.candidate,
             "collect": tests.pytest_style,
-            "pytest": _PYTEST if tests.pytest_style or "pytest" in tests.needs.modules else None,
         }
-        files = {"program.py": code.encode(errors="replace"), "remote_objects.py": _OBJECTS.encode()}
+        files = {"program.py": code.encode(errors="replace"), **self._asserter}
         outcome = await self._sandbox.run(_ASSERTER, stdin=json.dumps(job), files=files)
         told = {tuple(line.split(" ", 2)[1:]) for line in outcome.stdout.split("\n") if line.startswith(f"{nonce} ")}
         said = dict(pair for pair in told if len(pair) == 2)
@@ -124,6 +129,16 @@ class CodeTests:
             raise RewardError("the row's tests are none: no test is collected from them")
         count = int(said.get("tests", len(tests.tests) or 1))
         return [said.get(str(i)) == "1" for i in range(count)]
+
+
+def _source(name: str) -> tuple[str, bytes]:
+    return f"{name}.py", _SOURCES[name].encode()
+
+
+def _compiled(name: str) -> tuple[str, bytes]:
+    """A module without its source, in Python's format: a head of 16 bytes and the code."""
+    code = compile(_SOURCES[name], f"{name}.py", "exec", dont_inherit=True)
+    return f"{name}.pyc", MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
 
 
 def program_in(completion: str, language: str = "python") -> str:
@@ -136,9 +151,9 @@ def program_in(completion: str, language: str = "python") -> str:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """The label and the content of each fenced block. A block of Python ends at the first fence before which it is valid
-    Python, because programs have fences in their texts. Any other block ends at the first fence on a line of its own or,
-    if there is none, at the first fence."""
+    """The label and the content of each fenced block. A block of Python ends at the first fence before which it is
+    valid Python, because programs have fences in their texts. Any other block ends at the first fence on a line of its
+    own or, if there is none, at the first fence."""
     fences = [(match.start(), match.end()) for match in _FENCE.finditer(text)]
     tries = _MOST_ENDS
     position = 0
@@ -228,8 +243,8 @@ def _same_line(given: str, wanted: str) -> bool:
 
 
 def _same_word(given: str, wanted: str) -> bool:
-    """True if the words are equal; or if the wanted one is a number with decimals, and the given one is a number that
-    differs by at most a millionth of it, and, if fewer than six decimals are wanted, by at most one in the last."""
+    """True if the words are equal; or if the wanted one is a number with decimals, and the given one a number that
+    differs by at most a millionth of it, and by at most one in the last decimal if those are fewer than six."""
     if given == wanted:
         return True
     one, other = _number(given), _number(wanted)

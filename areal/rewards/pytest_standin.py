@@ -1,7 +1,7 @@
 """What tests use of pytest, for the process of the asserts, where pytest itself must not run: it reads files that the
 program can write.
 
-`areal.rewards.assert_runner` runs the text of this file as the module `pytest`. Anything that is not here raises
+`areal.rewards.assert_runner` uses this file as the module `pytest`. Anything that is not here raises
 Unsupported, which makes the row an error and never a score.
 """
 
@@ -157,9 +157,12 @@ class Captured(collections.namedtuple("Captured", "out err")):
 
 
 class Capture:
+    def __init__(self):
+        self.streams = io.StringIO(), io.StringIO()
+
     def readouterr(self):
-        found = Captured(sys.stdout.getvalue(), sys.stderr.getvalue())
-        for stream in sys.stdout, sys.stderr:
+        found = Captured(*(stream.getvalue() for stream in self.streams))
+        for stream in self.streams:
             stream.seek(0)
             stream.truncate()
         return found
@@ -167,8 +170,10 @@ class Capture:
 
 @contextlib.contextmanager
 def capsys():
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield Capture()
+    capture = Capture()
+    out, err = capture.streams
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield capture
 
 
 class MonkeyPatch:

@@ -21,12 +21,13 @@ import datetime
 import decimal
 import fractions
 import functools
+import importlib
 import json
 import operator
-import pickle
 import sys
-import threading
 import types
+from _thread import RLock  # the module threading takes longer
+from typing import Any
 
 # Longest line that is read as a message.
 MOST_CHARACTERS = 1 << 27
@@ -65,7 +66,7 @@ def zone(value):
 
 
 # By type: its name in messages, what it is made from, and how.
-VALUES = {
+VALUES: dict[type, tuple[str, Any, Any]] = {
     tuple: ("tuple", list, lambda *items: items),
     frozenset: ("frozenset", list, lambda *items: frozenset(items)),
     bytes: ("bytes", lambda v: [v.hex()], bytes.fromhex),
@@ -87,7 +88,7 @@ VALUES = {
     type({}.values()): ("dict_values", list, lambda *items: dict(enumerate(items)).values()),
     type({}.items()): ("dict_items", list, lambda *items: dict(items).items()),
 }
-MAKERS = {name: make for name, _, make in VALUES.values()}
+MAKERS: dict[str, Any] = {name: make for name, _, make in VALUES.values()}
 CONSTANTS = {"NotImplemented": NotImplemented, "Ellipsis": Ellipsis}
 
 
@@ -111,7 +112,7 @@ def set_deque(target, items):
 
 
 # By type of a shared container: its items, and how to set them.
-SHARED = {
+SHARED: dict[type, tuple[Any, Any]] = {
     list: (list.copy, lambda target, items: list.__setitem__(target, slice(None), items)),
     set: (lambda target: [*set.__iter__(target)], set_set),
     bytearray: (
@@ -126,7 +127,7 @@ SHARED = {
 }
 ATOMS = (int, float, str)
 # The types that mean the same in both processes.
-TYPES = {
+TYPES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         *(kind for kind in vars(builtins).values() if isinstance(kind, type)),
@@ -294,7 +295,7 @@ class Link:
         self.lines = connection.makefile("rw")
         self.serve_one = serve
         self.guarded = guarded
-        self.lock = threading.RLock()
+        self.lock = RLock()
         self.next = int(guarded)  # the two ends give different numbers
         self.kept = {}  # our objects that the other end has mirrors of, by number
         self.numbers = {}  # and their numbers, by id
@@ -440,9 +441,9 @@ class Link:
         if id(value) in self.shared_numbers:
             return {"shared": [self.shared_numbers[id(value)]]}
         number = self.share(value, kind)
-        extra = getattr(value, "maxlen", None) if kind is collections.deque else getattr(value, "default_factory", None)
         items = [self.encode(item) for item in self.shared[number][1]]
-        return {"shared": [number, NAMES[kind], items, self.encode(extra)]}
+        extra = {collections.deque: "maxlen", collections.defaultdict: "default_factory"}.get(kind)
+        return {"shared": [number, NAMES[kind], items, extra and self.encode(getattr(value, extra))]}
 
     def encode_numpy(self, value):
         import numpy
@@ -511,12 +512,9 @@ class Link:
         number, *rest = content
         if rest:
             name, items, extra = rest
-            kind = TYPES[name]
-            extra = self.decode(extra)
-            if kind is collections.deque:
-                container = kind((), extra)
-            else:
-                container = kind(extra) if kind is collections.defaultdict else kind()
+            kind, extra = TYPES[name], self.decode(extra)
+            options: dict[Any, tuple[Any, ...]] = {collections.deque: ((), extra), collections.defaultdict: (extra,)}
+            container = kind(*options.get(kind, ()))
             self.share(container, kind, number)
             self.set_items(number, items)
         return self.shared[number][0]
@@ -573,13 +571,10 @@ class Link:
             self.share(made, base, number)
             self.set_items(number, content)
         elif base is object:
-            made = object.__new__(kind)
+            made = object.__new__(kind)  # type: ignore[arg-type]
         else:
             parts = [self.decode(part) for part in content]
-            if base in VALUES:
-                made = base.__new__(kind, MAKERS[NAMES[base]](*parts))
-            else:
-                made = base.__new__(kind, *parts)
+            made = base.__new__(kind, *([MAKERS[NAMES[base]](*parts)] if base in VALUES else parts))
         object.__setattr__(made, "_number", number)
         return made
 
@@ -666,7 +661,7 @@ def perform(what, thing, details):
         case ("eval" | "exec", *scopes):
             return getattr(builtins, what)(thing, *scopes)
         case ("dumps" | "loads",):
-            return getattr(pickle, what)(thing)
+            return getattr(importlib.import_module("pickle"), what)(thing)
         case ("await",):
             return event_loop().run_until_complete(awaited(thing))
     raise ValueError(what)

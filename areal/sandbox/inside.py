@@ -401,8 +401,8 @@ def run_python(path):
     sys.modules["__main__"] = main
     sys.argv = [path]
     sys.path.insert(0, os.getcwd())
-    # The second name keeps it open where a program wraps its buffer.
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it stays open
+    vars(sys)["__stdin__"] = sys.stdin  # keeps it open where a program wraps its buffer
     code = 0
     try:
         with open(path, "rb") as file:
