@@ -22,6 +22,7 @@ import decimal
 import fractions
 import functools
 import importlib
+import inspect
 import json
 import operator
 import sys
@@ -31,6 +32,8 @@ from typing import Any
 
 # Longest line that is read as a message.
 MOST_CHARACTERS = 1 << 27
+# How long coroutines of this process run before those of the other one have their turn.
+STEP_SECONDS = 0.005
 # Exceptions that end an iteration: they are raised only where an iteration was asked for.
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit"}
 COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
@@ -89,6 +92,8 @@ VALUES: dict[type, tuple[str, Any, Any]] = {
     type({}.items()): ("dict_items", list, lambda *items: dict(items).items()),
 }
 MAKERS: dict[str, Any] = {name: make for name, _, make in VALUES.values()}
+# Types whose modules are imported only where they are needed, made of text.
+TEXTS = {("uuid", "UUID"), ("pathlib", "PosixPath")}
 CONSTANTS = {"NotImplemented": NotImplemented, "Ellipsis": Ellipsis}
 
 
@@ -271,20 +276,65 @@ def special_method(name):
 
 
 def await_method(self):
-    return type(self)._remote.link.ask("await", self)
-    yield
+    """Runs the other process's coroutine there, until it is done, and meanwhile lets other coroutines here run."""
+    link = type(self)._remote.link
+    task = link.ask("start", self)
+    try:
+        while not link.ask("step", task):
+            yield
+    finally:
+        link.ask("cancel", task)
+    return link.ask("result", task)
 
 
-def send_method(self, _):
-    raise StopIteration(type(self)._remote.link.ask("await", self))
+# What stands for functions, generators and coroutines of the other process where it matters that they are of that kind.
 
 
-def nothing_method(*_):
-    return None
+class Steps:
+    """A mirrored generator, for `yield from`: `iter` of the mirror would give what stands for it."""
+
+    def __init__(self, mirror):
+        self.mirror, self.send, self.throw, self.close = mirror, mirror.send, mirror.throw, mirror.close
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.mirror)
 
 
-AWAITABLE = {"__await__": await_method}
-COROUTINE = AWAITABLE | {"send": send_method, "throw": nothing_method, "close": nothing_method}
+def generator(mirror):
+    return (yield from Steps(mirror))
+
+
+async def coroutine(mirror):
+    return await mirror
+
+
+def generator_function(mirror):
+    def function(*arguments, **keywords):
+        return (yield from mirror(*arguments, **keywords))
+
+    return function
+
+
+def coroutine_function(mirror):
+    async def function(*arguments, **keywords):
+        return await mirror(*arguments, **keywords)
+
+    return function
+
+
+STAND_INS = (generator, coroutine, generator_function, coroutine_function)
+
+
+def stand_in_of(value):
+    """The name of the function that makes what stands for `value`, if one is needed."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        flags = {inspect.CO_GENERATOR: "generator_function", inspect.CO_COROUTINE: "coroutine_function"}
+        return next((name for flag, name in flags.items() if value.__code__.co_flags & flag), None)
+    return {types.GeneratorType: "generator", types.CoroutineType: "coroutine"}.get(kind)
 
 
 class Link:
@@ -300,6 +350,7 @@ class Link:
         self.kept = {}  # our objects that the other end has mirrors of, by number
         self.numbers = {}  # and their numbers, by id
         self.mirrors = {}  # the other end's objects, by number
+        self.stand_ins = {}  # the numbers of those of them that have a stand-in, by its id
         self.shared = {}  # containers and what they contained when both ends last agreed, by number
         self.shared_numbers = {}  # and their numbers, by id
         self.before = tuple  # gives what to tell the other end before a request
@@ -369,7 +420,7 @@ class Link:
     def as_error(self, error, what, details):
         if not isinstance(error, BaseException):
             return ProgramError("the program raised no exception")
-        asked_for_it = (what == "special" and details[0] in STEPS) or what == "await"
+        asked_for_it = (what == "special" and details[0] in STEPS) or what == "result"
         if type(error).__name__ in ENDS and not asked_for_it and self.guarded:
             return ProgramError(f"the program raised {type(error).__name__}: {error}")
         return error
@@ -425,6 +476,8 @@ class Link:
             return {name: [self.encode(part) for part in parts(value)]}
         if kind is Mirror or type(kind) is Mirror:
             return {"yours": number_of(value)}
+        if id(value) in self.stand_ins:
+            return {"yours": self.stand_ins[id(value)]}
         if isinstance(value, type) and value in NAMES:
             return {"type": NAMES[value]}
         for name, constant in CONSTANTS.items():
@@ -433,6 +486,8 @@ class Link:
         if kind in BASES and isinstance(value, BaseException):
             parts = value.__reduce__()[1]  # of OSError, it has more than `args`
             return {"error": [NAMES[kind], [self.encode(part) for part in parts], self.encode(value.__cause__)]}
+        if (kind.__module__, kind.__name__) in TEXTS:
+            return {"text": [kind.__module__, kind.__name__, str(value)]}
         if kind.__module__ == "numpy" and (found := self.encode_numpy(value)):
             return found
         return self.encode_object(value)
@@ -470,7 +525,8 @@ class Link:
         owner, content = self.encode_object(type(value)), content_of(value, base)
         if base in SHARED:
             self.share(value, base, number)
-        return {"mine": [number, "object", owner, content and [self.encode(part) for part in content]]}
+        stand_in = stand_in_of(value)
+        return {"mine": [number, "object", owner, content and [self.encode(part) for part in content], stand_in]}
 
     def description(self, kind):
         """What the other process needs in order to mirror a class."""
@@ -488,7 +544,6 @@ class Link:
             "base": NAMES[base],
             "own": sorted({name for owner in own for name in vars(owner)}) if base is not object else [],
             "hashable": kind.__hash__ is not None,
-            "coroutine": issubclass(kind, types.CoroutineType),
             "doc": str(kind.__doc__)[:1000],
         }
 
@@ -524,6 +579,12 @@ class Link:
 
     def decode_type(self, name):
         return TYPES[name]
+
+    def decode_text(self, content):
+        module, name, text = content
+        if (module, name) not in TEXTS:
+            raise ProgramError("a value of an unknown type")
+        return getattr(importlib.import_module(module), name)(text)
 
     def decode_constant(self, name):
         return CONSTANTS[name]
@@ -561,7 +622,7 @@ class Link:
         # The program may hand over any object, whatever it was made as.
         return with_trust(self.mirrors[number], False)
 
-    def instance(self, number, owner, content):
+    def instance(self, number, owner, content, stand_in):
         kind = self.decode(owner)
         if type(kind) is not Mirror:
             raise ProgramError("an object of no class")
@@ -576,15 +637,20 @@ class Link:
             parts = [self.decode(part) for part in content]
             made = base.__new__(kind, *([MAKERS[NAMES[base]](*parts)] if base in VALUES else parts))
         object.__setattr__(made, "_number", number)
+        with_trust(made, False)
+        for maker in STAND_INS:
+            if maker.__name__ == stand_in:
+                made = maker(made)
+                self.stand_ins[id(made)] = number
         return made
 
-    def mirror(self, number, name, bases, special, base, own, hashable, coroutine, doc):
+    def mirror(self, number, name, bases, special, base, own, hashable, doc):
         base = TYPES[base]
         if base is not object and base not in BASES:
             raise ProgramError("a class of an unknown kind")
         if base.__name__ in ENDS:
             base = RuntimeError
-        special = {one for one in special if one in SPECIAL} | ({"send", "throw", "close"} if coroutine else set())
+        special = {one for one in special if one in SPECIAL}
         local = frozenset(dir(base)) - {*own} if base is not object else frozenset()
         namespace = {one: special_method(one) for one in special}
         namespace |= {
@@ -596,8 +662,8 @@ class Link:
             namespace["__deepcopy__"] = lambda value, _: self.ask("deepcopy", value)
             if "__eq__" not in special:
                 namespace.setdefault("__hash__", object.__hash__)
-        if coroutine or "__await__" in special:
-            namespace |= COROUTINE if coroutine else AWAITABLE
+        if "__await__" in special:
+            namespace["__await__"] = await_method
         if not hashable:
             namespace["__hash__"] = None
         elif "__hash__" not in namespace and "__eq__" in namespace:
@@ -662,8 +728,14 @@ def perform(what, thing, details):
             return getattr(builtins, what)(thing, *scopes)
         case ("dumps" | "loads",):
             return getattr(importlib.import_module("pickle"), what)(thing)
-        case ("await",):
-            return event_loop().run_until_complete(awaited(thing))
+        case ("start",):
+            return event_loop().create_task(awaited(thing))
+        case ("step",):
+            asyncio = sys.modules["asyncio"]
+            event_loop().run_until_complete(asyncio.wait({thing}, timeout=STEP_SECONDS))
+            return thing.done()
+        case ("cancel" | "result",):
+            return getattr(thing, what)()
     raise ValueError(what)
 
 

@@ -401,8 +401,8 @@ def run_python(path):
     sys.modules["__main__"] = main
     sys.argv = [path]
     sys.path.insert(0, os.getcwd())
-    # New ones: those of the launcher know what kind of file it was started with. The second names keep them open where a
-    # program wraps their buffers.
+    # New ones: those of the launcher know what kind of file it was started with. The second names keep them open where
+    # a program wraps their buffers.
     streams = (("stdin", 0, "r", "strict"), ("stdout", 1, "w", "strict"), ("stderr", 2, "w", "backslashreplace"))
     for name, descriptor, mode, errors in streams:
         buffering = 1 if name == "stderr" else -1
