@@ -28,7 +28,6 @@ import sys
 import time
 import types
 import typing
-from typing import Any
 
 import pytest_standin
 import remote_objects
@@ -49,6 +48,13 @@ MODULES = {
         *("os", "random", "re", "statistics", "string", "sys", "time", "typing"),
     )
 } | {"np": "numpy", "pd": "pandas"}
+# Functions that look into objects: they run in the program's process if the object is the program's. What a program has
+# pickled must never be loaded here.
+THERE = {
+    "pickle": ("dumps", "loads"),
+    "dataclasses": ("asdict", "astuple", "fields", "replace"),
+    "inspect": ("signature", "getdoc", "getsource"),
+}
 NAMES_FROM = {"collections": collections.__all__, "typing": typing.__all__, "math": ("isclose", "isnan", "sqrt")}
 
 
@@ -177,10 +183,9 @@ def judge(job, connection, verdict):
     link = remote_objects.Link(connection, serve_program, guarded=True)
     link.before = Replacements().news
     solution = sys.modules["solution"] = Solution(link, job["names"])
-    # What the program has pickled, or written as code, must not run here.
-    if "pickle" in job["modules"]:
-        pickle: Any = importlib.import_module("pickle")
-        pickle.dumps, pickle.loads = functools.partial(link.ask, "dumps"), functools.partial(link.ask, "loads")
+    for module in THERE.keys() & {*job["modules"]}:
+        for name in THERE[module]:
+            setattr(importlib.import_module(module), name, in_program(link, module, name))
     sys.modules["pytest"] = pytest_standin
     missing = [name for name in job["modules"] if name not in sys.modules and importlib.util.find_spec(name) is None]
     if missing:
@@ -193,6 +198,17 @@ def judge(job, connection, verdict):
             tell(index, int(passes(test)))
     except pytest_standin.Unsupported as reason:
         tell("unusable they need of pytest what is not supported here:", reason)
+
+
+def in_program(link, module, name):
+    original = getattr(importlib.import_module(module), name)
+
+    def function(thing, *arguments, **keywords):
+        if module == "pickle" or link.is_theirs(thing):
+            return link.ask("library", thing, module, name, arguments, tuple(keywords.items()))
+        return original(thing, *arguments, **keywords)
+
+    return function
 
 
 def tests_of(job, solution):

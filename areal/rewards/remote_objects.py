@@ -547,6 +547,9 @@ class Link:
             "doc": str(kind.__doc__)[:1000],
         }
 
+    def is_theirs(self, value):
+        return is_mirrored(value) or type(value) is Mirror or id(value) in self.stand_ins
+
     def new_number(self):
         self.next += 2
         return self.next
@@ -726,8 +729,8 @@ def perform(what, thing, details):
             return getattr(copy, what)(thing)
         case ("eval" | "exec", *scopes):
             return getattr(builtins, what)(thing, *scopes)
-        case ("dumps" | "loads",):
-            return getattr(importlib.import_module("pickle"), what)(thing)
+        case "library", module, name, arguments, keywords:
+            return getattr(importlib.import_module(module), name)(thing, *arguments, **dict(keywords))
         case ("start",):
             return event_loop().create_task(awaited(thing))
         case ("step",):
