@@ -82,8 +82,8 @@ def mount(source, target, kind, flags, options=None):
 
 # The modules that programs import most are loaded in advance.
 MODULES = (
-    *("bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "math", "operator", "random"),
-    *("re", "statistics", "string", "typing"),
+    *("bisect", "collections", "copy", "dataclasses", "datetime", "functools", "heapq", "inspect", "itertools", "math"),
+    *("operator", "random", "re", "statistics", "string", "typing"),
 )
 for name in MODULES:
     importlib.import_module(name)
