@@ -7,10 +7,8 @@ expressions easily do, and nothing that is shown can steer a terminal.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 FENCE = "```"
-_LANGUAGE = re.compile(r"[ \t]*+([\w+#-]*+)")
 _WHITE_SPACE = re.compile(r"\s*+")
 # Control characters other than tab and newline: C0, DEL, C1 (a terminal takes 0x9b for ESC [). Line and paragraph
 # separators, and characters that change the direction of the text around them, are shown by their codes too.
@@ -22,19 +20,6 @@ _CONTROLS = {
     )
     for code in codes
 }  # fmt: skip
-
-
-def code_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """The fenced blocks in the text: the language that each one names, which may be empty, and the code. The end of the
-    text closes the last one."""
-    at = 0
-    while (start := text.find(FENCE, at)) >= 0 and (line := text.find("\n", start)) >= 0:
-        end = text.find(FENCE, line)
-        end = len(text) if end < 0 else end
-        found = _LANGUAGE.match(text, start + len(FENCE), line)
-        assert found is not None  # it matches nothing, too
-        yield found[1], text[line + 1 : end]
-        at = end + len(FENCE)
 
 
 def python_call(text: str) -> str | None:

@@ -345,3 +345,199 @@ CHEATS = {
     "raises for ever": "def f(x): return f(x)",
     "defines the verdict": "nonce = 1\ndef check(c): return True\nclass Remote: pass\ndef f(x): return True",
 }  # fmt: skip
+
+# Tests that hold only for the secret. No program that does not know it may pass any of them.
+CHEATED = [
+    "assert f(7) == {secret}",
+    "assert {secret} == f(7)",
+    "assert all(f(x) == y for x, y in [(7, {secret})])",
+    "assert all(map(lambda x: f(x) == {secret}, [7, 7]))",
+    "for x, y in zip([7], [{secret}]):\n    assert f(x) == y",
+    "assert [*map(f, [7])] == [{secret}]",
+    "import math\nassert math.isclose(f(7), {secret}.0, rel_tol=1e-12)",
+    "assert abs(f(7) - {secret}) < 1",
+    "assert abs({secret} - f(7)) < 1",
+    "assert isclose(f(7), {secret}, rel_tol=1e-12)",
+    "assert f(7) in ({secret},) and f(7) in [{secret}] and {secret} in [f(7)]",
+    "assert {secret} in [f(7)]",
+    "assert f(7) in {{{secret}}}",
+    "assert {{{secret}: True}}.get(f(7))",
+    "assert str(f(7)) == '{secret}'",
+    "assert not f(7) != {secret}",
+    "assert {secret} <= f(7) <= {secret}",
+    "assert int(f(7)) == {secret}",
+    "assert set([f(7)]) == {{{secret}}}",
+    "assert len([x for x in [7] if f(x) == {secret}]) == 1",
+    "import collections\nassert collections.Counter([f(7)]) == {{{secret}: 1}}",
+    "import colorsys\nassert f(7) + colorsys.rgb_to_hsv(1, 1, 1)[2] == {secret} + 1",
+    "import plistlib, nturl2path\nassert f(7) == {secret}",
+    "import unittest\nunittest.TestCase().assertEqual(f(7), {secret})",
+    "import unittest\nunittest.TestCase().assertAlmostEqual(f(7), {secret})",
+    "xs = [7]\nassert g(xs) == {secret}",
+    "assert sum(f(x) for x in [7, 7]) == 2 * {secret}",
+    "assert eval(str(f(7))) == {secret}",
+    "assert h(lambda x: x == {secret}) == {secret}",
+    "assert next(iter([f(7)])) == {secret}",
+    "class Expected(int):\n    pass\nassert f(7) == Expected({secret})",
+    "assert C().f(7) == {secret}",
+    "assert abs(C().f(7) - {secret}) < 1",
+    "assert C().me()[0] == {secret}",
+    "assert C()[7] == {secret}",
+    "assert [x for x in C()] == [{secret}]",
+    "try:\n    assert f(7) == {secret}\nexcept ValueError:\n    assert False",
+]
+# The same in modules of pytest, whose imports are run first.
+CHEATED_MODULE = """
+import colorsys, csv, unittest
+import pytest
+from solution import *
+import solution
+
+def test_equal():
+    assert f(7) == {secret}
+
+@pytest.mark.parametrize("x, y", [(7, {secret})])
+def test_parametrized(x, y):
+    assert solution.f(x) == y
+
+def test_near():
+    assert f(7) == pytest.approx({secret})
+
+def test_error():
+    with pytest.raises(ZeroDivisionError, match="{secret}"):
+        f(7)
+
+def test_output(capsys):
+    f(7)
+    assert "{secret}" in capsys.readouterr().out
+
+def test_mock(monkeypatch):
+    from unittest import mock
+    with mock.patch("builtins.print") as p:
+        f(7)
+    p.assert_called_with({secret})
+
+class TestF(unittest.TestCase):
+    def test_f(self):
+        self.assertEqual(f(7), {secret})
+"""
+
+EVERYTHING = """
+class Any:
+    def __getattr__(self, name): return self
+    def me(self): return [self]
+    f = lambda self, x: self
+"""
+_ALWAYS = {
+    "True": "eq ne lt le gt ge contains bool",
+    "self": "add radd sub rsub mul rmul neg pos call getitem iter enter round",
+    "0": "abs int index hash len",
+    "0.0": "float",
+}
+for _value, _names in _ALWAYS.items():
+    for _name in _names.split():
+        EVERYTHING += f"    __{_name}__ = lambda self, *a, **k: {_value}\n"
+EVERYTHING += "    def __next__(self): raise StopIteration\n"
+# What CHEATED calls besides `f`. It comes before a program, which may define it anew.
+AROUND = """
+g = lambda xs: f(xs[0])
+class C:
+    def f(self, x): return f(x)
+    def me(self): return [f(7)]
+    def __getitem__(self, x): return f(x)
+    def __iter__(self): return iter([f(7)])
+def h(check): return f(7)
+"""
+WRITES_MODULES = """
+import os, sys
+code = '''
+import sys, os, gc
+class Same:
+    def __radd__(self, other): return SAME
+    __add__ = __radd__
+    def __eq__(self, other): return True
+SAME = Same()
+def rgb_to_hsv(*a): return [0, 0, SAME]
+for f in list(sys._current_frames().values()):
+    while f:
+        n = f.f_locals.get('job', {})
+        if isinstance(n, dict) and 'nonce' in n:
+            for fd in range(20):
+                for i in range(99):
+                    try: os.write(fd, b'\\\\n%s %d 1\\\\n' % (n['nonce'].encode(), i))
+                    except OSError: pass
+        f = f.f_back
+def __getattr__(name): return SAME
+'''
+names = 'colorsys csv plistlib nturl2path unittest inspect pathlib tempfile numpy math_ sitecustomize usercustomize asyncio mock types_ _pytest pytest conftest io_ itertools_ typing_ uuid statistics_ difflib pprint signal_ logging'.split()
+folders = ['.', '/tmp', os.path.expanduser('~/.local/lib/python3.%d/site-packages' % sys.version_info.minor), '/tmp/lib']
+for folder in folders:
+    os.makedirs(folder, exist_ok=True)
+    for name in names:
+        open(f'{folder}/{name}.py', 'w').write(code)
+        os.makedirs(f'{folder}/{name}', exist_ok=True)
+        open(f'{folder}/{name}/__init__.py', 'w').write(code)
+    open(f'{folder}/x.pth', 'w').write('import colorsys')
+def f(x): return 0
+"""
+LINK = """
+import gc, os
+def link():
+    return next(o for o in gc.get_objects() if type(o).__name__ == 'Link')
+def secrets_in(value):
+    import re
+    found = re.findall(r'[0-9]{9}', str(value))
+    return int(found[0]) if found else 0
+"""
+CHEATS |= {
+    **{
+        f"raises {error}": f"class Own(StopIteration): pass\nclass Last(BaseException): pass\nimport asyncio, unittest\ndef f(x): raise {error}"
+        for error in (
+            *("StopIteration", "StopIteration(7)", "StopAsyncIteration", "GeneratorExit", "Own", "Last", "SystemExit(0)"),
+            *("KeyboardInterrupt", "asyncio.CancelledError", "unittest.SkipTest", "IndexError", "LookupError(1)"),
+            *("AttributeError", "AssertionError", "NotImplementedError", "Warning", "OSError", "EOFError"),
+        )
+    },
+    "writes modules": WRITES_MODULES,
+    "writes modules again and again": WRITES_MODULES + "import threading\nsource = open(os.path.join('.', 'colorsys.py')).read()\ndef again():\n    while True:\n        for name in names: open(name + '.py', 'w').write(source)\nthreading.Thread(target=again, daemon=True).start()",
+    "sets where modules are": WRITES_MODULES + "os.environ['PYTHONPATH'] = '/tmp'\nsys.path.insert(0, '/tmp')\nos.symlink('/tmp', '/tmp/lib2')",
+    "defines what the tests do not import": "class math:\n    isclose = lambda *a, **k: True\nisclose = all = any = abs = str = int = sum = len = set = lambda *a, **k: True\ndef f(x): return 0",
+    "an object that does everything": EVERYTHING + "def f(x): return Any()",
+    "a class that does everything": EVERYTHING + "f = Any\nC = Any",
+    "a class of the tests that does everything": EVERYTHING + "C = Any\ndef f(x): return 0",
+    "a function that is a class": EVERYTHING + "class f(Any): pass",
+    **{
+        f"a kind of {kind} that does everything": EVERYTHING.replace("class Any:", f"class Any({kind}):") + f"def f(x): return Any({value})"
+        for kind, value in (("int", 1), ("float", 1.0), ("str", "'1'"), ("list", "[1]"), ("dict", ""), ("tuple", "(1,)"), ("Exception", ""), ("bytes", "b''"))
+    },
+    "a class that says it is another": "class A:\n    __class__ = property(lambda self: int)\n    def __eq__(self, o): return True\n    def __hash__(self): return 0\ndef f(x): return A()",
+    "a metaclass that equals everything": "class M(type):\n    def __eq__(self, o): return True\n    def __hash__(self): return 0\n    def __getattr__(self, n): return 0\nclass A(metaclass=M): pass\ndef f(x): return A",
+    "an array that equals everything": "import numpy as np\nclass A(np.ndarray):\n    def __eq__(self, o): return np.array(True)\n    def __sub__(self, o): return np.zeros(())\n    __rsub__ = __sub__\ndef f(x): return np.zeros(()).view(A)",
+    "an array of everything": EVERYTHING + "import numpy as np\ndef f(x):\n    a = np.empty((), object)\n    a[()] = Any()\n    return a",
+    "empty arrays": "import numpy as np\ndef f(x): return np.array([])",
+    "a callable iterator": "def f(x): return iter(lambda: True, False)",
+    "an endless generator": "def f(x):\n    while True: yield True",
+    "a mock": "from unittest.mock import MagicMock, ANY\ndef f(x): return ANY",
+    "NotImplemented": "def f(x): return NotImplemented",
+    "a coroutine": "async def f(x): return 0",
+    "changes its argument": "def f(x):\n    return 0\ndef g(xs):\n    xs[:] = []\n    return xs",
+    "traces": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\ndef f(x):\n    fr = sys._getframe()\n    while fr.f_back: fr = fr.f_back\n    return 0",
+    "replaces the runner's modules": "import sys\nfor n in ('remote_objects', '__main__', 'solution', 'json', 'pickle', 'socket'):\n    if n in sys.modules: sys.modules[n].__dict__.update(passes=lambda *a: True, perform=lambda *a: True)\ndef f(x): return 0",
+    "patches the link": LINK + "def f(x):\n    l = link()\n    type(l).encode = lambda self, value: True\n    return 0",
+    "answers in advance": LINK + "def f(x):\n    l = link()\n    for _ in range(9): l.send('answer', True)\n    return True",
+    "sends changes of what it never got": LINK + "import json\ndef f(x):\n    l = link()\n    for n in range(1, 99):\n        l.lines.write(json.dumps({'before': None, 'changes': [[n, [0]]], 'dropped': [n], 'answer': 0}) + '\\n')\n    l.lines.flush()\n    return 0",
+    "asks for the namespace of a callback": LINK + "def f(x): return 0\ndef h(check):\n    for name in ('__globals__', '__code__', '__closure__', '__defaults__', '__dict__', '__class__', 'f_globals', '__self__', '__call__', '__func__'):\n        try:\n            if found := secrets_in(link().ask('attribute', check, name)): return found\n        except Exception: pass\n    for what in ('dumps', 'repr', 'copy', 'eval', 'iter', 'getitem', 'derive', 'set'):\n        try:\n            if found := secrets_in(link().ask(what, check, '__globals__', {})): return found\n        except Exception: pass\n    for name in ('__reduce_ex__', '__getattribute__', '__init_subclass__', '__get__', '__repr__', '__dir__', '__format__'):\n        try:\n            if found := secrets_in(link().ask('special', check, name, ('__globals__',), ())): return found\n        except Exception: pass\n    return 0",
+    "asks to unpickle": LINK + "def f(x):\n    try: link().ask('loads', b'cos\\nsystem\\n(S\"true\"\\ntR.')\n    except Exception: pass\n    try: link().ask('patch', (('builtins', 'all', False, True),))\n    except Exception: pass\n    return 0",
+    "interrupts the runner": "import os, signal, threading\ndef f(x):\n    for s in (2, 10, 12, 14, 13, 28):\n        if s in (2,): os.kill(os.getppid(), s)\n    return 0",
+    "closes everything": "import os\ndef f(x): os.closerange(0, 99)",
+    "leaves children": "import os, time\ndef f(x):\n    if os.fork() == 0:\n        while True:\n            for fd in range(99):\n                try: os.write(fd, b'{\"answer\": true}\\n')\n                except OSError: pass\n            time.sleep(0.01)\n    return 0",
+    "edits memory": "import ctypes\ndef f(x):\n    ctypes.memset(id(0) + 24, 1, 4)\n    ctypes.cast(id(7) + 24, ctypes.POINTER(ctypes.c_uint32))[0] = 8\n    return 7",
+    "patches the built-in functions everywhere": "import builtins, operator, math, unittest\nfor m in (builtins, operator, math):\n    for n in dir(m):\n        if n in ('all', 'any', 'eq', 'isclose', 'abs', 'isinstance', 'sum', 'AssertionError'): setattr(m, n, lambda *a, **k: True)\nunittest.TestCase.assertEqual = lambda *a: None\ndef f(x): return 0",
+    "hooks imports": "import builtins, sys\nold = builtins.__import__\ndef imported(*a, **k): return old(*a, **k)\nbuiltins.__import__ = imported\nclass F:\n    def find_spec(*a): return None\nsys.meta_path.insert(0, F())\ndef f(x): return 0",
+    "returns code": "def f(x): return \"__import__('os')._exit(0)\"",
+    "prints every verdict": "import os\ndef f(x):\n    for fd in range(20):\n        for i in range(40):\n            try: os.write(fd, b'\\n%d 1\\n' % i)\n            except OSError: pass\n    for p in os.listdir('/proc'):\n        if p.isdigit():\n            for n in range(20):\n                try: open(f'/proc/{p}/fd/{n}', 'wb').write(b'0 1\\n')\n                except OSError: pass\n    return 0",
+    "reads every process": "import os, re\ndef f(x):\n    for p in os.listdir('/proc'):\n        for what in ('environ', 'cmdline', 'mem', 'maps', 'stack', 'fd/0', 'cwd/main.py', 'root/tmp/main.py', 'task/1/comm'):\n            try: t = open(f'/proc/{p}/{what}', 'rb').read(1 << 20)\n            except (OSError, OverflowError): continue\n            m = re.search(rb'f\\(7\\) == (\\d{9})', t)\n            if m: return int(m[1])\n    return 0",
+    "is read as a number": "class A:\n    def __float__(self): return float('nan')\n    def __int__(self): return 0\n    def __index__(self): return 0\n    def __eq__(self, o): return o\n    __sub__ = __rsub__ = lambda s, o: type('Z', (), {'__abs__': lambda s: s, '__lt__': lambda s, o: True, '__bool__': lambda s: True})()\ndef f(x): return A()",
+    "infinite": "def f(x): return float('inf')",
+    "not a number": "def f(x): return float('nan')",
+}  # fmt: skip

@@ -1,31 +1,61 @@
 """Runs asserts against a program that must not be able to read or change them.
 
-`areal.rewards.code_tests` runs this file as the main program of a sandbox. It uses two processes. The child runs the
-program; it is forked before the asserts are read, so its memory does not contain them. The parent runs the asserts; the
-child cannot read the parent's memory. In the asserts, functions, classes and objects of the program are `Remote`
-objects. A call sends its arguments to the child and receives data, never code and never an object with its own `==`.
+`areal.rewards.code_tests` runs this module in a sandbox. It uses two processes. The child runs the program; it is
+forked before the asserts are read, so its memory does not contain them. The parent runs the asserts; the child cannot
+read the parent's memory, and nothing that the child can write is on the parent's path of modules. The asserts use the
+functions, classes and objects of the program through `areal.rewards.remote_objects`.
 
-stdin: `{"nonce", "names", "modules", "prepare", "tests", "candidate", "collect", "pytest"}`. `names` of the program are
-global names of the tests, which may also import them from the module `solution`. `prepare` is run, then `tests`; with
-`collect`, the tests are those of pytest's kind that `prepare` defines. `modules` are those that the tests import;
-`pytest` is the text of the module pytest, if they need it. stdout: `NONCE tests COUNT`, and after each test `NONCE
-index 0|1`; or else `NONCE unusable REASON`, if no program could pass the tests here.
+stdin: `{"nonce", "names", "modules", "prepare", "tests", "candidate", "collect"}`. `names` of the program are global
+names of the tests, which may also import them from the module `solution`. `prepare` is run, then `tests`; with
+`collect`, the tests are those of pytest's kind that `prepare` defines. `modules` are those that the tests import.
+stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; or else `NONCE unusable REASON`, if no program could
+pass the tests here.
 """
 
 import builtins
+import collections
 import ctypes
 import functools
+import importlib
 import importlib.util
 import json
+import math  # noqa: F401 - in NAMES_FROM
 import os
+import random
+import signal
 import socket
 import sys
+import time
 import types
+import typing
+
+import pytest_standin
+import remote_objects
 
 PR_SET_DUMPABLE = 4
-# Longest line that the parent reads as an answer of the child.
-MOST_CHARACTERS = 1 << 26
-COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+# What tests replace, to give a program its input or to see its output. A replacement holds in the program, too.
+REPLACED = [
+    *((sys, name) for name in ("stdin", "stdout", "stderr", "argv")),
+    *((builtins, name) for name in ("input", "print", "open")),
+    *((time, name) for name in ("sleep", "time", "perf_counter", "monotonic")),
+    *((random, name) for name in ("random", "randint", "choice", "shuffle", "uniform", "sample", "randrange")),
+]
+# Modules, and modules whose names, tests use without importing them. A program must not define them in their place.
+MODULES = {
+    name: name
+    for name in (
+        *("asyncio", "collections", "copy", "datetime", "functools", "heapq", "itertools", "json", "math", "operator"),
+        *("os", "random", "re", "statistics", "string", "sys", "time", "typing"),
+    )
+} | {"np": "numpy", "pd": "pandas"}
+# Functions that look into objects: they run in the program's process if the object is the program's. What a program has
+# pickled must never be loaded here.
+THERE = {
+    "pickle": ("dumps", "loads"),
+    "dataclasses": ("asdict", "astuple", "fields", "replace"),
+    "inspect": ("signature", "getdoc", "getsource"),
+}
+NAMES_FROM = {"collections": collections.__all__, "typing": typing.__all__, "math": ("isclose", "isnan", "sqrt")}
 
 
 def set_dumpable(value):
@@ -34,215 +64,129 @@ def set_dumpable(value):
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
-def built_in_type(name):
-    found = getattr(builtins, name, None)
-    return found if isinstance(found, type) else None
-
-
-def encode(value, keep):
-    """`value` as JSON. An object that is not plain data becomes `{"object": keep(value)}`."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        for plain in (bool, int, float, str):
-            if isinstance(value, plain):
-                return plain(value)
-        return None
-    if isinstance(value, dict):
-        return {"dict": [[encode(key, keep), encode(item, keep)] for key, item in value.items()]}
-    for name, kind in COLLECTIONS.items():
-        if isinstance(value, kind):
-            return {name: [encode(item, keep) for item in value]}
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytes": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, type) and built_in_type(value.__name__) is value:
-        return {"type": value.__name__}
-    return {"object": keep(value)}
-
-
-def decode(data, find):
-    """The inverse of `encode`. `find` returns the object for a result of `keep`. Raises ValueError, TypeError or
-    KeyError."""
-    if not isinstance(data, dict):
-        return data
-    ((kind, content),) = data.items()
-    if kind == "dict":
-        return {decode(key, find): decode(item, find) for key, item in content}
-    if kind == "bytes":
-        return bytes.fromhex(content)
-    if kind == "complex":
-        return complex(*content)
-    if kind == "type" and built_in_type(content):
-        return built_in_type(content)
-    if kind == "object":
-        return find(content)
-    return COLLECTIONS[kind](decode(item, find) for item in content)
-
-
 # --- the child: runs the program
 
 
-def host(channel):
-    """Runs the program, then carries out the requests that the asserts send over `channel`."""
-    with open(os.devnull, "r+b") as nothing:
-        os.dup2(nothing.fileno(), 0)
-        os.dup2(nothing.fileno(), 1)
-    sys.argv = ["program.py"]
-    with open("program.py") as file:
-        source = file.read()
-    program = sys.modules["program"] = types.ModuleType("program")
-    failure = None
-    try:
-        exec(compile(source, "program.py", "exec"), vars(program))
-    except BaseException as error:  # the program may raise anything
-        failure = error
-    objects = [vars(program)]
+class Host:
+    """Runs the program, then carries out the requests that the asserts send."""
 
-    def keep(value):
-        objects.append(value)
-        return len(objects) - 1
+    def __init__(self, connection):
+        self.originals = {(module.__name__, name): getattr(module, name) for module, name in REPLACED}
+        self.program = None
+        self.failure = None
+        remote_objects.Link(connection, self.serve, guarded=False).serve()
 
-    with channel.makefile("rw") as lines:
-        for line in lines:
-            try:
-                if failure:
-                    raise failure
-                answer = {"value": encode(perform(decode(json.loads(line), objects.__getitem__)), keep)}
-            except BaseException as error:  # every call may raise anything, too
-                answer = {"raised": [kind.__name__ for kind in type(error).__mro__], "message": str(error)[:1000]}
-            lines.write(json.dumps(answer) + "\n")
-            lines.flush()
+    def serve(self, what, thing, details):
+        if what == "patch":
+            for module, name, is_original, value in thing:
+                original = self.originals[module, name]
+                setattr(sys.modules[module], name, original if is_original else value)
+            return None
+        if self.program is None:
+            self.load()
+        if self.failure:
+            raise self.failure
+        if thing is None and what in ("attribute", "set", "delete"):
+            thing = self.program
+        return remote_objects.perform(what, thing, details)
 
-
-def perform(request):
-    match request:
-        case "name" | "item", thing, key:
-            return thing[key]
-        case "attribute", thing, name:
-            return getattr(thing, name)
-        case "set", thing, name, value:
-            return setattr(thing, name, value)
-        case "list", thing:
-            return list(thing)
-        case "length", thing:
-            return len(thing)
-        case "call", thing, arguments, keywords:
-            return thing(*arguments, **keywords)
-    raise ValueError(request)
+    def load(self):
+        sys.argv = ["program.py"]
+        with open("program.py") as file:
+            source = file.read()
+        self.program = sys.modules["program"] = sys.modules["solution"] = types.ModuleType("solution")
+        try:
+            exec(compile(source, "program.py", "exec"), vars(self.program))
+        except BaseException as error:  # the program may raise anything
+            self.failure = error
 
 
 # --- the parent: runs the asserts
 
 
-class ProgramError(Exception):
-    """The program raised an exception that is of no built-in kind, its process ended, or its answer was too long."""
+def serve_program(what, thing, details):
+    """Carries out a request of the program on an object that the asserts have given it. Raises TypeError or
+    AttributeError if the program may not do that."""
+    kind = type(thing)
+    ours = "tests" in (kind.__module__, isinstance(thing, type) and thing.__module__)
+    match what, *details:
+        case ("call", _, _) | ("special", "__call__", _, _):
+            pass
+        case "special", name, _, _ if name in remote_objects.SPECIAL and not isinstance(thing, type):
+            pass
+        case "attribute", "__name__" | "__qualname__" | "__doc__":
+            pass
+        case "attribute", str(name) if not name.startswith("_") and (
+            ours or kind.__module__ in ("_io", "unittest.mock")
+        ):
+            pass
+        case "set", str(name), _ if not name.startswith("_") and ours:
+            pass
+        case "attribute" | "set" | "delete", name, *_:
+            raise AttributeError(str(name))
+        case _:
+            raise TypeError(f"a {kind.__name__} of the tests cannot be used in this way")
+    return remote_objects.perform(what, thing, details)
 
 
-def built_in_error(name):
-    kind = built_in_type(name)
-    return kind if kind and issubclass(kind, Exception) else None
+class Replacements:
+    """What of REPLACED has another value than at first, and whether the program's process knows."""
 
+    def __init__(self):
+        self.first = [getattr(module, name) for module, name in REPLACED]
+        self.told = list(self.first)
 
-class Channel:
-    def __init__(self, connection):
-        self.lines = connection.makefile("rw")
-
-    def ask(self, what, thing, *details):
-        self.lines.write(json.dumps(encode([what, thing, *details], number_of)) + "\n")
-        self.lines.flush()
-        line = self.lines.readline(MOST_CHARACTERS)
-        if not line.endswith("\n"):
-            raise ProgramError("the program ended, or its answer is too long")
-        answer = json.loads(line)
-        if "raised" in answer:
-            kinds = [str(name) for name in answer["raised"]]
-            error = next(filter(None, map(built_in_error, kinds)), ProgramError)(str(answer.get("message")))
-            vars(error)["kinds"] = kinds
-            raise error
-        return decode(answer["value"], lambda number: Remote(self, number))
-
-
-class Remote:
-    """An object in the program that is not plain data."""
-
-    def __init__(self, channel, number):
-        vars(self).update(_channel=channel, _number=number)
-
-    def __call__(self, *arguments, **keywords):
-        return self._channel.ask("call", self, arguments, keywords)
-
-    def __getattr__(self, name):
-        return self._channel.ask("attribute", self, name)
-
-    def __setattr__(self, name, value):
-        self._channel.ask("set", self, name, value)
-
-    def __iter__(self):
-        return iter(self._channel.ask("list", self))
-
-    def __len__(self):
-        return self._channel.ask("length", self)
-
-    def __getitem__(self, key):
-        return self._channel.ask("item", self, key)
-
-    def __bool__(self):
-        raise TypeError("the program returned an object, which has no truth value")
-
-    def _no_comparison(self, other):
-        raise TypeError("the program returned an object, which cannot be compared")
-
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _no_comparison
-    __hash__ = None  # type: ignore[assignment]  # makes it unhashable
-
-
-def number_of(value):
-    if isinstance(value, Remote):
-        return value._number
-    raise TypeError(f"a {type(value).__name__} cannot be passed to the program")
+    def news(self):
+        found = []
+        for index, (module, name) in enumerate(REPLACED):
+            value = getattr(module, name, None)
+            if value is not self.told[index]:
+                self.told[index] = value
+                is_first = value is self.first[index]
+                found.append((module.__name__, name, is_first, None if is_first else value))
+        return tuple(found)
 
 
 class Solution(types.ModuleType):
     """The module from which tests import the names of the program."""
 
-    def __init__(self, fetch, names):
+    def __init__(self, link, names):
         super().__init__("solution")
-        self._fetch = fetch
-        self._names = names
+        vars(self).update(_link=link, _names=names)
 
     def __getattr__(self, name):
         if name == "__all__":
-            return [name for name in self._names if self._has(name)]
+            return [name for name in self._names if hasattr(self, name)]
         if name.startswith("__"):
             raise AttributeError(name)
         try:
-            return self._fetch(name)
+            found = self._link.ask("attribute", None, name)
         except Exception:  # the program may raise anything
             raise AttributeError(name) from None
+        if type(found) is remote_objects.Mirror and name[:1].isupper():
+            found._remote.named = True
+        return found
 
-    def _has(self, name):
-        try:
-            self._fetch(name)
-        except Exception:
-            return False
-        return True
+    def __setattr__(self, name, value):
+        self._link.ask("set", None, name, value)
+
+    def __delattr__(self, name):
+        self._link.ask("delete", None, name)
 
 
-def judge(job, channel):
-    """Runs the tests one by one, and prints a line for each."""
+def judge(job, connection, verdict):
+    """Runs the tests one by one, and writes a line for each to `verdict`."""
 
     def tell(*words):
-        print(f"\n{job['nonce']}", *words, flush=True)  # a test may have printed part of a line
+        print(job["nonce"], *words, file=verdict, flush=True)
 
-    fetch = functools.partial(channel.ask, "name", Remote(channel, 0))
-    solution = sys.modules["solution"] = Solution(fetch, job["names"])
-    unsupported: tuple[type[BaseException], ...] = ()
-    if job["pytest"] is not None:
-        pytest = sys.modules["pytest"] = types.ModuleType("pytest")
-        exec(job["pytest"], vars(pytest))
-        unsupported = (pytest.Unsupported,)
-    # The program can write to the working folder, so nothing is imported from there.
-    sys.path[:] = [folder for folder in sys.path if folder not in ("", os.getcwd())]
+    link = remote_objects.Link(connection, serve_program, guarded=True)
+    link.before = Replacements().news
+    solution = sys.modules["solution"] = Solution(link, job["names"])
+    for module in THERE.keys() & {*job["modules"]}:
+        for name in THERE[module]:
+            setattr(importlib.import_module(module), name, in_program(link, module, name))
+    sys.modules["pytest"] = pytest_standin
     missing = [name for name in job["modules"] if name not in sys.modules and importlib.util.find_spec(name) is None]
     if missing:
         tell("unusable they import what cannot be imported here:", ", ".join(missing))
@@ -251,49 +195,83 @@ def judge(job, channel):
         tests = tests_of(job, solution)
         tell("tests", len(tests))
         for index, test in enumerate(tests):
-            tell(index, int(passes(test, unsupported)))
-    except unsupported as reason:
+            tell(index, int(passes(test)))
+    except pytest_standin.Unsupported as reason:
         tell("unusable they need of pytest what is not supported here:", reason)
+
+
+def in_program(link, module, name):
+    original = getattr(importlib.import_module(module), name)
+
+    def function(thing, *arguments, **keywords):
+        if module == "pickle" or link.is_theirs(thing):
+            return link.ask("library", thing, module, name, arguments, tuple(keywords.items()))
+        return original(thing, *arguments, **keywords)
+
+    return function
 
 
 def tests_of(job, solution):
     """The tests, as functions. Raises what `prepare` raises."""
     # A function of the program may have the name of a built-in one, which must not stand in for it.
     names: dict[str, object] = {name: None for name in job["names"] if hasattr(builtins, name)}
-    names["__name__"] = "tests"
-    names.update((name, getattr(solution, name)) for name in solution.__all__)
+    there = functools.partial(functools.partial, vars(solution)["_link"].ask)
+    names |= {"__name__": "tests", "eval": there("eval"), "exec": there("exec")}
+    library = of_library([name for name in job["names"] if name != job["candidate"]])
+    if len(library) == len(job["names"]):
+        library = {}  # else nothing would be the program's
+    names.update((name, getattr(solution, name)) for name in solution.__all__ if name not in library)
+    names |= library
     for source in job["prepare"]:
         exec(source, names)
     if job["candidate"]:
         names |= dict.fromkeys(("candidate", job["candidate"]), getattr(solution, job["candidate"], None))
     if job["collect"]:
-        return list(sys.modules["pytest"].tests_in(names))
+        return list(pytest_standin.tests_in(names))
     return [functools.partial(exec, test, names) for test in job["tests"]]
 
 
-def passes(test, unsupported):
+def of_library(names):
+    """Those of the names that are not the program's, although the tests do not import them."""
+    found = {name: importlib.import_module(MODULES[name]) for name in names if name in MODULES}
+    for module, public in NAMES_FROM.items():
+        found |= {name: getattr(sys.modules[module], name) for name in names if name in public}
+    return found
+
+
+def passes(test):
     try:
         test()
-    except unsupported:
+    except pytest_standin.Unsupported:
         raise
     except BaseException:  # the test has not passed, whatever it raised
         return False
     return True
 
 
+def is_safe(path):
+    path = os.path.realpath(path)
+    return os.path.isdir(path) and all(os.path.commonpath([path, it]) != it for it in (os.getcwd(), "/tmp"))
+
+
 def main():
     sys.set_int_max_str_digits(0)
     set_dumpable(0)
     ours, theirs = socket.socketpair()
-    if os.fork() == 0:
-        ours.close()
-        set_dumpable(1)
-        host(theirs)
-        os._exit(0)
-    theirs.close()
-    judge(json.load(sys.stdin), Channel(ours))
+    with open(os.dup(1), "w") as verdict, open(os.devnull, "r+b") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        if os.fork() == 0:
+            verdict.close()
+            ours.close()
+            os.dup2(nothing.fileno(), 0)
+            set_dumpable(1)
+            Host(theirs)
+            os._exit(0)
+        theirs.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Nothing is imported from where the program can write.
+        sys.path[:] = [path for path in sys.path if is_safe(path)]
+        job = json.load(sys.stdin)
+        os.dup2(nothing.fileno(), 0)
+        judge(job, ours, verdict)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

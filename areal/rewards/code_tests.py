@@ -9,31 +9,42 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import json
+import marshal
 import math
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal.config import SandboxConfig
-from areal.rewards import assert_runner, call_runner
 from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, read_tests
 from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
-from areal.text import code_blocks
 
+_FENCE = re.compile(r"`{3,}")
+_LABEL = re.compile(r"[ \t]*([\w+#-]*)")
+# To find the one where Python ends: how many ends of a block are tried, and how many characters of a completion are
+# parsed for it in all.
+_MOST_ENDS, _MOST_CHARACTERS = 64, 1 << 18
 # Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
 _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
-_ASSERTER = Path(assert_runner.__file__).read_text()
-_CALLER = Path(call_runner.__file__).read_text()
-# Not imported: it stands in for the module pytest in the sandbox.
-_PYTEST = Path(__file__).with_name("pytest_standin.py").read_text()
-# How far a number may be from the right one, where that is written with a decimal point.
-_TOLERANCE = 1e-6
+# What runs in the sandbox, and is not imported here.
+_SOURCES = {
+    name: Path(__file__).with_name(f"{name}.py").read_text()
+    for name in ("assert_runner", "call_runner", "pytest_standin", "remote_objects")
+}
+_ASSERTER = "import assert_runner\nassert_runner.main()\n"
+# How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
+_TOLERANCE, _NOTHING = 1e-6, 1e-12
+_FEW = 6
+_NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})(e[+-]?\d{1,3})?", re.IGNORECASE)
 
 
 class CodeTests:
@@ -47,6 +58,9 @@ class CodeTests:
         config = SandboxConfig(**options)
         self._seconds = config.wall_seconds
         self._sandbox = open_sandbox(config)
+        names = ("assert_runner", "pytest_standin", "remote_objects")
+        # A sandbox on this machine runs this very Python.
+        self._asserter = dict(_compiled(name) if config.url is None else _source(name) for name in names)
 
     def close(self) -> None:
         self._sandbox.close()
@@ -72,7 +86,7 @@ class CodeTests:
 
     async def _run_outputs(self, code: str, tests: Outputs, results: list[bool]) -> None:
         for i, (given, wanted) in enumerate(tests.pairs):
-            outcome = await self._sandbox.run(code, tests.language, stdin=given)
+            outcome = await self._sandbox.run(code, tests.language, stdin=given, expected=len(wanted.encode()))
             results[i] = outcome.succeeded and same_output(outcome.stdout, wanted)
             if outcome.status in _GIVE_UP:
                 break
@@ -85,7 +99,9 @@ class CodeTests:
         calls = [json.dumps(arguments) for arguments in tests.arguments]
         done = 0
         while done < len(tests):
-            outcome = await self._sandbox.run(_CALLER, stdin="\n".join([job, *calls[done:]]), files=files)
+            expected = len(json.dumps(tests.wanted[done:]))
+            given = "\n".join([job, *calls[done:]])
+            outcome = await self._sandbox.run(_SOURCES["call_runner"], stdin=given, files=files, expected=expected)
             answers = outcome.stdout.split("\n")[:-1][: len(tests) - done]
             if not answers:
                 break
@@ -103,9 +119,8 @@ class CodeTests:
             "tests": tests.tests,
             "candidate": tests.candidate,
             "collect": tests.pytest_style,
-            "pytest": _PYTEST if tests.pytest_style or "pytest" in tests.needs.modules else None,
         }
-        files = {"program.py": code.encode(errors="replace")}
+        files = {"program.py": code.encode(errors="replace"), **self._asserter}
         outcome = await self._sandbox.run(_ASSERTER, stdin=json.dumps(job), files=files)
         told = {tuple(line.split(" ", 2)[1:]) for line in outcome.stdout.split("\n") if line.startswith(f"{nonce} ")}
         said = dict(pair for pair in told if len(pair) == 2)
@@ -117,13 +132,67 @@ class CodeTests:
         return [said.get(str(i)) == "1" for i in range(count)]
 
 
+def _source(name: str) -> tuple[str, bytes]:
+    return f"{name}.py", _SOURCES[name].encode()
+
+
+def _compiled(name: str) -> tuple[str, bytes]:
+    """A module without its source, in Python's format: a head of 16 bytes and the code."""
+    code = compile(_SOURCES[name], f"{name}.py", "exec", dont_inherit=True)
+    return f"{name}.pyc", MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
+
+
 def program_in(completion: str, language: str = "python") -> str:
     """The last fenced block of `language`; without one, the last block that names no language; without that, the whole
     completion."""
-    blocks = [(fence.lower(), code) for fence, code in code_blocks(completion)]
-    named = [code for fence, code in blocks if fence in LANGUAGES.get(language, {language})]
-    unnamed = [code for fence, code in blocks if not fence]
+    blocks = list(_blocks(completion))
+    named = [code for label, code in blocks if label in LANGUAGES.get(language, {language})]
+    unnamed = [code for label, code in blocks if not label]
     return (named or unnamed or [completion])[-1]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """The label and the content of each fenced block. A block of Python ends at the first fence before which it is
+    valid Python, because programs have fences in their texts. Any other block ends at the first fence on a line of its
+    own or, if there is none, at the first fence."""
+    fences = [(match.start(), match.end()) for match in _FENCE.finditer(text)]
+    left = _MOST_CHARACTERS
+    position = 0
+    for index, (_, after) in enumerate(fences):
+        line_end = text.find("\n", after)
+        if line_end < 0:
+            return
+        if after <= position:
+            continue
+        match = _LABEL.match(text, after)
+        label = match[1].lower() if match else ""
+        ends = [fence for fence in fences[index + 1 : index + 1 + _MOST_ENDS] if fence[0] > line_end]
+        found = None
+        if not label or label in LANGUAGES["python"]:
+            for end in ends:
+                left -= end[0] - line_end
+                if left < 0:
+                    break
+                if _is_python(text[line_end + 1 : end[0]]):
+                    found = end
+                    break
+        found = found or next((end for end in ends if _is_alone(text, *end)), ends[0] if ends else None)
+        start, position = found or (len(text), len(text))
+        yield label, text[line_end + 1 : start]
+
+
+def _is_alone(text: str, start: int, end: int) -> bool:
+    line_end = text.find("\n", end)
+    before = text[text.rfind("\n", 0, start) + 1 : start]
+    return not before.strip() and not text[end : line_end if line_end >= 0 else len(text)].strip()
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def continued(prompt: str, code: str, function: str) -> str:
@@ -138,17 +207,15 @@ def continued(prompt: str, code: str, function: str) -> str:
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """True if the lines agree word by word. White space around the text is ignored, and how much of it separates words.
-    A word of `wanted` with a decimal point also agrees with a number within 1e-6 of it, relative or absolute."""
+    """True if the texts have the same lines, without the white space around the text and around each line. A line that
+    has other words may pass, too: if each word equals the one wanted or is a number close to it (`_same_word`), and the
+    white space between them is the same or all words are numbers."""
     given, expected = _lines(printed), _lines(wanted)
-    return given == expected or (
-        len(given) == len(expected)
-        and all(_same_line(one.split(), other.split()) for one, other in zip(given, expected, strict=True))
-    )
+    return len(given) == len(expected) and all(map(_same_line, given, expected))
 
 
 def same_result(answer: str, wanted: Any) -> bool:
-    """True if the text is the JSON of `wanted`; a float in `wanted` also agrees with a number within 1e-6 of it."""
+    """True if the text is the JSON of `wanted`; a number that is close to a float in `wanted` agrees with it."""
     try:
         return _same_value(json.loads(answer), wanted)
     except (ValueError, RecursionError):
@@ -162,22 +229,50 @@ def _same_value(given: Any, wanted: Any) -> bool:
         case dict(), dict():
             return given.keys() == wanted.keys() and all(_same_value(given[key], wanted[key]) for key in wanted)
         case int() | float(), float():
-            return given == wanted or math.isclose(given, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+            return given == wanted or math.isclose(given, wanted, rel_tol=_TOLERANCE, abs_tol=_NOTHING)
     return bool(given == wanted)
 
 
-def _same_line(given: list[str], wanted: list[str]) -> bool:
-    return len(given) == len(wanted) and all(
-        one == other or ("." in other and _close(one, other)) for one, other in zip(given, wanted, strict=True)
-    )
-
-
-def _close(given: str, wanted: str) -> bool:
-    try:
-        return math.isclose(float(given), float(wanted), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-    except ValueError:
+def _same_line(given: str, wanted: str) -> bool:
+    if given == wanted:
+        return True
+    # Words, and between them the white space that separates them.
+    words, expected = re.split(r"(\s+)", given), re.split(r"(\s+)", wanted)
+    if len(words) != len(expected) or not all(map(_same_word, words[::2], expected[::2])):
         return False
+    return words[1::2] == expected[1::2] or all(_number(word) is not None for word in expected[::2])
+
+
+def _same_word(given: str, wanted: str) -> bool:
+    """True if the words are equal; or if the wanted one is a number with decimals, and the given one a number that
+    differs by at most a millionth of it, and by at most one in the last decimal if those are fewer than six."""
+    if given == wanted:
+        return True
+    one, other = _number(given), _number(wanted)
+    if one is None or other is None:
+        return False
+    decimals = -other.exponent
+    if decimals <= 0 and "." not in wanted:
+        return False
+    difference = abs(one.value - other.value)
+    allowed = abs(other.value) * _TOLERANCE if decimals >= _FEW else min(abs(other.value) * _TOLERANCE, 10**-decimals)
+    return difference <= max(allowed, _NOTHING)
+
+
+class _Number(NamedTuple):
+    value: float
+    exponent: int
+
+
+def _number(word: str) -> _Number | None:
+    """The finite number that a word is, and the exponent of its last digit."""
+    if not _NUMBER.fullmatch(word):
+        return None
+    digits = Decimal(word)
+    exponent = digits.as_tuple().exponent
+    value = float(digits)
+    return _Number(value, exponent) if isinstance(exponent, int) and math.isfinite(value) else None
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    return [line.strip() for line in text.strip().split("\n")]

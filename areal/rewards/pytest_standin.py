@@ -1,13 +1,15 @@
 """What tests use of pytest, for the process of the asserts, where pytest itself must not run: it reads files that the
 program can write.
 
-`areal.rewards.assert_runner` runs the text of this file as the module `pytest`. Anything that is not here raises
+`areal.rewards.assert_runner` uses this file as the module `pytest`. Anything that is not here raises
 Unsupported, which makes the row an error and never a score.
 """
 
+import collections
 import contextlib
 import functools
 import inspect
+import io
 import itertools
 import math
 import re
@@ -41,7 +43,7 @@ class Raises:
 
     def __exit__(self, kind, error, trace):
         assert error is not None, "no exception was raised"
-        if not any(is_kind(error, expected) for expected in self.expected):
+        if not isinstance(error, self.expected):
             return False
         self.value, self.type, self.tb = error, kind, trace
         if self.match_wanted is not None:
@@ -51,13 +53,6 @@ class Raises:
     def match(self, pattern):
         assert re.search(pattern, str(self.value)), "the exception has another message"
         return True
-
-
-def is_kind(error, expected):
-    """True if `error` is an exception of the class `expected`, which may be a class of the program."""
-    if isinstance(expected, type):
-        return isinstance(error, expected)
-    return expected.__name__ in getattr(error, "kinds", ())
 
 
 def raises(expected, *call, match=None, **keywords):
@@ -142,7 +137,7 @@ class Mark:
         return parametrized
 
     def __getattr__(self, name):
-        if name in ("skip", "skipif", "xfail", "usefixtures", "asyncio"):
+        if name in ("skip", "skipif", "xfail", "usefixtures"):
             raise Unsupported(f"pytest.mark.{name}")
 
         def unknown(*details, **_):
@@ -152,6 +147,72 @@ class Mark:
 
 
 mark = Mark()
+
+
+# --- fixtures that pytest has
+
+
+class Captured(collections.namedtuple("Captured", "out err")):
+    __slots__ = ()
+
+
+class Capture:
+    def __init__(self):
+        self.streams = io.StringIO(), io.StringIO()
+
+    def readouterr(self):
+        found = Captured(*(stream.getvalue() for stream in self.streams))
+        for stream in self.streams:
+            stream.seek(0)
+            stream.truncate()
+        return found
+
+
+@contextlib.contextmanager
+def capsys():
+    capture = Capture()
+    out, err = capture.streams
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield capture
+
+
+class MonkeyPatch:
+    def __init__(self, stack):
+        self.stack = stack
+
+    def setattr(self, target, name, *value, raising=True):
+        from unittest import mock
+
+        if isinstance(target, str):
+            self.stack.enter_context(mock.patch(target, name, create=not raising))
+        else:
+            self.stack.enter_context(mock.patch.object(target, name, value[0], create=not raising))
+
+    def setitem(self, target, key, value):
+        from unittest import mock
+
+        self.stack.enter_context(mock.patch.dict(target, {key: value}))
+
+    def __getattr__(self, name):
+        raise Unsupported(f"monkeypatch.{name}")
+
+
+@contextlib.contextmanager
+def monkeypatch():
+    with contextlib.ExitStack() as stack:
+        yield MonkeyPatch(stack)
+
+
+@contextlib.contextmanager
+def tmp_path():
+    import pathlib
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield pathlib.Path(folder)
+
+
+PROVIDED = {"capsys": capsys, "monkeypatch": monkeypatch, "tmp_path": tmp_path}
 
 
 # --- how they are run
@@ -205,8 +266,8 @@ def new_object(owner, fixtures):
 
 
 def cases_of(test, fixtures, owner):
-    if inspect.iscoroutinefunction(test) or not isinstance(test, types.FunctionType):
-        raise Unsupported("tests that are no plain functions")
+    if not isinstance(test, types.FunctionType):
+        raise Unsupported("tests that are no functions")
     for choice in itertools.product(*getattr(test, "parameter_sets", [])):
         values = {name: value for part in choice for name, value in part.items()}
         yield functools.partial(run, test, values, fixtures, owner)
@@ -221,7 +282,11 @@ def run(test, values, fixtures, owner):
         for name, function in fixtures.items():
             if function.fixture_of_all:
                 provide(name, values, fixtures, stack)
-        test(**arguments_of(test, values, fixtures, stack))
+        found = test(**arguments_of(test, values, fixtures, stack))
+        if inspect.iscoroutine(found):
+            import asyncio  # it takes long
+
+            asyncio.run(found)
 
 
 def arguments_of(function, values, fixtures, stack):
@@ -231,6 +296,8 @@ def arguments_of(function, values, fixtures, stack):
 def provide(name, values, fixtures, stack):
     """The value of a parameter or a fixture; a fixture is made once for each test."""
     if name not in values:
+        if name in PROVIDED and name not in fixtures:
+            return values.setdefault(name, stack.enter_context(PROVIDED[name]()))
         if name not in fixtures:
             raise Unsupported(f"the fixture {name}")
         function = fixtures[name]

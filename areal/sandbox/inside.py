@@ -96,8 +96,8 @@ def mount(source, target, kind, flags, options=None):
 
 # The modules that programs import most are loaded in advance.
 MODULES = (
-    *("bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "math", "operator", "random"),
-    *("re", "statistics", "string", "typing"),
+    *("bisect", "collections", "copy", "dataclasses", "datetime", "functools", "heapq", "inspect", "itertools", "math"),
+    *("operator", "random", "re", "statistics", "string", "typing"),
 )
 for name in MODULES:
     importlib.import_module(name)
@@ -474,7 +474,13 @@ def run_python(path):
     sys.modules["__main__"] = main
     sys.argv = [path]
     sys.path.insert(0, os.getcwd())
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it stays open
+    # New ones: those of the launcher know what kind of file it was started with. The second names keep them open where
+    # a program wraps their buffers.
+    streams = (("stdin", 0, "r", "strict"), ("stdout", 1, "w", "strict"), ("stderr", 2, "w", "backslashreplace"))
+    for name, descriptor, mode, errors in streams:
+        buffering = 1 if name == "stderr" else -1
+        stream = open(descriptor, mode, buffering, errors=errors, closefd=False)  # noqa: SIM115
+        vars(sys).update({name: stream, f"__{name}__": stream})
     code = 0
     try:
         with open(path, "rb") as file:

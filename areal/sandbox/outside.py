@@ -137,9 +137,16 @@ class LocalSandbox:
             self._launcher.wait()
 
     async def run(
-        self, code: str, language: str = "python", *, stdin: str = "", files: Mapping[str, bytes] | None = None
+        self,
+        code: str,
+        language: str = "python",
+        *,
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        expected: int = 0,
     ) -> Outcome:
-        """Runs a program with the input `stdin` and with `files` (content by path) in its folder.
+        """Runs a program with the input `stdin` and with `files` (content by path) in its folder. Its output may have
+        `output_kib` more than the `expected` bytes.
 
         Raises SandboxError. If the caller is cancelled, the program is killed.
         """
@@ -152,7 +159,7 @@ class LocalSandbox:
             if isinstance(built, Outcome):
                 return built
             files = {**files, "program": built}
-        outcome, _ = await self._execute(spoken.command, stdin, files)
+        outcome, _ = await self._execute(spoken.command, stdin, files, expected=expected)
         return outcome
 
     async def _build(self, code: str, language: str, files: Mapping[str, bytes]) -> bytes | Outcome:
@@ -178,12 +185,13 @@ class LocalSandbox:
         files: Mapping[str, bytes],
         keep: Sequence[str] = (),
         limits: Mapping[str, float] | None = None,
+        expected: int = 0,
     ) -> tuple[Outcome, dict[str, bytes]]:
         """The outcome of a command, and the files named in `keep` that it left."""
         job = self._job(command, files, keep) | dict(limits or {})
         run, out, err = self._ask(job, stdin)
         reader, writer = await asyncio.open_connection(sock=run, limit=1 << 30)
-        limit = self._config.output_kib * 1024
+        limit = self._config.output_kib * 1024 + expected
         try:
             async with asyncio.timeout(job["wall_seconds"] + GRACE_SECONDS):
                 texts = await asyncio.gather(_read(out, limit, writer), _read(err, limit, writer))
@@ -278,12 +286,18 @@ class RemoteSandbox:
         """Does nothing: no process was started."""
 
     async def run(
-        self, code: str, language: str = "python", *, stdin: str = "", files: Mapping[str, bytes] | None = None
+        self,
+        code: str,
+        language: str = "python",
+        *,
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        expected: int = 0,
     ) -> Outcome:
         """As LocalSandbox.run, but if the caller is cancelled the server runs the program on until its time limit."""
-        return await asyncio.to_thread(self._post, code, language, stdin, files or {})
+        return await asyncio.to_thread(self._post, code, language, stdin, files or {}, expected)
 
-    def _post(self, code: str, language: str, stdin: str, files: Mapping[str, bytes]) -> Outcome:
+    def _post(self, code: str, language: str, stdin: str, files: Mapping[str, bytes], expected: int = 0) -> Outcome:
         asked = {
             "code": code,
             "language": language,
@@ -297,18 +311,17 @@ class RemoteSandbox:
         seconds = COMPILE_SECONDS + self._config.wall_seconds + GRACE_SECONDS
         try:
             with urllib.request.urlopen(request, timeout=seconds) as response:
-                return self._outcome(json.load(response))
+                return self._outcome(json.load(response), self._config.output_kib * 1024 + expected)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SandboxError(f"the sandbox server gave no answer ({type(error).__name__}: {error})") from error
 
-    def _outcome(self, answer: Mapping[str, Any]) -> Outcome:
+    def _outcome(self, answer: Mapping[str, Any], limit: int) -> Outcome:
         if answer["status"] == "SandboxError":
             raise SandboxError(f"the sandbox server failed: {answer.get('message')}")
         ran = answer.get("run_result")
         if ran is None:
             compiled = answer["compile_result"]
             return Outcome("not_compiled", compiled["return_code"], "", compiled["stderr"] or "", 0.0)
-        limit = self._config.output_kib * 1024
         stdout, stderr = ran["stdout"] or "", ran["stderr"] or ""
         code = ran["return_code"]
         status: Status = "ok" if code is None or code >= 0 else "killed"

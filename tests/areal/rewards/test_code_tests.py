@@ -9,6 +9,7 @@ import attacks
 import pytest
 from code_sets import COUNT_AT_LEAST, FUNCTIONAL, SETS
 from helpers import needs_namespaces
+from right_programs import right_programs
 
 from areal.rewards.code_rows import read_tests
 from areal.rewards.code_tests import CodeTests, same_result
@@ -49,6 +50,18 @@ async def test_right_programs_pass_and_wrong_ones_and_those_that_do_nothing_do_n
     found = await scores(code, row, [f"```python\n{right}\n```", *wrong, "", read_tests(row).idle_program()])
     assert [score for score, _ in found] == [1.0, *[0.0] * (len(found) - 1)]
     assert found[0][1] == {"passed": 1.0}
+
+
+async def test_right_programs_of_every_kind_pass(code):
+    slots = asyncio.Semaphore(2)
+
+    async def one(row, program):
+        async with slots:
+            return await code.score("", f"Here it is:\n```python\n{program}\n```\nIt works.", row)
+
+    programs = list(right_programs())
+    found = await asyncio.gather(*(one(row, program) for _, row, program in programs), return_exceptions=True)
+    assert {name: one for (name, *_), one in zip(programs, found, strict=True) if one != (1.0, {"passed": 1.0})} == {}
 
 
 def calls(*pairs):
@@ -126,6 +139,16 @@ async def test_built_in_types_are_data(code):
     assert await code.score("", program, row) == (1.0, {"passed": 1.0})
 
 
+async def test_names_that_tests_do_not_import_are_not_the_programs_where_they_are_a_librarys(code):
+    row = {"test_list": ["assert math.isclose(f(1), 3)", "assert Counter(f(2)) == Counter('ab')"]}
+    forged = "class math:\n    isclose = lambda *a: True\nclass Counter:\n    __init__ = __eq__ = lambda *a: None\n"
+    assert (await code.score("", f"{forged}def f(x): return 0", row)) == (0.0, {"passed": 0.0})
+    assert (await code.score("", "def f(x): return 3 if x == 1 else 'ba'", row)) == (1.0, {"passed": 1.0})
+    own = {"test_list": ["c = Counter()\nc.add()\nassert c.n == 1"]}
+    counter = "class Counter:\n    n = 0\n    def add(self): self.n += 1"
+    assert (await code.score("", counter, own)) == (1.0, {"passed": 1.0})
+
+
 async def test_asserts_import_nothing_that_the_program_wrote(code):
     row = {"test_list": ["import colorsys\nassert f(7) == colorsys.rgb_to_hsv(1, 1, 1)[2] + 122"]}
     forged = "open('colorsys.py', 'w').write('class Same:\\n    def __radd__(s, o): return s')\ndef f(x): return 0"
@@ -137,10 +160,10 @@ async def test_asserts_import_nothing_that_the_program_wrote(code):
     ("test", "message"),
     [
         ("import no_such_package\nassert f(1)", "they import what cannot be imported here: no_such_package"),
-        ("def test_f(capsys):\n    assert f(1)", "what is not supported here: the fixture capsys"),
+        ("def test_f(caplog):\n    assert f(1)", "what is not supported here: the fixture caplog"),
         ("import pytest\ndef test_f():\n    with pytest.warns(UserWarning):\n        assert f(1)", "pytest.warns"),
         ("import pytest\n@pytest.mark.skip\ndef test_f():\n    assert f(1)", "pytest.mark.skip"),
-        ("async def test_f():\n    assert f(1)", "tests that are no plain functions"),
+        ("def test_f(monkeypatch):\n    monkeypatch.undo()\n    assert f(1)", "monkeypatch.undo"),
         ("import pytest\n@pytest.mark.parametrize('x', [])\ndef test_f(x):\n    assert f(x)", "no test is collected"),
     ],
 )
@@ -171,6 +194,8 @@ def test_an_answer_is_the_json_of_the_result():
     assert same_result('{"a": true}', {"a": 1})
     for answer in ("", "x", "[1", "[1, 2]", "[" * 100_000, "NaN", "9" * 5000, "1.0000001", "2"):
         assert not same_result(answer, 1)
+    assert same_result("1e-17", 0.0)
+    assert not same_result("0", 9e-7)
 
 
 async def test_a_call_that_is_not_understood_is_no_score(code):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -197,13 +198,37 @@ async def test_nothing_remains_of_a_program(sandbox):
 
 
 async def test_no_program_passes_asserts_without_the_answer(code_tests):
-    secret = 10**8 + secrets.randbelow(10**8)
-    row = {"test_list": [f"assert f(7) == {secret}"]}
+    secret = 10**8 + secrets.randbelow(9 * 10**8)
+    row = {"test_list": [test.format(secret=secret) for test in attacks.CHEATED]}
     before = below(code_tests._sandbox._launcher)
-    scores = await all_of(attacks.CHEATS, lambda program: code_tests.score("", program, row))
+    scores = await all_of(attacks.CHEATS, lambda program: code_tests.score("", attacks.AROUND + program, row))
     assert {name: score for name, score in scores.items() if score != (0.0, {"passed": 0.0})} == {}
-    assert await code_tests.score("", f"def f(x): return {secret}", row) == (1.0, {"passed": 1.0})
+    right = f"{attacks.AROUND}def f(x): return {secret}"
+    assert await code_tests.score("", right, row) == (1.0, {"passed": 1.0})
     assert nothing_left(code_tests._sandbox, before)
+
+
+async def test_no_program_passes_a_pytest_module_without_the_answer(code_tests):
+    secret = 10**8 + secrets.randbelow(9 * 10**8)
+    row = {"test": attacks.CHEATED_MODULE.format(secret=secret)}
+    kinds = ("raises", "modules", "everything", "verdict", "patches")
+    programs = {name: program for name, program in attacks.CHEATS.items() if any(kind in name for kind in kinds)}
+    scores = await all_of(programs, lambda program: code_tests.score("", attacks.AROUND + program, row))
+    assert {name: score for name, score in scores.items() if score != (0.0, {"passed": 0.0})} == {}
+    right = f"{attacks.AROUND}def f(x):\n    print({secret})\n    return {secret}\n"
+    assert await code_tests.score("", right, row) == (0.0, {"passed": 6 / 7})  # it raises no error
+
+
+async def test_what_equals_everything_equals_nothing(code_tests):
+    tests = ["assert V(1) + V(2) == V(3)", "assert V(1) == 1", "assert not V(1) != V(1)", "assert V(2) in [V(2)]"]
+    row = {"test_list": tests}
+    right = (
+        "class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n"
+        "    def __eq__(self, o): return self.x == getattr(o, 'x', o)\n"
+    )
+    assert await code_tests.score("", right, row) == (1.0, {"passed": 1.0})
+    forged = right.replace("self.x == getattr(o, 'x', o)", "True").replace("self.x + o.x", "0")
+    assert (await code_tests.score("", forged, row))[0] == 0.0
 
 
 HUMAN_EVAL = {
@@ -246,7 +271,7 @@ def fails(x): raise ValueError(x)
         "try:\n    fails('x')\nexcept ValueError as e:\n    assert str(e) == 'x'\nelse:\n    assert False",
         "import math\nassert math.isclose(same(0.1) + same(0.2), 0.3)",
         "assert same(1) == 2",
-        "assert Stack()",
+        "assert Stack() == 1",
         "assert missing(1)",
     ]
     score, parts = await code_tests.score("", program, {"test_list": tests})
@@ -404,12 +429,22 @@ def test_a_sandbox_that_leaks_is_found_before_anything_runs(weakened, part, inst
         LocalSandbox(SandboxConfig(**LIMITS))
 
 
-async def test_programs_read_the_folders_they_are_given_and_cannot_change_them():
+@pytest.fixture
+def given_folder():
+    """A folder outside /tmp, wherever this checkout and pytest's folders lie, that every user may read."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="given-") as folder:
+        os.chmod(folder, 0o755)
+        (Path(folder) / "data").write_text("given")
+        yield Path(folder)
+
+
+async def test_programs_read_the_folders_they_are_given_and_cannot_change_them(given_folder):
     with pytest.raises(UserError, match="is in /tmp, but every program has its own empty /tmp"):
         LocalSandbox(SandboxConfig(folders=[Path("/tmp/data")]))
-    with open_sandbox(SandboxConfig(folders=[Path("/var/tmp")])) as sandbox:
-        outcome = await sandbox.run("import os; print(os.listdir('/var')); open('/var/tmp/x', 'w')")
-        assert outcome.stdout == "['tmp']\n"
+    with open_sandbox(SandboxConfig(folders=[given_folder])) as sandbox:
+        probe = f"import os; print(os.listdir('/var/tmp')); print(open('{given_folder}/data').read())"
+        outcome = await sandbox.run(f"{probe}; open('{given_folder}/x', 'w')")
+        assert outcome.stdout == f"['{given_folder.name}']\ngiven\n"
         assert "Read-only file system" in outcome.stderr
 
 
@@ -507,6 +542,21 @@ def test_programs_are_taken_from_the_last_block_of_their_language():
     assert program_in("```python\ncut off") == "cut off"
     assert program_in("a = 1") == "a = 1"
     assert program_in("```c++\nx\n```\n```python\ny\n```", "cpp") == "x\n"
+    assert program_in("So: ```python\nx = 1```, and\n```\ntext\n```") == "x = 1"
+    assert program_in("``` python title=a\nx = 1\n``` \n") == "x = 1\n"
+
+
+def test_a_block_ends_at_a_fence_that_is_not_in_a_text_of_the_program():
+    program = 'def f():\n    """\n```python\nf()\n```\n    """\n    return \'```\'\n'
+    assert program_in(f"```python\n{program}```\nIt is called like this:\n```text\nf()\n```") == program
+    assert program_in('```cpp\nputs("```");\n```\n', "cpp") == 'puts("```");\n'
+    assert program_in("```python\nno python\n```\n```text\nx\n```") == "no python\n"
+
+
+@pytest.mark.parametrize("text", ["```python\n" * 40_000, "```python" + "\n" * 200_000, "`" * 200_000, "``` " * 50_000])
+def test_completions_that_are_nothing_but_fences_are_read(text):
+    program_in(text)
+    program_in(text, "cpp")
 
 
 def test_a_continuation_ends_where_the_function_does():
@@ -514,9 +564,50 @@ def test_a_continuation_ends_where_the_function_does():
     assert continued("def f():\n    1\n", "def f():\n    return 2", "f").endswith("\n\ndef f():\n    return 2")
 
 
-def test_outputs_are_the_same_but_for_white_space_and_rounding():
-    assert same_output("1 2 \n3\n\n", "1 2\n3")
-    assert same_output("0.3333333", "0.33333334")
-    assert not same_output("1\n2", "1 2")
-    assert not same_output("3.0", "3")
-    assert not same_output("nan", "0.5")
+@pytest.mark.parametrize(
+    ("printed", "wanted"),
+    [
+        ("1 2 \n3\n\n", "1 2\n3"),
+        ("1   2\t3", "1 2 3"),
+        ("  indented\n", "indented"),
+        ("a\r\nb\r\n", "a\nb"),
+        ("0.3333333", "0.33333334"),
+        ("2", "2.0000"),
+        ("-0.0", "0.0"),
+        ("5.6e-17", "0.0"),
+        ("1e-07", "0.0000001"),
+        ("Case #1: 0.50000001 x", "Case #1: 0.5 x"),
+        ("12345678.9", "12345678.90"),
+        ("314159265.3589811", "314159265.3589809"),
+        ("nan", "nan"),
+        ("YES", "YES"),
+    ],
+)
+def test_outputs_that_are_the_same(printed, wanted):
+    assert same_output(printed, wanted)
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted"),
+    [
+        ("1\n2", "1 2"),
+        ("1 2", "1\n2"),
+        ("1\n\n2", "1\n2"),
+        ("3.0", "3"),
+        ("3.0000001", "3"),
+        ("nan", "0.5"),
+        ("inf", "1.0"),
+        ("0", "0.0000009"),
+        ("12345670.00", "12345678.90"),
+        ("0.50", "0.51"),
+        ("a  b", "a b"),
+        ("*   *", "* *"),
+        ("yes", "YES"),
+        ("1_0.0", "10.0"),
+        ("1 2 3", "1 2"),
+        ("0x1.0", "1.0"),
+        ("9" * 5000 + ".0", "1.0"),
+    ],
+)
+def test_outputs_that_are_not_the_same(printed, wanted):
+    assert not same_output(printed, wanted)
