@@ -181,7 +181,7 @@ OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
         "behaviour_weight": "masked",
         "behaviour_weight_bounds": (0.5, 5.0),
     },
-    "m2po": {**_GROUP, "proximal": "interpolate"},
+    "m2po": dict(_GROUP),
 }
 
 
@@ -248,7 +248,7 @@ class TrainerConfig(Section):
     behaviour_weight_bounds: tuple[float, float] = Field(
         (0.5, 2.0), description="lower and upper bound of w; truncated uses only the upper one"
     )
-    m2_threshold: float = Field(0.04, gt=0, description="m2po: limit for the mean of (log pi_theta / pi_behav)^2")
+    m2_threshold: float = Field(0.04, gt=0, description="m2po: limit for the mean of (log pi_prox / pi_behav)^2")
     proximal: Literal["recompute", "interpolate"] = Field(
         "recompute",
         description="pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)",
@@ -308,6 +308,15 @@ class TrainerConfig(Section):
         if not 0 <= low < high:
             raise ValueError(
                 f"trainer.behaviour_weight_bounds is [{low:g}, {high:g}]: write the lower bound, 0 or more, first"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mask_is_known_before_the_minibatch(self) -> TrainerConfig:
+        if self.objective == "m2po" and self.proximal != "recompute":
+            raise ValueError(
+                f"trainer.proximal is {self.proximal}, but the mask of m2po compares pi_prox and pi_behav over the "
+                f"whole minibatch, before it is trained: set trainer.proximal=recompute"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Packs sequences into one row, and computes log-probabilities from it.
+"""Packs sequences into one row, and makes attention keep them apart.
 
 A row is [1, T]: sequences one after another, without padding; positions restart with each sequence. If sequences of a
 group begin with the same tokens (`FlatBatch.shared`), the row holds these tokens once. Each sequence then adds only the
@@ -28,8 +28,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 
 FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_sdpa"
-LOGITS_AT_ONCE = 1 << 26
-"""Most elements of fp32 distributions that exist at once (256 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +127,11 @@ class Row:
     tokens, positions: int64 [1, T]. lengths: the length of each sequence. added: how many tokens each sequence adds to
     the row. paths: int64 [sum(lengths)], the places in the row of each sequence's tokens, one sequence after another.
     places: int64 [S], the places of the S tokens in the batch. sequence: int64 [S], the index of the row's sequence
-    that each belongs to. predicts: int64 [U], the places in the row whose logits are needed. distribution: int64 [S],
-    which of these U gives each token's log-probability. targets: int64 [S], the tokens.
+    that each belongs to. predicts: int64 [U], the places in the row whose hidden states are needed. distribution: int64
+    [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
     behaviour: float32 [S], log pi_behav. versions: int32 [S].
     advantages, weights (of each token in the loss), proximal and reference (log-probabilities): float32 [S] once
-    computed.
+    computed. kept: bool [S], as in `Tokens`.
     """
 
     tokens: Tensor
@@ -152,6 +150,7 @@ class Row:
     weights: Tensor | None = None
     proximal: Tensor | None = None
     reference: Tensor | None = None
+    kept: Tensor | None = None
 
     def pick(self, values: np.ndarray) -> Tensor:
         """The values of the row's S tokens, float32 [S]. values: [T], one for every token of the batch."""
@@ -162,13 +161,10 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     """Pack the trajectories `members` into a row. trained: bool [T], the batch's tokens that are in the loss.
 
     A trajectory shares a prefix only with its predecessor in the batch, if that one directly precedes it in `members`.
-    Without members the row is one token that is in no loss: a rank without work still takes part in the collectives.
+    Without members it is an `empty_row`: a rank without work still takes part in the collectives.
     """
     if not members:
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        none = torch.zeros(0, device=device)
-        no, places = none.long(), np.zeros(0, np.int64)
-        return Row(zero, zero, [1], [1], zero[0], places, no, no, no, no, none, none.int())
+        return empty_row(device)
     lengths = batch.lengths[members].tolist()
     after = np.array([-2, *members[:-1]]) + 1 == members
     added = (batch.lengths[members] - batch.shared[members] * after).tolist()
@@ -201,6 +197,14 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     )
 
 
+def empty_row(device: torch.device) -> Row:
+    """A row of one token that is in no loss."""
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    none = torch.zeros(0, device=device)
+    no, places = none.long(), np.zeros(0, np.int64)
+    return Row(zero, zero, [1], [1], zero[0], places, no, no, no, no, none, none.int())
+
+
 def _paths(lengths: Sequence[int], added: Sequence[int]) -> list[np.ndarray]:
     """The places in the row of each sequence's tokens: first those shared with the sequence before it, then its own."""
     paths, end = [np.zeros(0, dtype=np.int64)], 0
@@ -223,15 +227,32 @@ def choose_attention(dtype: str) -> str:
 
 
 def attention_kwargs(row: Row, attention: str) -> dict[str, Any]:
-    """The keyword arguments that tell the attention function `attention` about the sequences of a row."""
+    """The keyword arguments that tell the attention function `attention`, and other layers, about a row's sequences."""
+    boundaries = {} if row.added != row.lengths else _boundaries(row)  # a tree has none
     if attention == FLASH:
-        ends = torch.tensor([0, *np.cumsum(row.lengths)], dtype=torch.int32, device=row.tokens.device)
-        longest = max(row.lengths)
-        return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        return boundaries
     if attention == PACKED_FLEX:
-        return {"row": row, "mask": block_mask(row)}
+        return {"row": row, "mask": block_mask(row), **boundaries}
     longest = max((length for length, own in zip(row.lengths, row.added, strict=True) if own < length), default=0)
-    return {"row": row, "mask": torch.ones(longest, longest, dtype=torch.bool, device=row.tokens.device).tril()}
+    mask = torch.ones(longest, longest, dtype=torch.bool, device=row.tokens.device).tril()
+    return {"row": row, "mask": mask, **boundaries}
+
+
+def _boundaries(row: Row) -> dict[str, Any]:
+    """Where the sequences of a row begin and end, by the names that transformers has for it.
+
+    Flash attention and linear attention take the first four, convolutions take `seq_idx`.
+    """
+    device = row.tokens.device
+    ends = torch.tensor([0, *np.cumsum(row.lengths)], dtype=torch.int32, device=device)
+    numbers = np.repeat(np.arange(len(row.lengths), dtype=np.int32), row.lengths)
+    return {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": max(row.lengths),
+        "max_length_k": max(row.lengths),
+        "seq_idx": torch.from_numpy(numbers).to(device)[None],
+    }
 
 
 def packed_sdpa(
@@ -322,49 +343,3 @@ def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     """Keys and values, repeated to as many heads as the queries have."""
     repeats = query.shape[1] // key.shape[1]
     return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """Implements `token_logprobs`. The backward pass computes the distributions again, a part at a time."""
-
-    @staticmethod
-    def forward(
-        context: Any, logits: Tensor, distribution: Tensor, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        normaliser, entropy = logits.new_empty(2, len(logits), dtype=torch.float32)
-        for part in _parts(logits):
-            scores = logits[part].float() / temperature
-            normaliser[part] = torch.logsumexp(scores, -1)
-            logps = scores - normaliser[part, None]
-            entropy[part] = -(logps.exp() * logps).sum(-1)
-        context.save_for_backward(logits, distribution, targets, normaliser)
-        context.temperature = temperature
-        entropy = entropy[distribution]
-        context.mark_non_differentiable(entropy)
-        return logits[distribution, targets].float() / temperature - normaliser[distribution], entropy
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, distribution, targets, normaliser = context.saved_tensors
-        gradient = gradient / context.temperature
-        sums = torch.zeros_like(normaliser).index_add_(0, distribution, gradient)
-        result = torch.empty_like(logits)
-        for part in _parts(logits):
-            probabilities = torch.exp(logits[part].float() / context.temperature - normaliser[part, None])
-            result[part] = (-sums[part, None] * probabilities).to(logits.dtype)
-        result.index_put_((distribution, targets), gradient.to(logits.dtype), accumulate=True)
-        return result, None, None, None
-
-
-def _parts(logits: Tensor) -> list[slice]:
-    size = max(1, LOGITS_AT_ONCE // logits.shape[-1])
-    return [slice(start, start + size) for start in range(0, len(logits), size)]
-
-
-def token_logprobs(logits: Tensor, distribution: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at `targets`, and the entropy (no gradient) of each distribution, in fp32.
-
-    logits: [U, V]; distribution: [S], which of the U rows each token is drawn from; targets: [S]. Returns [S] and [S],
-    in nats.
-    """
-    return _TokenLogprobs.apply(logits, distribution, targets, temperature)
