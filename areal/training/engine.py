@@ -31,7 +31,7 @@ from areal.training.advantages import advantages
 from areal.training.checkpoint import TrainingState
 from areal.training.head import Head
 from areal.training.microbatches import split_over_ranks
-from areal.training.objectives import Tokens, interpolated_proximal, kl, rehearse, within_second_moment
+from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
 from areal.training.optimizer import deepspeed_config, learning_rates
 from areal.training.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, empty_row, pack
 from areal.training.separation import keeps_apart
@@ -337,7 +337,7 @@ class TrainingEngine:
         The weight of a token in the loss depends on its whole minibatch, not on the split into micro-batches or ranks.
         """
         flat = self._share(batch)
-        trained = flat.trained(mask_older_than)
+        trained = flat.trained(mask_older_than, mask_cut=self.config.mask_cut)
         minibatches = [
             self._rows(flat, trained, np.flatnonzero(flat.minibatch == m)) for m in range(int(flat.minibatch.max()) + 1)
         ]
@@ -453,9 +453,8 @@ class TrainingEngine:
                 logp, entropy = self._forward(row, temperature)
                 if row.proximal is None:
                     row.proximal = self._proximal(row, logp, version, first=first)
-                out = self._objective(
-                    Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence, row.kept), self.config
-                )
+                tokens = Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence, row.kept)
+                out = mask_sequences(self._objective(tokens, self.config), tokens, self.config)
                 loss = out.loss
                 if self.config.kl_coef and self.config.kl_in == "loss":
                     loss = loss + self.config.kl_coef * kl(logp, row.reference, self.config.kl_estimator)

@@ -137,12 +137,27 @@ def gspo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     return clipped_surrogate(ratio(log_s), w, tokens.A, config)
 
 
+def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
+    """The sum of `values` over all tokens of the same sequence, at each of them, [S]. sequence: as in `Tokens`."""
+    _, member = sequence.unique_consecutive(return_inverse=True)
+    return torch.zeros_like(values).index_add(0, member, values)[member]
+
+
 def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
     """The mean of `values` over all tokens of the same sequence, at each of them, [S]. sequence: as in `Tokens`."""
-    _, member = sequence.unique_consecutive(return_inverse=True)
-    zeros = torch.zeros_like(values)
-    sums, counts = (zeros.index_add(0, member, each) for each in (values, torch.ones_like(values)))
-    return (sums / counts.clamp(min=1))[member]
+    return sequence_sum(values, sequence) / sequence_sum(torch.ones_like(values), sequence)
+
+
+def mask_sequences(out: TokenLoss, tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """`out` without the sequences whose w is outside `sequence_mask_bounds`: the product over the tokens of a sequence,
+    as verl's rejection of sequences has it, or the geometric mean."""
+    if config.sequence_mask == "none":
+        return out
+    combined = sequence_sum if config.sequence_mask == "product" else sequence_mean
+    log_w = combined(tokens.log_w, tokens.sequence)
+    low, high = config.sequence_mask_bounds
+    kept = (log_w.exp() >= low) & (log_w.exp() <= high)
+    return TokenLoss(loss=torch.where(kept, out.loss, 0.0), clipped=out.clipped | ~kept)
 
 
 def cispo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:

@@ -20,14 +20,19 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 
+log = structlog.get_logger()
+
 FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_sdpa"
+MASK_BLOCK = 128
+"""Tokens a block of flex attention's mask, PyTorch's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class FlatBatch:
 
     tokens, logprobs, versions: [T], as in `Trajectory`.
     lengths, rewards, groups, minibatch: [N]; `groups` is the number of the trajectory's group, `minibatch` that of the
-    minibatch the group belongs to.
+    minibatch the group belongs to. cut: bool [N], trajectories that were cut at the limit of tokens.
     shared: [N], number of first tokens that a trajectory has in common with the one before it; computed once.
     """
 
@@ -48,6 +53,7 @@ class FlatBatch:
     rewards: np.ndarray
     groups: np.ndarray
     minibatch: np.ndarray
+    cut: np.ndarray
 
     @classmethod
     def of(cls, groups: Sequence[Group], *, minibatches: int, prefix_tree: bool = False) -> FlatBatch:
@@ -79,15 +85,18 @@ class FlatBatch:
             rewards=rewards,
             groups=numbers,
             minibatch=numbers % minibatches,
+            cut=np.array([t.finish == "length" for t in trajectories]),
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays by name: `FlatBatch(**batch.arrays())` is the same batch."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def trained(self, mask_older_than: int | None) -> np.ndarray:
-        """bool [T], the tokens in the loss: sampled tokens, without those of versions before `mask_older_than`."""
-        return self.versions >= max(0, mask_older_than or 0)
+    def trained(self, mask_older_than: int | None, *, mask_cut: bool = False) -> np.ndarray:
+        """bool [T], the tokens in the loss: sampled tokens, without those of versions before `mask_older_than`, and
+        with `mask_cut` without those of trajectories that were cut at the limit."""
+        masked = np.repeat(self.cut & mask_cut, self.lengths)
+        return (self.versions >= max(0, mask_older_than or 0)) & ~masked
 
     def weights(self, trained: np.ndarray, mean: str, constant: int) -> np.ndarray:
         """The weight of each token in the loss of its minibatch, float64 [T].
@@ -223,7 +232,10 @@ def choose_attention(dtype: str) -> str:
     AttentionInterface.register(PACKED_FLEX, packed_flex)
     if dtype != "bfloat16" or not torch.cuda.is_available():
         return PACKED_SDPA
-    return FLASH if is_flash_attn_2_available() else PACKED_FLEX
+    if is_flash_attn_2_available():
+        return FLASH
+    log.info("flash-attention 2 is not installed (the extra `flash`): flex attention takes its place")
+    return PACKED_FLEX
 
 
 def attention_kwargs(row: Row, attention: str) -> dict[str, Any]:
@@ -293,6 +305,9 @@ def block_mask(row: Row) -> BlockMask:
     """The mask of a row for flex attention: which tokens attend to which.
 
     A token and its descendants are an interval of the row that begins with the token. Only these attend to the token.
+    So a block of keys concerns a later block of queries if its longest interval reaches that block, and wholly if its
+    shortest one covers it. PyTorch's `create_block_mask` would compute the mask of every pair of tokens to find that
+    out: 3 T^2 bytes.
     """
     ends = torch.tensor(row.added, device=row.tokens.device).cumsum(0)
     below = torch.zeros_like(row.tokens[0])
@@ -303,7 +318,20 @@ def block_mask(row: Row) -> BlockMask:
         return (key <= query) & (query < below[key])
 
     T = len(below)
-    return create_block_mask(sees, None, None, T, T, device=below.device)
+    intervals = pad(below, (0, -T % MASK_BLOCK)).view(-1, MASK_BLOCK)
+    starts = torch.arange(0, T, MASK_BLOCK, device=below.device)[:, None]  # first query of each block
+    earlier = starts > starts.T
+    whole = earlier & (intervals.amin(1) >= starts + MASK_BLOCK)
+    partly = (earlier | (starts == starts.T)) & (intervals.amax(1) > starts) & ~whole
+    return BlockMask.from_kv_blocks(
+        *_listed(partly), *_listed(whole), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees, seq_lengths=(T, T)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries has, and their numbers first, as `BlockMask` stores them."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def packed_flex(
@@ -320,9 +348,9 @@ def packed_flex(
 ) -> tuple[Tensor, None]:
     """Like `packed_sdpa`, but with one kernel call for the whole row. mask: `block_mask(row)`."""
     _refuse(row, others)
-    key, value = _for_each_head(query, key, value)
     attend = _compiled_flex() if query.is_cuda else flex_attention
-    return attend(query, key, value, block_mask=mask, scale=scaling).transpose(1, 2), None
+    grouped = query.shape[1] != key.shape[1]
+    return attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped).transpose(1, 2), None
 
 
 @cache

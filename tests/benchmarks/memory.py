@@ -2,8 +2,8 @@
 
 For each shape a process of its own makes hidden states, a head and targets in bf16, and then computes log-probs and
 gradients, once with `areal.training.head` and once as PyTorch does it on whole logits. What is printed is how far the
-process's resident memory rose above what it had before, at its peak: it includes the gradients of the hidden states and of
-the head, which any method returns.
+process's resident memory rose above what it had before, at its peak: it includes the gradients of the hidden states and
+of the head, which any method returns.
 """
 
 from __future__ import annotations

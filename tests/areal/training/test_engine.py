@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,18 @@ def test_masked_tokens_are_out_of_the_loss_and_its_normaliser(engine_of, folder)
     versions = np.concatenate([t.versions for group in batch for t in group.trajectories])
     assert result.tokens_trained == (versions >= 2).sum() < (versions >= 0).sum()
     assert result.tokens_total == len(versions)
+
+
+def test_cut_samples_are_out_of_the_loss_but_their_rewards_still_count(engine_of, folder):
+    batch = make_batch()
+    for n, group in enumerate(batch):
+        members = tuple(replace(t, finish="length" if len(t) > 20 else "stop") for t in group.trajectories)
+        batch[n] = replace(group, trajectories=members)
+    result, gradients = step_and_gradients(engine_of(mask_cut=True), batch)
+    for trajectory in (t for group in batch for t in group.trajectories if t.finish == "length"):
+        trajectory.versions[:] = -1  # the reference leaves out what nobody sampled
+    assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
+    assert 0 < result.tokens_trained == sum(t.sampled.sum() for g in batch for t in g.trajectories)
 
 
 def test_every_minibatch_is_an_optimizer_step_against_the_same_proximal_policy(engine_of, folder):

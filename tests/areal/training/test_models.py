@@ -45,26 +45,27 @@ KINDS = {
     "Qwen3Next": {"head_dim": 8, **EXPERTS, **LINEAR, "layer_types": MIXED, "shared_expert_intermediate_size": 24},
     "Qwen3_5": {"head_dim": 8, **LINEAR, "layer_types": MIXED},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "Mamba": {"state_size": 4},
     "Granite": {"logits_scaling": 5.0, "attention_dropout": 0.5},
     "Gemma2": {"head_dim": 8, "final_logit_softcapping": 4.0, "attn_logit_softcapping": None, "attention_dropout": 0.5},
 }
 """What the configurations of tiny models have beside SIZES. Two of them have a dropout in their attention."""
-MIXES = ["Qwen3Next", "Qwen3_5", "Lfm2", "Mamba"]
+MIXES = ["Qwen3Next", "Qwen3_5", "Lfm2"]
 """Models whose layers, as transformers has them on the CPU, run over the whole row."""
 
 
-def make(kind, folder):
+def make(kind, folder, **changes):
     torch.manual_seed(0)
     configure = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
-    model = transformers.AutoModelForCausalLM.from_config(configure(**SIZES, **KINDS[kind]))
+    model = transformers.AutoModelForCausalLM.from_config(configure(**SIZES | KINDS.get(kind, {}) | changes))
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
 def exact_gradients(folder):
-    gradients = reference_gradients(eager(folder, torch.float64), make_batch())
+    model = eager(folder, torch.float64)
+    model.config._experts_implementation = "eager"  # the default has no float64
+    gradients = reference_gradients(model, make_batch())
     return {name: gradient.float() for name, gradient in gradients.items()}
 
 
@@ -79,3 +80,39 @@ def test_gradients_are_those_of_each_sequence_alone(tmp_path, kind, stage):
     assert result.tokens_computed > 0
     assert (engine._cap == 1) == (kind in MIXES)
     assert engine._prefix_tree == (kind not in MIXES)
+
+
+def test_two_ranks_have_the_gradients_of_one_with_a_mixture_of_experts(tmp_path):
+    folder = make("Qwen3Moe", tmp_path / "model")
+    run_worker(__file__, folder, tmp_path, ranks=2)
+    assert_same_gradients(load_file(tmp_path / "gradients"), exact_gradients(folder))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "sentence"),
+    [
+        ("Mamba", {"state_size": 4}, "MambaForCausalLM does not support an attention implementation"),
+        ("Gemma2", {"attn_logit_softcapping": 30.0}, r"Gemma2ForCausalLM cannot be trained: .*softcap"),
+    ],
+)
+def test_a_model_that_the_trainer_cannot_compute_is_refused_at_its_start(tmp_path, kind, changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        TrainingEngine(make(kind, tmp_path / "model", **changes), settings(), seed=0)
+
+
+def test_an_adapter_of_the_head_is_refused(tmp_path):
+    folder = make("Granite", tmp_path / "model", tie_word_embeddings=False)
+    with pytest.raises(UserError, match="includes the output layer lm_head"):
+        TrainingEngine(folder, settings(lora={"rank": 2, "target_modules": ["lm_head"]}), seed=0)
+
+
+def work(folder, out):
+    engine = TrainingEngine(folder, settings(zero_stage=3, max_tokens_per_microbatch=40), seed=0)
+    _, gradients = step_and_gradients(engine, make_batch() if engine.rank == 0 else None)
+    if engine.rank == 0:
+        save_file(gradients, out / "gradients")
+    engine.close()
+
+
+if __name__ == "__main__":
+    work(*map(Path, sys.argv[1:]))

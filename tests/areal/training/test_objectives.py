@@ -16,6 +16,7 @@ from areal.training.objectives import (
     Tokens,
     interpolated_proximal,
     kl,
+    mask_sequences,
     rehearse,
     resolve_objective,
     within_second_moment,
@@ -246,6 +247,26 @@ def test_m2po_masks_the_tokens_farthest_from_the_behaviour_policy_until_the_seco
 def test_m2po_masks_all_where_even_the_nearest_token_is_too_far_and_none_where_all_are_near():
     assert not within_second_moment(np.array([0.3, -0.5]), 0.04).any()
     assert within_second_moment(np.array([0.1, -0.1, 0.25]), 0.04).all()
+
+
+@pytest.mark.parametrize(("kind", "low", "high"), [("product", 0.1, 10.0), ("geometric", 0.8, 1.3)])
+def test_a_sequence_whose_weight_is_out_of_bounds_is_masked_as_a_whole(kind, low, high):
+    tokens = make_tokens()
+    config = settings("decoupled_ppo", sequence_mask=kind, sequence_mask_bounds=(low, high))
+    sequence, log_w = tokens.sequence.numpy(), tokens.log_w.numpy()
+    combined = {"product": np.prod, "geometric": lambda w: np.prod(w) ** (1 / len(w))}[kind]
+    ws = {i: combined(np.exp(log_w[sequence == i])) for i in np.unique(sequence)}
+    kept = np.array([low <= ws[i] <= high for i in sequence])
+    logp = tokens.logp.clone().requires_grad_()
+    current = replace(tokens, logp=logp)
+    out = mask_sequences(LOSSES["decoupled_ppo"](current, config), current, config)
+    out.loss.sum().backward()
+    cases = [
+        case if keep else Case(0.0, 0.0, True)
+        for case, keep in zip(reference_surrogate(tokens, 0.2, 0.2), kept, strict=True)
+    ]
+    assert_equal((out.loss.detach().numpy(), out.clipped.numpy(), logp.grad.numpy()), cases)
+    assert 0.1 < kept.mean() < 0.9
 
 
 # --- boundaries
@@ -530,6 +551,7 @@ def test_the_constant_of_the_loss_mean_is_the_longest_completion(load):
         ("trainer.objective=gropo", "Unknown objective 'gropo'"),
         ("trainer.objective=[grpo]", "trainer.objective is ['grpo']"),
         ("trainer.behaviour_weight_bounds=[2, 0.5]", "write the lower bound, 0 or more, first"),
+        ("trainer.sequence_mask_bounds=[2, 0.5]", "trainer.sequence_mask_bounds is [2, 0.5]"),
         ("trainer.behaviour_weight=some", "trainer.behaviour_weight is 'some'"),
         ("trainer={objective: m2po, proximal: interpolate}", "set trainer.proximal=recompute"),
         ("trainer.eps_clip_dual=0.9", "trainer.eps_clip_dual is 0.9"),

@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
 from areal.training.head import linear_logprobs
 from areal.training.packed import (
@@ -10,6 +11,7 @@ from areal.training.packed import (
     PACKED_SDPA,
     FlatBatch,
     attention_kwargs,
+    block_mask,
     choose_attention,
     pack,
     packed_flex,
@@ -196,6 +198,22 @@ def test_any_tree_has_the_log_probs_and_gradients_of_its_sequences_alone(model, 
 def test_flex_attention_sees_the_same_tree(model, groups):
     row = whole_row(flat_tree(*groups))
     torch.testing.assert_close(logps_of(model, row, PACKED_FLEX), logps_of(model, row), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=20)
+@given(lengths=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 200)), min_size=1, max_size=6))
+def test_the_mask_for_flex_attention_is_that_of_all_pairs_of_tokens(lengths):
+    """(tokens of its own, tokens shared with the others) of each sample."""
+    samples = [([0] * shared + [n + 1] * own, 1) for n, (own, shared) in enumerate(lengths) if own + shared > 1]
+    if not samples:
+        return
+    row = whole_row(flat_tree(samples, *[[sample] for sample in samples]))
+    mask = block_mask(row)
+    exact = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
+    for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(mask, part), getattr(exact, part))
+    assert torch.equal(mask.to_dense(), exact.to_dense())
+    assert mask.to_string() == exact.to_string()
 
 
 def test_private_tokens_of_one_sequence_are_nothing_to_the_others(model):
