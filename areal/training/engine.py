@@ -132,7 +132,7 @@ class TrainingEngine:
         self._objective = rehearse(config)
         self._attention = choose_attention(config.dtype)
         self._prefix_tree = config.prefix_tree and self._attention != FLASH  # flash attention takes no mask
-        self._cap = config.max_tokens_per_microbatch
+        self._one_a_row = False
         with redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
         with self._spread_over_ranks():
@@ -230,12 +230,10 @@ class TrainingEngine:
             found = next((kind for kind in kinds if self._keeps_apart(module, head, prefix_tree=kind)), None)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise UserError(f"{head} cannot be trained: its forward pass failed on a packed row: {error}.") from error
-        self._prefix_tree = bool(found)
-        if found is None:
-            self._cap = 1
+        self._prefix_tree, self._one_a_row = bool(found), self._one_a_row or found is None
         if self.rank == 0:
-            rows = {True: "prefix trees", False: "several sequences", None: "one sequence: the model mixes sequences"}
-            log.info("rows", attention=self._attention, a_row_holds=rows[found])
+            rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
+            log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[found])
 
     def _keeps_apart(self, module: torch.nn.Module, head: Head, *, prefix_tree: bool) -> bool:
         return keeps_apart(
@@ -296,7 +294,7 @@ class TrainingEngine:
         ranks = split_over_ranks(
             batch.lengths[members].tolist(),
             self.world_size,
-            self._cap,
+            1 if self._one_a_row else self.config.max_tokens_per_microbatch,
             batch.shared[members].tolist(),
         )
         return [pack(batch, trained, members[row].tolist(), self.device) for row in ranks[self.rank]]
