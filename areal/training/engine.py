@@ -205,7 +205,7 @@ class TrainingEngine:
             return None
         with self._spread_over_ranks():
             module = self._read_model(folder, self.config.dtype).requires_grad_(False).eval()
-        head = Head(module)
+        head, reference = Head(module), module
         if self._stage < 3:
             module.to(self.device)
         else:
@@ -214,9 +214,9 @@ class TrainingEngine:
             settings = deepspeed_config(self.config)
             del settings["optimizer"]
             with redirect_stdout(io.StringIO()):
-                module = deepspeed.initialize(model=module, config=settings)[0]
+                reference = deepspeed.initialize(model=module, config=settings)[0]
         self._fit_rows(module, head)
-        return module
+        return reference
 
     def _fit_rows(self, module: torch.nn.Module, head: Head) -> None:
         """Find out, on a few random tokens, what `module` does to its logits and what a row may hold (all ranks).

@@ -10,7 +10,7 @@ fp32 before it is rounded: where p is near 1, g - g p is far smaller than each o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,10 +43,9 @@ class Curve:
         factor = self.scale / temperature
         return scores if factor == 1.0 else scores.mul_(factor)
 
-    def slope(self, scores: Tensor, temperature: float) -> Tensor | float:
-        """The derivative of `scores` with respect to the head's products."""
-        factor = self.scale / temperature
-        return factor if self.cap == math.inf else factor * (1 - (scores * (temperature / self.cap)).square())
+    def slope(self, scores: Tensor, temperature: float) -> Tensor | None:
+        """The derivative of `scores` with respect to the head's products, as a multiple of scale / temperature."""
+        return None if self.cap == math.inf else 1 - (scores * (temperature / self.cap)).square()
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -85,6 +84,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, distribution, targets, top, normaliser = context.saved_tensors
+        gradient = gradient * (context.curve.scale / context.temperature)
         sums = torch.zeros_like(top).index_add_(0, distribution, gradient)[:, None]
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight) if context.needs_input_grad[1] else None
@@ -95,7 +95,8 @@ class _LinearLogprobs(torch.autograd.Function):
             slope = context.curve.slope(scores, context.temperature)
             d = scores.sub_(top[:, None]).sub_(normaliser[:, None]).exp_().mul_(-sums)
             d.index_put_((distribution[tokens], targets[tokens] - words.start), gradient[tokens], accumulate=True)
-            d *= slope
+            if slope is not None:
+                d *= slope
             if d_bias is not None:
                 d_bias[words] = d.sum(0)
             d = d.to(hidden.dtype)
@@ -105,12 +106,14 @@ class _LinearLogprobs(torch.autograd.Function):
         return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
 
 
-def _parts(keys: Tensor, count: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+def _parts(keys: Tensor, count: int, size: int) -> Iterator[tuple[slice, Tensor | slice]]:
     """Slices of range(count), `size` long, each with the indices of the `keys` that lie in it."""
     starts = range(0, count, max(1, size))
-    ordered, order = keys.sort(stable=True)
-    ends = torch.searchsorted(ordered, torch.tensor(starts[1:], device=keys.device))
-    indices = order.tensor_split(ends.cpu()) if len(starts) > 1 else [order]
+    indices: Sequence[Tensor | slice] = [slice(None)]
+    if len(starts) > 1:
+        ordered, order = keys.sort(stable=True)
+        ends = torch.searchsorted(ordered, torch.tensor(starts[1:], device=keys.device))
+        indices = order.tensor_split(ends.cpu())
     for start, inside in zip(starts, indices, strict=False):
         yield slice(start, start + starts.step), inside
 
