@@ -10,10 +10,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from areal.config import TrainerConfig
 
-
-# By default DeepSpeed gathers the mixtures of experts of some models as a whole under ZeRO 3, and reduces their gradients
-# in hooks that also run when no parameter gets a gradient, as in `separation`. In transformers, the experts of a layer
-# are one module with stacked weights: all ranks call the same modules, whichever experts their tokens take.
+# By default DeepSpeed gathers the mixtures of experts of some models as a whole under ZeRO 3, and reduces their
+# gradients in hooks that also run when no parameter gets a gradient, as in `separation`. In transformers, the experts
+# of a layer are one module with stacked weights: all ranks call the same modules, whichever experts their tokens take.
 _NO_LEAVES: dict[str, Any] = {"leaf_module": {"classes": []}}
 
 
