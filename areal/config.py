@@ -258,7 +258,7 @@ OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
         "behaviour_weight": "masked",
         "behaviour_weight_bounds": (0.5, 5.0),
     },
-    "m2po": {**_GROUP, "proximal": "interpolate"},
+    "m2po": dict(_GROUP),
 }
 
 
@@ -325,7 +325,18 @@ class TrainerConfig(Section):
     behaviour_weight_bounds: tuple[float, float] = Field(
         (0.5, 2.0), description="lower and upper bound of w; truncated uses only the upper one"
     )
-    m2_threshold: float = Field(0.04, gt=0, description="m2po: limit for the mean of (log pi_theta / pi_behav)^2")
+    sequence_mask: Literal["none", "product", "geometric"] = Field(
+        "none",
+        description="keep a sequence out of the loss if the product, or the geometric mean, of its w is outside "
+        "sequence_mask_bounds",
+    )
+    sequence_mask_bounds: tuple[float, float] = Field((0.5, 2.0), description="lower and upper bound of sequence_mask")
+    mask_cut: bool = Field(
+        False,
+        description="keep samples that were cut at sampling.max_new_tokens out of the loss; their rewards still count "
+        "in the advantages of the others",
+    )
+    m2_threshold: float = Field(0.04, gt=0, description="m2po: limit for the mean of (log pi_prox / pi_behav)^2")
     proximal: Literal["recompute", "interpolate"] = Field(
         "recompute",
         description="pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)",
@@ -367,6 +378,7 @@ class TrainerConfig(Section):
         return (
             self.objective in ("ppo", "m2po")
             or self.behaviour_weight != "none"
+            or self.sequence_mask != "none"
             or self.proximal != "recompute"
             or (self.kl_coef > 0 and self.kl_in == "reward")
         )
@@ -381,10 +393,18 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _bounds_rise(self) -> TrainerConfig:
-        low, high = self.behaviour_weight_bounds
-        if not 0 <= low < high:
+        for key in ("behaviour_weight_bounds", "sequence_mask_bounds"):
+            low, high = getattr(self, key)
+            if not 0 <= low < high:
+                raise ValueError(f"trainer.{key} is [{low:g}, {high:g}]: write the lower bound, 0 or more, first")
+        return self
+
+    @model_validator(mode="after")
+    def _mask_is_known_before_the_minibatch(self) -> TrainerConfig:
+        if self.objective == "m2po" and self.proximal != "recompute":
             raise ValueError(
-                f"trainer.behaviour_weight_bounds is [{low:g}, {high:g}]: write the lower bound, 0 or more, first"
+                f"trainer.proximal is {self.proximal}, but the mask of m2po compares pi_prox and pi_behav over the "
+                f"whole minibatch, before it is trained: set trainer.proximal=recompute"
             )
         return self
 

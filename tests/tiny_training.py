@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal.config import TrainerConfig
 from areal.trajectory import Group, Trajectory
@@ -60,6 +60,60 @@ def make_batch(groups=4, version=3, seed=0):
             members.append(Trajectory(tokens, logprobs, versions, float(rng.random()), "stop"))
         batch.append(Group(str(g), g, tuple(members)))
     return batch
+
+
+def eager(folder, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+
+
+def logprobs_alone(model, trajectory):
+    """log pi of every token but the first, [T - 1], from the sequence by itself."""
+    tokens = torch.from_numpy(trajectory.tokens).long()
+    logps = torch.log_softmax(model(tokens[None]).logits[0, :-1] / TEMPERATURE, -1)
+    return logps.gather(1, tokens[1:, None])[:, 0]
+
+
+def reference_gradients(model, batch, mask_older_than=0):
+    """Gradients of -1/N sum_t w_t A_t u_t at u = 1, where pi_theta = pi_prox: no packing, ranks or DeepSpeed."""
+    loss, count = torch.zeros(()), 0
+    rewards = np.array([t.reward for group in batch for t in group.trajectories])
+    normalised = iter((rewards - rewards.mean()) / (rewards.std() + 1e-6))
+    for group in batch:
+        for trajectory in group.trajectories:
+            A = next(normalised)
+            trained = torch.from_numpy(trajectory.versions >= mask_older_than)[1:]
+            logp = logprobs_alone(model, trajectory)
+            w = torch.exp(logp.detach() - torch.from_numpy(trajectory.logprobs)[1:])
+            loss = loss - (w * logp * float(A))[trained].sum()
+            count += int(trained.sum())
+    model.zero_grad()
+    (loss / count).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def step_and_gradients(engine, batch, **options):
+    """The result of a step, and the gradients that its (last) optimizer step got, summed over all ranks."""
+    from deepspeed.utils import safe_get_full_grad
+
+    gradients = {}
+    optimizer_step = engine._deepspeed.step
+
+    def spy():
+        for name, parameter in engine._module.named_parameters():
+            gradients[name] = safe_get_full_grad(parameter).clone()
+        optimizer_step()
+
+    engine._deepspeed.step = spy
+    result = engine.step(batch, version=3, temperature=TEMPERATURE, **options)
+    engine._deepspeed.step = optimizer_step
+    return result, gradients
+
+
+def assert_same_gradients(found, expected):
+    """fp32: sums in another order differ by rounding alone."""
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def run_worker(file, *arguments, ranks=1, environment=None):

@@ -29,10 +29,12 @@ from areal.amx import avoid_broken_amx
 from areal.config import TrainerConfig, UserError
 from areal.training.advantages import advantages
 from areal.training.checkpoint import TrainingState
+from areal.training.head import Head
 from areal.training.microbatches import split_over_ranks
-from areal.training.objectives import Tokens, interpolated_proximal, kl, rehearse
+from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
 from areal.training.optimizer import deepspeed_config, learning_rates
-from areal.training.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, pack, token_logprobs
+from areal.training.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, empty_row, pack
+from areal.training.separation import keeps_apart
 from areal.training.tally import StepResult, Tally
 from areal.trajectory import Group
 from areal.weights.folders import atomic_folder, copy_model_files, write_weights
@@ -89,6 +91,15 @@ def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
         model._init_weights(rotary)
 
 
+def _drop_nothing(part: torch.nn.Module) -> None:
+    """Set a module's dropout to 0, because pi_theta of a token must be the same number in every pass."""
+    if isinstance(part, torch.nn.Dropout):
+        part.p = 0.0
+    for name, value in vars(part).items():
+        if "drop" in name and isinstance(value, float):  # such as attention_dropout, applied by attention functions
+            setattr(part, name, 0.0)
+
+
 class TrainingEngine:
     """A causal language model in training, on one rank.
 
@@ -121,17 +132,18 @@ class TrainingEngine:
         self._objective = rehearse(config)
         self._attention = choose_attention(config.dtype)
         self._prefix_tree = config.prefix_tree and self._attention != FLASH  # flash attention takes no mask
-        if self.rank == 0:
-            log.info("attention", kind=self._attention, prefix_tree=self._prefix_tree)
+        self._one_a_row = False
         with redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
         with self._spread_over_ranks():
             self._module = self._read_model(model, config.dtype).train()
+        head = Head(self._module)
         self.vocab_size: int = self._module.config.get_text_config().vocab_size
         if config.gradient_checkpointing:
             self._module.gradient_checkpointing_enable({"use_reentrant": False})
         if config.lora:
             self._module = add_adapters(self._module, config.lora)
+            head.refuse_adapters()
         self._trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables
             self._deepspeed, *_ = deepspeed.initialize(
@@ -144,6 +156,7 @@ class TrainingEngine:
             self._deepspeed.enable_backward_allreduce = False  # useless here, yet a tenth of a small model's step
         self._state = TrainingState(self._deepspeed, self._trained, self._stage, self._control)
         self.device: torch.device = self._deepspeed.device
+        self._fit_rows(self._module, head)
         self._reference = self._start_reference()
         self._snapshot: dict[str, Tensor] = {}
         self.work_done = 0
@@ -176,8 +189,7 @@ class TrainingEngine:
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} does not hold a model that transformers can load: {error}") from error
         for part in module.modules():
-            if isinstance(part, torch.nn.Dropout):
-                part.p = 0.0  # pi_theta of a token must be the same number in every pass
+            _drop_nothing(part)
             if "RotaryEmbedding" in type(part).__name__:
                 _make_frequencies(module, part)
         return module
@@ -193,14 +205,44 @@ class TrainingEngine:
             return None
         with self._spread_over_ranks():
             module = self._read_model(folder, self.config.dtype).requires_grad_(False).eval()
+        head, reference = Head(module), module
         if self._stage < 3:
-            return module.to(self.device)
-        import deepspeed
+            module.to(self.device)
+        else:
+            import deepspeed
 
-        settings = deepspeed_config(self.config)
-        del settings["optimizer"]
-        with redirect_stdout(io.StringIO()):
-            return deepspeed.initialize(model=module, config=settings)[0]
+            settings = deepspeed_config(self.config)
+            del settings["optimizer"]
+            with redirect_stdout(io.StringIO()):
+                reference = deepspeed.initialize(model=module, config=settings)[0]
+        self._fit_rows(module, head)
+        return reference
+
+    def _fit_rows(self, module: torch.nn.Module, head: Head) -> None:
+        """Find out, on a few random tokens, what `module` does to its logits and what a row may hold (all ranks).
+
+        A row is a prefix tree, or several sequences, or, if the model does not keep them apart, a single one. Raises
+        UserError if the model cannot be trained.
+        """
+        kinds = (True, False) if self._prefix_tree else (False,)
+        try:
+            head.measure(module, **self._inputs(empty_row(self.device)))
+            found = next((kind for kind in kinds if self._keeps_apart(module, head, prefix_tree=kind)), None)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise UserError(f"{head} cannot be trained: its forward pass failed on a packed row: {error}.") from error
+        self._prefix_tree, self._one_a_row = bool(found), self._one_a_row or found is None
+        if self.rank == 0:
+            rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
+            log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[found])
+
+    def _keeps_apart(self, module: torch.nn.Module, head: Head, *, prefix_tree: bool) -> bool:
+        return keeps_apart(
+            lambda row: self._forward(row, 1.0, module),
+            head.embeddings,
+            self.vocab_size,
+            self.device,
+            prefix_tree=prefix_tree,
+        )
 
     @property
     def rank(self) -> int:
@@ -252,21 +294,29 @@ class TrainingEngine:
         ranks = split_over_ranks(
             batch.lengths[members].tolist(),
             self.world_size,
-            self.config.max_tokens_per_microbatch,
+            1 if self._one_a_row else self.config.max_tokens_per_microbatch,
             batch.shared[members].tolist(),
         )
         return [pack(batch, trained, members[row].tolist(), self.device) for row in ranks[self.rank]]
 
     def _forward(self, row: Row, temperature: float, module: torch.nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Log-probabilities (after temperature) and entropies of the row's tokens in the loss, [S] each."""
-        logits = (module or self._deepspeed)(
-            input_ids=row.tokens,
-            position_ids=row.positions,
-            logits_to_keep=row.predicts,
-            use_cache=False,
+        return (module or self._deepspeed)(
+            **self._inputs(row),
+            predicts=row.predicts,
+            distribution=row.distribution,
+            targets=row.targets,
+            temperature=temperature,
+        )
+
+    def _inputs(self, row: Row) -> dict[str, Any]:
+        """The arguments of the model's own forward method."""
+        return {
+            "input_ids": row.tokens,
+            "position_ids": row.positions,
+            "use_cache": False,
             **attention_kwargs(row, self._attention),
-        ).logits[0]
-        return token_logprobs(logits, row.distribution, row.targets, temperature)
+        }
 
     def step(
         self,
@@ -285,7 +335,7 @@ class TrainingEngine:
         The weight of a token in the loss depends on its whole minibatch, not on the split into micro-batches or ranks.
         """
         flat = self._share(batch)
-        trained = flat.trained(mask_older_than)
+        trained = flat.trained(mask_older_than, mask_cut=self.config.mask_cut)
         minibatches = [
             self._rows(flat, trained, np.flatnonzero(flat.minibatch == m)) for m in range(int(flat.minibatch.max()) + 1)
         ]
@@ -294,11 +344,15 @@ class TrainingEngine:
         if self.config.kl_coef:
             self._look_at_reference(rows, flat, trained, temperature, tally)
         self._value(rows, flat, trained)
-        if self.config.proximal == "recompute" and len(minibatches) > 1:
-            # The first minibatch's own forward pass still runs on these weights.
-            proximal = self._logprobs(flat, trained, np.flatnonzero(flat.minibatch), temperature, tally)
-            for row in (row for minibatch in minibatches[1:] for row in minibatch):
+        # The first minibatch's own forward pass still runs on these weights; but a mask has to be known before it.
+        masked = self.config.objective == "m2po"
+        if self.config.proximal == "recompute" and (masked or len(minibatches) > 1):
+            unknown = flat.minibatch >= (0 if masked else 1)
+            proximal = self._logprobs(flat, trained, np.flatnonzero(unknown), temperature, tally)
+            for row in (row for minibatch in minibatches[0 if masked else 1 :] for row in minibatch):
                 row.proximal = row.pick(proximal)
+            if masked:
+                self._mask(rows, flat, trained, proximal)
         for m, minibatch in enumerate(minibatches):
             self._train_minibatch(minibatch, version, temperature, tally, first=m == 0)
         return tally.result(
@@ -366,6 +420,16 @@ class TrainingEngine:
         for row in rows:
             row.advantages, row.weights = row.pick(gains), row.pick(weights)
 
+    def _mask(self, rows: list[Row], flat: FlatBatch, trained: np.ndarray, proximal: np.ndarray) -> None:
+        """Set the tokens of this rank's rows that the mask of their minibatch keeps. proximal: [T], log-probs."""
+        minibatch = np.repeat(flat.minibatch, flat.lengths)
+        kept = np.zeros(len(trained))
+        for m in range(int(flat.minibatch.max()) + 1):
+            its = trained & (minibatch == m)
+            kept[its] = within_second_moment(proximal[its] - flat.logprobs[its], self.config.m2_threshold)
+        for row in rows:
+            row.kept = row.pick(kept).bool()
+
     def _penalties(self, rows: list[Row], tokens: int) -> np.ndarray | None:
         """The KL penalty on each token of the batch, to be taken from its return (all ranks).
 
@@ -387,9 +451,8 @@ class TrainingEngine:
                 logp, entropy = self._forward(row, temperature)
                 if row.proximal is None:
                     row.proximal = self._proximal(row, logp, version, first=first)
-                out = self._objective(
-                    Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence), self.config
-                )
+                tokens = Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence, row.kept)
+                out = mask_sequences(self._objective(tokens, self.config), tokens, self.config)
                 loss = out.loss
                 if self.config.kl_coef and self.config.kl_in == "loss":
                     loss = loss + self.config.kl_coef * kl(logp, row.reference, self.config.kl_estimator)

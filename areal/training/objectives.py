@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class Tokens:
     behaviour policy; only `logp` carries a gradient. A: [S], advantages.
     sequence: int64 [S], the index of the micro-batch's sequence that a token belongs to, ascending from 0. A sequence
     is never split over micro-batches.
+    kept: bool [S], the tokens that a mask over the whole minibatch (`m2po`) keeps; None: all.
     """
 
     logp: Tensor
@@ -37,6 +39,7 @@ class Tokens:
     logp_behav: Tensor
     A: Tensor
     sequence: Tensor
+    kept: Tensor | None = None
 
     @property
     def log_u(self) -> Tensor:
@@ -134,42 +137,58 @@ def gspo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     return clipped_surrogate(ratio(log_s), w, tokens.A, config)
 
 
+def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
+    """The sum of `values` over all tokens of the same sequence, at each of them, [S]. sequence: as in `Tokens`."""
+    _, member = sequence.unique_consecutive(return_inverse=True)
+    return torch.zeros_like(values).index_add(0, member, values)[member]
+
+
 def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
     """The mean of `values` over all tokens of the same sequence, at each of them, [S]. sequence: as in `Tokens`."""
-    _, member = sequence.unique_consecutive(return_inverse=True)
-    zeros = torch.zeros_like(values)
-    sums, counts = (zeros.index_add(0, member, each) for each in (values, torch.ones_like(values)))
-    return (sums / counts.clamp(min=1))[member]
+    return sequence_sum(values, sequence) / sequence_sum(torch.ones_like(values), sequence)
+
+
+def mask_sequences(out: TokenLoss, tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """`out` without the sequences whose w is outside `sequence_mask_bounds`: the product over the tokens of a sequence,
+    as verl's rejection of sequences has it, or the geometric mean."""
+    if config.sequence_mask == "none":
+        return out
+    combined = sequence_sum if config.sequence_mask == "product" else sequence_mean
+    log_w = combined(tokens.log_w, tokens.sequence)
+    low, high = config.sequence_mask_bounds
+    kept = (log_w.exp() >= low) & (log_w.exp() <= high)
+    return TokenLoss(loss=torch.where(kept, out.loss, 0.0), clipped=out.clipped | ~kept)
 
 
 def cispo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
-    """CISPO (arXiv 2506.13585, eq. 4 and 5): J = w sg(clip(u)) A log pi_theta.
+    """CISPO (arXiv 2506.13585, eq. 4 and 5): J = sg(clip(u w)) A log pi_theta, where u w = pi_theta / pi_behav.
 
-    Only the weight of a token is clipped, so every token keeps its gradient.
+    Only the weight of a token is clipped, so every token keeps its gradient. In the paper the policy that sampled is
+    the old policy; here it may be several versions older than pi_prox, so the clip is on the whole ratio.
     """
-    u = ratio(tokens.log_u).detach()
-    r = clip(u, config)
     w = behaviour_weight(tokens.log_w, config)
-    return TokenLoss(loss=-w * r * tokens.A * tokens.logp, clipped=(r != u) | (w == 0))
+    r = ratio(tokens.log_u).detach() * w
+    clipped = torch.where(w > 0, clip(r, config), 0.0)
+    return TokenLoss(loss=-clipped * tokens.A * tokens.logp, clipped=(clipped != r) | (w == 0))
 
 
 def m2po(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
-    """M2PO (arXiv 2510.01161): J = w M u A, where M masks the tokens farthest from the behaviour policy; no clip.
+    """M2PO (arXiv 2510.01161): J = w M u A without a clip; M masks the tokens where pi_prox is farthest from pi_behav.
 
-    M is computed per micro-batch, not over the whole batch, so it depends a little on how sequences were packed.
+    M is `Tokens.kept`. It is chosen over the whole minibatch, before the minibatch, by `within_second_moment`.
     """
-    kept = within_second_moment((tokens.logp - tokens.logp_behav).detach(), config.m2_threshold)
     w = behaviour_weight(tokens.log_w, config)
+    kept = torch.ones_like(w, dtype=torch.bool) if tokens.kept is None else tokens.kept
     J = torch.where(kept, w * ratio(tokens.log_u) * tokens.A, 0.0)
     return TokenLoss(loss=-J, clipped=~kept | (w == 0))
 
 
-def within_second_moment(log_ratio: Tensor, threshold: float) -> Tensor:
-    """bool [S], the tokens kept: those with the largest (log r)^2 are masked until its mean is below `threshold`."""
-    moments, order = log_ratio.double().square().sort()
-    means = moments.cumsum(0) / torch.arange(1, len(moments) + 1, device=moments.device)
-    kept = torch.empty_like(order, dtype=torch.bool)
-    kept[order] = means < threshold  # means ascend, since moments do
+def within_second_moment(log_ratio: np.ndarray, threshold: float) -> np.ndarray:
+    """bool [N], the tokens kept: those with the largest (log r)^2 are masked until its mean is below `threshold`."""
+    moments = log_ratio.astype(np.float64) ** 2
+    order = moments.argsort(kind="stable")
+    kept = np.empty(len(moments), dtype=bool)
+    kept[order] = moments[order].cumsum() / np.arange(1, len(moments) + 1) < threshold  # the means ascend
     return kept
 
 

@@ -10,6 +10,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from areal.config import TrainerConfig
 
+# By default DeepSpeed gathers the mixtures of experts of some models as a whole under ZeRO 3, and reduces their
+# gradients in hooks that also run when no parameter gets a gradient, as in `separation`. In transformers, the experts
+# of a layer are one module with stacked weights: all ranks call the same modules, whichever experts their tokens take.
+_NO_LEAVES: dict[str, Any] = {"leaf_module": {"classes": []}}
+
 
 def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
     """DeepSpeed's configuration for a run.
@@ -23,7 +28,7 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **(_NO_LEAVES if stage == 3 else {})},
         "bf16": {"enabled": bf16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": config.grad_clip if stage else 0.0,

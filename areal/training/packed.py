@@ -1,4 +1,4 @@
-"""Packs sequences into one row, and computes log-probabilities from it.
+"""Packs sequences into one row, and makes attention keep them apart.
 
 A row is [1, T]: sequences one after another, without padding; positions restart with each sequence. If sequences of a
 group begin with the same tokens (`FlatBatch.shared`), the row holds these tokens once. Each sequence then adds only the
@@ -20,16 +20,19 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 
+log = structlog.get_logger()
+
 FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_sdpa"
-LOGITS_AT_ONCE = 1 << 26
-"""Most elements of fp32 distributions that exist at once (256 MiB)."""
+MASK_BLOCK = 128
+"""Tokens a block of flex attention's mask, PyTorch's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class FlatBatch:
 
     tokens, logprobs, versions: [T], as in `Trajectory`.
     lengths, rewards, groups, minibatch: [N]; `groups` is the number of the trajectory's group, `minibatch` that of the
-    minibatch the group belongs to.
+    minibatch the group belongs to. cut: bool [N], trajectories that were cut at the limit of tokens.
     shared: [N], number of first tokens that a trajectory has in common with the one before it; computed once.
     """
 
@@ -50,6 +53,7 @@ class FlatBatch:
     rewards: np.ndarray
     groups: np.ndarray
     minibatch: np.ndarray
+    cut: np.ndarray
 
     @classmethod
     def of(cls, groups: Sequence[Group], *, minibatches: int, prefix_tree: bool = False) -> FlatBatch:
@@ -81,15 +85,18 @@ class FlatBatch:
             rewards=rewards,
             groups=numbers,
             minibatch=numbers % minibatches,
+            cut=np.array([t.finish == "length" for t in trajectories]),
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays by name: `FlatBatch(**batch.arrays())` is the same batch."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def trained(self, mask_older_than: int | None) -> np.ndarray:
-        """bool [T], the tokens in the loss: sampled tokens, without those of versions before `mask_older_than`."""
-        return self.versions >= max(0, mask_older_than or 0)
+    def trained(self, mask_older_than: int | None, *, mask_cut: bool = False) -> np.ndarray:
+        """bool [T], the tokens in the loss: sampled tokens, without those of versions before `mask_older_than`, and
+        with `mask_cut` without those of trajectories that were cut at the limit."""
+        masked = np.repeat(self.cut & mask_cut, self.lengths)
+        return (self.versions >= max(0, mask_older_than or 0)) & ~masked
 
     def weights(self, trained: np.ndarray, mean: str, constant: int) -> np.ndarray:
         """The weight of each token in the loss of its minibatch, float64 [T].
@@ -129,11 +136,11 @@ class Row:
     tokens, positions: int64 [1, T]. lengths: the length of each sequence. added: how many tokens each sequence adds to
     the row. paths: int64 [sum(lengths)], the places in the row of each sequence's tokens, one sequence after another.
     places: int64 [S], the places of the S tokens in the batch. sequence: int64 [S], the index of the row's sequence
-    that each belongs to. predicts: int64 [U], the places in the row whose logits are needed. distribution: int64 [S],
-    which of these U gives each token's log-probability. targets: int64 [S], the tokens.
+    that each belongs to. predicts: int64 [U], the places in the row whose hidden states are needed. distribution: int64
+    [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
     behaviour: float32 [S], log pi_behav. versions: int32 [S].
     advantages, weights (of each token in the loss), proximal and reference (log-probabilities): float32 [S] once
-    computed.
+    computed. kept: bool [S], as in `Tokens`.
     """
 
     tokens: Tensor
@@ -152,6 +159,7 @@ class Row:
     weights: Tensor | None = None
     proximal: Tensor | None = None
     reference: Tensor | None = None
+    kept: Tensor | None = None
 
     def pick(self, values: np.ndarray) -> Tensor:
         """The values of the row's S tokens, float32 [S]. values: [T], one for every token of the batch."""
@@ -162,13 +170,10 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     """Pack the trajectories `members` into a row. trained: bool [T], the batch's tokens that are in the loss.
 
     A trajectory shares a prefix only with its predecessor in the batch, if that one directly precedes it in `members`.
-    Without members the row is one token that is in no loss: a rank without work still takes part in the collectives.
+    Without members it is an `empty_row`: a rank without work still takes part in the collectives.
     """
     if not members:
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        none = torch.zeros(0, device=device)
-        no, places = none.long(), np.zeros(0, np.int64)
-        return Row(zero, zero, [1], [1], zero[0], places, no, no, no, no, none, none.int())
+        return empty_row(device)
     lengths = batch.lengths[members].tolist()
     after = np.array([-2, *members[:-1]]) + 1 == members
     added = (batch.lengths[members] - batch.shared[members] * after).tolist()
@@ -201,6 +206,14 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     )
 
 
+def empty_row(device: torch.device) -> Row:
+    """A row of one token that is in no loss."""
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    none = torch.zeros(0, device=device)
+    no, places = none.long(), np.zeros(0, np.int64)
+    return Row(zero, zero, [1], [1], zero[0], places, no, no, no, no, none, none.int())
+
+
 def _paths(lengths: Sequence[int], added: Sequence[int]) -> list[np.ndarray]:
     """The places in the row of each sequence's tokens: first those shared with the sequence before it, then its own."""
     paths, end = [np.zeros(0, dtype=np.int64)], 0
@@ -219,19 +232,39 @@ def choose_attention(dtype: str) -> str:
     AttentionInterface.register(PACKED_FLEX, packed_flex)
     if dtype != "bfloat16" or not torch.cuda.is_available():
         return PACKED_SDPA
-    return FLASH if is_flash_attn_2_available() else PACKED_FLEX
+    if is_flash_attn_2_available():
+        return FLASH
+    log.info("flash-attention 2 is not installed (the extra `flash`): flex attention takes its place")
+    return PACKED_FLEX
 
 
 def attention_kwargs(row: Row, attention: str) -> dict[str, Any]:
-    """The keyword arguments that tell the attention function `attention` about the sequences of a row."""
+    """The keyword arguments that tell the attention function `attention`, and other layers, about a row's sequences."""
+    boundaries = {} if row.added != row.lengths else _boundaries(row)  # a tree has none
     if attention == FLASH:
-        ends = torch.tensor([0, *np.cumsum(row.lengths)], dtype=torch.int32, device=row.tokens.device)
-        longest = max(row.lengths)
-        return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        return boundaries
     if attention == PACKED_FLEX:
-        return {"row": row, "mask": block_mask(row)}
+        return {"row": row, "mask": block_mask(row), **boundaries}
     longest = max((length for length, own in zip(row.lengths, row.added, strict=True) if own < length), default=0)
-    return {"row": row, "mask": torch.ones(longest, longest, dtype=torch.bool, device=row.tokens.device).tril()}
+    mask = torch.ones(longest, longest, dtype=torch.bool, device=row.tokens.device).tril()
+    return {"row": row, "mask": mask, **boundaries}
+
+
+def _boundaries(row: Row) -> dict[str, Any]:
+    """Where the sequences of a row begin and end, by the names that transformers has for it.
+
+    Flash attention and linear attention take the first four, convolutions take `seq_idx`.
+    """
+    device = row.tokens.device
+    ends = torch.tensor([0, *np.cumsum(row.lengths)], dtype=torch.int32, device=device)
+    numbers = np.repeat(np.arange(len(row.lengths), dtype=np.int32), row.lengths)
+    return {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": max(row.lengths),
+        "max_length_k": max(row.lengths),
+        "seq_idx": torch.from_numpy(numbers).to(device)[None],
+    }
 
 
 def packed_sdpa(
@@ -272,6 +305,9 @@ def block_mask(row: Row) -> BlockMask:
     """The mask of a row for flex attention: which tokens attend to which.
 
     A token and its descendants are an interval of the row that begins with the token. Only these attend to the token.
+    So a block of keys concerns a later block of queries if its longest interval reaches that block, and wholly if its
+    shortest one covers it. PyTorch's `create_block_mask` would compute the mask of every pair of tokens to find that
+    out: 3 T^2 bytes.
     """
     ends = torch.tensor(row.added, device=row.tokens.device).cumsum(0)
     below = torch.zeros_like(row.tokens[0])
@@ -282,7 +318,20 @@ def block_mask(row: Row) -> BlockMask:
         return (key <= query) & (query < below[key])
 
     T = len(below)
-    return create_block_mask(sees, None, None, T, T, device=below.device)
+    intervals = pad(below, (0, -T % MASK_BLOCK)).view(-1, MASK_BLOCK)
+    starts = torch.arange(0, T, MASK_BLOCK, device=below.device)[:, None]  # first query of each block
+    earlier = starts > starts.T
+    whole = earlier & (intervals.amin(1) >= starts + MASK_BLOCK)
+    partly = (earlier | (starts == starts.T)) & (intervals.amax(1) > starts) & ~whole
+    return BlockMask.from_kv_blocks(
+        *_listed(partly), *_listed(whole), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees, seq_lengths=(T, T)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries has, and their numbers first, as `BlockMask` stores them."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def packed_flex(
@@ -299,9 +348,9 @@ def packed_flex(
 ) -> tuple[Tensor, None]:
     """Like `packed_sdpa`, but with one kernel call for the whole row. mask: `block_mask(row)`."""
     _refuse(row, others)
-    key, value = _for_each_head(query, key, value)
     attend = _compiled_flex() if query.is_cuda else flex_attention
-    return attend(query, key, value, block_mask=mask, scale=scaling).transpose(1, 2), None
+    grouped = query.shape[1] != key.shape[1]
+    return attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped).transpose(1, 2), None
 
 
 @cache
@@ -322,49 +371,3 @@ def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     """Keys and values, repeated to as many heads as the queries have."""
     repeats = query.shape[1] // key.shape[1]
     return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """Implements `token_logprobs`. The backward pass computes the distributions again, a part at a time."""
-
-    @staticmethod
-    def forward(
-        context: Any, logits: Tensor, distribution: Tensor, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        normaliser, entropy = logits.new_empty(2, len(logits), dtype=torch.float32)
-        for part in _parts(logits):
-            scores = logits[part].float() / temperature
-            normaliser[part] = torch.logsumexp(scores, -1)
-            logps = scores - normaliser[part, None]
-            entropy[part] = -(logps.exp() * logps).sum(-1)
-        context.save_for_backward(logits, distribution, targets, normaliser)
-        context.temperature = temperature
-        entropy = entropy[distribution]
-        context.mark_non_differentiable(entropy)
-        return logits[distribution, targets].float() / temperature - normaliser[distribution], entropy
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, distribution, targets, normaliser = context.saved_tensors
-        gradient = gradient / context.temperature
-        sums = torch.zeros_like(normaliser).index_add_(0, distribution, gradient)
-        result = torch.empty_like(logits)
-        for part in _parts(logits):
-            probabilities = torch.exp(logits[part].float() / context.temperature - normaliser[part, None])
-            result[part] = (-sums[part, None] * probabilities).to(logits.dtype)
-        result.index_put_((distribution, targets), gradient.to(logits.dtype), accumulate=True)
-        return result, None, None, None
-
-
-def _parts(logits: Tensor) -> list[slice]:
-    size = max(1, LOGITS_AT_ONCE // logits.shape[-1])
-    return [slice(start, start + size) for start in range(0, len(logits), size)]
-
-
-def token_logprobs(logits: Tensor, distribution: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at `targets`, and the entropy (no gradient) of each distribution, in fp32.
-
-    logits: [U, V]; distribution: [S], which of the U rows each token is drawn from; targets: [S]. Returns [S] and [S],
-    in nats.
-    """
-    return _TokenLogprobs.apply(logits, distribution, targets, temperature)

@@ -7,6 +7,18 @@ from pathlib import Path
 import pytest
 
 
+def test_the_benchmark_of_memory_runs_and_writes_its_results(tmp_path):
+    here = Path(__file__).parent
+    subprocess.run(
+        [sys.executable, here / "memory.py", "--quick", "--json", tmp_path / "results.json"],
+        env=os.environ | {"PYTHONPATH": str(here.parents[1])},
+        check=True,
+        timeout=240,
+    )
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results.keys() == {"tiny, areal.training.head", "tiny, whole logits"}
+
+
 @pytest.mark.parametrize(
     ("name", "keys"),
     [

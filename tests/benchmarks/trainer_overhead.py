@@ -20,8 +20,9 @@ from steps import VERSION, arguments, interleaved, model_and_batches, settings, 
 from transformers import AutoModelForCausalLM
 
 from areal.training.engine import TrainingEngine
+from areal.training.head import linear_logprobs
 from areal.training.objectives import Tokens, decoupled_ppo
-from areal.training.packed import PACKED_SDPA, Row, attention_kwargs, token_logprobs
+from areal.training.packed import PACKED_SDPA, Row, attention_kwargs
 from areal.trajectory import Group
 
 
@@ -52,14 +53,14 @@ def bare_trainer(model: Path, batches: list[list[Row]]) -> Callable[[], None]:
     def train() -> None:
         for rows in batches:
             for row in rows:
-                logits = module(
+                hidden = module.model(
                     input_ids=row.tokens,
                     position_ids=row.positions,
-                    logits_to_keep=row.predicts,
                     use_cache=False,
                     **attention_kwargs(row, PACKED_SDPA),
-                ).logits[0]
-                logp, _ = token_logprobs(logits, row.distribution, row.targets, 1.0)
+                ).last_hidden_state[0, row.predicts]
+                head = module.lm_head.weight
+                logp, _ = linear_logprobs(hidden, head, None, row.distribution, row.targets, 1.0)
                 tokens = Tokens(logp, logp.detach(), row.behaviour, row.advantages, row.sequence)
                 (decoupled_ppo(tokens, config).loss * row.weights).sum().backward()
             torch.nn.utils.clip_grad_norm_(module.parameters(), config.grad_clip)

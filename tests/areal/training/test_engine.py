@@ -7,73 +7,30 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings
+from tiny_training import (
+    TEMPERATURE,
+    assert_same_gradients,
+    eager,
+    logprobs_alone,
+    make_batch,
+    make_model,
+    reference_gradients,
+    run_worker,
+    settings,
+    step_and_gradients,
+)
 from torch.utils.cpp_extension import _get_build_directory
-from transformers import AutoModelForCausalLM
 
 from areal.config import UserError
 from areal.training.engine import TrainingEngine
 from areal.training.packed import FlatBatch, pack
-
-
-def eager(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-
-
-def logprobs_alone(model, trajectory):
-    """log pi of every token but the first, [T - 1], from the sequence by itself."""
-    tokens = torch.from_numpy(trajectory.tokens).long()
-    logps = torch.log_softmax(model(tokens[None]).logits[0, :-1] / TEMPERATURE, -1)
-    return logps.gather(1, tokens[1:, None])[:, 0]
-
-
-def reference_gradients(model, batch, mask_older_than=0):
-    """Gradients of -1/N sum_t w_t A_t u_t at u = 1, where pi_theta = pi_prox: no packing, ranks or DeepSpeed."""
-    loss, count = torch.zeros(()), 0
-    rewards = np.array([t.reward for group in batch for t in group.trajectories])
-    normalised = iter((rewards - rewards.mean()) / (rewards.std() + 1e-6))
-    for group in batch:
-        for trajectory in group.trajectories:
-            A = next(normalised)
-            trained = torch.from_numpy(trajectory.versions >= mask_older_than)[1:]
-            logp = logprobs_alone(model, trajectory)
-            w = torch.exp(logp.detach() - torch.from_numpy(trajectory.logprobs)[1:])
-            loss = loss - (w * logp * float(A))[trained].sum()
-            count += int(trained.sum())
-    model.zero_grad()
-    (loss / count).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def step_and_gradients(engine, batch, **options):
-    """The result of a step, and the gradients that its (last) optimizer step got, summed over all ranks."""
-    from deepspeed.utils import safe_get_full_grad
-
-    gradients = {}
-    optimizer_step = engine._deepspeed.step
-
-    def spy():
-        for name, parameter in engine._module.named_parameters():
-            gradients[name] = safe_get_full_grad(parameter).clone()
-        optimizer_step()
-
-    engine._deepspeed.step = spy
-    result = engine.step(batch, version=3, temperature=TEMPERATURE, **options)
-    engine._deepspeed.step = optimizer_step
-    return result, gradients
-
-
-def assert_same_gradients(found, expected):
-    """fp32: sums in another order differ by rounding alone."""
-    assert found.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +104,38 @@ def test_gradients_are_the_same_when_samples_share_tokens(engine_of, folder, cap
     assert (result.tokens_computed < result.tokens_total) == (prefix_tree and cap > 1)
 
 
+def m2po_gradients(model, batch, threshold):
+    """Gradients of -1/N sum_t M_t u_t w_t A_t at u = 1, M over all tokens; and the share of tokens that M keeps."""
+    rewards = np.array([t.reward for group in batch for t in group.trajectories])
+    normalised = iter((rewards - rewards.mean()) / (rewards.std() + 1e-6))
+    log_ws, gains = [], []
+    for trajectory in (t for group in batch for t in group.trajectories):
+        its = torch.from_numpy(trajectory.sampled)[1:]
+        logp = logprobs_alone(model, trajectory)[its]
+        log_ws.append(logp - torch.from_numpy(trajectory.logprobs)[1:][its])
+        gains.append(torch.full_like(logp, float(next(normalised))))
+    log_w, A = torch.cat(log_ws), torch.cat(gains)
+    left = set(range(len(log_w)))
+    far = log_w.detach().square().tolist()
+    while left and np.mean([far[t] for t in left]) >= threshold:
+        left.remove(max(left, key=far.__getitem__))
+    kept = torch.tensor([t in left for t in range(len(log_w))])
+    model.zero_grad()
+    (-(log_w.exp() * A)[kept].sum() / len(log_w)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}, len(left) / len(log_w)
+
+
+@pytest.mark.parametrize("cap", [1, 40, 10_000])
+def test_the_mask_of_m2po_is_that_of_the_minibatch_however_it_is_packed(engine_of, folder, cap):
+    batch = make_batch()
+    changes = {"objective": "m2po", "m2_threshold": 0.5, "advantage_mean": "batch", "advantage_std": "batch"}
+    result, gradients = step_and_gradients(engine_of(max_tokens_per_microbatch=cap, **changes), batch)
+    expected, share = m2po_gradients(eager(folder), batch, 0.5)
+    assert_same_gradients(gradients, expected)
+    assert result.clip_fraction == pytest.approx(1 - share)
+    assert 0.2 < share < 0.8
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_are_the_same_at_any_zero_stage(engine_of, folder, stage):
     batch = make_batch()
@@ -161,6 +150,18 @@ def test_masked_tokens_are_out_of_the_loss_and_its_normaliser(engine_of, folder)
     versions = np.concatenate([t.versions for group in batch for t in group.trajectories])
     assert result.tokens_trained == (versions >= 2).sum() < (versions >= 0).sum()
     assert result.tokens_total == len(versions)
+
+
+def test_cut_samples_are_out_of_the_loss_but_their_rewards_still_count(engine_of, folder):
+    batch = make_batch()
+    for n, group in enumerate(batch):
+        members = tuple(replace(t, finish="length" if len(t) > 20 else "stop") for t in group.trajectories)
+        batch[n] = replace(group, trajectories=members)
+    result, gradients = step_and_gradients(engine_of(mask_cut=True), batch)
+    for trajectory in (t for group in batch for t in group.trajectories if t.finish == "length"):
+        trajectory.versions[:] = -1  # the reference leaves out what nobody sampled
+    assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
+    assert 0 < result.tokens_trained == sum(t.sampled.sum() for g in batch for t in g.trajectories)
 
 
 def test_every_minibatch_is_an_optimizer_step_against_the_same_proximal_policy(engine_of, folder):

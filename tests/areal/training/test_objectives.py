@@ -16,6 +16,7 @@ from areal.training.objectives import (
     Tokens,
     interpolated_proximal,
     kl,
+    mask_sequences,
     rehearse,
     resolve_objective,
     within_second_moment,
@@ -215,32 +216,57 @@ def test_cispo_bounds_the_weight_of_a_token_and_keeps_its_gradient():
     tokens = make_tokens()
     config = settings("cispo", eps_clip_higher=0.3)
     cases = []
-    for theta, prox, behav, A in each(tokens):
-        u, w = np.exp(theta - prox), np.exp(prox - behav)
-        r = 1.3 if u > 1.3 else u  # its preset has no lower bound
-        cases.append(Case(w * r * A * theta, w * r * A, u > 1.3))
+    for theta, _, behav, A in each(tokens):
+        r = np.exp(theta - behav)  # however old the policy is that sampled; the preset has no lower bound
+        bounded = 1.3 if r > 1.3 else r
+        cases.append(Case(bounded * A * theta, bounded * A, r > 1.3))
     loss, clipped, gradient = evaluate("cispo", tokens, config)
     assert_equal((loss, clipped, gradient), cases)
     assert clipped.any()
     assert (gradient[clipped & (tokens.A.numpy() != 0)] != 0).all()
 
 
+def masked(tokens):
+    """With the mask of m2po, as if the tokens were a minibatch."""
+    return replace(tokens, kept=torch.from_numpy(within_second_moment(tokens.log_w.numpy(), 0.04)))
+
+
 def test_m2po_masks_the_tokens_farthest_from_the_behaviour_policy_until_the_second_moment_is_low():
     tokens = make_tokens()
-    left = {t: (theta - behav) ** 2 for t, (theta, _, behav, _) in enumerate(each(tokens))}
+    left = {t: (prox - behav) ** 2 for t, (_, prox, behav, _) in enumerate(each(tokens))}
     while left and np.mean(list(left.values())) >= 0.04:
         del left[max(left, key=left.get)]
     cases = []
     for t, (theta, _, behav, A) in enumerate(each(tokens)):
         J = np.exp(theta - behav) * A if t in left else 0.0
         cases.append(Case(J, J, t not in left))
-    assert_equal(evaluate("m2po", tokens, settings("m2po")), cases)
+    assert_equal(evaluate("m2po", masked(tokens), settings("m2po")), cases)
     assert 0.1 < len(left) / 400 < 0.9
 
 
 def test_m2po_masks_all_where_even_the_nearest_token_is_too_far_and_none_where_all_are_near():
-    assert not within_second_moment(torch.tensor([0.3, -0.5]), 0.04).any()
-    assert within_second_moment(torch.tensor([0.1, -0.1, 0.25]), 0.04).all()
+    assert not within_second_moment(np.array([0.3, -0.5]), 0.04).any()
+    assert within_second_moment(np.array([0.1, -0.1, 0.25]), 0.04).all()
+
+
+@pytest.mark.parametrize(("kind", "low", "high"), [("product", 0.1, 10.0), ("geometric", 0.8, 1.3)])
+def test_a_sequence_whose_weight_is_out_of_bounds_is_masked_as_a_whole(kind, low, high):
+    tokens = make_tokens()
+    config = settings("decoupled_ppo", sequence_mask=kind, sequence_mask_bounds=(low, high))
+    sequence, log_w = tokens.sequence.numpy(), tokens.log_w.numpy()
+    combined = {"product": np.prod, "geometric": lambda w: np.prod(w) ** (1 / len(w))}[kind]
+    ws = {i: combined(np.exp(log_w[sequence == i])) for i in np.unique(sequence)}
+    kept = np.array([low <= ws[i] <= high for i in sequence])
+    logp = tokens.logp.clone().requires_grad_()
+    current = replace(tokens, logp=logp)
+    out = mask_sequences(LOSSES["decoupled_ppo"](current, config), current, config)
+    out.loss.sum().backward()
+    cases = [
+        case if keep else Case(0.0, 0.0, True)
+        for case, keep in zip(reference_surrogate(tokens, 0.2, 0.2), kept, strict=True)
+    ]
+    assert_equal((out.loss.detach().numpy(), out.clipped.numpy(), logp.grad.numpy()), cases)
+    assert 0.1 < kept.mean() < 0.9
 
 
 # --- boundaries
@@ -496,6 +522,8 @@ BLIND = {"behaviour_weight": "none", "proximal": "recompute"}
 def test_only_a_loss_that_does_not_depend_on_the_behaviour_policy_may_see_truncated_samples(load, name):
     tokens = make_tokens()
     others = replace(tokens, logp_behav=tokens.logp_behav - 1)
+    if name == "m2po":
+        tokens, others = masked(tokens), masked(others)
     blind = settings(name, **BLIND)
     same = (evaluate(name, tokens, blind)[2] == evaluate(name, others, blind)[2]).all()
     assert blind.uses_behaviour is not same
@@ -523,7 +551,9 @@ def test_the_constant_of_the_loss_mean_is_the_longest_completion(load):
         ("trainer.objective=gropo", "Unknown objective 'gropo'"),
         ("trainer.objective=[grpo]", "trainer.objective is ['grpo']"),
         ("trainer.behaviour_weight_bounds=[2, 0.5]", "write the lower bound, 0 or more, first"),
+        ("trainer.sequence_mask_bounds=[2, 0.5]", "trainer.sequence_mask_bounds is [2, 0.5]"),
         ("trainer.behaviour_weight=some", "trainer.behaviour_weight is 'some'"),
+        ("trainer={objective: m2po, proximal: interpolate}", "set trainer.proximal=recompute"),
         ("trainer.eps_clip_dual=0.9", "trainer.eps_clip_dual is 0.9"),
         ("reward.overlong_tokens=65", "lower reward.overlong_tokens"),
     ],

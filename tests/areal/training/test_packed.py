@@ -3,18 +3,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
-from areal.training import packed
+from areal.training.head import linear_logprobs
 from areal.training.packed import (
     PACKED_FLEX,
     PACKED_SDPA,
     FlatBatch,
     attention_kwargs,
+    block_mask,
     choose_attention,
     pack,
     packed_flex,
     packed_sdpa,
-    token_logprobs,
 )
 from areal.trajectory import Group, Trajectory
 
@@ -77,25 +78,6 @@ def test_a_batch_smaller_than_the_number_of_minibatches_has_one_for_each_group()
 def test_a_trajectory_without_a_prompt_is_refused():
     with pytest.raises(ValueError, match="group c"):
         FlatBatch.of([Group("c", 0, (trajectory(0, [1, 1]),))], minibatches=1)
-
-
-def test_log_probs_in_chunks_equal_those_at_once(monkeypatch):
-    torch.manual_seed(0)
-    logits, targets = torch.randn(50, 11, requires_grad=True), torch.randint(0, 11, (70,))
-    weights, which = torch.randn(70), torch.randint(0, 50, (70,))
-    results = []
-    for at_once in (10_000, 77):
-        monkeypatch.setattr(packed, "LOGITS_AT_ONCE", at_once)
-        logps, entropy = token_logprobs(logits, which, targets, 0.7)
-        (gradient,) = torch.autograd.grad((logps * weights).sum(), logits)
-        results.append((logps, entropy, gradient))
-    for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(chunked, whole)
-    distribution = torch.distributions.Categorical(logits=logits[which] / 0.7)
-    torch.testing.assert_close(results[0][0], distribution.log_prob(targets))
-    torch.testing.assert_close(results[0][1], distribution.entropy())
-    (expected,) = torch.autograd.grad((distribution.log_prob(targets) * weights).sum(), logits)
-    torch.testing.assert_close(results[0][2], expected)
 
 
 @pytest.mark.parametrize("kind", [{"sliding_window": 3}, {"softcap": 30.0}])
@@ -171,10 +153,9 @@ def model():
 def logps_of(model, row, attention=PACKED_SDPA):
     model.set_attn_implementation(attention)
     about = attention_kwargs(row, attention)
-    logits = model(
-        input_ids=row.tokens, position_ids=row.positions, logits_to_keep=row.predicts, use_cache=False, **about
-    ).logits[0]
-    return token_logprobs(logits, row.distribution, row.targets, TEMPERATURE)[0]
+    hidden = model.model(input_ids=row.tokens, position_ids=row.positions, use_cache=False, **about)[0][0]
+    head = model.lm_head.weight
+    return linear_logprobs(hidden[row.predicts], head, None, row.distribution, row.targets, TEMPERATURE)[0]
 
 
 def logps_alone(model, flat):
@@ -221,6 +202,22 @@ def test_any_tree_has_the_log_probs_and_gradients_of_its_sequences_alone(model, 
 def test_flex_attention_sees_the_same_tree(model, groups):
     row = whole_row(flat_tree(*groups))
     torch.testing.assert_close(logps_of(model, row, PACKED_FLEX), logps_of(model, row), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=20)
+@given(lengths=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 200)), min_size=1, max_size=6))
+def test_the_mask_for_flex_attention_is_that_of_all_pairs_of_tokens(lengths):
+    """(tokens of its own, tokens shared with the others) of each sample."""
+    samples = [([0] * shared + [n + 1] * own, 1) for n, (own, shared) in enumerate(lengths) if own + shared > 1]
+    if not samples:
+        return
+    row = whole_row(flat_tree(samples, *[[sample] for sample in samples]))
+    mask = block_mask(row)
+    exact = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
+    for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(mask, part), getattr(exact, part))
+    assert torch.equal(mask.to_dense(), exact.to_dense())
+    assert mask.to_string() == exact.to_string()
 
 
 def test_private_tokens_of_one_sequence_are_nothing_to_the_others(model):

@@ -1,0 +1,247 @@
+"""From hidden states to log-probabilities and entropies, without the logits of a whole row.
+
+The logits of a row of 32,768 tokens and a vocabulary of 151,936 take 10 GB in bf16, and their gradient as much again.
+So the matrix product with the head's weight is made part of `linear_logprobs`: the forward pass takes some tokens at a
+time, the backward pass some words at a time, for which it computes the logits again. Each block of the gradient of the
+head's weight is then one product over all tokens, summed in fp32 inside the product. A logit's gradient is complete in
+fp32 before it is rounded: where p is near 1, g - g p is far smaller than each of its terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from areal.config import UserError
+
+AT_ONCE = 1 << 25
+"""Most logits that exist at once (128 MiB in fp32)."""
+PROBE = (0.01, 1e12, *(float(x) for x in range(-100, 101, 5)))
+"""Logits for which `Head.measure` asks the model what it makes of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What a model does to the products of its head: scale * x, or cap * tanh(scale * x / cap) (softcapping)."""
+
+    scale: float = 1.0
+    cap: float = math.inf
+
+    def scores(self, logits: Tensor, temperature: float) -> Tensor:
+        """The final logits divided by the temperature, in fp32. Overwrites `logits` if it is fp32."""
+        scores = logits.float()
+        if self.cap < math.inf:
+            return scores.mul_(self.scale / self.cap).tanh_().mul_(self.cap / temperature)
+        factor = self.scale / temperature
+        return scores if factor == 1.0 else scores.mul_(factor)
+
+    def slope(self, scores: Tensor, temperature: float) -> Tensor | None:
+        """The derivative of `scores` with respect to the head's products, as a multiple of scale / temperature."""
+        return None if self.cap == math.inf else 1 - (scores * (temperature / self.cap)).square()
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Implements `linear_logprobs`."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        distribution: Tensor,
+        targets: Tensor,
+        temperature: float,
+        curve: Curve,
+    ) -> tuple[Tensor, Tensor]:
+        top, normaliser, entropy = hidden.new_empty(3, len(hidden), dtype=torch.float32)
+        logps = hidden.new_empty(len(targets), dtype=torch.float32)
+        for part, tokens in _parts(distribution, len(hidden), AT_ONCE // len(weight)):
+            scores = curve.scores(linear(hidden[part], weight, bias), temperature)
+            top[part] = scores.amax(-1)
+            scores -= top[part, None]
+            logps[tokens] = scores[distribution[tokens] - part.start, targets[tokens]]
+            powers = scores.exp()
+            sums = powers.sum(-1)
+            normaliser[part] = sums.log()
+            entropy[part] = normaliser[part] - scores.mul_(powers).sum(-1) / sums
+        # `top` and `normaliser` stay apart: in their sum, the small normaliser of a likely token would be lost.
+        context.save_for_backward(hidden, weight, bias, distribution, targets, top, normaliser)
+        context.temperature, context.curve = temperature, curve
+        entropy = entropy[distribution]
+        context.mark_non_differentiable(entropy)
+        return logps - normaliser[distribution], entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, distribution, targets, top, normaliser = context.saved_tensors
+        gradient = gradient * (context.curve.scale / context.temperature)
+        sums = torch.zeros_like(top).index_add_(0, distribution, gradient)[:, None]
+        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        d_weight = torch.empty_like(weight) if context.needs_input_grad[1] else None
+        d_bias = torch.empty_like(bias) if context.needs_input_grad[2] else None
+        for words, tokens in _parts(targets, len(weight), AT_ONCE // max(1, len(hidden))):
+            logits = linear(hidden, weight[words], None if bias is None else bias[words])
+            scores = context.curve.scores(logits, context.temperature)
+            slope = context.curve.slope(scores, context.temperature)
+            d = scores.sub_(top[:, None]).sub_(normaliser[:, None]).exp_().mul_(-sums)
+            d.index_put_((distribution[tokens], targets[tokens] - words.start), gradient[tokens], accumulate=True)
+            if slope is not None:
+                d *= slope
+            if d_bias is not None:
+                d_bias[words] = d.sum(0)
+            d = d.to(hidden.dtype)
+            if d_weight is not None:
+                d_weight[words] = d.T @ hidden
+            d_hidden += d @ weight[words]
+        return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
+
+
+def _parts(keys: Tensor, count: int, size: int) -> Iterator[tuple[slice, Tensor | slice]]:
+    """Slices of range(count), `size` long, each with the indices of the `keys` that lie in it."""
+    starts = range(0, count, max(1, size))
+    indices: Sequence[Tensor | slice] = [slice(None)]
+    if len(starts) > 1:
+        ordered, order = keys.sort(stable=True)
+        ends = torch.searchsorted(ordered, torch.tensor(starts[1:], device=keys.device))
+        indices = order.tensor_split(ends.cpu())
+    for start, inside in zip(starts, indices, strict=False):
+        yield slice(start, start + starts.step), inside
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    distribution: Tensor,
+    targets: Tensor,
+    temperature: float,
+    curve: Curve = Curve(),
+) -> tuple[Tensor, Tensor]:
+    """log softmax(curve(hidden @ weight.T + bias) / temperature) at `targets`, and entropies (no gradient), in fp32.
+
+    hidden: [U, H]; weight: [V, H]; bias: [V]; distribution: [S], which of the U rows each token is drawn from; targets:
+    [S]. Returns [S] and [S], in nats.
+    """
+    return _LinearLogprobs.apply(hidden, weight, bias, distribution, targets, temperature, curve)
+
+
+class Head:
+    """Makes `model`, a causal language model of transformers, return log-probabilities in place of logits.
+
+    The model's own forward pass runs with a module in the head's place that keeps the hidden states. Then the head is
+    called with these, from within the model's forward method and as a module, because ZeRO 3 gathers the weights of
+    modules when they are called. Raises UserError if the model's head is not a linear layer.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.curve = Curve()
+        self._model = model
+        self._linear = model.get_output_embeddings()
+        if type(self._linear) is not torch.nn.Linear:
+            raise UserError(
+                f"{self} cannot be trained: its output layer is of type "
+                f"{type(self._linear).__name__}, and the trainer needs a linear layer."
+            )
+        self._parent, self._name = next(
+            (parent, name)
+            for parent in model.modules()
+            for name, child in parent.named_children()
+            if child is self._linear
+        )
+        self._forward = model.forward
+        model.forward = self._forward_to_logprobs
+        self._linear.forward = self._logprobs
+
+    def __str__(self) -> str:
+        return type(self._model).__name__
+
+    @property
+    def embeddings(self) -> torch.nn.Module:
+        """The module that makes the embeddings of the model's input."""
+        return self._model.get_input_embeddings()
+
+    def refuse_adapters(self) -> None:
+        """Raise UserError if adapters were put around the head: the head's own weight is then not all of it."""
+        if getattr(self._parent, self._name) is not self._linear:
+            raise UserError(
+                f"trainer.lora.target_modules includes the output layer {self._name}, which cannot have an adapter: "
+                f"leave it out."
+            )
+
+    @torch.no_grad()
+    def measure(self, module: torch.nn.Module, **inputs: Any) -> None:
+        """Find the model's `curve` in a forward pass (all ranks). module: the model, or what wraps it.
+
+        Raises UserError if the model does anything else to its logits than scaling and softcapping.
+        """
+        probe = torch.tensor(PROBE, device=self._linear.weight.device)[None, None]
+        found = module(probe=probe, **inputs)[0, 0].double()
+        cap = found[1].item() if found[1] < PROBE[1] / 1e6 else math.inf
+        scale = found[0].item() / PROBE[0]
+        curve = Curve(1.0 if abs(scale - 1) < 1e-5 else scale, cap)
+        if found.shape != probe[0, 0].shape or not torch.allclose(
+            curve.scores(probe[0, 0].clone(), 1.0).double(), found, rtol=1e-4, atol=1e-4
+        ):
+            raise UserError(
+                f"{self} cannot be trained: it changes its logits in a way that is neither a scale nor softcapping."
+            )
+        self.curve = curve
+
+    def _forward_to_logprobs(
+        self,
+        *,
+        predicts: Tensor | None = None,
+        distribution: Tensor | None = None,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+        probe: Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """The model's new forward method: log-probs and entropies, [S] each, of the tokens that `Row` describes.
+
+        probe: given back as what the model makes of these logits.
+        """
+        tap = _Tap(probe)
+        with self._replaced(tap):
+            output = self._forward(**inputs)
+        if probe is not None:
+            return output.logits
+        return self._linear(tap.hidden[0].index_select(0, predicts), distribution, targets, temperature)
+
+    def _logprobs(
+        self, hidden: Tensor, distribution: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """The head's new forward method."""
+        head = self._linear
+        return linear_logprobs(hidden, head.weight, head.bias, distribution, targets, temperature, self.curve)
+
+    @contextmanager
+    def _replaced(self, tap: _Tap) -> Iterator[None]:
+        setattr(self._parent, self._name, tap)
+        try:
+            yield
+        finally:
+            setattr(self._parent, self._name, self._linear)
+
+
+class _Tap(torch.nn.Module):
+    """Takes the head's place for a forward pass, keeps the hidden states, and returns them or `probe`."""
+
+    def __init__(self, probe: Tensor | None) -> None:
+        super().__init__()
+        self.probe = probe
+        self.hidden = torch.empty(0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.hidden = hidden
+        return hidden if self.probe is None else self.probe

@@ -1,0 +1,81 @@
+"""Checks on the model itself that the sequences of a row do not see each other.
+
+Attention keeps the sequences of a row apart, because it is ours. Other layers do so only if the installed version of
+transformers, and of the kernels that it uses on this device, takes the boundaries of sequences: linear attention and
+convolutions run over the whole row otherwise. Nothing fails then, only the numbers are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal.training.packed import FlatBatch, Row, pack
+from areal.trajectory import NOT_SAMPLED, Group, Trajectory
+
+LENGTHS, PREFIX = (13, 12, 9), 5
+"""Tokens of the sequences of the check, and how many of them all have in common."""
+TOLERANCE = 0.2
+"""Largest median difference between log-probs of a packed row and of sequences alone, as a share of the log-probs'
+standard deviation. In bf16, rounding takes a few hundredths; wrong positions take most of the deviation."""
+
+
+def keeps_apart(
+    forward: Callable[[Row], tuple[Tensor, Tensor]],
+    embeddings: torch.nn.Module,
+    vocabulary: int,
+    device: torch.device,
+    *,
+    prefix_tree: bool,
+) -> bool:
+    """Whether a row of several sequences gives each of them the log-probs that it has alone (all ranks).
+
+    No log-prob of a sequence may depend on another sequence's tokens. So its gradient with respect to their embeddings
+    must be exactly 0, in any dtype; besides, log-probs must be those of each sequence alone, except for rounding.
+    forward: log-probs and entropies of a row; embeddings: the module that makes its tokens' embeddings.
+    """
+    flat = FlatBatch.of([_random_group(vocabulary)], minibatches=1, prefix_tree=prefix_tree)
+    trained, members = flat.trained(None), range(len(flat.lengths))
+    row = pack(flat, trained, members, device)
+    paths = row.paths.split(row.lengths)
+    for sequence in (members[0], members[-1]):
+        with torch.enable_grad(), _watching(embeddings) as seen:
+            packed, _ = forward(row)
+            (gradient,) = torch.autograd.grad(packed[row.sequence == sequence].sum(), seen)
+        influence = gradient[0].abs().sum(-1)
+        influence[paths[sequence]] = 0
+        if influence.any():
+            return False
+    with torch.no_grad():
+        alone = torch.cat([forward(pack(flat, trained, [n], device))[0] for n in members])
+    return bool((packed - alone).abs().median() <= TOLERANCE * alone.std())
+
+
+def _random_group(vocabulary: int) -> Group:
+    random = np.random.default_rng(0)
+    prefix = random.integers(0, vocabulary, PREFIX)
+    members = []
+    for length in LENGTHS:
+        versions = np.repeat([NOT_SAMPLED, 0], [1, length - 1]).astype(np.int32)
+        tokens = np.concatenate([prefix, random.integers(0, vocabulary, length - PREFIX)]).astype(np.int32)
+        members.append(Trajectory(tokens, np.zeros(length, np.float32), versions, 0.0, "stop"))
+    return Group("check", 0, tuple(members))
+
+
+@contextmanager
+def _watching(embeddings: torch.nn.Module) -> Iterator[list[Tensor]]:
+    """A list that gets the embeddings of a forward pass, which require a gradient."""
+    seen: list[Tensor] = []
+
+    def keep(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
+        seen.append(output if output.requires_grad else output.requires_grad_())
+
+    hook = embeddings.register_forward_hook(keep)
+    try:
+        yield seen
+    finally:
+        hook.remove()
