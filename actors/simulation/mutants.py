@@ -14,6 +14,7 @@ from actors.generator import Generator
 from actors.master import Master
 from actors.parts.sessions import SampleSession
 from actors.rollout_manager import RolloutManager
+from actors.runtime.actor import Actor
 from actors.simulation.quiet import replaced
 from actors.trainer import Trainer
 from areal.staleness.ledger import Ledger
@@ -244,6 +245,16 @@ def leases_not_renewed_at_a_start() -> AbstractContextManager[None]:
     return replaced(Ledger, renew_all=lambda ledger, now, lease_seconds: None)
 
 
+def work_not_reported() -> AbstractContextManager[None]:
+    """Heartbeats do not say what an actor works on."""
+    return replaced(Actor, oldest_work=lambda actor: None)
+
+
+def groups_taken_before_the_drop() -> AbstractContextManager[None]:
+    """A starting trainer takes groups before it has dropped what the master did not need when it was asked."""
+    return replaced(Trainer, _takes_groups=True)
+
+
 @contextmanager
 def _added(owner: type, name: str, value: Any) -> Iterator[None]:
     """Like `replaced`, for a method that the class inherits."""
@@ -279,4 +290,6 @@ MUTANTS: dict[str, Mutant] = {
     "spool never emptied": spool_never_emptied,
     "lineages ignored": lineages_ignored,
     "leases not renewed at a start": leases_not_renewed_at_a_start,
+    "work not reported": work_not_reported,
+    "groups taken before the drop": groups_taken_before_the_drop,
 }
