@@ -130,13 +130,18 @@ OPERATIONS = ("score", "save", "restore", "load", "start", "write", "step")
 
 def draw_model(random: Random) -> Model:
     """Draw a small cluster and a short run, with few exceptions."""
-    if random.random() < LARGER:
-        steps, batch_size, group_size = random.randint(5, 10), random.randint(1, 4), random.randint(1, 4)
-    else:
-        steps, batch_size, group_size = random.choice(SIZES)
+    steps, batch_size, group_size = random.choice(SIZES)
     eval_size = random.choice((0, 0, 0, 0, 0, 1))
     generators = random.choice((1, 1, 1, 2))
+    moves = random.choice((0.0, 0.3)) if generators > 1 else 0.0
     stall_seconds, pace, longest = random.choice((240.0, 240.0, 240.0, 36.0)), Pace(), 0.0
+    max_new_tokens = 12
+    if random.random() < LARGER:
+        steps, batch_size, group_size = random.randint(5, 8), random.randint(1, 4), random.randint(1, 3)
+        if (
+            random.random() < 0.5
+        ):  # sequences begin so late, last so long, and move so often, that versions change meanwhile
+            generators, moves, max_new_tokens, pace = 2, 0.5, 60, replace(pace, first_token=0.3)
     if random.random() < SLOW:
         stall_seconds = SLOW_STALL_SECONDS
         longest = stall_seconds * random.uniform(0.5, 3.0)
@@ -155,7 +160,8 @@ def draw_model(random: Random) -> Model:
         run_ahead=random.choice(("auto", "max")),
         generators=generators,
         oversample=random.choice((0, 0, 1)),
-        moves=random.choice((0.0, 0.3)) if generators > 1 else 0.0,
+        moves=moves,
+        max_new_tokens=max_new_tokens,
         managers=random.choice((1, 1, 1, 2)),
         eval_size=eval_size,
         every=random.choice((0, 0, 1, 2)) if eval_size else 0,

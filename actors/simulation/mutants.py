@@ -167,8 +167,9 @@ def published_before_it_is_written() -> AbstractContextManager[None]:
     """The trainer publishes a version as soon as it is committed, before its files are complete."""
     write = Trainer._write
 
-    async def begin_to_write(trainer: Trainer, policy: Any) -> None:
+    async def begin_to_write(trainer: Trainer, policy: Any) -> Any:
         trainer.spawn(write(trainer, policy), "write")
+        return policy
 
     return replaced(Trainer, _write=begin_to_write)
 
@@ -250,11 +251,6 @@ def work_not_reported() -> AbstractContextManager[None]:
     return replaced(Actor, oldest_work=lambda actor: None)
 
 
-def groups_taken_before_the_drop() -> AbstractContextManager[None]:
-    """A starting trainer takes groups before it has dropped what the master did not need when it was asked."""
-    return replaced(Trainer, _takes_groups=True)
-
-
 @contextmanager
 def _added(owner: type, name: str, value: Any) -> Iterator[None]:
     """Like `replaced`, for a method that the class inherits."""
@@ -291,5 +287,4 @@ MUTANTS: dict[str, Mutant] = {
     "lineages ignored": lineages_ignored,
     "leases not renewed at a start": leases_not_renewed_at_a_start,
     "work not reported": work_not_reported,
-    "groups taken before the drop": groups_taken_before_the_drop,
 }

@@ -123,6 +123,7 @@ class World:
         self.wire = Wire(self.scheduler, self.random)
         self.files = Files(MODEL)
         self.oracle = Oracle(self.config, self.files, self.scheduler, self.fail, self.model.doubtful)
+        self.oracle.scores_fail = self.plan.mishaps.score_fails > 0.0
         self.oracle.spooled, self.oracle.busy, self.oracle.heard = self._spooled, self._busy, self._see_generators
         self.violation: Violation | None = None
         self.trace: list[str] | None = [] if traced else None

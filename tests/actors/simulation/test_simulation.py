@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,8 @@ from areal.config import UserError
 from areal.generation.engine import Chunk, LoadTimes
 from areal.storage.spool import Spool
 from protocols.codec import MAX_BODY_BYTES
+from protocols.errors import BusyError
+from protocols.messages import AskRecovery, Message
 from protocols.network import Full
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -484,6 +487,25 @@ def test_a_payload_that_was_spooled_by_a_trainer_that_died_before_it_was_ready_d
     assert any(left)
 
 
+def test_a_starting_trainer_takes_no_group_before_it_has_dropped_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that was sent again, and became ready, after the master named what to drop, would be dropped with it."""
+    refused: list[type] = []
+    ask_master = Trainer.ask_master
+
+    async def ask(self: Trainer, message: Message, *more: Any) -> Any:
+        answer = await ask_master(self, message, *more)
+        if isinstance(message, AskRecovery):
+            try:
+                await self.store_group(SimpleNamespace(message=None))
+            except Exception as error:
+                refused.append(type(error))
+        return answer
+
+    monkeypatch.setattr(Trainer, "ask_master", ask)
+    assert World(1, Model(), Plan()).run().ok
+    assert refused == [BusyError]
+
+
 # --- bugs put in on purpose
 
 # Seeds from 0 on: the first that catches it, and some more, since every change to the actors draws other simulations.
@@ -504,6 +526,14 @@ CAUGHT_WITHIN = {
     "published before it is written": 10,
     "no wait for the write": 10,
     "tokens twice after a break": 160,
+    "start versions not reported": 10,
+    "min_version stays": 400,
+    "rejected payloads kept": 60,
+    "payloads not dropped at a start": 240,
+    "spool never emptied": 10,
+    "lineages ignored": 200,
+    "leases not renewed at a start": 200,
+    "work not reported": 120,
 }
 
 
