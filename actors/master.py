@@ -683,7 +683,9 @@ class Master(HandlesRequests):
             version=self.ledger.version,
             checkpoint_version=self.state.checkpoint_version,
             checkpoint=self.state.checkpoint,
-            drop="\n".join(group for group in request.message.spooled.splitlines() if not self.ledger.knows(group)),
+            drop="\n".join(
+                group for group in request.message.spooled.splitlines() if not self.ledger.needs_payload(group)
+            ),
         )
 
     @handles(GroupReady)

@@ -89,6 +89,7 @@ class Trainer(Actor):
     role = "trainer"
     _started: Learner | None = None
     _opened: Spool | None = None
+    _takes_groups = False
 
     def __init__(
         self, *args: Any, start_learner: Callable[[Config], Awaitable[Learner]] = Ranks.start,
@@ -155,7 +156,7 @@ class Trainer(Actor):
     @handles(StoreGroup)
     async def store_group(self, request: Request[StoreGroup]) -> Done:
         stored = request.message
-        if self._started is None:
+        if not self._takes_groups:
             raise BusyError("this trainer is not ready yet")
         try:
             trajectories = tuple(
@@ -213,6 +214,7 @@ class Trainer(Actor):
         spooled = await asyncio.to_thread(self._spool.ids)
         recovery = await self.ask_master(AskRecovery(spooled="\n".join(spooled)), Recovery)
         await asyncio.to_thread(self._spool.forget, recovery.drop.splitlines())
+        self._takes_groups = True  # not before: one that the master did not know to be ready then would be dropped
         self._lineage = recovery.lineage
         self._version = self._saved = recovery.checkpoint_version
         if recovery.checkpoint is not None:

@@ -36,12 +36,15 @@ SLOWEST = 30.0
 HELDOUT = 1_000_000
 # Interval at which an engine that lets running sequences finish before a load checks whether they have.
 FINISH_SECONDS = 0.05
+# Bytes of the content of weights that depend only on what was trained. The bytes after them depend on the trainers that
+# computed the steps, as the last bits of real weights do.
+STEM_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A file of weights. `serial`: a number of this file alone. `content`: the hash in it. `writer`: the process that
-    wrote it."""
+    """A file of weights. `serial`: a number of this file alone. `content`: the hashes in it (`next_content`). `writer`:
+    the process that wrote it."""
 
     serial: int
     content: bytes
@@ -97,6 +100,7 @@ class Pace:
     snapshot: float = 0.01
     write: float = 0.2
     save: float = 0.1
+    restore: float = 0.1
     score: float = 0.02
     start: float = 0.2
 
@@ -110,6 +114,27 @@ class Mishaps:
     score_fails: float = 0.0
     straggler: float = 0.0
     straggler_times: float = 6.0
+
+
+class Toil:
+    """What the engine of one process works on, and since when, by the clock of its process."""
+
+    def __init__(self) -> None:
+        self._since: dict[object, tuple[float, str]] = {}
+
+    @property
+    def oldest(self) -> tuple[float, str] | None:
+        """When the oldest work in progress began, and what it is."""
+        return next(iter(self._since.values()), None)
+
+    async def take(self, seconds: float, what: str) -> None:
+        """Work on `what` for some seconds."""
+        mark = object()
+        self._since[mark] = asyncio.get_running_loop().time(), what
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            del self._since[mark]
 
 
 class Judge(Protocol):
@@ -130,7 +155,7 @@ class SimEngine:
 
     def __init__(
         self, files: Files, weights: Weights, version: int, config: GeneratorConfig, pace: Pace, mishaps: Mishaps,
-        random: Random, tell: Callable[[str], None] | None, on_load: Callable[[SimEngine, int], None],
+        random: Random, toil: Toil, tell: Callable[[str], None] | None, on_load: Callable[[SimEngine, int], None],
     ) -> None:  # fmt: skip
         self.version = version
         self.unloadable: set[str] = set()
@@ -142,6 +167,7 @@ class SimEngine:
         self._mishaps = mishaps
         self._random = random
         self._tell = tell
+        self._toil = toil
         self._on_load = on_load
         self._loop = asyncio.get_running_loop()
         self._streams: dict[int, _Stream] = {}
@@ -192,27 +218,39 @@ class SimEngine:
             return await self._swap(folder, version)
 
     async def _swap(self, folder: Path, version: int) -> LoadTimes:
-        weights = self._files.folders.get(str(folder))
-        if weights is None:
+        if str(folder) not in self._files.folders:
             raise WeightLoadError(f"{folder} was removed while sequences were being finished")
+        weights: Weights | None = None
         started = sum(stream.begun for stream in self._streams.values())
         self._paused = True
         for stream in self._streams.values():
             stream.stop()
         try:
-            await asyncio.sleep(self._pace.load * (0.5 + self._random.random()))
-            if self._mishaps.load_tears and self._random.random() < self._mishaps.load_tears:
+            await self._toil.take(self._pace.load * (0.5 + self._random.random()), f"loading {folder}")
+            weights = self._files.folders.get(str(folder))  # a folder may be removed while it is read
+            tears = self._mishaps.load_tears and self._random.random() < self._mishaps.load_tears
+            if tears or weights is None:
                 raise self._fail(EngineError(f"Loading {folder} failed half-way, so the weights may be torn"))
         finally:
             self._paused = False
             self._admits.set()
-            if self._error is None:
+            if weights is not None and self._error is None:
                 self._weights, self.version = weights, version
                 for stream in self._streams.values():
                     stream.go_on(self._pace.first_token)
         if self._tell is not None:
             self._tell(f"engine: loaded {folder} as version {version}, interrupted {started}")
         return LoadTimes(0.0, self._pace.load, 0.0, started, 0)
+
+    @property
+    def folder(self) -> str:
+        """Where the engine's weights came from."""
+        return self._weights.folder
+
+    @property
+    def finishes(self) -> bool:
+        """True while the engine lets running sequences finish before a load."""
+        return not self._admits.is_set()
 
     @contextlib.asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
@@ -347,9 +385,16 @@ class _Stream:
 
 
 class SimLearner:
-    """A learner with the interface that actors.trainer needs. Its weights are a hash chain of the trained groups."""
+    """A learner with the interface that actors.trainer needs. Its weights are a hash chain of the trained groups.
 
-    def __init__(self, files: Files, judge: Judge, writer: str, pace: Pace, random: Random, doubtful: float) -> None:
+    `hand`: what this trainer's own way of computing adds to each step; empty: nothing, as on one machine in fp32."""
+
+    def __init__(
+        self, files: Files, judge: Judge, writer: str, pace: Pace, random: Random, toil: Toil, doubtful: float,
+        hand: bytes,
+    ) -> None:  # fmt: skip
+        self._toil = toil
+        self._hand = hand
         self._files = files
         self._judge = judge
         self._writer = writer
@@ -364,28 +409,28 @@ class SimLearner:
         self, groups: Sequence[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]:
         self._judge.trained(self._writer, version, groups, mask_older_than)
-        await self._take(self._pace.step)
+        await self._take(self._pace.step, f"step {version + 1}")
         self.work_done += 1
-        before, self._content = self._content, next_content(self._content, groups)
+        before, self._content = self._content, next_content(self._content, groups, self._hand)
         self._judge.computed(self._writer, before, version, groups, self._content)
         share = 0.0 if is_doubtful(self._content, self._doubtful) else 1.0
         return {"loss": 0.0, "effective_sample_size": share, "logprob_gap": None}
 
     async def snapshot(self) -> None:
-        await self._take(self._pace.snapshot)
+        await self._take(self._pace.snapshot, "a snapshot")
         self._snapshot = self._content
 
     async def write(self, folder: Path) -> None:
-        await self._take(self._pace.write)
+        await self._take(self._pace.write, f"writing {folder}")
         # If another snapshot has replaced this one meanwhile, the file contains the newer one.
         self._judge.published(self._writer, self._files.write(str(folder), self._snapshot, self._writer))
 
     async def save(self, folder: Path) -> None:
-        await self._take(self._pace.save)
+        await self._take(self._pace.save, f"saving {folder}")
         self._files.write(str(folder), self._content, self._writer)
 
     async def load(self, folder: Path) -> None:
-        await self._take(self._pace.save)
+        await self._take(self._pace.restore, f"loading {folder}")
         self._content = self._files.folders[str(folder)].content
 
     async def forget(self, folder: Path) -> None:
@@ -394,8 +439,8 @@ class SimLearner:
     def close(self) -> None:
         pass
 
-    async def _take(self, seconds: float) -> None:
-        await asyncio.sleep(seconds * (0.5 + self._random.random()))
+    async def _take(self, seconds: float, what: str) -> None:
+        await self._toil.take(seconds * (0.5 + self._random.random()), what)
 
 
 def is_doubtful(content: bytes, share: float) -> bool:
@@ -404,9 +449,14 @@ def is_doubtful(content: bytes, share: float) -> bool:
     return bool(content) and content[0] < 256 * share
 
 
-def next_content(content: bytes, groups: Sequence[Group]) -> bytes:
-    """The content of the weights after a step on `groups`."""
-    digest = blake2b(content, digest_size=12)
+def stem(content: bytes) -> bytes:
+    """The part of the content of weights that depends only on what was trained."""
+    return content[:STEM_BYTES]
+
+
+def next_content(content: bytes, groups: Sequence[Group], hand: bytes) -> bytes:
+    """The content of the weights after a step on `groups`. `hand`: of the trainer that computes it."""
+    digest = blake2b(stem(content), digest_size=STEM_BYTES)
     for group in groups:
         digest.update(group.id.encode())
         for part in group.trajectories:
@@ -414,19 +464,23 @@ def next_content(content: bytes, groups: Sequence[Group]) -> bytes:
             digest.update(np.ascontiguousarray(part.logprobs).data)
             digest.update(np.ascontiguousarray(part.versions).data)
             digest.update(repr(part.reward).encode())
-    return digest.digest()
+    return digest.digest() + (blake2b(content[STEM_BYTES:] + hand, digest_size=4).digest() if hand else b"")
 
 
 class SimRewards:
-    """A reward pool whose scores depend only on the completion."""
+    """A reward pool whose scores depend only on the completion. `parts`: the number of parts of each score, and the
+    length of the text of each failure."""
 
-    def __init__(self, pace: Pace, mishaps: Mishaps, random: Random) -> None:
+    def __init__(self, pace: Pace, mishaps: Mishaps, random: Random, toil: Toil, parts: int = 0) -> None:
+        self._toil = toil
+        self._parts = {f"part {number}": 1.0 for number in range(parts)}
+        self._words = "the simulated reward raised an error" + "!" * parts
         self._pace = pace
         self._mishaps = mishaps
         self._random = random
 
     async def __aenter__(self) -> Self:
-        await asyncio.sleep(self._pace.start * self._random.random())
+        await self._toil.take(self._pace.start * self._random.random(), "starting")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -435,17 +489,20 @@ class SimRewards:
     async def score(
         self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
     ) -> Result:
-        await asyncio.sleep(self._pace.score * (0.5 + self._random.random()))
+        await self._toil.take(self._pace.score * (0.5 + self._random.random()), "scoring")
         if self._mishaps.score_fails and self._random.random() < self._mishaps.score_fails:
-            raise RewardFailed("the simulated reward raised an error", "raised")
-        return Result(len(completion) % 7 / 7, {})
+            raise RewardFailed(self._words, "raised")
+        return Result(len(completion) % 7 / 7, self._parts)
 
 
 class SimSource:
-    """A source of prompts. The text of a prompt is its index."""
+    """A source of prompts. The text of a prompt is its index. `bytes_a_row`: size of another field of each row."""
+
+    def __init__(self, bytes_a_row: int = 0) -> None:
+        self._more = {"tests": "t" * bytes_a_row} if bytes_a_row else {}
 
     def row(self, index: int) -> Row:
-        return Row(index, f"{index}", "answer", None, {"prompt": f"{index}", "answer": "answer"})
+        return Row(index, f"{index}", "answer", None, {"prompt": f"{index}", "answer": "answer", **self._more})
 
     def heldout(self, i: int) -> Row:
         return self.row(HELDOUT + i)

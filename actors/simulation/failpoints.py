@@ -13,7 +13,7 @@ from actors.simulation.faults import FailPoint, Plan
 from actors.simulation.incarnation import Incarnation
 from actors.simulation.loop import Scheduler
 from actors.simulation.oracle import Oracle
-from protocols.messages import Message
+from protocols.messages import Message, RenewLeases, StoreGroup
 from protocols.transport import Request
 
 
@@ -48,11 +48,15 @@ class FailPoints:
             if point is not None and point.point == "before":
                 self._die(one, point)
                 return _never()
+            if isinstance(request.message, RenewLeases):
+                self._world.oracle.renewed(request.sender, request.message.groups)
             answer = handle(request)
             if isinstance(answer, AsyncGeneratorType):
                 return answer if point is None else self._stream(one, answer, point)
             if point is not None:
                 answer = self._answer(one, answer, point)
+            if one.role == "trainer" and isinstance(request.message, StoreGroup):
+                return _storing(one, request.message.group, answer)
             return self._heard(one, request, answer) if one.role == "master" else answer
 
         return handler
@@ -100,6 +104,15 @@ class FailPoints:
 
     def _die(self, one: Incarnation, point: FailPoint) -> None:
         self._world.kill(one, point.restart_after)
+
+
+async def _storing(one: Incarnation, group: str, answer: Any) -> Message:
+    one.storing[group] += 1
+    try:
+        result: Message = await answer
+        return result
+    finally:
+        one.storing[group] -= 1
 
 
 async def _never() -> Any:

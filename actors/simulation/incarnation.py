@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
+from actors.simulation.engines import Toil
 from actors.simulation.loop import DEAD, ProcessLoop
 from actors.simulation.network import SimNetwork
 from actors.simulation.watched import Disk, WatchedBus
@@ -25,7 +27,8 @@ class Process:
 
 
 class Incarnation:
-    """One process, from its start to its end. `mark` is the incarnation in its actor's identity."""
+    """One process, from its start to its end. `mark` is the incarnation in its actor's identity. `began`: the virtual
+    time. `storing`: the groups whose StoreGroup it is answering."""
 
     def __init__(self, process: Process, loop: ProcessLoop, network: SimNetwork, mark: str) -> None:
         self.process = process
@@ -36,6 +39,9 @@ class Incarnation:
         self.actor: Any = None
         self.bus: WatchedBus  # set when the process begins
         self.task: asyncio.Task[Any] | None = None
+        self.toil = Toil()
+        self.began = loop.scheduler.now
+        self.storing: Counter[str] = Counter()
         self.restart_after: float | None = None
         self.stays_away = False
         self.policy = (0, 0)

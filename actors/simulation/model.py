@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from actors.simulation.engines import Pace
 from areal.config import Config
+from protocols.codec import MAX_BODY_BYTES
 
 MASTER = "tcp://master-0:5555"
 MODEL = "model"
@@ -39,6 +40,12 @@ class Model:
     """Share of the steps whose metrics are beyond the guard's limits."""
     doubtful_steps: int = 2
     """Number of such steps in a row after which the guard ends the run."""
+    redo_differs: bool = False
+    """Whether the result of a step differs between trainers, as on a GPU."""
+    bytes_a_row: int = 0
+    """Size of a field of each row, which travels to the rewards."""
+    reward_parts: int = 0
+    """Number of parts of each score, and about the length of the text of each failure."""
     max_new_tokens: int = 12
     stream_interval: int = 6
     concurrent: int = 4
@@ -114,13 +121,35 @@ def config_of(model: Model) -> Config:
 
 # Steps, batch size B and group size G of drawn models: as small as possible, but each rule of the ledger still matters.
 SIZES = ((2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1), (4, 1, 1))
+# Shares of the models that are larger, that have an operation that takes up to a few times `stall_seconds`, and whose
+# messages are about as large as messages may be.
+LARGER, SLOW, BULKY = 0.05, 0.08, 0.03
+SLOW_STALL_SECONDS = 18.0
+OPERATIONS = ("score", "save", "restore", "load", "start", "write", "step")
 
 
 def draw_model(random: Random) -> Model:
-    """Draw a small cluster and a short run."""
+    """Draw a small cluster and a short run, with few exceptions."""
     steps, batch_size, group_size = random.choice(SIZES)
     eval_size = random.choice((0, 0, 0, 0, 0, 4))
     generators = random.choice((1, 1, 1, 2))
+    moves = random.choice((0.0, 0.3)) if generators > 1 else 0.0
+    stall_seconds, pace, longest = random.choice((240.0, 240.0, 240.0, 36.0)), Pace(), 0.0
+    max_new_tokens = 12
+    if random.random() < LARGER:
+        steps, batch_size, group_size = random.randint(5, 8), random.randint(1, 4), random.randint(1, 3)
+        if (
+            random.random() < 0.5
+        ):  # sequences begin so late, last so long, and move so often, that versions change meanwhile
+            generators, moves, max_new_tokens, pace = 2, 0.5, 60, replace(pace, first_token=0.3)
+    if random.random() < SLOW:
+        stall_seconds = SLOW_STALL_SECONDS
+        longest = stall_seconds * random.uniform(0.5, 3.0)
+        pace = replace(pace, **dict.fromkeys(random.sample(OPERATIONS, random.choice((1, 1, 2))), longest))
+    bytes_a_row = reward_parts = 0
+    if random.random() < BULKY:
+        bytes_a_row = random.choice((MAX_BODY_BYTES - random.randrange(1000), 3 * MAX_BODY_BYTES))
+        reward_parts = random.choice((0, 5000))
     return Model(
         steps=steps,
         batch_size=batch_size,
@@ -131,13 +160,21 @@ def draw_model(random: Random) -> Model:
         run_ahead=random.choice(("auto", "max")),
         generators=generators,
         oversample=random.choice((0, 0, 1)),
-        moves=random.choice((0.0, 0.3)) if generators > 1 else 0.0,
+        moves=moves,
+        max_new_tokens=max_new_tokens,
         managers=random.choice((1, 1, 1, 2)),
         eval_size=eval_size,
         every=random.choice((0, 0, 1, 2)) if eval_size else 0,
         samples=random.choice((1, 3)) if eval_size else 1,
         checkpoint_every=random.choice((1, 2, 2, 3)),
-        stall_seconds=random.choice((240.0, 240.0, 240.0, 36.0)),
+        stall_seconds=stall_seconds,
+        evaluation_seconds=20.0 + 100 * longest,
+        pace=pace,
+        patience=60.0 + 100 * longest,
+        interrupt=random.random() < 0.875,
+        redo_differs=random.random() < 0.5,
+        bytes_a_row=bytes_a_row,
+        reward_parts=reward_parts,
         compact_events=random.choice((10_000, 20)),
         farewell=random.random() < 0.3,
         filter_zero_signal=group_size > 1 and random.random() < 0.5,

@@ -13,13 +13,16 @@ from typing import Any
 from actors.generator import Generator
 from actors.master import Master
 from actors.parts.sessions import SampleSession
+from actors.rollout_manager import RolloutManager
+from actors.runtime.actor import Actor
 from actors.simulation.quiet import replaced
 from actors.trainer import Trainer
 from areal.staleness.ledger import Ledger
+from areal.storage.spool import Spool
 from areal.training.guard import Guard
 from areal.trajectory import Group
 from protocols.codec import Frame, decode_header, encode_header
-from protocols.messages import Recovery
+from protocols.messages import AskRecovery, Done, GroupStarted, Message, Recovery
 from protocols.transport import Peer, Server
 
 Mutant = Callable[[], AbstractContextManager[None]]
@@ -164,8 +167,9 @@ def published_before_it_is_written() -> AbstractContextManager[None]:
     """The trainer publishes a version as soon as it is committed, before its files are complete."""
     write = Trainer._write
 
-    async def begin_to_write(trainer: Trainer, policy: Any) -> None:
+    async def begin_to_write(trainer: Trainer, policy: Any) -> Any:
         trainer.spawn(write(trainer, policy), "write")
+        return policy
 
     return replaced(Trainer, _write=begin_to_write)
 
@@ -177,6 +181,74 @@ def no_wait_for_the_write() -> AbstractContextManager[None]:
         pass
 
     return replaced(Trainer, _published=at_once)
+
+
+def start_versions_not_reported() -> AbstractContextManager[None]:
+    """A rollout manager does not tell the master at which version a group started."""
+    ask_master = RolloutManager.ask_master
+
+    async def ask(manager: RolloutManager, message: Message, *more: Any) -> Any:
+        return Done() if isinstance(message, GroupStarted) else await ask_master(manager, message, *more)
+
+    return _added(RolloutManager, "ask_master", ask)
+
+
+@contextmanager
+def min_version_stays() -> Iterator[None]:
+    """The samples of a group may go on from weights older than the version at which the group started."""
+
+    class First:
+        """An attribute that keeps the first value that is assigned to it."""
+
+        def __get__(self, session: SampleSession, owner: type) -> int:
+            version: int = session.__dict__["first_min_version"]
+            return version
+
+        def __set__(self, session: SampleSession, version: int) -> None:
+            session.__dict__.setdefault("first_min_version", version)
+
+    with _added(SampleSession, "min_version", First()):
+        yield
+
+
+def rejected_payloads_kept() -> AbstractContextManager[None]:
+    """The trainer keeps the payloads of groups that the master does not accept."""
+
+    async def keep(trainer: Trainer, group: Group) -> None:
+        pass
+
+    return replaced(Trainer, _forget=keep)
+
+
+def payloads_not_dropped_at_a_start() -> AbstractContextManager[None]:
+    """A trainer that starts keeps the payloads that its predecessor left and nobody needs any more."""
+    ask_recovery = Master.ask_recovery
+
+    async def drop_nothing(master: Master, request: Any) -> Recovery:
+        return (await ask_recovery(master, request)).model_copy(update={"drop": ""})
+
+    drop_nothing.handled_kind = AskRecovery  # type: ignore[attr-defined]
+    return replaced(Master, ask_recovery=drop_nothing)
+
+
+def spool_never_emptied() -> AbstractContextManager[None]:
+    """No payload ever leaves the spool."""
+    return replaced(Spool, forget=lambda spool, ids: None)
+
+
+def lineages_ignored() -> AbstractContextManager[None]:
+    """A generator loads only newer versions, not the same version of a new lineage."""
+    return replaced(Generator, _is_behind=lambda generator: generator._wanted().version > generator._engine.version)
+
+
+def leases_not_renewed_at_a_start() -> AbstractContextManager[None]:
+    """A restarted master keeps the leases as the one before left them."""
+    return replaced(Ledger, renew_all=lambda ledger, now, lease_seconds: None)
+
+
+def work_not_reported() -> AbstractContextManager[None]:
+    """Heartbeats do not say what an actor works on."""
+    return replaced(Actor, oldest_work=lambda actor: None)
 
 
 @contextmanager
@@ -207,4 +279,12 @@ MUTANTS: dict[str, Mutant] = {
     "published before it is written": published_before_it_is_written,
     "no wait for the write": no_wait_for_the_write,
     "tokens twice after a break": tokens_twice_after_a_break,
+    "start versions not reported": start_versions_not_reported,
+    "min_version stays": min_version_stays,
+    "rejected payloads kept": rejected_payloads_kept,
+    "payloads not dropped at a start": payloads_not_dropped_at_a_start,
+    "spool never emptied": spool_never_emptied,
+    "lineages ignored": lineages_ignored,
+    "leases not renewed at a start": leases_not_renewed_at_a_start,
+    "work not reported": work_not_reported,
 }

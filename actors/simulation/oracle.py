@@ -7,19 +7,24 @@ master has appended, and one of the events that are on disk. It shares no code w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 
-from actors.simulation.engines import Files, Weights, are_whole, is_doubtful, serials_of
+from actors.simulation.engines import Files, Weights, are_whole, is_doubtful, serials_of, stem
 from actors.simulation.loop import Scheduler
 from areal.config import Config
-from areal.staleness.ledger import ZERO_SIGNAL, Ledger
+from areal.staleness.ledger import LEASE_EXPIRED, RELEASED, ZERO_SIGNAL, Ledger
 from areal.trajectory import Group, Trajectory
 from protocols.codec import Frame
 from protocols.messages import EvaluationDone, Message
+
+# Differences between times, as floating-point numbers, that mean nothing.
+ROUNDING = 1e-6
+# Within so many virtual seconds of a publication, a generator that has nothing else to do begins to load it.
+PROMPT_SECONDS = 0.1
 
 
 class Violation(Exception):
@@ -33,12 +38,15 @@ class Violation(Exception):
 
 @dataclass(slots=True)
 class Row:
-    """An alive group."""
+    """An alive group. `started_at`: its start version; None until the master is told. `admitted`: the virtual time, and
+    `leased`: the time by the master's clock when its lease was last renewed, as far as the oracle saw."""
 
     prompt: int
     owner: str
     started_at: int | None = None
     ready: bool = False
+    admitted: float = 0.0
+    leased: float = 0.0
 
 
 @dataclass(slots=True)
@@ -60,6 +68,7 @@ class Book:
     policies: dict[tuple[int, int], str] = field(default_factory=dict)
     checkpoint: int = 0
     prompts: int = 0
+    members: set[str] = field(default_factory=set)
     holds: dict[str, int] = field(default_factory=dict)
     evaluated: dict[int, bool] = field(default_factory=dict)
     """By version: True if there is a result, False if only a reason why there is none."""
@@ -71,6 +80,13 @@ class Book:
     @property
     def policy(self) -> tuple[int, int]:
         return max(self.policies, default=(0, 0))
+
+    @property
+    def payloads(self) -> set[str]:
+        """The groups whose payloads the trainer needs: those that are ready, and those of the steps that no checkpoint
+        covers."""
+        redone = (self.batches[version] for version in range(self.checkpoint, self.version))
+        return {group for group, row in self.rows.items() if row.ready}.union(*redone)
 
     def add(self, kind: str, body: dict[str, Any]) -> None:
         handler = getattr(self, f"_{kind}", None)
@@ -195,8 +211,12 @@ class Book:
                 identity,
             )
 
+    def _joined(self, member: dict[str, Any]) -> None:
+        self.members.add(member["identity"])
+
     def _left(self, identity: str) -> None:
         self._hold(identity not in self.holds, f"{identity} leaves, but its hold has not ended", identity)
+        self.members.discard(identity)
 
     def _rows_scored(self, version: int, rows: list[Any], **_: Any) -> None:
         self._hold(version not in self.evaluated, f"rows of version {version} are kept after its evaluation")
@@ -245,10 +265,24 @@ class Oracle:
         self.on_disk = 0
         self.memory = self._book()
         self.disk = self._book()
-        self.contents: list[bytes] = [files.model.content]
+        self.contents: list[bytes] = [stem(files.model.content)]
+        self.results: dict[tuple[str, int], bytes] = {}
+        """The whole contents of the weights that each writer has for each version."""
         self.ledger: Ledger | None = None
         self.spooled_rewards: Callable[[str], list[float] | None] = lambda group: []
         self.calls: set[tuple[str, tuple[str, str]]] = set()
+        self.scores_fail = False
+        """Whether scores may fail, so that an evaluation may have none."""
+        self.clock: Callable[[], float] = lambda: 0.0
+        """The clock of the running master."""
+        self.disturbed_until = 0.0
+        """Until this virtual time, faults or restarts may have kept messages from arriving."""
+        self.spooled: Callable[[str], tuple[Collection[str], Collection[str]]] = lambda trainer: ((), ())
+        """The groups in the spool of this trainer, and those among them about which the master may still be asked."""
+        self.heard: Callable[[], None] = lambda: None
+        """Called PROMPT_SECONDS after each publication that every generator could hear of."""
+        self.busy: Callable[[float], str] = lambda seconds: ""
+        """A member whose engine has worked on one thing for so long, and on what; empty if there is none."""
 
     # --- the master's journal
 
@@ -263,11 +297,20 @@ class Oracle:
         self.ledger = None
         for kind, body in self.events:
             self._guard(self.memory.add, kind, body)
+        for row in self.memory.rows.values():
+            self._begin(row)
 
     def appended(self, kind: str, body: dict[str, Any]) -> None:
         self.events.append((kind, body))
+        match kind:
+            case "ready":
+                self._guard(self._check_started, body["group_id"])
+            case "requeued":
+                self._guard(self._check_requeued, body["group_id"], body["reason"])
         self._guard(self.memory.add, kind, body)
         match kind:
+            case "admitted":
+                self._begin(self.memory.rows[body["group_id"]])
             case "ready":
                 self._guard(self._check_ready, body["group_id"])
             case "discarded" if body["reason"] == ZERO_SIGNAL:
@@ -278,11 +321,56 @@ class Oracle:
                 self._guard(self._check_saved, body["version"])
             case "published":
                 self._guard(self._check_published, body["policy"])
+                self._guard(self._check_spool)
+                self.scheduler.call_at(self.scheduler.now + PROMPT_SECONDS, self._heard_of, self.scheduler.now)
+            case "finished":
+                self._guard(self._check_spool)
         self.scheduler.changed = True
+
+    def _begin(self, row: Row) -> None:
+        row.admitted, row.leased = self.scheduler.now, self.clock()
 
     def _check_ready(self, group: str) -> None:
         if self.spooled_rewards(group) is None:
             raise Violation(f"{group} is ready, but not on the trainer's disk", group)
+
+    def _heard_of(self, when: float) -> None:
+        if self.disturbed_until < when:
+            self.heard()
+
+    def _check_started(self, group: str) -> None:
+        """The master hears that a group has started before it hears that it is ready, unless messages were lost or
+        late, or a sample that is not needed never started."""
+        row = self.memory.rows.get(group)
+        if row is None or row.started_at is not None or self.config.oversample:
+            return
+        if row.admitted > self.disturbed_until:
+            raise Violation(f"{group} is ready, but the master was never told its start version", group)
+
+    def _check_requeued(self, group: str, reason: str) -> None:
+        row = self.memory.rows.get(group)
+        if row is None:
+            return
+        if reason == LEASE_EXPIRED and self.clock() - row.leased < self.config.master.lease_seconds - ROUNDING:
+            raise Violation(f"the lease of {group} ends {self.clock() - row.leased:.2f} s after it was renewed", group)
+        if reason == RELEASED and row.owner in self.memory.members:  # the master does this only if nothing moves
+            self.remedied(f"{group} is re-queued")
+
+    def renewed(self, owner: str, groups: Collection[str]) -> None:
+        """The master has renewed these leases, as far as the owner has them."""
+        for group in groups:
+            row = self.memory.rows.get(group)
+            if row is not None and row.owner == owner:
+                row.leased = self.clock()
+
+    def _check_spool(self) -> None:
+        """The spool has what a trainer needs now or after a restart, and nothing else."""
+        found, asked = self.spooled(self.memory.trainer)
+        needed = self.memory.payloads
+        if lost := needed.difference(found):
+            raise Violation(f"the payloads of {sorted(lost)} are needed, but not in the spool", *lost)
+        if left := set(found).difference(needed, asked):
+            raise Violation(f"the spool keeps {sorted(left)}, which nobody needs any more", *left)
 
     def _check_filtered(self, group: str) -> None:
         rewards = self.spooled_rewards(group)
@@ -294,8 +382,11 @@ class Oracle:
             raise Violation(f"version {version} is committed, although the guard should have stopped the run")
 
     def _check_published(self, policy: dict[str, Any]) -> None:
-        weights = self.files.folders.get(policy["folder"])
-        if weights is None or weights.content != self.contents[policy["version"]]:
+        weights, version = self.files.folders.get(policy["folder"]), policy["version"]
+        right = weights is not None and stem(weights.content) == self.contents[version]
+        # A trainer that has not computed this step itself has the weights of a checkpoint.
+        own = self.results.get((weights.writer, version), weights.content) if weights else None
+        if weights is None or not right or weights.content != own:
             raise Violation(f"{policy} is published, but its folder contains {weights}", policy["folder"])
 
     def _is_stopped_at(self, version: int) -> bool:
@@ -406,7 +497,7 @@ class Oracle:
         pairs = dict.fromkeys(zip(serials_of(logprobs).tolist(), versions.tolist(), strict=True))
         for serial, version in pairs:
             weights = self.files.written[serial]
-            if version >= len(self.contents) or weights.content != self.contents[version]:
+            if version >= len(self.contents) or stem(weights.content) != self.contents[version]:
                 raise Violation(f"a token of {group} has the label {version}, but was sampled by {weights}", group)
             if version and weights.folder not in self.disk.policies.values():
                 raise Violation(f"a token of {group} was sampled by {weights.folder}, which was never published", group)
@@ -458,6 +549,19 @@ class Oracle:
         if abs(accuracy - done.accuracy) > 1e-9 or len(rows) + done.failed != done.rows:
             raise Violation(f"{name} reports {done}, but the rows {sorted(fresh)} and {sorted(kept)} give {accuracy}")
 
+    # --- what actors do and do not do
+
+    def remedied(self, what: str) -> None:
+        """The master has done something because nothing moves."""
+        if busy := self.busy(self.config.master.stall_seconds / 3):
+            self.fail(Violation(f"{what} because nothing moves, but {busy}"))
+
+    def asked(self, group: str, min_version: int) -> None:
+        """A rollout manager asks a generator for tokens of the group, from weights of `min_version` or later."""
+        row = self.memory.rows.get(group)
+        if row is not None and row.started_at is not None and min_version < row.started_at:
+            self.fail(Violation(f"{group} started at version {row.started_at}, but goes on from {min_version}", group))
+
     def loads(self, generator: str, version: int, loaded: int, held: int | None) -> None:
         """A generator begins to load a version. `held`: the version that it knows it holds, and that could be
         loaded."""
@@ -467,16 +571,18 @@ class Oracle:
             )
 
     def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Group], after: bytes) -> None:
-        """A learner has computed a step. Every repetition of a step has to give the same weights."""
-        if version >= len(self.contents) or before != self.contents[version]:
+        """A learner has computed a step. Every repetition of a step has to be made of the same groups and weights, and
+        its result may differ only in what depends on the trainer."""
+        if version >= len(self.contents) or stem(before) != self.contents[version]:
             return self.fail(Violation(f"{writer} computes the step of version {version} from other weights", writer))
         if version + 1 == len(self.contents):
-            self.contents.append(after)
-        if self.contents[version + 1] != after:
+            self.contents.append(stem(after))
+        self.results[writer, version + 1] = after
+        if self.contents[version + 1] != stem(after):
             self.fail(Violation(f"{writer} redoes the step of version {version} with another result", writer))
 
     def wrote(self, writer: str, weights: Weights) -> None:
-        if weights.content not in self.contents:
+        if stem(weights.content) not in self.contents:
             self.fail(Violation(f"{writer} writes weights to {weights.folder} that no step produced", writer))
 
     # --- the end
@@ -513,7 +619,8 @@ class Oracle:
         every = config.evaluator.every
         due = {0, steps} | (set(range(0, steps, every)) if every else set())
         first = book.evaluated.get(0) or book.lost_version_0
-        if due != set(book.evaluated) or not (first and book.evaluated[steps]):
+        both = self.scores_fail or (first and book.evaluated.get(steps))
+        if due != set(book.evaluated) or not both:
             self.fail(Violation(f"the versions {due} had to be evaluated, but the outcomes are {book.evaluated}"))
 
     # ---

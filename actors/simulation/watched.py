@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sqlite3
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from actors.parts.sessions import SampleSession
 from actors.simulation.engines import HELDOUT
 from actors.simulation.oracle import Oracle
 from areal.data.rows import Row
+from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from areal.storage.spool import Spool
-from areal.trajectory import Trajectory
+from areal.trajectory import Group, Trajectory
 from protocols.codec import Frame, Header
 from protocols.messages import AskEvaluation, EvaluationDone, Message, RowsScored
-from protocols.transport import Bus
+from protocols.transport import Bus, Peer
 
 
 class Disk(sqlite3.Connection):
@@ -35,10 +36,24 @@ class Disk(sqlite3.Connection):
 
 class WatchedBus(Bus):
     """The real bus. `watch` wraps its handlers, and may kill the process in them. `on_start` is called with (sender,
-    id) of each request whose handler is called."""
+    id) of each request whose handler is called. `on_stream`, if it is set, is called with each request for a stream
+    before it is sent."""
 
     watch: Callable[[Callable[..., Any]], Callable[..., Any]]
     on_start: Callable[[tuple[str, str]], None]
+    on_stream: Callable[[Message], None] | None = None
+
+    def peer(self, address: str) -> Peer:
+        new, peer, on_stream = address not in self._peers, super().peer(address), self.on_stream
+        if new and on_stream is not None:
+            stream = peer.stream
+
+            def watched(message: Message, timeout: float) -> AsyncGenerator[Message, None]:
+                on_stream(message)
+                return stream(message, timeout)
+
+            peer.stream = watched  # type: ignore[method-assign]
+        return peer
 
     def serve(self, address: str, handle: Callable[..., Any], on_crash: Callable[..., Any]) -> str:
         bound = super().serve(address, self.watch(handle), on_crash)
@@ -79,6 +94,16 @@ class WatchedJournal(Journal):
         self.oracle.committed(appended)
 
 
+class WatchedSpool(Spool):
+    """The real spool. `on_put` is called with the id of each group that is stored."""
+
+    on_put: Callable[[str], None]
+
+    def put(self, group: Group) -> None:
+        super().put(group)
+        self.on_put(group.id)
+
+
 class WatchedEvaluator(Evaluator):
     """The real evaluator, which reports the samples of each result to the oracle."""
 
@@ -103,19 +128,24 @@ class WatchedEvaluator(Evaluator):
 
 
 class Folder:
-    """A replacement of the run folder, which keeps nothing on disk."""
+    """A replacement of the run folder, which keeps nothing on disk. `on_gone` is called with the name of each actor
+    that the master removes, and why."""
 
-    def __init__(self, path: Path, on_summary: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, path: Path, on_summary: Callable[[dict[str, Any]], None], on_gone: Callable[[str, str], None]
+    ) -> None:
         self.path = path
         self.write_summary = on_summary
+        self._on_gone = on_gone
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         pass
 
     append_evaluation = append_metrics
 
-    def heard(self, *args: Any) -> None:
-        pass
+    def heard(self, actor: str, state: str, activity: str, *_: Any) -> None:
+        if state == GONE:
+            self._on_gone(actor, activity)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import signal
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
@@ -45,7 +45,7 @@ from actors.simulation.engines import (
 from actors.simulation.failpoints import FailPoints
 from actors.simulation.faults import Plan
 from actors.simulation.incarnation import Incarnation, Process
-from actors.simulation.loop import ProcessLoop, Scheduler, Stuck
+from actors.simulation.loop import RUNNING, ProcessLoop, Scheduler, Stuck
 from actors.simulation.memory import check_actor
 from actors.simulation.model import MASTER, MODEL, Model, config_of, draw_model
 from actors.simulation.network import SimNetwork, Weather, Wire
@@ -57,6 +57,7 @@ from actors.simulation.watched import (
     WatchedBus,
     WatchedEvaluator,
     WatchedJournal,
+    WatchedSpool,
     empty_journal,
     empty_spool,
 )
@@ -65,6 +66,7 @@ from areal.config import UserError
 from areal.generation.engine import EngineError
 from areal.storage.spool import Spool, SpoolError
 from protocols.codec import Frame, decode_body, decode_header
+from protocols.messages import Generate, Message
 
 # Time that the other actors have to leave after the end of the master. Those that are left then get SIGTERM, and have
 # LAST_SECONDS more.
@@ -121,12 +123,15 @@ class World:
         self.wire = Wire(self.scheduler, self.random)
         self.files = Files(MODEL)
         self.oracle = Oracle(self.config, self.files, self.scheduler, self.fail, self.model.doubtful)
+        self.oracle.scores_fail = self.plan.mishaps.score_fails > 0.0
+        self.oracle.spooled, self.oracle.busy, self.oracle.heard = self._spooled, self._busy, self._see_generators
         self.violation: Violation | None = None
         self.trace: list[str] | None = [] if traced else None
         self.processes = {name: Process(name) for name in self.model.processes}
         self.incarnations: list[Incarnation] = []
         self.counters: Counter[str] = Counter()
-        self.folder = Folder(self.config.folder, self._decided)
+        self.folder = Folder(self.config.folder, self._decided, self._removed)
+        self.spooled_by: dict[str, tuple[Incarnation, float]] = {}  # who put each group on the trainer's disk, and when
         self.summary: dict[str, Any] = {}
         self.over = self._buried = False
         self._points = FailPoints(self)
@@ -179,6 +184,10 @@ class World:
     def fault(self, what: str) -> None:
         self.say("world", f" !! {what}")
 
+    def _disturb(self, seconds: float = 0.0) -> None:
+        """For so long, messages may be lost, and actors may be away."""
+        self.oracle.disturbed_until = max(self.oracle.disturbed_until, self.scheduler.now + seconds)
+
     def _look_around(self) -> None:
         """Check the memory and the policy of all actors, every LOOK_SECONDS."""
         for one in self.incarnations:
@@ -216,6 +225,7 @@ class World:
         one = Incarnation(process, loop, network, f"m{next(self._marks)}")
         process.running = one
         self.incarnations.append(one)
+        self._disturb()
         self.fault(f"{process.name} starts as #{one.mark}")
         loop.call_soon(self._begin, one)
 
@@ -227,6 +237,8 @@ class World:
         one.bus = WatchedBus(f"{one.role}/{'0' if one.role == 'master' else '?'}#{one.mark}", one.network)
         one.bus.watch = functools.partial(self._points.watched, one)
         one.bus.on_start = functools.partial(self.oracle.called, one.loop.name)
+        if one.role == "rollout_manager":
+            one.bus.on_stream = functools.partial(self._asks, one)
         one.actor = self._make(one)
         ending: Ending = await one.actor.run()
         return ending
@@ -234,7 +246,6 @@ class World:
     def _make(self, one: Incarnation) -> Any:
         if one.role == "master":
             return self._make_master(one)
-        pace, mishaps, random = self.model.pace, self.plan.mishaps, self.random
         common: dict[str, Any] = {
             "index": one.process.index,
             "door": Door(one.process.name, one.process.name),
@@ -244,7 +255,7 @@ class World:
             case "trainer":
                 seams: dict[str, Any] = {
                     "start_learner": lambda config: self._start_learner(one),
-                    "open_spool": lambda path: Spool(self._disk(one, empty_spool())),
+                    "open_spool": lambda path: self._open_spool(one),
                 }
                 return Trainer(one.bus, MASTER, **common, **seams)
             case "generator":
@@ -252,8 +263,8 @@ class World:
                     one.bus, MASTER, **common, start_engine=lambda *args, **kw: self._start_engine(one, *args, **kw)
                 )
             case "reward":
-                return Reward(one.bus, MASTER, **common, make_pool=lambda *args: SimRewards(pace, mishaps, random))
-        common["open_source"] = lambda config, seed: SimSource()
+                return Reward(one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
+        common["open_source"] = lambda config, seed: SimSource(self.model.bytes_a_row)
         common["load_tokenizer"] = lambda name: SimTokenizer()
         if one.role == "rollout_manager":
             return RolloutManager(one.bus, MASTER, **common)
@@ -264,6 +275,7 @@ class World:
     def _make_master(self, one: Incarnation) -> Master:
         journal = WatchedJournal(self._disk(one, empty_journal()))
         journal.oracle, journal.marks = self.oracle, {}
+        self.oracle.clock = one.loop.time
         boss = Master(one.bus, self.config, journal=journal, folder=self.folder)
         self.oracle.ledger = boss.ledger
         self.oracle.spooled_rewards = self._spooled_rewards
@@ -271,12 +283,36 @@ class World:
         return boss
 
     async def _start_engine(self, one: Incarnation, model: Path, config: Any, *, version: int, seed: int) -> SimEngine:
-        await asyncio.sleep(self.model.pace.start * (0.5 + self.random.random()))
+        await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
         tell = None if self.trace is None else lambda what: self.say(one.process.name, what)
         return SimEngine(
-            self.files, self.files.model, version, config, self.model.pace, self.plan.mishaps, self.random, tell,
-            functools.partial(self._loads, one),
+            self.files, self.files.model, version, config, self.model.pace, self.plan.mishaps, self.random, one.toil,
+            tell, functools.partial(self._loads, one),
         )  # fmt: skip
+
+    def _rewards(self, one: Incarnation) -> SimRewards:
+        return SimRewards(self.model.pace, self.plan.mishaps, self.random, one.toil, self.model.reward_parts)
+
+    def _asks(self, one: Incarnation, message: Message) -> None:
+        """A rollout manager asks for a stream."""
+        if isinstance(message, Generate):
+            for group, sessions in one.actor._sessions.items():
+                if any(own.sequence and own.sequence.name == message.sequence for own in sessions):
+                    self.oracle.asked(group, message.min_version)
+
+    def _see_generators(self) -> None:
+        """A policy was published a moment ago: each generator that knows of it has loaded it, or is about to."""
+        for one in self.incarnations:
+            if one.role == "generator" and one.alive and one.actor.state == "healthy":
+                actor, engine = one.actor, one.actor._started
+                me = actor.directory.get(one.bus.identity.name)
+                idle = one.toil.oldest is None and not engine.finishes and me is not None and me.held is None
+                if idle and engine.folder != actor.policy.folder:
+                    self.fail(
+                        Violation(
+                            f"{one.process.name} has {engine.folder}, but knows of {actor.policy.folder}", one.mark
+                        )
+                    )
 
     def _loads(self, one: Incarnation, engine: SimEngine, version: int) -> None:
         me = one.actor.directory.get(one.bus.identity.name)
@@ -285,9 +321,20 @@ class World:
             self.oracle.loads(one.process.name, version, engine.version, held.version)
 
     async def _start_learner(self, one: Incarnation) -> SimLearner:
-        await asyncio.sleep(self.model.pace.start * (0.5 + self.random.random()))
-        judge = _Judge(self, one)
-        return SimLearner(self.files, judge, one.loop.name, self.model.pace, self.random, self.model.doubtful)
+        await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
+        hand = one.loop.name.encode() if self.model.redo_differs else b""
+        return SimLearner(
+            self.files, _Judge(self, one), one.loop.name, self.model.pace, self.random, one.toil, self.model.doubtful,
+            hand,
+        )  # fmt: skip
+
+    def _open_spool(self, one: Incarnation) -> Spool:
+        spool = WatchedSpool(self._disk(one, empty_spool()))
+        spool.on_put = functools.partial(self._puts, one)
+        return spool
+
+    def _puts(self, one: Incarnation, group: str) -> None:
+        self.spooled_by[group] = one, self.scheduler.now
 
     def _ended(self, one: Incarnation, task: asyncio.Task[Any]) -> None:
         """The main task of a process has ended by itself."""
@@ -356,6 +403,7 @@ class World:
             self._restart(one.process, restart_after)
 
     def _gone(self, one: Incarnation, silent: bool) -> None:
+        self._disturb()
         one.loop.kill()
         one.network.die(silent)
         if one.process.disk is not None:
@@ -378,6 +426,38 @@ class World:
         disk = self.processes["trainer-0"].disk
         row = disk and disk.execute("SELECT description FROM groups WHERE id = ?", (group,)).fetchone()
         return json.loads(row[0])["rewards"] if row else None
+
+    def _spooled(self, trainer: str) -> tuple[Collection[str], Collection[str]]:
+        disk = self.processes["trainer-0"].disk
+        found = [group for (group,) in disk.execute("SELECT id FROM groups")] if disk else []
+        trainers = [one for one in self.incarnations if one.role == "trainer" and one.alive]
+        asked = {group for one in trainers for group, number in one.storing.items() if number}
+        # One that does not know yet that it was replaced may put groups on the disk, which both of them have here.
+        for current in trainers:
+            if current.bus.identity.name == trainer:
+                others = (group for group in found if self.spooled_by[group][0] is not current)
+                asked |= {group for group in others if self.spooled_by[group][1] >= current.began}
+        return found, asked
+
+    def _busy(self, seconds: float) -> str:
+        for one in self.incarnations:
+            if one.alive and one.loop.state is RUNNING and (oldest := one.toil.oldest):
+                began, what = oldest
+                worked = one.loop.time() - began
+                known = one.bus.identity.name in self.oracle.memory.members
+                if known and worked > seconds and self.scheduler.now - self.oracle.disturbed_until > seconds:
+                    return f"{one.process.name} has been at work for {worked:.1f} s, {what}"
+        return ""
+
+    def _removed(self, name: str, reason: str) -> None:
+        """The master has removed a member."""
+        if "no progress" in reason:
+            self.oracle.remedied(f"{name} is fenced")
+        one, model = self.processes[name.replace("/", "-")].running, self.model
+        if reason.startswith("silent") and one is not None and one.alive and one.loop.state is RUNNING:
+            heard = model.lease_seconds + 2 * model.heartbeat_seconds < self.scheduler.now - self.oracle.disturbed_until
+            if heard and one.bus.identity.name in self.oracle.memory.members:
+                self.fail(Violation(f"{name} is fenced as {reason}, but nothing keeps it from being heard", name))
 
     def _latency(self, process: Process) -> float:
         return DISK_SECONDS * (0.2 + self.random.random()) + process.slower * self.random.random()
@@ -407,6 +487,7 @@ class World:
         if self.over:
             return
         self.fault(f"{fault}")
+        self._disturb(_seconds_of(fault))
         self.counters[type(fault).__name__.lower()] += 1
         now = self.scheduler.now
         match fault:
@@ -515,6 +596,18 @@ class _Judge:
 
 def _nothing() -> None:
     pass
+
+
+def _seconds_of(fault: faults.Fault) -> float:
+    """How long the fault and what it delays last."""
+    match fault:
+        case faults.Storm(_, weather, seconds):
+            return seconds + 2 * weather.delay_seconds
+        case faults.SlowDisk(_, _, slower, seconds):
+            return seconds + slower
+        case faults.Pause(_, _, seconds) | faults.Partition(_, _, _, seconds):
+            return seconds
+    return 0.0
 
 
 def _keep_no_log(path: Path) -> None:

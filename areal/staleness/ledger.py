@@ -407,9 +407,11 @@ class Ledger:
         rows: list[Group | Prompt] = [*self._groups.values(), *self._requeued]
         return sorted(row.prompt_index for row in rows)
 
-    def knows(self, group_id: str) -> bool:
-        """True if the payload of the group is still needed: it is alive, or no checkpoint covers its step."""
-        return group_id in self._groups or group_id in self._redoable
+    def needs_payload(self, group_id: str) -> bool:
+        """True if the trainer has to keep the payload of the group: it is ready, or no checkpoint covers its step. The
+        payload of a group that is not ready yet is sent again by its owner, or is never needed."""
+        group = self._groups.get(group_id)
+        return group_id in self._redoable or (group is not None and group.state is not GroupState.ADMITTED)
 
     def deadline(self, group: Group) -> int:
         """The last version that may train this group: its start version + eta. The version at admission replaces the

@@ -959,9 +959,21 @@ async def test_a_checkpoint_shortens_what_has_to_be_redone(config):
         groups = await make_ready(manager, trainer, 0)
         await train(trainer, 0, "weights")
         await trainer.ask(CheckpointSaved(version=1, folder="step_1"))
-        recovery = await trainer.ask(AskRecovery(spooled="\n".join(groups)))
+        ready = await make_ready(manager, trainer, 1)
+        recovery = await trainer.ask(AskRecovery(spooled="\n".join([*groups, *ready])))
         assert (recovery.checkpoint, recovery.checkpoint_version, recovery.version) == ("step_1", 1, 1)
         assert recovery.drop == "\n".join(groups)
+
+
+async def test_the_payload_of_a_group_that_is_not_ready_is_dropped_at_a_start(config):
+    """Its manager sends it again, unless the group is admitted anew under another id: then nobody would remove it."""
+    config = without_evaluation(config)
+    async with master_of(config), callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        await recover(trainer)
+        ready, begun = [permit.group for permit in (await manager.ask(AskPermits(count=2))).permits]
+        await trainer.ask(GroupReady(group=ready, start_version=0, reward_mean=0.5, signal=True))
+        recovery = await trainer.ask(AskRecovery(spooled=f"{ready}\n{begun}"))
+        assert recovery.drop == begun
 
 
 # --- a version is committed first, and published once its files stand

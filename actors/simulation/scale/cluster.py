@@ -22,7 +22,7 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.runtime.addresses import Door
-from actors.simulation.engines import Mishaps, Pace, SimRewards, SimSource, SimTokenizer
+from actors.simulation.engines import Mishaps, Pace, SimRewards, SimSource, SimTokenizer, Toil
 from actors.simulation.loop import ProcessLoop, Scheduler
 from actors.simulation.network import SimNetwork, Weather, Wire
 from actors.simulation.quiet import garbage_kept, replaced
@@ -232,7 +232,7 @@ class Cluster:
         return self.learner
 
     def _make_pool(self, *args: Any) -> Any:
-        return SimRewards(Pace(), Mishaps(), self._random)
+        return SimRewards(Pace(), Mishaps(), self._random, Toil())
 
     def _ended(self, role: str, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import re
 import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +26,10 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.simulation import faults
-from actors.simulation.engines import Mishaps, Pace, SimEngine
+from actors.simulation.engines import Mishaps, Pace, SimEngine, stem
 from actors.simulation.faults import HANDLERS, FailPoint, Kill, Plan
 from actors.simulation.loop import ProcessLoop, Scheduler, Stuck
+from actors.simulation.model import OPERATIONS, draw_model
 from actors.simulation.mutants import MUTANTS
 from actors.simulation.network import SimNetwork, Weather, Wire
 from actors.simulation.runner import parse_seeds, run_one, run_seeds
@@ -34,6 +38,9 @@ from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import Chunk, LoadTimes
 from areal.storage.spool import Spool
+from protocols.codec import MAX_BODY_BYTES
+from protocols.errors import BusyError
+from protocols.messages import AskRecovery, Message
 from protocols.network import Full
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -424,6 +431,83 @@ def test_a_trainer_that_redoes_its_steps_hears_the_same_verdict_of_the_guard(kil
     assert (world.oracle.disk.lineage, world.oracle.disk.checkpoint) == (len(kills), 0)
 
 
+# --- what seeds draw
+
+
+def test_a_share_of_the_drawn_models_is_slow_large_bulky_or_computes_otherwise() -> None:
+    models = [draw_model(Random(seed)) for seed in range(2000)]
+    slowest = [max(getattr(model.pace, what) for what in OPERATIONS) / model.stall_seconds for model in models]
+    assert 0.04 < sum(share > 0.5 for share in slowest) / len(models) < 0.12
+    assert max(slowest) > 2.5
+    slow = [model.pace for model, share in zip(models, slowest, strict=True) if share > 0.5]
+    assert all(any(getattr(pace, what) > 9.0 for pace in slow) for what in OPERATIONS)
+    assert sum(model.steps > 4 and model.batch_size > 2 for model in models) > 20
+    assert sum(model.bytes_a_row > MAX_BODY_BYTES for model in models) > 10
+    assert sum(model.redo_differs for model in models) > 800
+    assert sum(not model.interrupt for model in models) > 150
+
+
+@pytest.mark.parametrize("size", [MAX_BODY_BYTES - 200, MAX_BODY_BYTES, 3 * MAX_BODY_BYTES])
+def test_rows_scores_and_failures_may_be_about_as_large_as_messages(size: int) -> None:
+    model = Model(steps=2, bytes_a_row=size, reward_parts=5000)
+    world = World(1, model, Plan(until=1.0, mishaps=Mishaps(score_fails=0.3)))
+    result = world.run()
+    assert result.ok, result.story
+    assert all(process.lives == 1 for process in world.processes.values())
+
+
+def test_a_redo_may_end_with_other_weights() -> None:
+    """What was sampled by the weights of the dead trainer is trained all the same: the oracle looks at each token."""
+    model = Model(steps=6, checkpoint_every=4, max_staleness=1, redo_differs=True)
+    redone = 0
+    for killed_at in (1.4, 1.8, 2.2, 2.6):
+        world = World(3, model, Plan(until=4.0, faults=[Kill(killed_at, "trainer-0", 0.3)]))
+        result = world.run()
+        assert result.ok, result.story
+        results = world.oracle.results
+        both = {version for writer, version in results if writer.endswith("~1")} & {
+            version for writer, version in results if writer.endswith("~2")
+        }
+        redone += len(both)
+        for version in both:
+            first, second = results["trainer-0~1", version], results["trainer-0~2", version]
+            assert (stem(first), first) != (stem(second), second)
+            assert stem(first) == stem(second)
+    assert redone
+
+
+def test_a_payload_that_was_spooled_by_a_trainer_that_died_before_it_was_ready_does_not_stay() -> None:
+    """Without its manager, nobody sends the group again: it is admitted anew under another id."""
+    points = [FailPoint("trainer", "store_group", "worked", 1, 0.5)]
+    faults = [Kill(0.7 * (1 + i), "rollout_manager-0", 0.1) for i in range(5)]
+    left = []
+    for seed in range(4):
+        world = World(seed, Model(), Plan(until=4.0, points=points, faults=faults))
+        assert (result := world.run()).ok, result.story
+        put, trained = set(world.spooled_by), set().union(*world.oracle.disk.batches.values())
+        left.append(put - trained)
+    assert any(left)
+
+
+def test_a_starting_trainer_takes_no_group_before_it_has_dropped_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that was sent again, and became ready, after the master named what to drop, would be dropped with it."""
+    refused: list[type] = []
+    ask_master = Trainer.ask_master
+
+    async def ask(self: Trainer, message: Message, *more: Any) -> Any:
+        answer = await ask_master(self, message, *more)
+        if isinstance(message, AskRecovery):
+            try:
+                await self.store_group(SimpleNamespace(message=None))
+            except Exception as error:
+                refused.append(type(error))
+        return answer
+
+    monkeypatch.setattr(Trainer, "ask_master", ask)
+    assert World(1, Model(), Plan()).run().ok
+    assert refused == [BusyError]
+
+
 # --- bugs put in on purpose
 
 # Seeds from 0 on: the first that catches it, and some more, since every change to the actors draws other simulations.
@@ -444,6 +528,14 @@ CAUGHT_WITHIN = {
     "published before it is written": 10,
     "no wait for the write": 10,
     "tokens twice after a break": 160,
+    "start versions not reported": 10,
+    "min_version stays": 300,
+    "rejected payloads kept": 60,
+    "payloads not dropped at a start": 240,
+    "spool never emptied": 10,
+    "lineages ignored": 200,
+    "leases not renewed at a start": 200,
+    "work not reported": 120,
 }
 
 
@@ -466,8 +558,10 @@ def test_a_lease_that_nobody_knows_of_has_to_expire() -> None:
     assert "no progress" in result.violation
 
 
-def test_all_mutants_are_tested() -> None:
+def test_all_mutants_are_tested_and_listed() -> None:
     assert set(MUTANTS) == {*CAUGHT_WITHIN, "leases nobody knows of"}
+    table = (Path(__file__).parents[3] / "docs" / "recovery.md").read_text().partition("| mutant | bug |")[2]
+    assert re.findall(r"^\| ([^|]+) \| [^|]+ \| [< \d]+ \|$", table, re.MULTILINE) == list(MUTANTS)
 
 
 # --- the command

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors import master
-from actors.simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimLearner, SimRewards, SimSource, SimTokenizer
+from actors.simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource, SimTokenizer
 from actors.simulation.faults import Kill, Plan
 from actors.simulation.model import Model
 from actors.simulation.world import World
@@ -60,15 +60,8 @@ def test_slow_work_is_neither_repeated_nor_fenced(settings: dict[str, Any]) -> N
     assert events["requeued"] == events["discarded"] == events["left"] == 0
 
 
-def test_a_recovery_that_loads_for_long_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = SimLearner.load
-
-    async def slow(self: SimLearner, folder: Any) -> None:
-        await asyncio.sleep(900.0)
-        await load(self, folder)
-
-    monkeypatch.setattr(SimLearner, "load", slow)
-    settings = model(steps=8, max_staleness=2, checkpoint_every=2)
+def test_a_recovery_that_loads_for_long_ends_no_run() -> None:
+    settings = model(steps=8, max_staleness=2, checkpoint_every=2, pace=Pace(restore=1800.0))
     world, _ = run(settings, Plan(until=6.0, faults=[Kill(3.0, "trainer-0", 0.5)]))
     assert world.processes["trainer-0"].lives == 2
     assert world.scheduler.now > 900.0

@@ -173,7 +173,7 @@ def test_a_group_without_signal_is_discarded_once_it_is_ready_and_its_place_is_f
     assert ledger.ready(dull, 0, signal=False) is Answer.FILTERED
     assert ledger.ready(dull, 0, signal=False) is Answer.GONE, "a repeat changes nothing"
     assert ledger.counters.discarded == {"zero signal": 1}
-    assert not ledger.knows(dull)
+    assert not ledger.needs_payload(dull)
     assert admit(ledger, 4) == ["g4.0"]
     finish(ledger, *others[:2])
     assert train(ledger) == tuple(others[:2])
@@ -293,22 +293,21 @@ def test_a_trained_group_keeps_its_payload_until_a_checkpoint_covers_it():
     finish(ledger, *groups)
     train(ledger)
     assert ledger.ready(groups[0], 0) is Answer.UNCHANGED
-    assert ledger.knows(groups[0])
+    assert ledger.needs_payload(groups[0])
     assert ledger.checkpointed(1) is Answer.ACCEPTED
     assert ledger.checkpointed(1) is Answer.UNCHANGED
     assert ledger.ready(groups[0], 0) is Answer.GONE
-    assert not ledger.knows(groups[0])
+    assert not ledger.needs_payload(groups[0])
 
 
-def test_a_group_is_known_while_it_is_alive():
+def test_a_payload_is_needed_from_ready_on_while_the_group_is_alive():
     ledger = make()
     a, b, c, d = admit(ledger, 4)
     finish(ledger, a, b, c)
     ledger.next_batch(0)
-    assert all(map(ledger.knows, (a, b, c, d)))
+    assert [ledger.needs_payload(group_id) for group_id in (a, b, c, d, "g77.0")] == [True, True, True, False, False]
     ledger.discard(c, "filtered")
-    ledger.failed(d, "manager/0#1", "timeout")
-    assert [ledger.knows(group_id) for group_id in (a, b, c, d, "g77.0")] == [True, True, False, False, False]
+    assert not ledger.needs_payload(c)
 
 
 def test_only_the_owner_of_a_group_reports_on_it():
