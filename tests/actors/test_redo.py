@@ -101,7 +101,7 @@ def start_master(config: Config) -> asyncio.Task[Ending]:
 
 def start_trainer(config: Config, run, rendezvous: int | None) -> list:
     """The process of a trainer, or where there is a port for their rendezvous, those of its two nodes."""
-    arguments = ["--role", "trainer", "--master", config.master.address]
+    arguments = ["--role", "trainer", "--master", config.master.address, "--keys", "none"]
     if rendezvous is None:
         return [run(*arguments).process]
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
@@ -147,7 +147,7 @@ async def test_a_trainer_learns_the_same_killed_to_the_bit_and_on_two_nodes(conf
 async def test_a_step_that_is_not_a_number_ends_the_run_with_the_last_sound_checkpoint(config, run):
     master = start_master(config)
     manager = Manager(config.master.address)
-    started = run("--role", "trainer", "--master", config.master.address)
+    started = run("--role", "trainer", "--master", config.master.address, "--keys", "none")
     trainer = await manager.trainer()
     for version in range(3):
         await manager.feed(trainer)
