@@ -561,7 +561,7 @@ def test_a_lease_that_nobody_knows_of_has_to_expire() -> None:
 def test_all_mutants_are_tested_and_listed() -> None:
     assert set(MUTANTS) == {*CAUGHT_WITHIN, "leases nobody knows of"}
     table = (Path(__file__).parents[3] / "docs" / "recovery.md").read_text().partition("| mutant | bug |")[2]
-    assert re.findall(r"^\| ([^|]+) \| [^|]+ \| [< \d]+ \|$", table, re.MULTILINE) == list(MUTANTS)
+    assert re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", table, re.MULTILINE) == list(MUTANTS)
 
 
 # --- the command
