@@ -306,7 +306,9 @@ class World:
             if one.role == "generator" and one.alive and one.actor.state == "healthy":
                 actor, engine = one.actor, one.actor._started
                 me = actor.directory.get(one.bus.identity.name)
-                idle = one.toil.oldest is None and not engine.finishes and me is not None and me.held is None
+                # Not so while it waits for the answer to a heartbeat that it has to send before it goes on.
+                generates = actor.activity.startswith("generating") and one.toil.oldest is None
+                idle = generates and not engine.finishes and me is not None and me.held is None
                 if idle and engine.folder != actor.policy.folder:
                     self.fail(
                         Violation(
