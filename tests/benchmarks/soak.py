@@ -151,8 +151,8 @@ def steps(run: Path) -> int:
 
 def kill_master(pid: int, run: Path) -> float:
     """Kill the master. Returns the seconds until the next step is committed."""
-    before, killed = steps(run), time.monotonic()
     next(process for role, process in roles(pid) if role == "master").kill()
+    before, killed = steps(run), time.monotonic()
     while steps(run) == before:
         if time.monotonic() - killed > STARTING_SECONDS:
             sys.exit("No step was committed after a kill of the master.")
