@@ -67,11 +67,10 @@ class RunFolder:
         last record of metrics.jsonl and evaluations.jsonl is cut off."""
         for name in ("summary.json", "report.html"):
             (config.folder / name).unlink(missing_ok=True)
-        steps, evaluations = (_whole_records(config.folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
         folder = cls(config)
-        for record in steps:
+        for record in _whole_records(config.folder / "metrics.jsonl"):
             folder._note(record)
-        folder._evaluated = {record["version"] for record in evaluations}
+        folder._evaluated = {record["version"] for record in _whole_records(config.folder / "evaluations.jsonl")}
         return folder
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
@@ -116,12 +115,14 @@ class RunFolder:
         replace(self.path / "summary.json", json.dumps(summary | over_steps, indent=2) + "\n")
 
 
-def _whole_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file up to the first incomplete one, and cut off the rest of the file."""
-    records = list(read_metrics(path))
+def _whole_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file up to the first incomplete one, and then cut off the rest of the file."""
+    whole = 0
+    for record, size in read_metrics(path):
+        whole += size
+        yield record
     if path.exists():
-        os.truncate(path, sum(size for _, size in records))
-    return [record for record, _ in records]
+        os.truncate(path, whole)
 
 
 def read_metrics(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
@@ -129,14 +130,15 @@ def read_metrics(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     one."""
     if not path.exists():
         return
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            return
-        if not line.endswith(b"\n"):
-            return
-        yield record, len(line)
+    with path.open("rb") as file:  # by line: a long run has gigabytes of them
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                return
+            if not line.endswith(b"\n"):
+                return
+            yield record, len(line)
 
 
 def _parsed(line: bytes) -> Any:

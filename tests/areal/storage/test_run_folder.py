@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,17 @@ def test_a_record_that_was_not_written_to_its_end_is_written_anew(config, torn):
     assert [m["step"] for m, _ in read_metrics(config.folder / "metrics.jsonl")] == [1]
     RunFolder.resume(config).append_metrics(record(2))
     assert [m["step"] for m in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2]
+
+
+def test_the_memory_of_a_restart_does_not_grow_with_the_steps(begun, config):
+    lines = [json.dumps(record(step) | {"more": "." * 500}) + "\n" for step in range(1, 4001)]
+    (begun / "metrics.jsonl").write_text("".join(lines))
+    tracemalloc.start()
+    folder = RunFolder.resume(config)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert folder._step == 4000
+    assert most < (begun / "metrics.jsonl").stat().st_size / 4
 
 
 def test_the_extremes_of_a_summary_are_those_of_all_steps_also_of_earlier_starts(config):
