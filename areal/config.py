@@ -770,8 +770,8 @@ def load_config(
 ) -> T:
     """The configuration from a YAML file, if one is given, with overrides such as `generator.count=2`.
 
-    Any mapping in a file may name a `base`: another file, or a list of files, relative to its own file, whose values it
-    changes. Mappings are merged, all other values are replaced; of two bases the later one wins. In an override a
+    Any mapping in a file may name a `base`: another YAML file, or a list of them, relative to its own file. It changes
+    their values. Mappings are merged, all other values are replaced; of two bases the later one wins. In an override a
     base is relative to the working directory.
     secrets: values for the places in the file where they are hidden, as `secrets_in` returned them. Raises UserError,
     which names the key, its place and what to do.
@@ -809,13 +809,12 @@ def _with_bases(values: Any, folder: Path, files: tuple[Path, ...]) -> Any:
         return [_with_bases(value, folder, files) for value in values]
     if not isinstance(values, dict):
         return values
-    own = {key: _with_bases(value, folder, files) for key, value in values.items() if key != "base"}
-    names = values.get("base") or []
-    for name in reversed(names if isinstance(names, list) else [names]):
-        if not isinstance(name, str):
-            raise UserError(
-                f"The base {name!r} in {files[-1] if files else 'the overrides'} is not the path of a file."
-            )
+    names = values.get("base")
+    names = names if isinstance(names, list) else [names]
+    if not all(isinstance(name, str) and name.endswith((".yaml", ".yml")) for name in names):
+        names = []  # `base` is an option of a reward, a task or the like
+    own = {key: _with_bases(value, folder, files) for key, value in values.items() if key != "base" or not names}
+    for name in reversed(names):
         own = _merged(_read(folder / name, files), own)
     return own
 

@@ -25,7 +25,7 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._handler = RotatingFileHandler(path, maxBytes=LIMIT_BYTES, backupCount=1, encoding="utf-8", delay=True)
+        self._handler = RotatingFileHandler(path, maxBytes=LIMIT_BYTES, backupCount=1, encoding="utf-8")
 
     def write(self, line: str) -> None:
         self._handler.emit(logging.makeLogRecord({"msg": line}))
