@@ -170,7 +170,7 @@ def draw_model(random: Random) -> Model:
         stall_seconds=stall_seconds,
         evaluation_seconds=20.0 + 100 * longest,
         pace=pace,
-        patience=60.0 + 10 * steps + 100 * longest,
+        patience=60.0 + 30 * steps + 100 * longest,
         interrupt=random.random() < 0.875,
         redo_differs=random.random() < 0.5,
         bytes_a_row=bytes_a_row,
