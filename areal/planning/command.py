@@ -12,6 +12,7 @@ from rich.table import Table
 
 from areal.config import Config, LoraConfig, UserError, load_config
 from areal.observe.report import read_run
+from areal.planning.activations import measure_activations
 from areal.planning.split import GIB, PAPER_STALENESS, Lengths, Model, Plan, Rates, balanced_share, plan
 from areal.storage.run_folder import STEADY
 
@@ -71,7 +72,7 @@ def measure(folder: Path, config: Config) -> dict[str, float]:
 
 
 def read_model(config: Config) -> Model:
-    """Sizes of the run's model, counted in the model's modules without loading weights. Raises UserError."""
+    """Sizes of the run's model, counted in the model's modules and passes without loading weights. Raises UserError."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -84,6 +85,11 @@ def read_model(config: Config) -> Model:
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"The model {config.model} cannot be read ({first}): set model=FOLDER.") from None
+    try:
+        activations = [measure_activations(sizes, config.trainer, checkpointing=on) for on in (False, True)]
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"The model {config.model} cannot be trained: {first}.") from None
     heads = sizes.num_attention_heads
     parameters = sum(p.numel() for p in module.parameters())
     return Model(
@@ -94,6 +100,8 @@ def read_model(config: Config) -> Model:
         vocabulary=sizes.vocab_size,
         kv_heads=getattr(sizes, "num_key_value_heads", None) or heads,
         head_size=getattr(sizes, "head_dim", None) or sizes.hidden_size // heads,
+        activations=activations[0],
+        checkpointed=activations[1],
     )
 
 
@@ -135,7 +143,7 @@ def table(found: Plan, rates: Rates, device_gib: float) -> Table:
         "sequences at once: mean / full length": (f"{g.sequences} / {g.sequences_longest}", ""),
         "gradients / Adam and masters": ("", f"{gib(t.gradients)} / {gib(t.optimizer)}"),
         "reference model": ("", gib(t.reference) if t.reference else "none"),
-        "activations, roughly": ("", gib(t.activations)),
+        "activations": ("", gib(t.activations)),
         "other, assumed": (gib(g.other), gib(t.other)),
         "together": (gib(g.weights + g.room + g.other), gib(t.total)),
     }

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 
 from areal.config import Config, UserError
+from areal.planning.activations import Activations
+from areal.training.head import AT_ONCE
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -29,7 +31,8 @@ DEVICES_OF_A_MANAGER = 32
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Sizes of a model. `trained`: the number of trained parameters, all or only those of adapters."""
+    """Sizes of a model. `trained`: the number of trained parameters, all or only those of adapters. `activations` and
+    `checkpointed`: of its layers, without and with gradient checkpointing."""
 
     parameters: int
     trained: int
@@ -38,6 +41,8 @@ class Model:
     vocabulary: int
     kv_heads: int
     head_size: int
+    activations: Activations
+    checkpointed: Activations
 
     @property
     def kv_values(self) -> int:
@@ -167,9 +172,9 @@ def training_memory(
       from stage 2 on, and weights at stage 3. In bf16, the fp32 master weights and the two moments take 12 bytes per
       trained parameter. Gradients are accumulated in fp32; below stage 2 a rank also keeps the bf16 gradients. In fp32
       the moments take 8 bytes; from stage 1 on DeepSpeed also keeps its own master weights.
-    * Activations: 17 values per token, layer and hidden unit (arXiv 2205.05198, eq. 2, without the attention matrix,
-      which fused kernels do not store). With checkpointing: one value per layer, and the 17 of the layer in progress.
-      In addition the logits and their gradient.
+    * Activations: the most that exists at once, in the backward pass either of the layers (areal.planning.activations)
+      or of the output layer, while all that the layers saved still exists. The output layer takes AT_ONCE logits
+      at a time, and makes a gradient of the hidden states in fp32 and one of its weight (areal.training.head).
     """
     trainer = config.trainer
     size = BYTES[trainer.dtype]
@@ -177,13 +182,19 @@ def training_memory(
     of_weights, of_gradients, of_optimizer = (ranks if stage >= least else 1 for least in (3, 2, 1))
     half = trainer.dtype != "float32"
     own_reference = trainer.kl_coef and not (trainer.lora and trainer.reference is None)
-    layers = model.layers + 17 if checkpointing else 17 * model.layers
+    layers = model.checkpointed if checkpointing else model.activations
+    logits = min(AT_ONCE, tokens * model.vocabulary)
+    states = size * tokens * model.hidden
+    forward = states + logits * (10 if half else 8)
+    backward = 2 * states + 4 * tokens * model.hidden + logits * (8 if half else 4)
+    if not trainer.lora:
+        backward += size * model.vocabulary * model.hidden
     return TrainingMemory(
         weights=size * model.parameters / of_weights,
         gradients=(6 if half and stage < 2 else 4) * model.trained / of_gradients,
         optimizer=(12 if stage else 8) * model.trained / of_optimizer,
         reference=size * model.parameters / of_weights if own_reference else 0.0,
-        activations=size * tokens * (layers * model.hidden + 2 * model.vocabulary),
+        activations=max(tokens * layers.peak, tokens * layers.saved + max(forward, backward)),
     )
 
 

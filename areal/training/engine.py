@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import hashlib
 import io
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -52,12 +54,15 @@ def build_communication() -> None:
 
     torch marks a running build with a lock file. A process that is killed leaves this file behind, and all later builds
     would wait for it forever. The lock taken here is released when its holder exits. Its holder knows that no build is
-    running, and removes torch's file.
+    running, and removes torch's file. The builds of each Python environment have a folder of their own. In a common one
+    torch would build for minutes whenever an environment at another path was the last to build.
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm.torch import build_shm_op
-    from torch.utils.cpp_extension import _get_build_directory
+    from torch.utils.cpp_extension import _get_build_directory, get_default_build_root
 
+    environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{get_default_build_root()}/{environment}")
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is None:
         return

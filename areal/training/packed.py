@@ -206,12 +206,13 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     )
 
 
-def empty_row(device: torch.device) -> Row:
-    """A row of one token that is in no loss."""
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+def empty_row(device: torch.device, tokens: int = 1) -> Row:
+    """A row of one sequence of zeros that is in no loss."""
+    zeros = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(tokens, device=device)
     none = torch.zeros(0, device=device)
     no, places = none.long(), np.zeros(0, np.int64)
-    return Row(zero, zero, [1], [1], zero[0], places, no, no, no, no, none, none.int())
+    return Row(zeros, positions[None], [tokens], [tokens], positions, places, no, no, no, no, none, none.int())
 
 
 def _paths(lengths: Sequence[int], added: Sequence[int]) -> list[np.ndarray]:

@@ -1,29 +1,67 @@
-"""The most memory that the step from hidden states to log-probs takes, and back, beyond its activations.
+"""The most memory that a training step takes, beside what `areal plan` says, and what its output layer takes.
 
-For each shape a process of its own makes hidden states, a head and targets in bf16, and then computes log-probs and
-gradients, once with `areal.training.head` and once as PyTorch does it on whole logits. What is printed is how far the
-process's resident memory rose above what it had before, at its peak: it includes the gradients of the hidden states and
-of the head, which any method returns.
+Everything is measured in processes of their own, as how far the resident memory rose above what it was before.
+
+* A training engine makes two steps on one row, in several settings. The plan's figure comes without what the plan
+  assumes for CUDA and NCCL.
+* From hidden states to log-probs and back in bf16, once with `areal.training.head` and once as PyTorch does it on whole
+  logits. This includes the gradients of the hidden states and of the head, which any method returns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from results import show, write
 from torch import Tensor
 from torch.nn.functional import linear
 
 from areal.amx import avoid_broken_amx
+from areal.config import Config
+from areal.planning.command import read_model
+from areal.planning.split import training_memory
+from areal.training.engine import TrainingEngine
 from areal.training.head import linear_logprobs
+from areal.trajectory import NOT_SAMPLED, Group, Trajectory
+
+MODELS = {  # tokens of the row, and the model
+    "Qwen2.5-0.5B, 2 layers": (
+        1024,
+        {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2,
+         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 32_768, "tie_word_embeddings": True},
+    ),
+    "a narrow Qwen2, 8 layers": (
+        4096,
+        {"model_type": "qwen2", "hidden_size": 256, "intermediate_size": 1408, "num_hidden_layers": 8,
+         "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 16_384, "tie_word_embeddings": True},
+    ),
+    "a narrow Llama, 8 layers": (
+        4096,
+        {"model_type": "llama", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8,
+         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4096, "tie_word_embeddings": False},
+    ),
+}  # fmt: skip
+SETTINGS = {
+    "fp32": {},
+    "fp32, checkpointing": {"gradient_checkpointing": True},
+    "bf16": {"dtype": "bfloat16"},
+    "bf16, checkpointing, LoRA": {"dtype": "bfloat16", "gradient_checkpointing": True, "lora": {}},
+}
 
 SHAPES = {  # tokens, vocabulary, hidden units
     "Qwen2.5-0.5B, 8k": (8192, 151_936, 896),
@@ -52,14 +90,9 @@ def resident() -> int:
     return pages * resource.getpagesize()
 
 
-def measure(method: str, tokens: int, vocabulary: int, hidden_units: int) -> dict[str, float]:
-    """Run `method` in this process, while a thread looks at its memory."""
-    avoid_broken_amx()
-    torch.set_num_threads(1)
-    hidden = torch.randn(tokens, hidden_units, dtype=torch.bfloat16, requires_grad=True)
-    weight = (torch.randn(vocabulary, hidden_units, dtype=torch.bfloat16) / hidden_units**0.5).requires_grad_()
-    place, targets = torch.arange(tokens), torch.randint(0, vocabulary, (tokens,))
-    METHODS[method](hidden[:8], weight, place[:8], targets[:8]).sum()  # what libraries allocate at first use
+@contextmanager
+def peak() -> Iterator[dict[str, float]]:
+    """Measures the highest rise of this process's memory, in bytes, and its CPU seconds, by a thread that looks."""
     before, highest, done = resident(), 0, threading.Event()
 
     def look() -> None:
@@ -70,14 +103,112 @@ def measure(method: str, tokens: int, vocabulary: int, hidden_units: int) -> dic
     watcher = threading.Thread(target=look)
     watcher.start()
     started = time.process_time()
-    METHODS[method](hidden, weight, place, targets).sum().backward()
-    seconds = time.process_time() - started
-    done.set()
-    watcher.join()
-    return {"bytes": highest - before, "cpu_seconds": seconds}
+    found: dict[str, float] = {}
+    try:
+        yield found
+    finally:
+        seconds = time.process_time() - started
+        done.set()
+        watcher.join()
+    found |= {"bytes": highest - before, "cpu_seconds": seconds}
 
 
-def compare(options: argparse.Namespace) -> None:
+def measure(method: str, tokens: int, vocabulary: int, hidden_units: int) -> dict[str, float]:
+    """Run `method` in this process."""
+    avoid_broken_amx()
+    torch.set_num_threads(1)
+    hidden = torch.randn(tokens, hidden_units, dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(vocabulary, hidden_units, dtype=torch.bfloat16) / hidden_units**0.5).requires_grad_()
+    place, targets = torch.arange(tokens), torch.randint(0, vocabulary, (tokens,))
+    METHODS[method](hidden[:8], weight, place[:8], targets[:8]).sum()  # what libraries allocate at first use
+    with peak() as found:
+        METHODS[method](hidden, weight, place, targets).sum().backward()
+    return found
+
+
+def measure_step(name: str, setting: str) -> dict[str, float]:
+    """Train the model `name` in this process, and return the measured and the planned bytes."""
+    tokens, sizes = MODELS[name]
+    with tempfile.TemporaryDirectory() as parent:
+        tiny = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "vocab_size": 16}  # fmt: skip
+        warm_up = config_of(Path(parent, "tiny"), sizes | tiny, SETTINGS[setting], 16)
+        train(warm_up, 16, 16)  # what libraries allocate at first use
+        config = config_of(Path(parent, "model"), sizes, SETTINGS[setting], tokens)
+        planned = training_memory(
+            config, read_model(config), 1, config.trainer.dtype == "bfloat16", config.trainer.gradient_checkpointing, 1
+        )
+        with peak() as found:
+            train(config, tokens, sizes["vocab_size"])
+    return found | {"planned": planned.total - planned.other}
+
+
+def config_of(folder: Path, sizes: dict[str, Any], trainer: dict[str, Any], tokens: int) -> Config:
+    """A run that trains a random model, which this writes to `folder`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
+    model.to(getattr(torch, trainer.get("dtype", "float32"))).save_pretrained(folder)
+    return Config.model_validate(
+        {
+            "model": str(folder),
+            "steps": 1,
+            "batch_size": 1,
+            "group_size": 2,
+            "data": {"source": "none.jsonl"},
+            "reward": {"functions": ["math"]},
+            "sampling": {"max_new_tokens": tokens},
+            "trainer": {"minibatches": 1, "threads": 1, "max_tokens_per_microbatch": tokens} | trainer,
+        }
+    )
+
+
+def train(config: Config, tokens: int, vocabulary: int) -> None:
+    """Two steps, each on two random sequences in one row of `tokens` tokens."""
+    engine = TrainingEngine(Path(config.model), config.trainer, seed=0)
+    random, length = np.random.default_rng(0), tokens // 2
+    versions = np.repeat([NOT_SAMPLED, 0], [1, length - 1]).astype(np.int32)
+    samples = tuple(
+        Trajectory(
+            random.integers(0, vocabulary, length).astype(np.int32),
+            np.full(length, -np.log(vocabulary), np.float32),
+            versions,
+            float(reward),
+            "stop",
+        )
+        for reward in (0, 1)
+    )
+    for _ in range(2):
+        engine.step([Group("group", 0, samples)], version=0, temperature=1.0)
+    engine.close()
+
+
+def compare_steps(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The measured and the planned memory of a training step for each model and setting, or with --quick for some."""
+    results, rows = {}, []
+    pairs = zip(MODELS, SETTINGS, strict=False) if options.quick else product(MODELS, SETTINGS)
+    for name, setting in pairs:
+        found = results[f"{name}, {setting}"] = in_a_process("--measure-step", name, setting)
+        of_plan = found["bytes"] / found["planned"]
+        rows.append([name, setting, found["bytes"] / 1e9, found["planned"] / 1e9, of_plan, found["cpu_seconds"]])
+    show(
+        "Peak memory of a training step, one core",
+        ["model", "setting", "GB", "GB as planned", "measured / planned", "CPU s"],
+        rows,
+        [],
+    )
+    return results
+
+
+def in_a_process(*arguments: str) -> dict[str, float]:
+    # glibc gives large blocks that are freed back to the system at once only below a threshold that it raises itself.
+    fixed = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, __file__, *arguments]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=fixed).stdout)
+
+
+def compare_heads(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The memory from hidden states to log-probs and back for each shape and method."""
     results, rows = {}, []
     for name, shape in (QUICK if options.quick else SHAPES).items():
         tokens, vocabulary, hidden_units = shape
@@ -85,8 +216,7 @@ def compare(options: argparse.Namespace) -> None:
         for method in METHODS:
             if method == "whole logits" and 2 * 2 * tokens * vocabulary > LARGEST:
                 continue
-            command = [sys.executable, __file__, "--measure", method, *map(str, shape)]
-            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            found = in_a_process("--measure", method, *map(str, shape))
             results[f"{name}, {method}"] = found | {"gradients": returned}
             peak = found["bytes"]
             rows.append([name, method, peak / 1e9, (peak - returned) / 1e9, found["cpu_seconds"]])
@@ -96,17 +226,20 @@ def compare(options: argparse.Namespace) -> None:
         rows,
         [],
     )
-    write(results, options.json)
+    return results
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
-    parser.add_argument("--quick", action="store_true", help="one small shape: does it run?")
+    parser.add_argument("--quick", action="store_true", help="one setting of each model, one small shape")
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--measure-step", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         method, *shape = options.measure
         print(json.dumps(measure(method, *map(int, shape))))
+    elif options.measure_step:
+        print(json.dumps(measure_step(*options.measure_step)))
     else:
-        compare(options)
+        write(compare_steps(options) | compare_heads(options), options.json)

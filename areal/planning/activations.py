@@ -1,0 +1,115 @@
+"""The memory that a model's layers take in training, counted in the model's own code.
+
+A model of few layers, in its real width, makes one forward and backward pass with tensors that have shapes but no data
+(PyTorch's FakeTensorMode). So the count takes seconds, whatever the size of the model, and holds for any architecture.
+The rest follows: memory is linear in the number of tokens, and from one layer to the next.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from areal.config import TrainerConfig
+from areal.training.packed import attention_kwargs, choose_attention, empty_row
+from areal.weights.lora import add_adapters
+
+TOKENS = 1024
+FEW, MORE = 2, 4
+"""Layers of the two models that are measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes per token. `saved`: what the layers keep from the forward pass for the backward pass. `peak`: the most that
+    exists at once during the layers' backward pass, which includes `saved`. Gradients of parameters do not count."""
+
+    saved: float
+    peak: float
+
+
+def measure_activations(sizes: Any, trainer: TrainerConfig, *, checkpointing: bool) -> Activations:
+    """The activations of one rank's layers, without the output layer. sizes: the model's config of transformers."""
+    few, more = (_of_layers(sizes, trainer, layers, checkpointing) for layers in (FEW, MORE))
+
+    def all_layers(name: str) -> float:
+        a_layer = (getattr(more, name) - getattr(few, name)) / (MORE - FEW)
+        return getattr(few, name) + (sizes.num_hidden_layers - FEW) * a_layer
+
+    return Activations(all_layers("saved"), all_layers("peak"))
+
+
+def _of_layers(sizes: Any, trainer: TrainerConfig, layers: int, checkpointing: bool) -> Activations:
+    from transformers import AutoModelForCausalLM
+
+    sizes = copy.deepcopy(sizes)
+    sizes.num_hidden_layers = layers
+    if getattr(sizes, "layer_types", None):
+        sizes.layer_types = sizes.layer_types[-layers:]
+    dtype = getattr(torch, trainer.dtype)
+    attention = choose_attention("float32")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(sizes, dtype=dtype, attn_implementation=attention).train()
+        decoder = model.get_decoder()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if trainer.lora:
+            model = add_adapters(model, trainer.lora)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_forget)
+        row = empty_row(torch.device("cpu"), TOKENS)
+        embeddings = torch.zeros(1, TOKENS, sizes.hidden_size, dtype=dtype, requires_grad=True)
+        with _Count(model) as count:
+            hidden = decoder(
+                inputs_embeds=embeddings,
+                position_ids=row.positions,
+                use_cache=False,
+                **attention_kwargs(row, attention),
+            ).last_hidden_state
+            saved = count.now
+            hidden.backward(torch.zeros_like(hidden))
+    return Activations(saved / TOKENS, count.most / TOKENS)
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class _Count(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make: those that exist `now`, and the `most` at once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(made):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
