@@ -309,6 +309,9 @@ class TrainerConfig(Section):
         False, description="recompute activations in the backward pass, which saves memory"
     )
     lora: LoraConfig | None = Field(None, description="train adapters instead of all weights")
+    peak_tflops: float | None = Field(
+        None, gt=0, description="dense TFLOP/s of a device, for `mfu`; null: known for common GPUs, measured on a CPU"
+    )
     prefix_tree: bool = Field(True, description="compute the prefix that samples of a group share only once")
     objective: str = Field("decoupled_ppo", description="the policy loss (docs/objectives.md)")
     eps_clip: float = Field(0.2, gt=0, description="pi_theta / pi_prox is clipped at 1 - eps_clip and 1 + eps_clip")

@@ -31,6 +31,7 @@ from areal.amx import avoid_broken_amx
 from areal.config import TrainerConfig, UserError
 from areal.training.advantages import advantages
 from areal.training.checkpoint import TrainingState
+from areal.training.flops import Operations, peak_tflops
 from areal.training.head import Head
 from areal.training.microbatches import split_over_ranks
 from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
@@ -162,6 +163,8 @@ class TrainingEngine:
         self._state = TrainingState(self._deepspeed, self._trained, self._stage, self._control)
         self.device: torch.device = self._deepspeed.device
         self._fit_rows(self._module, head)
+        self._operations = Operations(self._module)
+        self._peak_tflops = config.peak_tflops or peak_tflops(self.device, config.dtype)
         self._reference = self._start_reference()
         self._snapshot: dict[str, Tensor] = {}
         self.work_done = 0
@@ -365,6 +368,7 @@ class TrainingEngine:
             tokens_trained=int(trained.sum()),
             tokens_total=len(flat.tokens),
             reference=self.config.kl_coef > 0,
+            peak_tflops=self._peak_tflops,
         )
 
     def loss(self, batch: Sequence[Group] | None, *, temperature: float) -> float:
@@ -398,6 +402,7 @@ class TrainingEngine:
             for row in self._rows(flat, trained, members):
                 logp, _ = self._forward(row, temperature, module)
                 found[torch.from_numpy(row.places)] = logp.cpu()
+                tally.operations += self._operations.of(row, backward=False)
                 self.work_done += 1
         return self._summed(found)
 
@@ -462,6 +467,7 @@ class TrainingEngine:
                 if self.config.kl_coef and self.config.kl_in == "loss":
                     loss = loss + self.config.kl_coef * kl(logp, row.reference, self.config.kl_estimator)
                 tally.add(row, logp, entropy, out, version, first=first)
+                tally.operations += self._operations.of(row, backward=True)
             with tally.clock("backward"):
                 # DeepSpeed averages over ranks, but the gradient has to be a sum over ranks.
                 self._deepspeed.backward((loss * row.weights).sum() * self.world_size)

@@ -31,6 +31,8 @@ class StepResult:
     None. token_staleness_mean: versions between a token's sampling and this step.
     tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch. tokens_computed: tokens that the
     model computed, where a prefix tree computes shared tokens once.
+    tflops: TFLOP/s of one device (areal.training.flops), over the seconds below, mean over the ranks. mfu: `tflops` as a
+    share of what the device can do at most; None if that is not known.
     The seconds are those of the rank that returns this, in practice rank 0. forward_seconds includes the passes for
     proximal and reference log-probs.
     """
@@ -49,13 +51,15 @@ class StepResult:
     tokens_trained: int
     tokens_total: int
     tokens_computed: int
+    tflops: float
+    mfu: float | None
     forward_seconds: float
     backward_seconds: float
     optimizer_seconds: float
 
 
 class Tally:
-    """Sums over the tokens of a step on one rank, and the seconds of its phases."""
+    """Sums over the tokens of a step on one rank, the seconds of its phases, and its floating-point operations."""
 
     SUMS = ("loss", "entropy", "clipped", "weight", "weight_squared", "kl_behaviour", "kl_reference", "staleness",
             "gap", "current", "computed")  # fmt: skip
@@ -65,6 +69,7 @@ class Tally:
         self.weight_max = torch.zeros(1, dtype=torch.float64, device=device)
         self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self.grad_norms: list[float] = []
+        self.operations = 0.0
 
     @torch.no_grad()
     def add(self, row: Row, logp: Tensor, entropy: Tensor, out: TokenLoss, version: int, *, first: bool) -> None:
@@ -100,13 +105,23 @@ class Tally:
         self.seconds[phase] += time.perf_counter() - started
 
     def result(
-        self, control: dist.ProcessGroup, *, tokens_trained: int, tokens_total: int, reference: bool
+        self,
+        control: dist.ProcessGroup,
+        *,
+        tokens_trained: int,
+        tokens_total: int,
+        reference: bool,
+        peak_tflops: float | None,
     ) -> StepResult:
-        """The step's result, which is the same on all ranks except for the seconds (all ranks)."""
+        """The step's result, which is the same on all ranks except for the seconds and what follows from them (all
+        ranks)."""
         totals, weight_max = self.sums.cpu(), self.weight_max.cpu()
+        operations = torch.tensor([self.operations], dtype=torch.float64)
+        dist.all_reduce(operations, group=control)
         dist.all_reduce(totals, group=control)
         dist.all_reduce(weight_max, op=dist.ReduceOp.MAX, group=control)
         count = max(1, tokens_trained)
+        tflops = operations.item() / dist.get_world_size(control) / sum(self.seconds.values()) / 1e12
         sums = dict(zip(self.SUMS, totals.tolist(), strict=True))
         return StepResult(
             loss=sums["loss"] / len(self.grad_norms),
@@ -123,5 +138,7 @@ class Tally:
             tokens_trained=tokens_trained,
             tokens_total=tokens_total,
             tokens_computed=int(sums["computed"]),
+            tflops=tflops,
+            mfu=tflops / peak_tflops if peak_tflops else None,
             **{f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
         )

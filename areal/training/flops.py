@@ -1,0 +1,87 @@
+"""The floating-point operations of a training step, and how many a device can do: what `mfu` is made of.
+
+The operations are those that the model needs (PaLM, arXiv 2204.02311, appendix B): two per weight and token forward, two
+more for the gradient of the layer's input, and two more for that of a weight that is trained. What is computed again to
+save memory does not count. Attention counts the pairs of tokens that attend to each other, each four times the size of
+all heads forward, and eight times backward.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from areal.training.packed import Row
+
+# Dense TFLOP/s in bf16 with sums in fp32, by a part of the name that CUDA has for the device. From NVIDIA's data sheets,
+# AMD's for the MI300X. The first match counts.
+KNOWN = {
+    "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "H800": 989, "H20": 148, "B200": 2250,
+    "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,
+    "RTX 4090": 165, "RTX 3090": 71, "MI300X": 1307,
+}  # fmt: skip
+MATMUL, REPEATS = 1024, 5
+"""Side of the matrices whose product measures a CPU, and how often it is tried; the fastest counts."""
+
+
+class Operations:
+    """Counts the operations of rows of one model.
+
+    module: the model, before or after DeepSpeed has partitioned its parameters. Weights of experts count by the share
+    of the experts that a token takes.
+    """
+
+    def __init__(self, module: Any) -> None:
+        sizes = module.config.get_text_config()
+        head, embeddings = module.get_output_embeddings().weight, module.get_input_embeddings().weight
+        self._weights = self._trained = 0.0
+        for parameter in module.parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if parameter is head or parameter is embeddings or len(shape) < 2:
+                continue
+            experts = len(shape) == 3 and shape[0] == _experts(sizes)
+            active = shape.numel() * (sizes.num_experts_per_tok / shape[0] if experts else 1)
+            self._weights += active
+            self._trained += active * parameter.requires_grad
+        self._head = float(getattr(head, "ds_shape", head.shape).numel())
+        self._head_trained = self._head * head.requires_grad
+        kinds = getattr(sizes, "layer_types", None) or ["full_attention"] * sizes.num_hidden_layers
+        width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+        self._pair = 4.0 * sizes.num_attention_heads * width * sum("attention" in kind for kind in kinds)
+
+    def of(self, row: Row, *, backward: bool) -> float:
+        """The operations of a row's forward pass, and if `backward` of its backward pass too."""
+        if not len(row.places):
+            return 0.0
+        tokens, predicted = sum(row.added), len(row.predicts)
+        pairs = sum(
+            own * (length - own) + own * (own + 1) / 2 for own, length in zip(row.added, row.lengths, strict=True)
+        )
+        weights, head, pair = 2 * self._weights, 2 * self._head, self._pair
+        if backward:
+            weights += 2 * self._weights + 2 * self._trained
+            head += 2 * self._head + 2 * self._head_trained
+            pair *= 3
+        return tokens * weights + predicted * head + pairs * pair
+
+
+def _experts(sizes: Any) -> int | None:
+    return getattr(sizes, "num_experts", None) or getattr(sizes, "num_local_experts", None)
+
+
+def peak_tflops(device: torch.device, dtype: str) -> float | None:
+    """Dense TFLOP/s of one device: known for common GPUs in bf16, measured on a CPU with this process's threads.
+
+    None for other GPUs."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return next((float(peak) for part, peak in KNOWN.items() if part in name and dtype == "bfloat16"), None)
+    matrix = torch.ones(MATMUL, MATMUL, dtype=getattr(torch, dtype))
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        torch.mm(matrix, matrix)
+        seconds.append(time.perf_counter() - started)
+    return 2 * MATMUL**3 / min(seconds) / 1e12
