@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -23,8 +24,6 @@ from areal.training.packed import attention_kwargs, choose_attention, empty_row
 from areal.weights.lora import add_adapters
 
 TOKENS = 1024
-FEW, MORE = 2, 4
-"""Layers of the two models that are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +37,19 @@ class Activations:
 
 def measure_activations(sizes: Any, trainer: TrainerConfig, *, checkpointing: bool) -> Activations:
     """The activations of one rank's layers, without the output layer. sizes: the model's config of transformers."""
-    few, more = (_of_layers(sizes, trainer, layers, checkpointing) for layers in (FEW, MORE))
+    period = _period(getattr(sizes, "layer_types", None) or [""])
+    few, more = (_of_layers(sizes, trainer, layers, checkpointing) for layers in (2 * period, 4 * period))
 
     def all_layers(name: str) -> float:
-        a_layer = (getattr(more, name) - getattr(few, name)) / (MORE - FEW)
-        return getattr(few, name) + (sizes.num_hidden_layers - FEW) * a_layer
+        a_layer = (getattr(more, name) - getattr(few, name)) / (2 * period)
+        return getattr(few, name) + (sizes.num_hidden_layers - 2 * period) * a_layer
 
     return Activations(all_layers("saved"), all_layers("peak"))
+
+
+def _period(kinds: list[str]) -> int:
+    """After how many layers their kinds repeat themselves."""
+    return next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False)))
 
 
 def _of_layers(sizes: Any, trainer: TrainerConfig, layers: int, checkpointing: bool) -> Activations:
@@ -52,8 +57,8 @@ def _of_layers(sizes: Any, trainer: TrainerConfig, layers: int, checkpointing: b
 
     sizes = copy.deepcopy(sizes)
     sizes.num_hidden_layers = layers
-    if getattr(sizes, "layer_types", None):
-        sizes.layer_types = sizes.layer_types[-layers:]
+    if kinds := getattr(sizes, "layer_types", None):
+        sizes.layer_types = [*islice(cycle(kinds[: _period(kinds)]), layers)]
     dtype = getattr(torch, trainer.dtype)
     attention = choose_attention("float32")
     with torch.device("meta"):

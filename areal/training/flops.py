@@ -1,9 +1,9 @@
 """The floating-point operations of a training step, and how many a device can do: what `mfu` is made of.
 
-The operations are those that the model needs (PaLM, arXiv 2204.02311, appendix B): two per weight and token forward, two
-more for the gradient of the layer's input, and two more for that of a weight that is trained. What is computed again to
-save memory does not count. Attention counts the pairs of tokens that attend to each other, each four times the size of
-all heads forward, and eight times backward.
+The operations are those that the model needs (PaLM, arXiv 2204.02311, appendix B). A weight takes two for each token
+forward, two more for the gradient of its layer's input, and two more for its own gradient if it is trained. Tokens that
+attend to each other take, for each pair, four times the size of all heads forward, and eight times backward. What is
+computed again to save memory does not count.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from areal.training.packed import Row
 
-# Dense TFLOP/s in bf16 with sums in fp32, by a part of the name that CUDA has for the device. From NVIDIA's data sheets,
-# AMD's for the MI300X. The first match counts.
+# Dense TFLOP/s in bf16 with sums in fp32, by a part of the device's name in CUDA; the first match counts. From the data
+# sheets of NVIDIA and AMD.
 KNOWN = {
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "H800": 989, "H20": 148, "B200": 2250,
     "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,

@@ -31,7 +31,7 @@ class StepResult:
     None. token_staleness_mean: versions between a token's sampling and this step.
     tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch. tokens_computed: tokens that the
     model computed, where a prefix tree computes shared tokens once.
-    tflops: TFLOP/s of one device (areal.training.flops), over the seconds below, mean over the ranks. mfu: `tflops` as a
+    tflops: TFLOP/s of one device (areal.training.flops) over the seconds below, mean over the ranks. mfu: `tflops` as a
     share of what the device can do at most; None if that is not known.
     The seconds are those of the rank that returns this, in practice rank 0. forward_seconds includes the passes for
     proximal and reference log-probs.
