@@ -193,8 +193,7 @@ class GenerationEngine:
         await asyncio.to_thread(_check_offer, folder, self._model.weights)
         async with self._loading, self.drained():
             self._raise_if_failed()
-            if not self._config.interrupt:  # the folder may have been removed while sequences were being finished
-                await asyncio.to_thread(_check_offer, folder, self._model.weights)
+            await self._open(folder)
             swap = asyncio.ensure_future(self._swap(folder, version, self._drained_since or time.perf_counter()))
             try:
                 return await asyncio.shield(swap)
@@ -268,6 +267,13 @@ class GenerationEngine:
         """Start no sequence until `resume_scheduler_async`; return once none is running."""
         await self._call(self._core.pause_scheduler_async(mode="wait", clear_cache=False))
 
+    async def _open(self, folder: Path) -> None:
+        """Have the files opened that are loaded next. The trainer may have removed them since they were checked."""
+        paths = (str(folder), str(self._model.folder))
+        answers = await self._call(self._core.collective_rpc_async("open_policy", args=paths))
+        if wrong := next(filter(None, answers), None):
+            raise WeightLoadError(f"{folder} cannot be read: {wrong}")
+
     async def _swap(self, folder: Path, version: int, start: float) -> LoadTimes:
         try:
             return await self._interrupt(folder, version, start)
@@ -285,7 +291,7 @@ class GenerationEngine:
         stopped = [stream for stream in self._streams.values() if stream.sampled and not stream.ended]
         recomputed = 0 if keep else sum(stream.prompt + stream.sampled for stream in stopped)
         paused = time.perf_counter()
-        await self._call(self._core.collective_rpc_async("load_policy", args=(str(folder), str(self._model.folder))))
+        await self._call(self._core.collective_rpc_async("load_policy"))
         self._version = version
         loaded = time.perf_counter()
         # Both are sent at once, in this order, which saves a round trip during which nothing would run.
