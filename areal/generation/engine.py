@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import json
 import os
@@ -468,6 +469,16 @@ def _set_environment(config: GeneratorConfig) -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
+def _check_libraries() -> None:
+    """Raises UserError if vLLM's kernels for the CPU lack a library; vLLM itself only warns when it imports them."""
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError as error:
+        raise UserError(
+            f"vLLM needs libnuma on the CPU ({error}): install it, on Debian and Ubuntu by apt-get install libnuma1."
+        ) from error
+
+
 def _set_cpu_environment() -> None:
     # Otherwise the sampler compiles a helper at the first request, which takes 3 to 28 s and is useless on the CPU.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -483,6 +494,7 @@ def _start_core(model: Path, config: GeneratorConfig, seed: int) -> tuple[AsyncM
     from vllm.v1.executor import Executor
 
     if current_platform.is_cpu():
+        _check_libraries()
         _set_cpu_environment()
         if config.dtype == "bfloat16":
             avoid_broken_amx()

@@ -403,6 +403,16 @@ async def test_importing_the_module_imports_neither_torch_nor_vllm() -> None:
     assert await process.wait() == 0
 
 
+async def test_a_missing_library_is_told_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "libnuma.so.1").touch()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "from areal.generation.engine import _check_libraries; _check_libraries()",
+        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, said = await process.communicate()
+    assert b"UserError: vLLM needs libnuma on the CPU" in said.splitlines()[-1]
+
+
 async def queue_up(engine: GenerationEngine, count: int) -> list[asyncio.Task[Chunk]]:
     """`count` samples of the same prompt, once those that find room in the engine are running."""
     progress: list[list[Chunk]] = [[] for _ in range(count)]

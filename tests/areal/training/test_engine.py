@@ -423,6 +423,14 @@ def test_a_rank_that_was_killed_while_deepspeed_built_its_op_does_not_stop_those
     assert not left.exists()
 
 
+def test_a_missing_compiler_is_told_in_a_sentence(tmp_path):
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-compiler"}
+    failed = subprocess.run([sys.executable, "-c", BUILD], env=environment, capture_output=True, text=True, timeout=200)
+    last = failed.stderr.splitlines()[-1]
+    assert "UserError: DeepSpeed cannot build" in last
+    assert "no-compiler" in last and "install a C++ compiler" in last
+
+
 def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match=str(tmp_path)):
         TrainingEngine(tmp_path, settings(), seed=0)
