@@ -1,22 +1,27 @@
-# `make run` trains the quickstart; `make test` runs the whole suite. Both set up .venv first, once.
+# `make run` trains the quickstart; `make test` runs the tests that are not slow, `make test-all` all of them. Each sets up
+# .venv first, once.
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRA := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test coverage lint docs setup clean
+.PHONY: run test test-all coverage lint docs setup clean
 
 run: setup
 	$(BIN)/python run.py $(ARGS)
 
 test: setup
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
-# The test suite, slower, and in build/coverage what it runs of the project, in all processes but those that are killed.
+test-all: setup
+	$(PYTEST) $(ARGS)
+
+# All tests, slower, and in build/coverage what it runs of the project, in all processes but those that are killed.
 coverage:
-	$(MAKE) test ARGS="--cov --cov-report=term --cov-report=html:build/coverage $(ARGS)"
+	$(MAKE) test-all ARGS="--cov --cov-report=term --cov-report=html:build/coverage $(ARGS)"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -27,9 +27,9 @@ from areal.storage.run_folder import read_metrics
 
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
 ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
-STEPS = 16
+STEPS = 20
 # Small steps take a third of a second: late enough for everything to happen, early enough for the run to be there.
-KILLED_AT = range(1, STEPS - 6)
+KILLED_AT = range(1, STEPS - 10)
 # Long enough for a kill to find any moment of a step.
 PHASE_SECONDS = 0.5
 # Between two steps there may be several starts of everything.
@@ -156,7 +156,7 @@ def check_finished(run: Run, folder: Path, timeout: float) -> None:
 
 
 @pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)
-def test_every_role_may_be_killed_once(run, small, chaos, tmp_path):
+def test_every_role_may_be_killed_once_and_then_the_machine(run, small, free_port, chaos, tmp_path):
     folder = tmp_path / "runs" / "test"
     started = run("--config", CONFIG, *small, "generator.count=1")
     wait_for(started, lambda: engine_keeps_its_core(started))
@@ -165,13 +165,18 @@ def test_every_role_may_be_killed_once(run, small, chaos, tmp_path):
         wait_for_step(started, folder, step)
         time.sleep(chaos.uniform(0, PHASE_SECONDS))
         kill(started, role, chaos)
-    check_finished(started, folder, SECONDS_OF_A_SMALL_RUN)
+    after_steps(started, folder, 1)
     assert "master/0 was killed by SIGKILL, and is started again" in started.output
+    print(f"step {steps_done(folder)}: lose_machine")
+    lose_machine(started)
+    assert not processes_mentioning(f"tcp://127.0.0.1:{free_port}")
+    check_finished(run("--resume", str(folder)), folder, SECONDS_OF_A_SMALL_RUN)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["masters"] >= 2
     assert summary["lineages"] >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)
 def test_a_run_goes_on_after_it_lost_its_generators_was_stopped_and_lost_its_machine(
     run, small, free_port, chaos, tmp_path

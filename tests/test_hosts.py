@@ -29,6 +29,7 @@ needs_hosts = pytest.mark.skipif(
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_a_run_over_hosts_with_keys_and_folders_of_their_own_outlasts_a_partition(tiny_model: Path, tmp_path: Path):
     small = [
         "--config", str(ROOT / "configs" / "quickstart.yaml"), f"model={tiny_model}", "name=test", f"steps={STEPS}",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import json
 import os
@@ -193,8 +194,7 @@ class GenerationEngine:
         await asyncio.to_thread(_check_offer, folder, self._model.weights)
         async with self._loading, self.drained():
             self._raise_if_failed()
-            if not self._config.interrupt:  # the folder may have been removed while sequences were being finished
-                await asyncio.to_thread(_check_offer, folder, self._model.weights)
+            await self._open(folder)
             swap = asyncio.ensure_future(self._swap(folder, version, self._drained_since or time.perf_counter()))
             try:
                 return await asyncio.shield(swap)
@@ -268,6 +268,13 @@ class GenerationEngine:
         """Start no sequence until `resume_scheduler_async`; return once none is running."""
         await self._call(self._core.pause_scheduler_async(mode="wait", clear_cache=False))
 
+    async def _open(self, folder: Path) -> None:
+        """Have the files opened that are loaded next. The trainer may have removed them since they were checked."""
+        paths = (str(folder), str(self._model.folder))
+        answers = await self._call(self._core.collective_rpc_async("open_policy", args=paths))
+        if wrong := next(filter(None, answers), None):
+            raise WeightLoadError(f"{folder} cannot be read: {wrong}")
+
     async def _swap(self, folder: Path, version: int, start: float) -> LoadTimes:
         try:
             return await self._interrupt(folder, version, start)
@@ -285,7 +292,7 @@ class GenerationEngine:
         stopped = [stream for stream in self._streams.values() if stream.sampled and not stream.ended]
         recomputed = 0 if keep else sum(stream.prompt + stream.sampled for stream in stopped)
         paused = time.perf_counter()
-        await self._call(self._core.collective_rpc_async("load_policy", args=(str(folder), str(self._model.folder))))
+        await self._call(self._core.collective_rpc_async("load_policy"))
         self._version = version
         loaded = time.perf_counter()
         # Both are sent at once, in this order, which saves a round trip during which nothing would run.
@@ -462,6 +469,16 @@ def _set_environment(config: GeneratorConfig) -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
+def _check_libraries() -> None:
+    """Raises UserError if vLLM's kernels for the CPU lack a library; vLLM itself only warns when it imports them."""
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError as error:
+        raise UserError(
+            f"vLLM needs libnuma on the CPU ({error}): install it, on Debian and Ubuntu by apt-get install libnuma1."
+        ) from error
+
+
 def _set_cpu_environment() -> None:
     # Otherwise the sampler compiles a helper at the first request, which takes 3 to 28 s and is useless on the CPU.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -477,6 +494,7 @@ def _start_core(model: Path, config: GeneratorConfig, seed: int) -> tuple[AsyncM
     from vllm.v1.executor import Executor
 
     if current_platform.is_cpu():
+        _check_libraries()
         _set_cpu_environment()
         if config.dtype == "bfloat16":
             avoid_broken_amx()

@@ -12,10 +12,12 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from vllm import ir
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -87,16 +89,30 @@ def fused_add_rms_norm(
 
 
 class PolicyWorker:
-    """Mixin of vLLM's worker: `load_policy` is called through `collective_rpc` while generation is paused."""
+    """Mixin of vLLM's worker, called through `collective_rpc`: `open_policy`, then, while generation is paused,
+    `load_policy`."""
 
     model_runner: Any  # set by the worker
+    _opened: Iterator[tuple[str, torch.Tensor]]
     _unpacked: dict[torch.nn.Module, torch.nn.Parameter] | None = None
 
-    def load_policy(self, folder: str, base: str) -> None:
-        """Overwrite the weights in place with those in `folder` (Hugging Face names and shapes). If `folder` holds an
-        adapter, it is merged into the weights of the model `base`."""
+    def open_policy(self, folder: str, base: str) -> str | None:
+        """Open the files that `load_policy` loads. Returns why they cannot be opened, or None if all are open.
+
+        If the trainer removes the folder while weights are being overwritten, they are still read to the end. If it
+        has removed the folder before, no weight has been touched, on any rank.
+        """
         adapter = (Path(folder) / ADAPTER_FILE).is_file()
-        tensors = merged_tensors(Path(base), Path(folder)) if adapter else stored_tensors(Path(folder))
+        try:
+            self._opened = merged_tensors(Path(base), Path(folder)) if adapter else stored_tensors(Path(folder))
+        except (OSError, SafetensorError) as error:
+            return str(error)
+        return None
+
+    def load_policy(self) -> None:
+        """Overwrite the weights in place with those in the folder that was opened (Hugging Face names and shapes). If
+        it holds an adapter, this is merged into the weights of the model `base`."""
+        tensors = self._opened
         model = self.model_runner.get_model()
         packed = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
         if self._unpacked is None:

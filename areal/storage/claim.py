@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
 from pathlib import Path
 
 from areal.config import UserError
+from areal.storage.database import locked
 
 ADDRESS = "address"
 # The process of a run that was just killed may take a moment to exit, and so may one that looks whether a run goes on.
 LOCK_ATTEMPTS = 20
-LOCK_RETRY_SECONDS = 0.1
 
 
 def claim(folder: Path, resume: bool = False) -> int:
@@ -38,7 +37,7 @@ def claim(folder: Path, resume: bool = False) -> int:
             raise UserError(
                 f"The run folder {folder} cannot be used ({error.strerror}): choose another run_dir."
             ) from None
-        if not _locked(lock):
+        if not locked(lock, LOCK_ATTEMPTS):
             os.close(lock)
             raise UserError(
                 f"The run in {folder} is in progress: wait for its end, or give this run another name, name=NAME."
@@ -72,16 +71,6 @@ def claimed(folder: Path) -> str | None:
     finally:
         os.close(file)
     return None
-
-
-def _locked(lock: int) -> bool:
-    for _ in range(LOCK_ATTEMPTS):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(LOCK_RETRY_SECONDS)
-    return False
 
 
 def _aside(folder: Path) -> Path:

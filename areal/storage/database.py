@@ -19,7 +19,7 @@ from areal.config import UserError
 
 Store = TypeVar("Store")
 
-# Retries to get the file lock: a previous process that was just killed may take a moment to exit.
+# A previous process that was just killed may take a moment to exit.
 LOCK_ATTEMPTS = 100
 LOCK_RETRY_SECONDS = 0.1
 
@@ -66,6 +66,18 @@ def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str
         connection.executescript(f"BEGIN; {schema} {marking} COMMIT;")
 
 
+def locked(file: int, attempts: int) -> bool:
+    """Lock the open file against other processes until it is closed or this process ends; `attempts` are made, one each
+    LOCK_RETRY_SECONDS. Returns False if another process has held it all that time."""
+    for _ in range(attempts):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(LOCK_RETRY_SECONDS)
+    return False
+
+
 def _lock(path: Path, noun: str) -> int:
     """Return a file descriptor that holds a lock against other processes until it is closed or this process ends.
 
@@ -75,11 +87,7 @@ def _lock(path: Path, noun: str) -> int:
         lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
         raise UserError(f"{path} cannot be used as a {noun} ({error.strerror})") from error
-    for _ in range(LOCK_ATTEMPTS):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            time.sleep(LOCK_RETRY_SECONDS)
-    os.close(lock)
-    raise UserError(f"{path} is in use by another process: stop that process, or choose another folder for the run")
+    if not locked(lock, LOCK_ATTEMPTS):
+        os.close(lock)
+        raise UserError(f"{path} is in use by another process: stop that process, or choose another folder for the run")
+    return lock

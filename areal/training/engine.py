@@ -56,7 +56,8 @@ def build_communication() -> None:
     torch marks a running build with a lock file. A process that is killed leaves this file behind, and all later builds
     would wait for it forever. The lock taken here is released when its holder exits. Its holder knows that no build is
     running, and removes torch's file. The builds of each Python environment have a folder of their own. In a common one
-    torch would build for minutes whenever an environment at another path was the last to build.
+    torch would build for minutes whenever an environment at another path was the last to build. Raises UserError if the
+    op cannot be built.
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm.torch import build_shm_op
@@ -71,8 +72,16 @@ def build_communication() -> None:
     with folder.with_name(f"{builder.name}.building").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)
-        with redirect_stdout(io.StringIO()):
-            build_shm_op()
+        try:
+            with redirect_stdout(io.StringIO()):
+                build_shm_op()
+        except RuntimeError as error:
+            lines = str(error).splitlines()
+            reason = next((line for line in lines if "not found" in line or "error:" in line), lines[0])
+            raise UserError(
+                f"DeepSpeed cannot build its op for the CPU ({reason.strip()}): install a C++ compiler and Python's "
+                f"headers, on Debian and Ubuntu by apt-get install build-essential python3-dev."
+            ) from error
 
 
 def _join_ranks() -> None:
@@ -111,7 +120,7 @@ class TrainingEngine:
 
     model: folder of a Hugging Face model. The number of ranks comes from torchrun's environment; without it there is
     one rank. optimizer_steps: of the whole run, needed if the learning rate is not constant. Raises UserError if the
-    model cannot be loaded.
+    model cannot be loaded, or if a C++ compiler is missing.
     """
 
     def __init__(self, model: Path, config: TrainerConfig, *, seed: int, optimizer_steps: int = 1) -> None:

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685), in peft's files: W' = W + alpha / rank * B A.
 
 An adapter is a folder with the factors A and B of every adapted weight, and a description of what they belong to.
-Trainers write adapters. Generators and programs that load checkpoints need full weights; `merged_tensors` yields them.
+Trainers write adapters. Generators and programs that load checkpoints need full weights; `merged_tensors` gives them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -55,25 +56,32 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def merged_tensors(base: Path, adapter: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of the model folder `base` by name, with `adapter` applied; those it changes are fp32."""
+    """All tensors of the model folder `base` by name, with `adapter` applied; those it changes are fp32.
+
+    Every file is open on return, so the folders may be removed then. Raises as `stored_tensors`.
+    """
     settings = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text())
     scale = settings["lora_alpha"] / settings["r"]
     factors = load_file(adapter / ADAPTER_FILE)
-    for name, tensor in stored_tensors(base):
+
+    def merged(name: str, tensor: Tensor) -> Tensor:
         key = _ROOT + name.removesuffix(".weight")
-        if f"{key}.lora_A.weight" in factors:
-            A, B = (factors[f"{key}.lora_{factor}.weight"].float() for factor in "AB")
-            tensor = tensor.float() + scale * (B @ A)
-        yield name, tensor
+        if f"{key}.lora_A.weight" not in factors:
+            return tensor
+        A, B = (factors[f"{key}.lora_{factor}.weight"].float() for factor in "AB")
+        return tensor.float() + scale * (B @ A)
+
+    return ((name, merged(name, tensor)) for name, tensor in stored_tensors(base))
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a model folder by name, in their order in its safetensors files. Raises OSError if there are
-    none, or if a file is missing."""
+    """All tensors of a model folder by name, in their order in its safetensors files.
+
+    Every file is open on return, so the folder may be removed then. Raises OSError if there are none or one cannot be
+    opened, SafetensorError if one is damaged.
+    """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(f"{folder} holds no safetensors file")
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            for name in file.offset_keys():
-                yield name, file.get_tensor(name)
+    files: list[Any] = [safe_open(path, framework="pt") for path in paths]
+    return ((name, file.get_tensor(name)) for file in files for name in file.offset_keys())

@@ -72,6 +72,12 @@ def config(tmp_path, free_port) -> Config:
     )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def nobody_to_wait_for(monkeypatch) -> None:
+    """The test does not leave when the run ends."""
+    monkeypatch.setattr(master_module, "FAREWELL_SECONDS", 0.5)
+
+
 class Caller:
     """Someone who has joined."""
 
@@ -330,7 +336,7 @@ async def test_a_run_in_which_nothing_moves_says_who_waits_for_whom(config):
 
 async def test_a_stalled_run_takes_the_remedies_there_are_before_it_gives_up(config):
     config = without_evaluation(config)
-    config = config.model_copy(update={"master": config.master.model_copy(update={"stall_seconds": 6.0})})
+    config = config.model_copy(update={"master": config.master.model_copy(update={"stall_seconds": 3.0})})
     roles = ("trainer", "generator", "reward", "rollout_manager")
     async with master_of(config) as running, callers(config, *roles) as actors:
         for actor in actors:
@@ -720,10 +726,12 @@ async def test_an_evaluator_that_is_started_again_gets_the_scores_of_the_one_bef
         await score_rows(evaluator, 0, {1: ([1.0], 5)})  # of a version that is not due
         await evaluator.ask(Leave(reason="a test"))
         await evaluator.join()
+        await evaluator.beat()
         assert await holds(evaluator) == {1: 1}
         assert await known(evaluator) == {2: ([0.1, 1.0], 17), 3: ([0.7], 5)}
         await evaluator.ask(result(1))
         await step(actors, 1)
+        assert [*(await holds(evaluator)).values()] == [2]
         assert await known(evaluator) == {}  # another version
         with pytest.raises(RefusedError, match="held-out rows"):
             await score_rows(evaluator, 2, {4: ([1.0], 1)})

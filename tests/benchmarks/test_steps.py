@@ -19,6 +19,7 @@ def test_the_benchmark_of_memory_runs_and_writes_its_results(tmp_path):
     assert results.keys() == {"tiny, areal.training.head", "tiny, whole logits"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keys"),
     [

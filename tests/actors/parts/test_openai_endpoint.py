@@ -426,7 +426,7 @@ async def test_a_program_is_killed_with_what_it_has_started(tokenizer, monkeypat
     starts = f"open({str(below)!r}, 'w').write(str(subprocess.Popen(['sleep', '3600']).pid)); "
     for last in (starts + "import time; time.sleep(3600)", starts):
         with contextlib.suppress(AgentFailed):
-            await sample(tokenizer, monkeypatch, "4", command=program(tmp_path, last), timeout_seconds=8)
+            await sample(tokenizer, monkeypatch, "4", command=program(tmp_path, last), timeout_seconds=4)
         for _ in range(1000):
             if not _alive(int(below.read_text())):
                 break

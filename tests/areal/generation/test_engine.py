@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncGenerator, Callable
@@ -23,6 +24,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import areal.generation.engine
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
 from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, WeightLoadError
 from areal.weights.lora import add_adapters, write_adapter
@@ -242,12 +244,17 @@ def write_random_adapter(model: Path, folder: Path, rank: int = 4) -> None:
     write_adapter(module, factors, folder)
 
 
+def merge(model: Path, adapter: Path, folder: Path) -> None:
+    """By peft."""
+    adapted = PeftModel.from_pretrained(Qwen3ForCausalLM.from_pretrained(model), adapter).merge_and_unload()
+    adapted.save_pretrained(folder)
+
+
 async def test_an_adapter_is_merged_into_the_weights_the_engine_was_started_on(
     engine: GenerationEngine, models: Models, tmp_path: Path
 ) -> None:
     write_random_adapter(models[0], tmp_path)
-    adapted = PeftModel.from_pretrained(Qwen3ForCausalLM.from_pretrained(models[0]), tmp_path).merge_and_unload()
-    adapted.save_pretrained(tmp_path / "merged")
+    merge(models[0], tmp_path, tmp_path / "merged")
     await engine.load(models[1], 1)
     await engine.load(tmp_path, 2)
     for version in (2, 3):  # loaded twice, it is not added twice
@@ -310,6 +317,50 @@ async def test_weights_that_do_not_fit_are_refused_and_generation_goes_on(
     assert np.abs(expected - sequence.logprobs).max() < 1e-4
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+async def test_weights_that_are_removed_once_checked_are_refused_and_once_open_are_loaded_whole(
+    engine: GenerationEngine, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: bool
+) -> None:
+    def write(folder: Path) -> Path:
+        if not adapter:
+            return shutil.copytree(models[1], folder)
+        folder.mkdir()
+        write_random_adapter(models[0], folder)
+        return folder
+
+    def check_and_remove(folder: Path, model: Any) -> None:
+        check(folder, model)
+        shutil.rmtree(folder)
+
+    async def remove_and_pause(**options: Any) -> None:
+        shutil.rmtree(tmp_path / "open")
+        await pause(**options)
+
+    check, pause = areal.generation.engine._check_offer, engine._core.pause_scheduler_async
+    write(tmp_path / "whole")
+    progress: list[Chunk] = []
+    running = asyncio.create_task(collect(engine.generate("r", PROMPT, SAMPLING), progress))
+    await until(lambda: bool(progress))
+    with monkeypatch.context() as removing:
+        removing.setattr(areal.generation.engine, "_check_offer", check_and_remove)
+        with pytest.raises(WeightLoadError, match="checked cannot be read"):
+            await engine.load(write(tmp_path / "checked"), 1)
+    sequence = await running
+    assert set(sequence.versions) == {0}
+    expected = reference(models[0], PROMPT, sequence.tokens, SAMPLING.temperature)
+    assert np.abs(expected - sequence.logprobs).max() < 1e-4
+
+    monkeypatch.setattr(engine._core, "pause_scheduler_async", remove_and_pause)
+    await engine.load(write(tmp_path / "open"), 2)
+    sequence = await collect(engine.generate("r", PROMPT, SAMPLING))
+    assert not (tmp_path / "open").exists()
+    assert set(sequence.versions) == {2}
+    if adapter:
+        merge(models[0], tmp_path / "whole", tmp_path / "merged")
+    expected = reference(tmp_path / "merged" if adapter else models[1], PROMPT, sequence.tokens, SAMPLING.temperature)
+    assert np.abs(expected - sequence.logprobs).max() < 1e-4
+
+
 async def test_a_cancelled_load_does_not_leave_the_engine_paused(engine: GenerationEngine, models: Models) -> None:
     load = asyncio.create_task(engine.load(models[1], 1))
     await asyncio.sleep(0.01)
@@ -350,6 +401,16 @@ async def test_importing_the_module_imports_neither_torch_nor_vllm() -> None:
     code = "import sys, areal.generation.engine; sys.exit(bool({'torch', 'vllm'} & sys.modules.keys()))"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     assert await process.wait() == 0
+
+
+async def test_a_missing_library_is_told_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "libnuma.so.1").touch()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "from areal.generation.engine import _check_libraries; _check_libraries()",
+        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, said = await process.communicate()
+    assert b"UserError: vLLM needs libnuma on the CPU" in said.splitlines()[-1]
 
 
 async def queue_up(engine: GenerationEngine, count: int) -> list[asyncio.Task[Chunk]]:

@@ -91,6 +91,7 @@ def test_gradients_are_the_same_with_checkpointing_under_zero_3(tmp_path):
     assert_same_gradients(gradients, exact_gradients(folder))
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_gradients_of_one_with_a_mixture_of_experts(tmp_path):
     folder = make("Qwen3Moe", tmp_path / "model")
     run_worker(__file__, folder, tmp_path, ranks=2)
