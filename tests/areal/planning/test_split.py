@@ -104,7 +104,7 @@ def test_ranks_that_compute_rows_together_share_the_tokens_and_are_whole_groups(
     alone, together = (
         training_memory(config(trainer={"sequence_parallel": n}), LARGE, 8, 2, True, 32768).activations for n in (1, 4)
     )
-    assert alone / 4 < together < alone / 3  # the gradient of the output layer is of the same size for any of them
+    assert together == alone / 4
     assert paper(trainer={"sequence_parallel": 24}).ranks % 24 == 0
     with pytest.raises(UserError, match=r"2 devices cannot be split .* trainer.sequence_parallel=2"):
         plan(config(trainer={"sequence_parallel": 2}), LARGE, PAPER_RATES, PAPER_LENGTHS, 2, 80 * GIB)
