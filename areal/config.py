@@ -284,10 +284,21 @@ class TrainerConfig(Section):
         0,
         description="what is partitioned over the ranks: 0 nothing, 1 Adam's moments, 2 also gradients, 3 also weights",
     )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="what is in host memory and not on the devices: nothing; gradients, master weights and Adam's "
+        "moments, with Adam itself on the CPU (uses at least ZeRO 1); or also the weights, layer by layer (ZeRO 3)",
+    )
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        description="number of ranks that compute each row together (Ulysses), for sequences too long for one device; "
+        "max_tokens_per_microbatch is that of the whole row (docs/packing.md)",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="type of the weights that are computed with and published"
     )
-    threads: int = Field(1, ge=1, description="OpenMP threads of each rank (CPU only)")
+    threads: int = Field(1, ge=1, description="OpenMP threads of each rank (on a CPU, and for Adam with offload)")
     lr: float = Field(2e-5, gt=0, description="learning rate of Adam")
     warmup_steps: int = Field(0, ge=0, description="number of optimizer steps of linear warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -393,6 +404,15 @@ class TrainerConfig(Section):
             return values
         objective = values.get("objective")
         return OBJECTIVE_SETTINGS.get(objective, {}) | values if isinstance(objective, str) else values
+
+    @model_validator(mode="after")
+    def _weights_can_be_offloaded(self) -> TrainerConfig:
+        if self.offload == "all" and self.zero_stage != 3:
+            raise ValueError(
+                f"trainer.offload is all, but trainer.zero_stage is {self.zero_stage}, which leaves the weights on the "
+                f"devices: set trainer.zero_stage=3, or trainer.offload=optimizer"
+            )
+        return self
 
     @model_validator(mode="after")
     def _bounds_rise(self) -> TrainerConfig:

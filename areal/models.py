@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,21 @@ def find_model(name: str, key: str) -> Path:
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise UserError(f"There is no model folder {name}: set {key}=FOLDER to one that holds a config.json.")
     return _checked(_from_hub(name, key))
+
+
+def check_heads(folder: Path, ranks: int) -> None:
+    """Raise UserError if `ranks` ranks cannot divide the attention heads of the model in `folder` among them."""
+    if ranks == 1:
+        return
+    sizes = json.loads((folder / "config.json").read_text())
+    sizes = sizes.get("text_config") or sizes
+    heads = sizes.get("num_attention_heads", ranks)
+    shared = sizes.get("num_key_value_heads") or heads
+    if heads % ranks or (shared % ranks and ranks % shared):
+        raise UserError(
+            f"trainer.sequence_parallel is {ranks}, but the model {folder} has {heads} attention heads, and {shared} "
+            f"for keys and values: set it to a divisor of {heads} that is a divisor or a multiple of {shared}."
+        )
 
 
 def _make_quickstart(config: Config) -> Path:

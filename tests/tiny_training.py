@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal.config import TrainerConfig
@@ -18,6 +19,33 @@ TESTS = Path(__file__).parent
 VOCAB = 37
 TEMPERATURE = 0.8
 NEVER_CLIP = 1e9
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MIXED = ["linear_attention", "full_attention"]
+KINDS = {
+    "Qwen3Moe": {"head_dim": 8, **EXPERTS},
+    "Qwen3Next": {"head_dim": 8, **EXPERTS, **LINEAR, "layer_types": MIXED, "shared_expert_intermediate_size": 24},
+    "Qwen3_5": {"head_dim": 8, **LINEAR, "layer_types": MIXED},
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "Granite": {"logits_scaling": 5.0, "attention_dropout": 0.5},
+    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 4.0, "attn_logit_softcapping": None, "attention_dropout": 0.5},
+}
+"""What the configurations of tiny models have beside SIZES. Two of them have a dropout in their attention."""
+MIXES = ["Qwen3Next", "Qwen3_5", "Lfm2"]
+"""Models whose layers, as transformers has them on the CPU, run over the whole row."""
 
 
 def settings(**changes):
@@ -44,6 +72,15 @@ def make_model(folder, hidden_size=32, seed=0):
     return folder
 
 
+def make_kind(kind, folder, **changes):
+    torch.manual_seed(0)
+    configure = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    model = transformers.AutoModelForCausalLM.from_config(configure(**SIZES | KINDS.get(kind, {}) | changes))
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
 def make_batch(groups=4, version=3, seed=0):
     """Groups of 1 to 4 samples, sampled by `version` and the two before it, with log-probs that are a little off."""
     rng = np.random.default_rng(seed)
@@ -59,6 +96,16 @@ def make_batch(groups=4, version=3, seed=0):
             tokens = rng.integers(0, VOCAB, length).astype(np.int32)
             members.append(Trajectory(tokens, logprobs, versions, float(rng.random()), "stop"))
         batch.append(Group(str(g), g, tuple(members)))
+    return batch
+
+
+def make_tree(seed=0):
+    """As `make_batch`; but samples of a group begin with the same tokens."""
+    batch = make_batch(seed=seed)
+    for group in batch:
+        for trajectory in group.trajectories[1:]:
+            common = min(len(trajectory), len(group.trajectories[0])) - 3
+            trajectory.tokens[:common] = group.trajectories[0].tokens[:common]
     return batch
 
 
@@ -89,6 +136,14 @@ def reference_gradients(model, batch, mask_older_than=0):
     model.zero_grad()
     (loss / count).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def exact_gradients(folder, batch=None):
+    """In float64, of `batch`, or of that of `make_batch`."""
+    model = eager(folder, torch.float64)
+    model.config._experts_implementation = "eager"  # the default has no float64
+    gradients = reference_gradients(model, batch or make_batch())
+    return {name: gradient.float() for name, gradient in gradients.items()}
 
 
 def step_and_gradients(engine, batch, **options):

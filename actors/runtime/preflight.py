@@ -16,7 +16,7 @@ from areal.config import Config, UserError
 from areal.data.addition import ALPHABET
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import PromptSource, open_source
-from areal.models import resolve_model, resolve_reference
+from areal.models import check_heads, resolve_model, resolve_reference
 from areal.observe import tracking
 from areal.rewards import functions as rewards
 from areal.rewards import math_answers
@@ -33,8 +33,13 @@ FEW_ROWS = 512
 
 
 def check(config: Config) -> None:
-    """Check all that can be checked before the start: the master's port, the tracking and weights settings, rewards,
-    workflow, sandbox, objective, data and model folders. Raises UserError."""
+    """Check all that can be checked before the start: the number of ranks, the master's port, the tracking and weights
+    settings, rewards, workflow, sandbox, objective, data and model folders. Raises UserError."""
+    if config.trainer.ranks % config.trainer.sequence_parallel:
+        raise UserError(
+            f"trainer.ranks is {config.trainer.ranks}, but trainer.sequence_parallel is "
+            f"{config.trainer.sequence_parallel}: make trainer.ranks a multiple of it."
+        )
     check_port(config.master.address)
     tracking.check(config.observe)
     if config.weights.folder is not None:
@@ -54,7 +59,7 @@ def check(config: Config) -> None:
     if config.model == "quickstart":
         check_characters(source.row(0))
     else:
-        resolve_model(config)
+        check_heads(resolve_model(config), config.trainer.sequence_parallel)
     resolve_reference(config)
     check_answers(config, source)
 

@@ -178,7 +178,7 @@ def training_memory(
     """
     trainer = config.trainer
     size = BYTES[trainer.dtype]
-    tokens = max(trainer.max_tokens_per_microbatch, longest)
+    tokens = math.ceil(max(trainer.max_tokens_per_microbatch, longest) / trainer.sequence_parallel)
     of_weights, of_gradients, of_optimizer = (ranks if stage >= least else 1 for least in (3, 2, 1))
     half = trainer.dtype != "float32"
     own_reference = trainer.kl_coef and not (trainer.lora and trainer.reference is None)
@@ -239,14 +239,22 @@ def plan(config: Config, model: Model, rates: Rates, lengths: Lengths, devices: 
     if devices < n + 1:
         raise UserError(f"{devices} devices are too few: a generator needs {n}, and the trainer at least one more.")
     generation = generation_memory(config, model, lengths, device_bytes)
+    together = config.trainer.sequence_parallel
+    splits = [count for count in range(1, (devices - 1) // n + 1) if not (devices - n * count) % together]
+    if not splits:
+        raise UserError(
+            f"{devices} devices cannot be split into generators of {n} devices and a number of trainer ranks that is a "
+            f"multiple of trainer.sequence_parallel={together}: take another number of devices."
+        )
     fitting = {}
-    for generators in range(1, (devices - 1) // n + 1):
+    for generators in splits:
         if found := _fitting(config, model, devices - n * generators, lengths, device_bytes):
             fitting[generators] = found
     if not fitting:
-        least = training_memory(config, model, devices - n, 3, True, lengths.prompt + lengths.longest)
+        most = devices - n * splits[0]
+        least = training_memory(config, model, most, 3, True, lengths.prompt + lengths.longest)
         raise UserError(
-            f"Training does not fit: on {devices - n} devices each needs {least.total / GIB:.1f} GiB of its "
+            f"Training does not fit: on {most} devices each needs {least.total / GIB:.1f} GiB of its "
             f"{TRAINER_SHARE * device_bytes / GIB:.1f} at ZeRO 3 with checkpointing: take more devices, trainer.lora, "
             f"or a lower trainer.max_tokens_per_microbatch."
         )

@@ -1,4 +1,5 @@
-"""Training with DeepSpeed. Only this module, `optimizer` (setup) and `checkpoint` (saved state) use DeepSpeed's API.
+"""Training with DeepSpeed. Only this module, `optimizer` (setup), `checkpoint` (saved state) and `ulysses` (sequence
+parallelism) use DeepSpeed's API.
 
 There is one `TrainingEngine` per rank. Every method that says *all ranks* is a collective: each rank calls it, in the
 same order. If a collective raises on any rank, training is over on all ranks: the other ranks wait inside the call and
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from areal.amx import avoid_broken_amx
 from areal.config import TrainerConfig, UserError
+from areal.models import check_heads
 from areal.training.advantages import advantages
 from areal.training.checkpoint import TrainingState
 from areal.training.flops import Operations, peak_tflops
@@ -37,8 +39,9 @@ from areal.training.microbatches import split_over_ranks
 from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
 from areal.training.optimizer import deepspeed_config, learning_rates
 from areal.training.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, empty_row, pack
-from areal.training.separation import keeps_apart
+from areal.training.separation import keeps_apart, only_attention_mixes
 from areal.training.tally import StepResult, Tally
+from areal.training.ulysses import Part, SequenceGroup, register
 from areal.trajectory import Group
 from areal.weights.folders import atomic_folder, copy_model_files, write_weights
 from areal.weights.lora import FOLDER as ADAPTER
@@ -120,16 +123,18 @@ class TrainingEngine:
 
     model: folder of a Hugging Face model. The number of ranks comes from torchrun's environment; without it there is
     one rank. optimizer_steps: of the whole run, needed if the learning rate is not constant. Raises UserError if the
-    model cannot be loaded, or if a C++ compiler is missing.
+    model cannot be loaded or not be trained with this number of ranks, or if a C++ compiler is missing.
     """
 
     def __init__(self, model: Path, config: TrainerConfig, *, seed: int, optimizer_steps: int = 1) -> None:
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
+        check_heads(model, config.sequence_parallel)
         if not torch.cuda.is_available():
             os.environ["DS_ACCELERATOR"] = "cpu"
             if config.dtype == "bfloat16":
                 avoid_broken_amx()
+        if not torch.cuda.is_available() or config.offload != "none":
             torch.set_num_threads(config.threads)
         import deepspeed
 
@@ -150,6 +155,9 @@ class TrainingEngine:
         self._one_a_row = False
         with redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
+        self._together = SequenceGroup(config.sequence_parallel)
+        if self._together.size > 1:
+            register(self._attention)
         with self._spread_over_ranks():
             self._module = self._read_model(model, config.dtype).train()
         head = Head(self._module)
@@ -230,6 +238,7 @@ class TrainingEngine:
 
             settings = deepspeed_config(self.config)
             del settings["optimizer"]
+            settings["zero_optimization"].pop("offload_optimizer", None)
             with redirect_stdout(io.StringIO()):
                 reference = deepspeed.initialize(model=module, config=settings)[0]
         self._fit_rows(module, head)
@@ -245,7 +254,9 @@ class TrainingEngine:
         try:
             head.measure(module, **self._inputs(empty_row(self.device)))
             found = next((kind for kind in kinds if self._keeps_apart(module, head, prefix_tree=kind)), None)
-        except (NotImplementedError, TypeError, ValueError) as error:
+            if self._together.size > 1:
+                self._check_divided(module, head)
+        except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
             raise UserError(f"{head} cannot be trained: its forward pass failed on a packed row: {error}.") from error
         self._prefix_tree, self._one_a_row = bool(found), self._one_a_row or found is None
         if self.rank == 0:
@@ -254,12 +265,27 @@ class TrainingEngine:
 
     def _keeps_apart(self, module: torch.nn.Module, head: Head, *, prefix_tree: bool) -> bool:
         return keeps_apart(
-            lambda row: self._forward(row, 1.0, module),
+            lambda row: self._forward_whole(row, 1.0, module),
             head.embeddings,
             self.vocab_size,
             self.device,
             prefix_tree=prefix_tree,
         )
+
+    def _check_divided(self, module: torch.nn.Module, head: Head) -> None:
+        """Raise UserError, or what the attention raises, if ranks cannot compute rows of `module` together."""
+        if not only_attention_mixes(
+            lambda row: self._compute(row, self._inputs(row) | {"muted": True}, 1.0, module),
+            head.embeddings,
+            self.vocab_size,
+            self.device,
+        ):
+            raise UserError(
+                f"{head} cannot be trained with trainer.sequence_parallel={self._together.size}: not only attention "
+                f"mixes the tokens of a sequence in it, so set trainer.sequence_parallel=1."
+            )
+        with torch.no_grad():
+            self._forward(empty_row(self.device), 1.0, module)
 
     @property
     def rank(self) -> int:
@@ -287,7 +313,9 @@ class TrainingEngine:
         return tensor.numpy()
 
     def _summed(self, tensor: Tensor) -> np.ndarray:
-        """The sum over the ranks' tensors, in host memory, on all ranks (all ranks)."""
+        """The sum over the sequence groups' tensors, in host memory, on all ranks (all ranks)."""
+        if not self._together.first:
+            tensor.zero_()
         if self.world_size > 1:
             dist.all_reduce(tensor, group=self._control)
         return tensor.numpy()
@@ -307,22 +335,38 @@ class TrainingEngine:
         )
 
     def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[Row]:
-        """This rank's packed rows of the sequences `members`."""
-        ranks = split_over_ranks(
+        """The packed rows of the sequences `members` that this rank computes, together with its sequence group."""
+        groups = split_over_ranks(
             batch.lengths[members].tolist(),
-            self.world_size,
+            self._together.count,
             1 if self._one_a_row else self.config.max_tokens_per_microbatch,
             batch.shared[members].tolist(),
         )
-        return [pack(batch, trained, members[row].tolist(), self.device) for row in ranks[self.rank]]
+        return [pack(batch, trained, members[row].tolist(), self.device) for row in groups[self._together.number]]
 
     def _forward(self, row: Row, temperature: float, module: torch.nn.Module | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (after temperature) and entropies of the row's tokens in the loss, [S] each."""
+        """Log-probabilities (after temperature) and entropies of the row's tokens in the loss, [S] each (all ranks)."""
+        if self._together.size == 1:
+            return self._forward_whole(row, temperature, module)
+        part = self._together.part(row)
+        own = {"input_ids": part.tokens, "position_ids": part.positions, "together": self._together}
+        found = self._compute(part, self._inputs(part.row) | own, temperature, module)
+        return self._together.join(part, *found)
+
+    def _forward_whole(
+        self, row: Row, temperature: float, module: torch.nn.Module | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `_forward`, with the whole row on this rank."""
+        return self._compute(row, self._inputs(row), temperature, module)
+
+    def _compute(
+        self, what: Row | Part, inputs: dict[str, Any], temperature: float, module: torch.nn.Module | None
+    ) -> tuple[Tensor, Tensor]:
         return (module or self._deepspeed)(
-            **self._inputs(row),
-            predicts=row.predicts,
-            distribution=row.distribution,
-            targets=row.targets,
+            **inputs,
+            predicts=what.predicts,
+            distribution=what.distribution,
+            targets=what.targets,
             temperature=temperature,
         )
 
@@ -411,7 +455,7 @@ class TrainingEngine:
             for row in self._rows(flat, trained, members):
                 logp, _ = self._forward(row, temperature, module)
                 found[torch.from_numpy(row.places)] = logp.cpu()
-                tally.operations += self._operations.of(row, backward=False)
+                tally.operations += self._operations.of(row, backward=False) / self._together.size
                 self.work_done += 1
         return self._summed(found)
 
@@ -475,8 +519,9 @@ class TrainingEngine:
                 loss = out.loss
                 if self.config.kl_coef and self.config.kl_in == "loss":
                     loss = loss + self.config.kl_coef * kl(logp, row.reference, self.config.kl_estimator)
-                tally.add(row, logp, entropy, out, version, first=first)
-                tally.operations += self._operations.of(row, backward=True)
+                if self._together.first:
+                    tally.add(row, logp, entropy, out, version, first=first)
+                tally.operations += self._operations.of(row, backward=True) / self._together.size
             with tally.clock("backward"):
                 # DeepSpeed averages over ranks, but the gradient has to be a sum over ranks.
                 self._deepspeed.backward((loss * row.weights).sum() * self.world_size)

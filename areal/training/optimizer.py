@@ -21,14 +21,21 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
 
     DeepSpeed's own gradient accumulation stays at 1, since the number of micro-batches changes with every step. bf16
     uses at least ZeRO 1, where DeepSpeed keeps fp32 master weights: in bf16 weights, updates of a small learning rate
-    are lost. At ZeRO 0 `TrainingEngine` clips gradients, because DeepSpeed then reports no gradient norm.
+    are lost. So does offload. At ZeRO 0 `TrainingEngine` clips gradients, because DeepSpeed then reports no gradient
+    norm.
     """
-    bf16 = config.dtype == "bfloat16"
-    stage = max(config.zero_stage, 1) if bf16 else config.zero_stage
+    bf16, offload = config.dtype == "bfloat16", config.offload != "none"
+    stage = max(config.zero_stage, 1) if bf16 or offload else config.zero_stage
+    zero: dict[str, Any] = {"stage": stage, **(_NO_LEAVES if stage == 3 else {})}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if config.offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": stage, **(_NO_LEAVES if stage == 3 else {})},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,  # torch's Adam on the CPU is fused, too
         "bf16": {"enabled": bf16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": config.grad_clip if stage else 0.0,
@@ -40,7 +47,8 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
                 "eps": config.adam_eps,
                 "weight_decay": config.weight_decay,
                 "torch_adam": True,  # DeepSpeed's own kernels would be compiled at start-up
-                "fused": not torch.cuda.is_available(),  # on a CPU the default takes several passes over memory
+                # on a CPU the default takes several passes over memory
+                "fused": offload or not torch.cuda.is_available(),
             },
         },
         "steps_per_print": None,

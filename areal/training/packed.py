@@ -14,7 +14,7 @@ for each group; whole paths for queries too; paths of similar length gathered in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -164,6 +164,20 @@ class Row:
     def pick(self, values: np.ndarray) -> Tensor:
         """The values of the row's S tokens, float32 [S]. values: [T], one for every token of the batch."""
         return torch.from_numpy(values[self.places]).float().to(self.tokens.device)
+
+    def filled(self, count: int) -> Row:
+        """The row with `count` more tokens, a last sequence that is in no loss."""
+        if not count:
+            return self
+        more = torch.arange(count, device=self.tokens.device)
+        return replace(
+            self,
+            tokens=pad(self.tokens, (0, count)),
+            positions=torch.cat([self.positions, more[None]], 1),
+            lengths=[*self.lengths, count],
+            added=[*self.added, count],
+            paths=torch.cat([self.paths, more + self.tokens.shape[1]]),
+        )
 
 
 def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: torch.device) -> Row:

@@ -1,4 +1,4 @@
-"""Checks on the model itself that the sequences of a row do not see each other.
+"""Checks on the model itself: that the sequences of a row do not see each other, and that ranks can divide a row.
 
 Attention keeps the sequences of a row apart, because it is ours. Other layers do so only if the installed version of
 transformers, and of the kernels that it uses on this device, takes the boundaries of sequences: linear attention and
@@ -53,6 +53,27 @@ def keeps_apart(
     with torch.no_grad():
         alone = torch.cat([forward(pack(flat, trained, [n], device))[0] for n in members])
     return bool((packed - alone).abs().median() <= TOLERANCE * alone.std())
+
+
+def only_attention_mixes(
+    forward: Callable[[Row], tuple[Tensor, Tensor]],
+    embeddings: torch.nn.Module,
+    vocabulary: int,
+    device: torch.device,
+) -> bool:
+    """Whether a model without its attention takes each token by itself, so that ranks can divide a row (all ranks).
+
+    The gradient of a log-prob with respect to the embeddings of all tokens but the one that predicts it must be exactly
+    0. forward: log-probs and entropies of a row, with 0 for what attention returns; embeddings: as in `keeps_apart`.
+    """
+    flat = FlatBatch.of([_random_group(vocabulary)], minibatches=1)
+    row = pack(flat, flat.trained(None), [0], device)
+    with torch.enable_grad(), _watching(embeddings) as seen:
+        logp, _ = forward(row)
+        (gradient,) = torch.autograd.grad(logp[-1], seen)
+    influence = gradient[0].abs().sum(-1)
+    influence[row.predicts[row.distribution[-1]]] = 0
+    return not influence.any()
 
 
 def _random_group(vocabulary: int) -> Group:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal.config import Config, RowsConfig, UserError, dump_config, load_config
+from areal.config import Config, RowsConfig, TrainerConfig, UserError, dump_config, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUN = {
@@ -104,6 +104,12 @@ def test_rewards_may_come_from_the_sources_alone():
         load_config(None, [*settings, "data.sources=[{source: addition}, {source: x, reward: math}]"])
     with pytest.raises(UserError, match=r"reward.functions is missing|have no reward"):
         load_config(None, [*settings, "data.source=addition"])
+
+
+def test_weights_are_offloaded_under_zero_3_only():
+    assert load_config(None, ["offload=all", "zero_stage=3"], TrainerConfig).offload == "all"
+    with pytest.raises(UserError, match=r"trainer.offload is all, but trainer.zero_stage is 2"):
+        load_config(None, ["offload=all", "zero_stage=2"], TrainerConfig)
 
 
 @pytest.mark.parametrize(

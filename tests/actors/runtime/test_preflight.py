@@ -7,6 +7,19 @@ from areal.config import Config, UserError
 from areal.data.sources import open_source
 
 
+def config_of(rows, **changes):
+    values = {
+        "model": "m",
+        "steps": 1,
+        "batch_size": 4,
+        "group_size": 2,
+        "data": {"source": str(rows), "eval_size": 0},
+        "sampling": {"max_new_tokens": 64},
+        "reward": {"functions": "math"},
+    }
+    return Config.model_validate(values | changes)
+
+
 @pytest.fixture
 def check(tmp_path):
     """Checks the answers of rows with these answers and other fields."""
@@ -15,17 +28,8 @@ def check(tmp_path):
         file = tmp_path / "rows.jsonl"
         rows = [{"prompt": f"What is {n}?", "answer": answer, **fields} for n, answer in enumerate(answers)]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = Config.model_validate(
-            {
-                "model": "m",
-                "steps": 1,
-                "batch_size": 4,
-                "group_size": 2,
-                "data": {"source": str(file), "eval_size": eval_size},
-                "sampling": {"max_new_tokens": 64},
-                "reward": {"functions": rewards},
-            }
-        )
+        data = {"source": str(file), "eval_size": eval_size}
+        config = config_of(file, data=data, reward={"functions": rewards})
         preflight.check_answers(config, open_source(config.data, config.seed))
 
     return check
@@ -61,3 +65,20 @@ def test_only_rows_that_math_scores_are_checked(check, capsys):
     with pytest.raises(UserError, match="cannot read the answers of 1 of the 1 rows"):
         check(["x^2 +* 3"], rewards="exact_match", reward={"math": 1.0, "exact_match": 0.5})
     assert capsys.readouterr() == ("", "")
+
+
+def test_ranks_that_do_not_make_up_sequence_groups_are_refused_before_the_run():
+    with pytest.raises(UserError, match=r"trainer.ranks is 3, but trainer.sequence_parallel is 2"):
+        preflight.check(config_of("rows.jsonl", trainer={"ranks": 3, "sequence_parallel": 2, "minibatches": 1}))
+
+
+def test_heads_that_the_ranks_cannot_divide_are_refused_before_the_run(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1?", "answer": "1"}\n')
+    (tmp_path / "config.json").write_text('{"text_config": {"num_attention_heads": 12, "num_key_value_heads": 2}}')
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    trainer = {"ranks": 3, "sequence_parallel": 3, "minibatches": 1}
+    config = config_of(
+        tmp_path / "rows.jsonl", model=str(tmp_path), trainer=trainer, master={"address": "tcp://127.0.0.1:0"}
+    )
+    with pytest.raises(UserError, match=r"has 12 attention heads, and 2 for keys and values"):
+        preflight.check(config)

@@ -100,6 +100,16 @@ def test_the_cheapest_stage_that_fits_is_taken_and_checkpointing_only_if_need_be
     assert (roomy.zero_stage, roomy.gradient_checkpointing) == (1, False)
 
 
+def test_ranks_that_compute_rows_together_share_the_tokens_and_are_whole_groups():
+    alone, together = (
+        training_memory(config(trainer={"sequence_parallel": n}), LARGE, 8, 2, True, 32768).activations for n in (1, 4)
+    )
+    assert together == alone / 4
+    assert paper(trainer={"sequence_parallel": 24}).ranks % 24 == 0
+    with pytest.raises(UserError, match=r"2 devices cannot be split .* trainer.sequence_parallel=2"):
+        plan(config(trainer={"sequence_parallel": 2}), LARGE, PAPER_RATES, PAPER_LENGTHS, 2, 80 * GIB)
+
+
 def test_adapters_need_neither_gradients_nor_moments_of_the_model():
     adapters = Model(LARGE.parameters, 40_000_000, *(getattr(LARGE, n) for n in LARGE.__slots__[2:]))
     memory = training_memory(config(), adapters, 1, 1, True, 2048)

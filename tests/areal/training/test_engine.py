@@ -21,6 +21,7 @@ from tiny_training import (
     logprobs_alone,
     make_batch,
     make_model,
+    make_tree,
     reference_gradients,
     run_worker,
     settings,
@@ -82,16 +83,6 @@ def test_gradients_are_the_same_for_any_microbatch_cap(engine_of, folder, cap):
     batch = make_batch()
     _, gradients = step_and_gradients(engine_of(max_tokens_per_microbatch=cap), batch)
     assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
-
-
-def make_tree(seed=0):
-    """As `make_batch`; but samples of a group begin with the same tokens."""
-    batch = make_batch(seed=seed)
-    for group in batch:
-        for trajectory in group.trajectories[1:]:
-            common = min(len(trajectory), len(group.trajectories[0])) - 3
-            trajectory.tokens[:common] = group.trajectories[0].tokens[:common]
-    return batch
 
 
 @pytest.mark.parametrize("cap", [1, 40, 10_000])
@@ -313,6 +304,13 @@ def test_two_ranks_go_on_from_a_checkpoint_to_the_same_bits(two_ranks):
         assert dtypes == {torch.bfloat16 if "bf16" in name else torch.float32}
 
 
+def test_offload_changes_the_weights_by_rounding_alone(two_ranks):
+    for name in OFFLOADED:
+        found, expected = stored(two_ranks / f"{name}-offload-straight"), stored(two_ranks / f"{name}-straight")
+        for tensor in expected:  # at ZeRO 1 and 2 they are the same bits
+            torch.testing.assert_close(found[tensor], expected[tensor])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_goes_from_any_zero_stage_and_number_of_ranks_to_any_other(folder, two_ranks, tmp_path, dtype):
     cases = {name: changes for name, changes in CASES.items() if changes.get("dtype", "float32") == dtype}
@@ -454,6 +452,8 @@ def work(folder, out, *cases):
 CASES = {f"zero{stage}": {"zero_stage": stage, "minibatches": 1 + stage % 2} for stage in (0, 1, 2, 3)}
 CASES |= {f"bf16-zero{stage}": {"dtype": "bfloat16", "zero_stage": stage} for stage in (1, 2, 3)}
 ADAPTERS = {"dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8}, "kl_coef": 0.1}
+OFFLOADED = {"zero1": "optimizer", "zero2": "optimizer", "bf16-zero3": "all"}
+CASES |= {f"{name}-offload": CASES[name] | {"offload": what} for name, what in OFFLOADED.items()}
 CASES |= {f"bf16-adapters-zero{stage}": ADAPTERS | {"zero_stage": stage} for stage in (1, 3)}
 """Changes of the settings: every place where DeepSpeed keeps masters and moments, 1 and 2 minibatches."""
 

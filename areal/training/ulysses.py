@@ -1,0 +1,142 @@
+"""Ulysses sequence parallelism (arXiv 2309.14509): several ranks compute each row together, by DeepSpeed's ALST.
+
+The ranks of a *sequence group* have the same rows. Each rank computes an equal part of a row's tokens. In attention,
+the ranks exchange tokens for heads: each then has all tokens of the row for its share of the heads, so the attention
+functions of `packed`, prefix trees included, work as they are. Everything else in a model takes each token by itself.
+At the end the ranks exchange log-probs, so that each has those of the whole row: objectives may look at sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal.config import UserError
+from areal.training.packed import Row
+
+Attention = Callable[..., tuple[Tensor, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank computes of a row.
+
+    row: the row with a last sequence that fills it up, so that all parts have the same size. tokens, positions: int64
+    [1, T / N], this rank's. predicts: int64, the places in them whose hidden states are needed. distribution: which of
+    those gives each log-probability that is computed here. targets: the tokens of these log-probabilities. own: int64,
+    which of the row's S tokens these are.
+    """
+
+    row: Row
+    tokens: Tensor
+    positions: Tensor
+    predicts: Tensor
+    distribution: Tensor
+    targets: Tensor
+    own: Tensor
+
+
+class SequenceGroup:
+    """The ranks that compute the same rows as this rank: `size` neighbours (all ranks).
+
+    number: which of the `count` groups this is. first: whether this rank is the first of its group.
+    Raises UserError if the ranks cannot be divided into such groups.
+    """
+
+    def __init__(self, size: int) -> None:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        if ranks % size:
+            raise UserError(
+                f"trainer.sequence_parallel is {size}, but the number of the trainer's ranks is {ranks}: make that a "
+                f"multiple of it."
+            )
+        self.size, self.count = size, ranks // size
+        self.number, self._rank = divmod(rank, size)
+        self.first = self._rank == 0
+        self._group: Any = None
+        if size > 1:
+            groups = [dist.new_group(range(start, start + size)) for start in range(0, ranks, size)]
+            self._group = groups[self.number]
+
+    def part(self, row: Row) -> Part:
+        """This rank's part of `row`."""
+        filled = row.filled(-row.tokens.shape[1] % self.size)
+        each = filled.tokens.shape[1] // self.size
+        start = self._rank * each
+        needed = (row.predicts >= start) & (row.predicts < start + each)
+        own = needed[row.distribution].nonzero()[:, 0]
+        return Part(
+            row=filled,
+            tokens=filled.tokens[:, start : start + each],
+            positions=filled.positions[:, start : start + each],
+            predicts=row.predicts[needed] - start,
+            distribution=row.distribution[own] - (row.predicts < start).sum(),
+            targets=row.targets[own],
+            own=own,
+        )
+
+    def join(self, part: Part, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-probs and entropies of the whole row, [S] each (all ranks of the group).
+
+        The gradient of another rank's log-probs is computed by that rank.
+        """
+        both = logp.new_zeros(2, len(part.row.targets))
+        both[:, part.own] = torch.stack([logp.detach(), entropy])
+        dist.all_reduce(both, group=self._group)
+        return both[0].index_put((part.own,), logp), both[1]
+
+    def attention(self, query: Tensor, key: Tensor, attention: Attention) -> Attention:
+        """`attention` over all ranks of the group, for queries and keys of these shapes."""
+        return _exchanging(attention, query.shape[1], key.shape[1], query.shape[3], self._group)
+
+
+@cache
+def _exchanging(attention: Attention, heads: int, kv_heads: int, width: int, group: Any) -> Any:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    return UlyssesSPAttentionHF(
+        attention,
+        batch_size=1,
+        attn_head_count=heads,
+        attn_head_size=width,
+        kv_head_count=kv_heads,
+        num_hidden_layers=1,
+        process_group=group,
+        seq_length_is_variable=True,
+    )
+
+
+def register(name: str) -> None:
+    """Make the attention function that transformers knows as `name` one that a `SequenceGroup` can compute."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(name, partial(_attend, ALL_ATTENTION_FUNCTIONS[name]))
+
+
+def _attend(
+    attention: Attention,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    together: SequenceGroup | None = None,
+    muted: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """An attention function as transformers registers them. together: None, if this rank has the whole row. muted:
+    return 0 in place of what attention gives."""
+    if together is not None:
+        attention = together.attention(query, key, attention)
+        # DeepSpeed collects the positions for functions that tell sequences apart by them. Ours have the row.
+        others["position_ids"] = query.new_zeros(1, 1)
+    found, none = attention(module, query, key, value, attention_mask, **others)
+    return (torch.zeros_like(found) if muted else found), none

@@ -1,0 +1,124 @@
+"""Rows that several ranks compute together, against plain transformers in float64, one sequence at a time.
+
+Run under torchrun, this file is also the worker of the ranks.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from tiny_training import (
+    MIXES,
+    TEMPERATURE,
+    assert_same_gradients,
+    exact_gradients,
+    make_batch,
+    make_kind,
+    make_tree,
+    run_worker,
+    settings,
+    step_and_gradients,
+)
+
+from areal.config import UserError
+from areal.training.engine import TrainingEngine
+
+BATCHES = {"many": make_batch(), "tree": make_tree(), "one": make_batch(1)}
+"""The single sequence of `one` leaves other sequence groups without work."""
+CHECKPOINTED = {"zero_stage": 3, "gradient_checkpointing": True}
+CASES = {
+    2: {"zero0": ("Qwen3", {"sequence_parallel": 2}), "zero3": ("Qwen3", {"sequence_parallel": 2, **CHECKPOINTED})},
+    4: {  # more ranks than the 2 heads of keys and values, or two groups
+        "zero0": ("Qwen3", {"sequence_parallel": 4, "prefix_tree": False}),
+        "zero3": ("Qwen3Moe", {"sequence_parallel": 4, "zero_stage": 3}),
+        "groups": ("Qwen3", {"sequence_parallel": 2, "zero_stage": 3}),
+    },
+}
+LOOKS_AT_SEQUENCES = {
+    "objective": "gspo", "sequence_mask": "geometric", "kl_coef": 0.1, "kl_in": "reward", "minibatches": 2, "lr": 0.01
+}  # fmt: skip
+"""Settings whose losses and metrics need the log-probs of a whole sequence, and of all minibatches."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for kind in ("Qwen3", "Qwen3Moe", *MIXES):
+        make_kind(kind, folder / kind)
+    make_kind("Qwen3", folder / "eight heads", num_attention_heads=8)
+    return folder
+
+
+def assert_exact_gradients(models, written, ranks):
+    for case, (kind, _) in CASES[ranks].items():
+        for name, batch in BATCHES.items():
+            assert_same_gradients(load_file(written / f"{case}-{name}"), exact_gradients(models / kind, batch))
+
+
+def test_two_ranks_have_the_gradients_of_whole_sequences_alone_or_refuse_the_model(models, tmp_path):
+    run_worker(__file__, models, tmp_path, ranks=2)
+    assert_exact_gradients(models, tmp_path, 2)
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert "the number of the trainer's ranks is 2" in told.pop("eight heads")
+    for kind in MIXES:
+        assert "not only attention mixes the tokens of a sequence in it" in told[kind]
+
+
+def test_four_ranks_have_the_gradients_of_whole_sequences_alone_and_the_metrics_of_one(models, tmp_path):
+    run_worker(__file__, models, tmp_path, ranks=4)
+    assert_exact_gradients(models, tmp_path, 4)
+    told = json.loads((tmp_path / "told.json").read_text())
+    alone = measured(TrainingEngine(models / "Qwen3", settings(**LOOKS_AT_SEQUENCES), seed=0))
+    assert told == pytest.approx(alone, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_heads_that_the_ranks_cannot_divide_are_refused(models, size):
+    with pytest.raises(UserError, match=f"trainer.sequence_parallel is {size}, but the model .* has 4 attention heads"):
+        TrainingEngine(models / "Qwen3", settings(sequence_parallel=size), seed=0)
+
+
+def measured(engine):
+    """The metrics of a step, without what depends on time or the number of ranks, and the loss after it."""
+    first = engine.rank == 0
+    metrics = asdict(engine.step(BATCHES["tree"] if first else None, version=3, temperature=TEMPERATURE))
+    others = ("_seconds", "_computed", "tflops", "mfu")
+    found = {name: value for name, value in metrics.items() if not name.endswith(others)}
+    found["after"] = engine.loss(BATCHES["many"] if first else None, temperature=TEMPERATURE)
+    engine.close()
+    return found
+
+
+def refused(folder, size):
+    with pytest.raises(UserError) as error:
+        TrainingEngine(folder, settings(sequence_parallel=size), seed=0)
+    return str(error.value)
+
+
+def work(models, out):
+    ranks = int(os.environ["WORLD_SIZE"])
+    for case, (kind, changes) in CASES[ranks].items():
+        engine = TrainingEngine(models / kind, settings(max_tokens_per_microbatch=100, lr=1e-9, **changes), seed=0)
+        for name, batch in BATCHES.items():
+            _, gradients = step_and_gradients(engine, batch if engine.rank == 0 else None)
+            if engine.rank == 0:
+                save_file(gradients, out / f"{case}-{name}")
+        engine.close()
+    if ranks == 2:
+        told = {
+            kind: refused(models / kind, size) for kind, size in {"eight heads": 8, **dict.fromkeys(MIXES, 2)}.items()
+        }
+    else:
+        together = settings(sequence_parallel=2, **LOOKS_AT_SEQUENCES)
+        told = measured(TrainingEngine(models / "Qwen3", together, seed=0))
+    if dist.get_rank() == 0:
+        (out / "told.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    work(*map(Path, sys.argv[1:]))
