@@ -33,7 +33,7 @@ from areal.training.advantages import advantages
 from areal.training.checkpoint import TrainingState
 from areal.training.flops import Operations, peak_tflops
 from areal.training.head import Head
-from areal.training.microbatches import split_over_ranks
+from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
 from areal.training.optimizer import deepspeed_config, learning_rates
 from areal.training.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, empty_row, pack
@@ -239,6 +239,11 @@ class TrainingEngine:
         except (NotImplementedError, TypeError, ValueError) as error:
             raise UserError(f"{head} cannot be trained: its forward pass failed on a packed row: {error}.") from error
         self._prefix_tree, self._one_a_row = bool(found), self._one_a_row or found is None
+        if self._one_a_row and self.config.microbatches:
+            raise UserError(
+                f"{head} mixes the sequences of a micro-batch, so each needs one of its own: leave out "
+                f"trainer.microbatches."
+            )
         if self.rank == 0:
             rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
             log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[found])
@@ -299,12 +304,16 @@ class TrainingEngine:
 
     def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[Row]:
         """This rank's packed rows of the sequences `members`."""
-        ranks = split_over_ranks(
-            batch.lengths[members].tolist(),
-            self.world_size,
-            1 if self._one_a_row else self.config.max_tokens_per_microbatch,
-            batch.shared[members].tolist(),
-        )
+        if self.config.microbatches:
+            minibatches = len(np.unique(batch.minibatch[members]))
+            ranks = fixed_number(len(members), self.world_size, self.config.microbatches * minibatches)
+        else:
+            ranks = split_over_ranks(
+                batch.lengths[members].tolist(),
+                self.world_size,
+                1 if self._one_a_row else self.config.max_tokens_per_microbatch,
+                batch.shared[members].tolist(),
+            )
         return [pack(batch, trained, members[row].tolist(), self.device) for row in ranks[self.rank]]
 
     def _forward(self, row: Row, temperature: float, module: torch.nn.Module | None = None) -> tuple[Tensor, Tensor]:

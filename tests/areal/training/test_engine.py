@@ -84,6 +84,16 @@ def test_gradients_are_the_same_for_any_microbatch_cap(engine_of, folder, cap):
     assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
 
 
+@pytest.mark.parametrize("microbatches", [1, 3, 32])
+@pytest.mark.parametrize("prefix_tree", [True, False])
+def test_gradients_are_the_same_for_any_fixed_number_of_microbatches(engine_of, folder, microbatches, prefix_tree):
+    batch = make_tree()
+    engine = engine_of(max_tokens_per_microbatch=40, microbatches=microbatches, prefix_tree=prefix_tree)
+    result, gradients = step_and_gradients(engine, batch)
+    assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
+    assert engine.work_done == microbatches  # a forward and backward pass of each
+
+
 def make_tree(seed=0):
     """As `make_batch`; but samples of a group begin with the same tokens."""
     batch = make_batch(seed=seed)
