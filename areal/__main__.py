@@ -131,6 +131,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     plan.set_defaults(tool=_plan)
+    sweep = tools.add_parser(
+        "sweep",
+        help="do the runs of a grid of settings, one after another; exit code 1 if one has failed",
+        epilog="A sweep that was stopped goes on with the same command: finished runs are left out, and one that has "
+        "begun is resumed.",
+    )
+    sweep.add_argument(
+        "file", type=Path, metavar="FILE.yaml", help="a configuration with a grid: keys, each with a list of values"
+    )
+    how = sweep.add_mutually_exclusive_group()
+    how.add_argument("--dry-run", action="store_true", help="check all runs, and print their names and states")
+    how.add_argument(
+        "--print", action="store_true", help="print a command line for each run that is not finished, to run as jobs"
+    )
+    sweep.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration of all runs")
+    sweep.set_defaults(tool=_sweep)
     simulate = tools.add_parser(
         "simulate", help="run the actors in virtual time, with injected faults; exit code 1 if an invariant is broken"
     )
@@ -265,6 +281,19 @@ def _plan(options: argparse.Namespace) -> None:
     from areal.planning.command import plan_run
 
     plan_run(options, Console(width=None if sys.stdout.isatty() else 120))
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    from areal.planning.sweep import Sweep, print_commands, read_sweep
+
+    runs = read_sweep(options.file, options.overrides)
+    if options.dry_run:
+        for run in runs:
+            print(f"{run.state:8} {run.config.folder}")
+    elif options.print:
+        print_commands(runs)
+    else:
+        sys.exit(Sweep(runs).run())
 
 
 def _simulate(options: argparse.Namespace) -> None:
