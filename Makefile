@@ -6,13 +6,17 @@ PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test coverage lint docs setup clean
+.PHONY: run test paper-mini coverage lint docs setup clean
 
 run: setup
 	$(BIN)/python run.py $(ARGS)
 
 test: setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# The experiments of configs/paper in miniature, on two cores: half an hour. Prints the paper's tables with their rows.
+paper-mini: setup
+	$(BIN)/python tests/benchmarks/paper_mini.py $(ARGS)
 
 # The test suite, slower, and in build/coverage what it runs of the project, in all processes but those that are killed.
 coverage:

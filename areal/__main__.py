@@ -35,8 +35,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m areal", description=__doc__)
     tools = parser.add_subparsers(metavar="TOOL", required=True)
     report = tools.add_parser("report", help="write the report of a run, report.html")
-    report.add_argument("folder", type=Path, metavar="RUN_FOLDER")
-    report.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw learning and staleness into FILE instead")
+    report.add_argument("folders", type=Path, metavar="RUN_FOLDER", nargs="+")
+    instead = report.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--figure", type=Path, metavar="FILE.svg", help="draw learning and staleness into FILE instead"
+    )
+    instead.add_argument(
+        "--against",
+        metavar="paper:NAME",
+        help="print a table of the paper, such as paper:table2, with these runs beside it",
+    )
     report.set_defaults(tool=_report)
     trace = tools.add_parser("trace", help="write the trace of a run, trace.json, to open in ui.perfetto.dev")
     trace.add_argument("folder", type=Path, metavar="RUN_FOLDER")
@@ -184,12 +192,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from areal.observe.report import write_figure, write_report
+    from rich.console import Console
 
-    if options.figure is None:
-        print(write_report(options.folder))
+    from areal.observe.report import write_figure, write_report
+    from areal.planning.paper import compare
+
+    if options.against is not None:
+        compare(
+            options.against.removeprefix("paper:"), options.folders, Console(width=None if sys.stdout.isatty() else 120)
+        )
+    elif options.figure is None:
+        for folder in options.folders:
+            print(write_report(folder))
+    elif len(options.folders) == 1:
+        write_figure(options.folders[0], options.figure)
     else:
-        write_figure(options.folder, options.figure)
+        raise UserError("--figure draws a single run: give one folder.")
 
 
 def _trace(options: argparse.Namespace) -> None:

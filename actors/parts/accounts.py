@@ -71,7 +71,7 @@ class StepMeter:
             "staleness_histogram": record.staleness_histogram,
             **{name: n if name.endswith("_seconds") else int(n) for name in COUNTERS for n in [self._counted[name]]},
             "step_seconds": seconds,
-            "effective_throughput": commit.metrics["tokens_trained"] / seconds if seconds else None,
+            "effective_throughput": (commit.metrics["tokens_trained"] or 0) / seconds if seconds else None,
             "groups_trained": len(groups),
             "groups_ready": ledger.ready_count,
             "groups_alive": ledger.alive,

@@ -1,7 +1,7 @@
 """A sweep: the runs of a grid of settings, each by `run.py`.
 
-Its file is a configuration with one more key, `grid`: some keys, each with several values. Every combination of them is a
-run. The run's configuration is written to RUN_DIR/SWEEP/RUN.yaml, and its folder is RUN_DIR/SWEEP/RUN.
+Its file is a configuration with one more key, `grid`: some keys, each with several values. Every combination of them is
+a run. The run's configuration is written to RUN_DIR/SWEEP/RUN.yaml, and its folder is RUN_DIR/SWEEP/RUN.
 """
 
 from __future__ import annotations

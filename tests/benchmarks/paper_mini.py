@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 ROOT = Path(__file__).parents[2]
 PAPER, SWEEPS = ROOT / "configs" / "paper", ROOT / "configs" / "sweeps"
-# What a run is scaled down by. All else is as the files have it: objective, precision, ZeRO stage, checkpointing, templates,
-# rewards, micro-batches, interruption.
+# What a run is scaled down by. All else is as the files have it: objective, precision, ZeRO stage, checkpointing,
+# templates, rewards, micro-batches, interruption.
 SMALL = (
     "steps=2", "batch_size=4", "group_size=4", "sampling.max_new_tokens=48", "data.eval_size=2", "evaluator.samples=2",
     "generator.count=1", "generator.tensor_parallel=1", "generator.memory_share=0.1", "generator.kv_cache_gib=0.25",
@@ -34,9 +34,18 @@ SMALL = (
 )  # fmt: skip
 # The grids of the sweeps, where they are larger than these.
 GRIDS = {"table2": "max_staleness=[0, 4]", "table7": "max_staleness=[0, 4]", "table8": "max_staleness=[4]"}
-# Files of which a sweep makes the runs, and files that only others are based on.
+# Files of which a sweep makes the runs, and all that are experiments.
 SWEPT = {path.stem.removeprefix("paper-") for path in SWEEPS.glob("paper-*.yaml")}
-PARTS = {"shared", "math", "code"}
+FILES = sorted({path.stem for path in PAPER.glob("*.yaml")} - {"shared", "math", "code", "published"})
+# The tables that are printed, and the files with their runs.
+TABLES = {
+    "table1": ("table1-1.5b", "table1-7b", "table1-14b", "table1-32b"),
+    "table2": ("table2",),
+    "table7": ("table7",),
+    "table8": ("table8",),
+    "figure6a": ("figure6a", "figure6a-7b", "figure6a-32b"),
+    "figure6b": ("figure6b",),
+}
 
 SUM = {"inputs": ["1 2\n", "5 6\n"], "outputs": ["3\n", "11\n"]}
 CALL = {"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}
@@ -55,27 +64,49 @@ CHAT = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "paper-mini", help="of models, data and runs")
-    parser.add_argument("--only", action="append", metavar="NAME", help="a file of configs/paper; may be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=FILES, metavar="NAME", help="of configs/paper; may be repeated"
+    )
     options = parser.parse_args()
     folder = options.folder.resolve()
     make_hub(folder)
-    known = sorted({path.stem for path in PAPER.glob("*.yaml")} - PARTS)
-    failed = []
-    for name in options.only or known:
+    names = options.only or FILES
+    codes, seconds = {}, {}
+    for name in names:
         began = time.monotonic()
-        code = run(name, folder)
-        print(f"{name}: exit code {code}, {time.monotonic() - began:.0f} s", flush=True)
-        failed += [name] * (code != 0)
-    return 1 if failed else 0
+        codes[name] = run(name, folder)
+        seconds[name] = time.monotonic() - began
+    for table, files in TABLES.items():
+        if runs := sorted(path.parent for name in files for path in runs_of(name, folder).glob("*/config.yaml")):
+            areal("report", "--against", f"paper:{table}", *map(str, runs), folder=folder)
+    for name in names:
+        print(f"{name}: exit code {codes[name]}, {seconds[name]:.0f} s")
+    return max(codes.values())
 
 
 def run(name: str, folder: Path) -> int:
-    """All runs of a file, below `folder`/runs. Returns the exit code."""
-    file = SWEEPS / f"paper-{name}.yaml" if name in SWEPT else PAPER / f"{name}.yaml"
-    grid = f"grid.{GRIDS[name]}" if name in GRIDS else "" if name in SWEPT else "grid={seed: [1]}"
+    """All runs of a file. Returns the exit code."""
+    return areal("sweep", str(file_of(name)), *SMALL, *grid_of(name), folder=folder)
+
+
+def grid_of(name: str) -> list[str]:
+    if name in SWEPT:
+        return [f"grid.{GRIDS[name]}"] if name in GRIDS else []
+    return ["grid={seed: [1]}"]
+
+
+def file_of(name: str) -> Path:
+    return SWEEPS / f"paper-{name}.yaml" if name in SWEPT else PAPER / f"{name}.yaml"
+
+
+def runs_of(name: str, folder: Path) -> Path:
+    return folder / "runs" / file_of(name).stem
+
+
+def areal(*arguments: str, folder: Path) -> int:
     # ROOT first: an installed areal may be another one.
     changes = {"PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "areal", "sweep", str(file), *SMALL, *([grid] if grid else [])]
+    command = [sys.executable, "-m", "areal", *arguments]
     return subprocess.run(command, cwd=folder, env=os.environ | changes, check=False).returncode
 
 
@@ -103,7 +134,9 @@ def write_rows(folder: Path, splits: dict[str, list[dict[str, Any]]], name: str 
     for split, rows in splits.items():
         (folder / f"{name}-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = sorted({path.stem.rpartition("-")[0] for path in folder.glob("*.jsonl")})
-    files = {each: {path.stem.rpartition("-")[2]: path.name for path in folder.glob(f"{each}-*.jsonl")} for each in names}
+    files = {
+        each: {path.stem.rpartition("-")[2]: path.name for path in folder.glob(f"{each}-*.jsonl")} for each in names
+    }
     configs = [
         {"config_name": each, "data_files": [{"split": split, "path": path} for split, path in files[each].items()]}
         for each in names
@@ -119,7 +152,8 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     special = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        texts,
+        trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=special[0], eos_token=special[1])
     tokenizer.chat_template = CHAT

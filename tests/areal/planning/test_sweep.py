@@ -1,4 +1,4 @@
-"""`python -m areal sweep`: what its file means, and what becomes of runs that fail, are stopped or have begun before."""
+"""`python -m areal sweep`: what its file means; runs that fail, that are stopped, and that have begun before."""
 
 from __future__ import annotations
 
