@@ -18,7 +18,7 @@ from rich.table import Table
 
 from areal.config import Config, UserError, checked, load_config, overridden, read_values
 from areal.observe.report import read_run
-from areal.planning.command import read_model
+from areal.planning.command import read_modules
 from areal.processes import ROOT
 from areal.storage.run_folder import STEADY, differences
 
@@ -29,10 +29,10 @@ MEASURES = {
     "accuracy": ("accuracy", "%", "%"),
     "hours": ("hours", "", ""),
     "throughput": ("throughput", "k tok/s", "k tok/s"),
-    "training": ("training", "TFLOP/s", "k tok/s"),
+    "tflops": ("training", "TFLOP/s", "TFLOP/s"),
 }
 # Keys that say where and how a run is started, and the model, which is compared by name and size.
-OTHERWISE = ("name", "run_dir", "seed", "model", "master", "network", "observe")
+OTHERWISE = ("name", "run_dir", "seed", "model", "master", "network", "observe", "trainer.peak_tflops")
 # Keys that change how fast a run is and not what it learns, and those for which it is the other way round.
 SPEED_ONLY = (
     "generator.count", "generator.threads", "generator.max_concurrent_rollouts", "generator.memory_share",
@@ -105,13 +105,13 @@ def _found(folder: Path) -> Found:
         raise UserError(f"{folder} has no config.yaml, so it is not known what it ran: give the folder of a run.")
     config: Config = load_config(folder / "config.yaml")
     steps = [record for record in run.records if record["step"] >= STEADY] or run.records
-    seconds = sum(record.get("train_seconds") or 0 for record in steps)
+    tflops = [record["tflops"] for record in steps if record.get("tflops")]
     measures = {
         "base": _times(run.summary.get("accuracy_before"), 100),
         "accuracy": _times(run.summary.get("accuracy_after"), 100),
         "hours": _times(run.summary.get("seconds"), 1 / 3600),
         "throughput": _times(run.summary.get("effective_throughput"), 1 / 1000),
-        "training": sum(record["tokens_computed"] for record in steps) / seconds / 1000 if seconds else None,
+        "tflops": statistics.fmean(tflops) if tflops else None,
     }
     return Found(folder, config, _model_name(config.model), {k: v for k, v in measures.items() if v is not None})
 
@@ -173,7 +173,7 @@ def _table(table: Mapping[str, Any], rows: Sequence[Row], runs: Sequence[Found])
 
 
 def _is_rate(measure: str, table: Mapping[str, Any]) -> bool:
-    return measure in ("throughput", "training") and "reference" in table
+    return measure in ("throughput", "tflops") and "reference" in table
 
 
 def _values(measure: str, runs: Sequence[Found]) -> list[float]:
@@ -232,7 +232,7 @@ def _tell_differences(
 def _size(parameters: float, run: Found) -> list[tuple[str, str, str]]:
     """The number of parameters, if it is not that of the paper's model of this name."""
     try:
-        ours = read_model(run.config).parameters
+        ours = sum(p.numel() for p in read_modules(run.config.model)[1].parameters())
     except UserError:  # its folder is gone
         return [("parameters of the model", f"{parameters:.2e}", "unknown")]
     if abs(ours / parameters - 1) < SIZE_TOLERANCE:

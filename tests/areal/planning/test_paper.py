@@ -25,7 +25,7 @@ PUBLISHED_TABLES = yaml.safe_load(PUBLISHED.read_text())["tables"]
 def run_of(tmp_path):
     """Makes the folder of a run of a file of configs/paper, with changes; returns its path."""
 
-    def make(file: str, *changes: str, accuracy=0.5, throughput=1000.0, layers=28, computed=3000) -> str:
+    def make(file: str, *changes: str, accuracy=0.5, throughput=1000.0, layers=28) -> str:
         number = len(list(tmp_path.iterdir()))
         model = tmp_path / f"{number}" / "DeepSeek-R1-Distill-Qwen-1.5B"
         model.mkdir(parents=True)
@@ -34,8 +34,8 @@ def run_of(tmp_path):
         folder = tmp_path / f"{number}" / "run"
         folder.mkdir()
         (folder / "config.yaml").write_text(dump_config(config))
-        record = {"step": 3, "tokens_computed": computed, "train_seconds": 0.5}
-        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        records = [{"step": step, "tflops": tflops} for step, tflops in ((1, 0.5), (3, 5.0), (4, 7.0))]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         summary = {"ok": True, "accuracy_before": 0.1, "accuracy_after": accuracy, "seconds": 1800}
         (folder / "summary.json").write_text(json.dumps(summary | {"effective_throughput": throughput}))
         return str(folder)
