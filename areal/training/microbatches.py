@@ -64,11 +64,12 @@ def fixed_number(sequences: int, ranks: int, count: int) -> list[list[list[int]]
     """Distribute sequences 0 to `sequences` - 1 over `ranks`, in `count` micro-batches each, without regard to their
     lengths: neighbours stay together, and two micro-batches differ by at most one sequence.
 
-    Returns `count` micro-batches per rank. With fewer sequences than micro-batches, some are empty. Raises ValueError
-    if `ranks` or `count` is below 1.
+    Returns `count` micro-batches per rank, or fewer if there are too few sequences: then each has one, except that some
+    ranks may have an empty one. Raises ValueError if `ranks` or `count` is below 1.
     """
     if ranks < 1 or count < 1:
         raise ValueError(f"ranks ({ranks}) and count ({count}) must be at least 1")
+    count = max(1, min(count, -(-sequences // ranks)))
     ends = [sequences * k // (ranks * count) for k in range(ranks * count + 1)]
     rows = [list(range(*pair)) for pair in pairwise(ends)]
     return [sorted(rows[rank::ranks], key=len, reverse=True) for rank in range(ranks)]

@@ -1,4 +1,5 @@
 from itertools import pairwise
+from math import ceil
 
 import pytest
 from hypothesis import given
@@ -114,7 +115,7 @@ def test_ranks_that_would_idle_get_a_part_of_a_group():
 def test_a_fixed_number_of_microbatches_has_equally_many_sequences_in_each(sequences, ranks, count):
     dealt = fixed_number(sequences, ranks, count)
     rows = [row for rank in dealt for row in rank]
-    assert [len(rank) for rank in dealt] == [count] * ranks
+    assert [len(rank) for rank in dealt] == [max(1, min(count, ceil(sequences / ranks)))] * ranks
     assert sorted(i for row in rows for i in row) == list(range(sequences))
     assert all(after == before + 1 for row in rows for before, after in pairwise(row))  # what shares tokens is together
     assert max(map(len, rows)) - min(map(len, rows)) <= 1
