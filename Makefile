@@ -14,7 +14,7 @@ run: setup
 test: setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-# The experiments of configs/paper in miniature, on two cores: half an hour. Prints the paper's tables with their rows.
+# The experiments of configs/paper in miniature, on two CPU cores. Prints the paper's tables with their rows.
 paper-mini: setup
 	$(BIN)/python tests/benchmarks/paper_mini.py $(ARGS)
 
