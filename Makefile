@@ -8,7 +8,7 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-all coverage lint docs setup clean
+.PHONY: run test test-all paper-mini coverage lint docs setup clean
 
 run: setup
 	$(BIN)/python run.py $(ARGS)
@@ -18,6 +18,10 @@ test: setup
 
 test-all: setup
 	$(PYTEST) $(ARGS)
+
+# The experiments of configs/paper in miniature, on two CPU cores. Prints the paper's tables with their rows.
+paper-mini: setup
+	$(BIN)/python tests/benchmarks/paper_mini.py $(ARGS)
 
 # All tests, slower, and in build/coverage what it runs of the project, in all processes but those that are killed.
 coverage:

@@ -35,8 +35,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m areal", description=__doc__)
     tools = parser.add_subparsers(metavar="TOOL", required=True)
     report = tools.add_parser("report", help="write the report of a run, report.html")
-    report.add_argument("folder", type=Path, metavar="RUN_FOLDER")
-    report.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw learning and staleness into FILE instead")
+    report.add_argument("folders", type=Path, metavar="RUN_FOLDER", nargs="+")
+    instead = report.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--figure", type=Path, metavar="FILE.svg", help="draw learning and staleness into FILE instead"
+    )
+    instead.add_argument(
+        "--against",
+        metavar="paper:NAME",
+        help="print a table of the paper, such as paper:table2, with these runs beside it",
+    )
     report.set_defaults(tool=_report)
     trace = tools.add_parser("trace", help="write the trace of a run, trace.json, to open in ui.perfetto.dev")
     trace.add_argument("folder", type=Path, metavar="RUN_FOLDER")
@@ -131,6 +139,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     plan.set_defaults(tool=_plan)
+    sweep = tools.add_parser(
+        "sweep",
+        help="do the runs of a grid of settings, one after another; exit code 1 if one has failed",
+        epilog="A sweep that was stopped goes on with the same command: finished runs are left out, and one that has "
+        "begun is resumed.",
+    )
+    sweep.add_argument(
+        "file", type=Path, metavar="FILE.yaml", help="a configuration with a grid: keys, each with a list of values"
+    )
+    how = sweep.add_mutually_exclusive_group()
+    how.add_argument("--dry-run", action="store_true", help="check all runs, and print their names and states")
+    how.add_argument(
+        "--print", action="store_true", help="print a command line for each run that is not finished, to run as jobs"
+    )
+    sweep.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration of all runs")
+    sweep.set_defaults(tool=_sweep)
     simulate = tools.add_parser(
         "simulate", help="run the actors in virtual time, with injected faults; exit code 1 if an invariant is broken"
     )
@@ -168,12 +192,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from areal.observe.report import write_figure, write_report
+    from rich.console import Console
 
-    if options.figure is None:
-        print(write_report(options.folder))
+    from areal.observe.report import write_figure, write_report
+    from areal.planning.paper import compare
+
+    if options.against is not None:
+        compare(
+            options.against.removeprefix("paper:"), options.folders, Console(width=None if sys.stdout.isatty() else 120)
+        )
+    elif options.figure is None:
+        for folder in options.folders:
+            print(write_report(folder))
+    elif len(options.folders) == 1:
+        write_figure(options.folders[0], options.figure)
     else:
-        write_figure(options.folder, options.figure)
+        raise UserError("--figure draws a single run: give one folder.")
 
 
 def _trace(options: argparse.Namespace) -> None:
@@ -265,6 +299,19 @@ def _plan(options: argparse.Namespace) -> None:
     from areal.planning.command import plan_run
 
     plan_run(options, Console(width=None if sys.stdout.isatty() else 120))
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    from areal.planning.sweep import Sweep, print_commands, read_sweep
+
+    runs = read_sweep(options.file, options.overrides)
+    if options.dry_run:
+        for run in runs:
+            print(f"{run.state:8} {run.config.folder}")
+    elif options.print:
+        print_commands(runs)
+    else:
+        sys.exit(Sweep(runs).run())
 
 
 def _simulate(options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ This module imports neither torch nor vLLM, so a configuration can be checked be
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import re
@@ -315,6 +316,12 @@ class TrainerConfig(Section):
     minibatches: int = Field(4, ge=1, description="optimizer steps per training step, each on its share of the batch")
     max_tokens_per_microbatch: int = Field(
         16384, ge=1, description="most tokens of a micro-batch (the cap C of Algorithm 1)"
+    )
+    microbatches: int | None = Field(
+        None,
+        ge=1,
+        description="so many micro-batches per minibatch and rank, of equally many sequences each and of any number of "
+        "tokens (the baseline of the paper's figure 6a); default: by Algorithm 1",
     )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass, which saves memory"
@@ -799,19 +806,34 @@ def load_config(
     secrets: values for the places in the file where they are hidden, as `secrets_in` returned them. Raises UserError,
     which names the key, its place and what to do.
     """
-    values = {} if file is None else _read(file)
+    values = {} if file is None else read_values(file)
     _reveal(values, secrets or {})
+    return checked(overridden(values, overrides), file, kind)
+
+
+def overridden(
+    values: dict[str, Any], overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`values` with overrides such as `generator.count=2`, and with settings by such keys. Raises UserError."""
+    values = copy.deepcopy(values)
     for override in overrides:
         _override(values, override)
-    values = _with_bases(values, Path(), ())
+    for key, value in (settings or {}).items():
+        _set(values, key, value, f"{key}={value}")
+    return _with_bases(values, Path(), ())
+
+
+def checked(values: dict[str, Any], file: Path | None, kind: type[T] = Config) -> T:  # type: ignore[assignment]
+    """The configuration with these values. file: where they come from, for messages. Raises UserError."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         raise UserError(_explain(error, file, kind)) from None
 
 
-def _read(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values in a file and in its bases. bases: the files that name this one as a base, outermost first."""
+def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values in a YAML file and in its bases, unchecked. bases: the files that name this one as a base, outermost
+    first. Raises UserError if it cannot be read."""
     if not file.is_file():
         how = f"correct the base in {bases[-1]}" if bases else "give one with --config"
         raise UserError(f"There is no configuration file {file}: {how}.")
@@ -838,7 +860,7 @@ def _with_bases(values: Any, folder: Path, files: tuple[Path, ...]) -> Any:
         names = []  # `base` is an option of a reward, a task or the like
     own = {key: _with_bases(value, folder, files) for key, value in values.items() if key != "base" or not names}
     for name in reversed(names):
-        own = _merged(_read(folder / name, files), own)
+        own = _merged(read_values(folder / name, files), own)
     return own
 
 
@@ -911,6 +933,13 @@ def _override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"The override {override!r} is not of the form key=value, such as generator.count=2.")
+    try:
+        _set(values, key, yaml.safe_load(text), override)
+    except yaml.YAMLError:
+        raise UserError(f"The value in the override {override!r} is not YAML: quote it.") from None
+
+
+def _set(values: dict[str, Any], key: str, value: Any, override: str) -> None:
     *sections, last = key.split(".")
     for section in sections:
         if values.get(section) is None:  # left out, or written as null
@@ -920,10 +949,7 @@ def _override(values: dict[str, Any], override: str) -> None:
             raise UserError(
                 f"The override {override!r} sets a key inside {section!r}, which is a value and not a section."
             )
-    try:
-        values[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"The value in the override {override!r} is not YAML: quote it.") from None
+    values[last] = value
 
 
 def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> str:

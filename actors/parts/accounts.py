@@ -58,6 +58,7 @@ class StepMeter:
         state, ledger = self._state, self._state.ledger
         groups = record.batch.group_ids
         rewards = [state.rewards[group] for group in groups]
+        seconds = now - self._begun if self._begun is not None else 0.0
         metrics: dict[str, Any] = {
             **commit.metrics,
             "step": commit.version,
@@ -69,7 +70,8 @@ class StepMeter:
             "staleness_max": record.max_staleness,
             "staleness_histogram": record.staleness_histogram,
             **{name: n if name.endswith("_seconds") else int(n) for name in COUNTERS for n in [self._counted[name]]},
-            "step_seconds": now - self._begun if self._begun is not None else 0.0,
+            "step_seconds": seconds,
+            "effective_throughput": (commit.metrics["tokens_trained"] or 0) / seconds if seconds else None,
             "groups_trained": len(groups),
             "groups_ready": ledger.ready_count,
             "groups_alive": ledger.alive,
@@ -103,6 +105,7 @@ def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
         "max_staleness": config.max_staleness,
         "samples_trained": samples,
         "samples_per_second": samples / state.seconds if state.seconds else None,
+        "effective_throughput": state.tokens_trained / state.seconds if state.seconds else None,
         "tokens_generated": tokens,
         "tokens_trained": state.tokens_trained,
         "tokens_discarded": state.tokens_discarded,

@@ -73,18 +73,9 @@ def measure(folder: Path, config: Config) -> dict[str, float]:
 
 def read_model(config: Config) -> Model:
     """Sizes of the run's model, counted in the model's modules and passes without loading weights. Raises UserError."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     if config.model == "quickstart":
         raise UserError("The model quickstart is created by its first run: plan with --from runs/quickstart.")
-    try:
-        sizes = AutoConfig.from_pretrained(config.model).get_text_config()
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(sizes)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"The model {config.model} cannot be read ({first}): set model=FOLDER.") from None
+    sizes, module = read_modules(config.model)
     try:
         activations = [measure_activations(sizes, config.trainer, checkpointing=on) for on in (False, True)]
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -103,6 +94,20 @@ def read_model(config: Config) -> Model:
         activations=activations[0],
         checkpointed=activations[1],
     )
+
+
+def read_modules(model: str) -> tuple[Any, Any]:
+    """The configuration, as transformers has it, and the modules of a model, without weights. Raises UserError."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        sizes = AutoConfig.from_pretrained(model).get_text_config()
+        with torch.device("meta"):
+            return sizes, AutoModelForCausalLM.from_config(sizes)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"The model {model} cannot be read ({first}): set model=FOLDER.") from None
 
 
 def _adapters(lora: LoraConfig, module: Any) -> int:

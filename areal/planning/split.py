@@ -166,7 +166,8 @@ def balanced_share(rates: Rates) -> float:
 def training_memory(
     config: Config, model: Model, ranks: int, stage: int, checkpointing: bool, longest: int
 ) -> TrainingMemory:
-    """The memory of one rank. longest: tokens of the longest sequence, its prompt included.
+    """The memory of one rank. longest: tokens of the longest sequence, its prompt included. A fixed number of
+    micro-batches has no cap: one of them may hold nothing but the longest.
 
     * Model states: ZeRO (arXiv 1910.02054, section 3) divides Adam's states among the ranks from stage 1 on, gradients
       from stage 2 on, and weights at stage 3. In bf16, the fp32 master weights and the two moments take 12 bytes per
@@ -178,7 +179,11 @@ def training_memory(
     """
     trainer = config.trainer
     size = BYTES[trainer.dtype]
-    tokens = math.ceil(max(trainer.max_tokens_per_microbatch, longest) / trainer.sequence_parallel)
+    tokens = max(trainer.max_tokens_per_microbatch, longest)
+    if trainer.microbatches:
+        sequences = config.batch_size * config.group_size / trainer.minibatches
+        tokens = longest * math.ceil(sequences * trainer.sequence_parallel / ranks / trainer.microbatches)
+    tokens = math.ceil(tokens / trainer.sequence_parallel)
     of_weights, of_gradients, of_optimizer = (ranks if stage >= least else 1 for least in (3, 2, 1))
     half = trainer.dtype != "float32"
     own_reference = trainer.kl_coef and not (trainer.lora and trainer.reference is None)
@@ -253,10 +258,12 @@ def plan(config: Config, model: Model, rates: Rates, lengths: Lengths, devices: 
     if not fitting:
         most = devices - n * splits[0]
         least = training_memory(config, model, most, 3, True, lengths.prompt + lengths.longest)
+        fixed = config.trainer.microbatches is not None
+        smaller = "more trainer.microbatches" if fixed else "a lower trainer.max_tokens_per_microbatch"
         raise UserError(
             f"Training does not fit: on {most} devices each needs {least.total / GIB:.1f} GiB of its "
             f"{TRAINER_SHARE * device_bytes / GIB:.1f} at ZeRO 3 with checkpointing: take more devices, trainer.lora, "
-            f"or a lower trainer.max_tokens_per_microbatch."
+            f"or {smaller}."
         )
 
     def throughput(generators: int) -> float:

@@ -25,7 +25,7 @@ MAY_CHANGE = (
     "master", "network", "observe", "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
     "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
     "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads",
-    "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",
+    "trainer.max_tokens_per_microbatch", "trainer.microbatches", "trainer.gradient_checkpointing",
     "trainer.checkpoint_every", "trainer.checkpoints_kept",
 )  # fmt: skip
 
@@ -206,7 +206,7 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
     if (config.model, config.trainer.reference) != (stored.model, stored.trainer.reference):
         config = with_folders(config)
-    for key, before, now in _differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
+    for key, before, now in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
         again = hidden_in(before) is not None  # a secret that is given again
         if not again and not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
             raise UserError(f"{key} was {before!r} when the run in {folder} began and cannot become {now!r}: keep it.")
@@ -221,11 +221,12 @@ def _secrets(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The keys in which two configurations differ, with their dots, and the values before and now."""
     for name in before | now:
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, f"{prefix}{name}.")
+            yield from differences(old, new, f"{prefix}{name}.")
         elif old != new:
             yield f"{prefix}{name}", old, new
 

@@ -35,7 +35,7 @@ from areal.training.advantages import advantages
 from areal.training.checkpoint import TrainingState
 from areal.training.flops import Operations, peak_tflops
 from areal.training.head import Head
-from areal.training.microbatches import split_over_ranks
+from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
 from areal.training.optimizer import deepspeed_config, learning_rates
 from areal.training.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, empty_row, pack
@@ -259,6 +259,11 @@ class TrainingEngine:
         except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
             raise UserError(f"{head} cannot be trained: its forward pass failed on a packed row: {error}.") from error
         self._prefix_tree, self._one_a_row = bool(found), self._one_a_row or found is None
+        if self._one_a_row and self.config.microbatches:
+            raise UserError(
+                f"{head} mixes the sequences of a micro-batch, so each needs one of its own: leave out "
+                f"trainer.microbatches."
+            )
         if self.rank == 0:
             rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
             log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[found])
@@ -336,12 +341,16 @@ class TrainingEngine:
 
     def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[Row]:
         """The packed rows of the sequences `members` that this rank computes, together with its sequence group."""
-        groups = split_over_ranks(
-            batch.lengths[members].tolist(),
-            self._together.count,
-            1 if self._one_a_row else self.config.max_tokens_per_microbatch,
-            batch.shared[members].tolist(),
-        )
+        if self.config.microbatches:
+            minibatches = len(np.unique(batch.minibatch[members]))
+            groups = fixed_number(len(members), self._together.count, self.config.microbatches * minibatches)
+        else:
+            groups = split_over_ranks(
+                batch.lengths[members].tolist(),
+                self._together.count,
+                1 if self._one_a_row else self.config.max_tokens_per_microbatch,
+                batch.shared[members].tolist(),
+            )
         return [pack(batch, trained, members[row].tolist(), self.device) for row in groups[self._together.number]]
 
     def _forward(self, row: Row, temperature: float, module: torch.nn.Module | None = None) -> tuple[Tensor, Tensor]:

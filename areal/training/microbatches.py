@@ -1,6 +1,7 @@
 """Dynamic micro-batches: Algorithm 1 of the AReaL paper (arXiv 2505.24298), and their distribution over ranks.
 
-Sequences are packed by length under a token cap, with no padding. Everything here is a pure function of the
+Sequences are packed by length under a token cap, with no padding. `fixed_number` is what the paper compares this with
+in its figure 6a. Everything here is a pure function of the
 lengths and of the number of shared tokens, so every rank computes the same plan by itself.
 """
 
@@ -57,6 +58,21 @@ def split_over_ranks(
     plans = [_dealt(_runs(lengths, shared, limit), ranks, cap) for limit in limits]
     fullest, rows = min(plans, key=lambda plan: plan[0])
     return rows
+
+
+def fixed_number(sequences: int, ranks: int, count: int) -> list[list[list[int]]]:
+    """Distribute sequences 0 to `sequences` - 1 over `ranks`, in `count` micro-batches each, without regard to their
+    lengths: neighbours stay together, and two micro-batches differ by at most one sequence.
+
+    Returns `count` micro-batches per rank, or fewer if there are too few sequences: then each has one, except that some
+    ranks may have an empty one. Raises ValueError if `ranks` or `count` is below 1.
+    """
+    if ranks < 1 or count < 1:
+        raise ValueError(f"ranks ({ranks}) and count ({count}) must be at least 1")
+    count = max(1, min(count, -(-sequences // ranks)))
+    ends = [sequences * k // (ranks * count) for k in range(ranks * count + 1)]
+    rows = [list(range(*pair)) for pair in pairwise(ends)]
+    return [sorted(rows[rank::ranks], key=len, reverse=True) for rank in range(ranks)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,15 @@ def test_activations_grow_with_the_longest_sequence_where_it_is_above_the_cap():
     assert activations(3 * 16384) - activations(2 * 16384) == activations(2 * 16384) - activations(16384) > 0
 
 
+def test_one_of_a_fixed_number_of_microbatches_may_hold_nothing_but_the_longest():
+    def activations(longest: int, **trainer) -> float:
+        return training_memory(config(trainer=trainer), SMALL, 32, 3, True, longest).activations
+
+    # 512 * 16 sequences, of which a rank has 64 in each of 4 minibatches.
+    assert activations(10_000, microbatches=16) == activations(1, max_tokens_per_microbatch=40_000)
+    assert activations(10_000, microbatches=100) == activations(1, max_tokens_per_microbatch=10_000)
+
+
 def test_a_generators_kv_is_what_its_sequences_take_at_full_length():
     wanted = config(generator={"tensor_parallel": 2, "max_concurrent_rollouts": 10})
     memory = generation_memory(wanted, LARGE, Lengths(1024, 5000, 15 * 1024), 80 * GIB)

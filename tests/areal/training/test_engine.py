@@ -85,6 +85,16 @@ def test_gradients_are_the_same_for_any_microbatch_cap(engine_of, folder, cap):
     assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
 
 
+@pytest.mark.parametrize("microbatches", [1, 3, 32])
+@pytest.mark.parametrize("prefix_tree", [True, False])
+def test_gradients_are_the_same_for_any_fixed_number_of_microbatches(engine_of, folder, microbatches, prefix_tree):
+    batch = make_tree()
+    engine = engine_of(max_tokens_per_microbatch=40, microbatches=microbatches, prefix_tree=prefix_tree)
+    result, gradients = step_and_gradients(engine, batch)
+    assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
+    assert engine.work_done == min(microbatches, sum(len(group.trajectories) for group in batch))  # each is a pass
+
+
 @pytest.mark.parametrize("cap", [1, 40, 10_000])
 @pytest.mark.parametrize("prefix_tree", [True, False])
 def test_gradients_are_the_same_when_samples_share_tokens(engine_of, folder, cap, prefix_tree):

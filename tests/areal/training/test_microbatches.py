@@ -1,10 +1,11 @@
 from itertools import pairwise
+from math import ceil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal.training.microbatches import microbatches, split_over_ranks
+from areal.training.microbatches import fixed_number, microbatches, split_over_ranks
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
 CAPS = st.integers(1, 500)
@@ -108,3 +109,13 @@ def test_sequences_that_share_stay_together_and_are_cut_where_least_is_shared():
 
 def test_ranks_that_would_idle_get_a_part_of_a_group():
     assert split_over_ranks([20, 20, 20, 20], 2, 100, [0, 5, 5, 5]) == [[[0, 1]], [[2, 3]]]
+
+
+@given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 40))
+def test_a_fixed_number_of_microbatches_has_equally_many_sequences_in_each(sequences, ranks, count):
+    dealt = fixed_number(sequences, ranks, count)
+    rows = [row for rank in dealt for row in rank]
+    assert [len(rank) for rank in dealt] == [max(1, min(count, ceil(sequences / ranks)))] * ranks
+    assert sorted(i for row in rows for i in row) == list(range(sequences))
+    assert all(after == before + 1 for row in rows for before, after in pairwise(row))  # what shares tokens is together
+    assert max(map(len, rows)) - min(map(len, rows)) <= 1

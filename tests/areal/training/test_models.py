@@ -65,6 +65,12 @@ def test_a_model_that_the_trainer_cannot_compute_is_refused_at_its_start(tmp_pat
         TrainingEngine(make_kind(kind, tmp_path / "model", **changes), settings(), seed=0)
 
 
+def test_a_model_that_mixes_sequences_has_no_fixed_number_of_microbatches(tmp_path):
+    folder = make(sorted(MIXES)[0], tmp_path / "model")
+    with pytest.raises(UserError, match=r"mixes the sequences of a micro-batch.*leave out trainer.microbatches"):
+        TrainingEngine(folder, settings(microbatches=2), seed=0)
+
+
 def test_an_adapter_of_the_head_is_refused(tmp_path):
     folder = make_kind("Granite", tmp_path / "model", tie_word_embeddings=False)
     with pytest.raises(UserError, match="includes the output layer lm_head"):

@@ -1,0 +1,250 @@
+"""The tables of arXiv 2505.24298 with the rows of runs beside its own: `python -m areal report --against paper:table2`.
+
+Its numbers are in configs/paper/published.yaml, and its settings in the files beside that one. A run belongs to the row
+whose keys it has, and whose model. What else differs is printed below the table.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from areal.config import Config, UserError, checked, load_config, overridden, read_values
+from areal.observe.report import read_run
+from areal.planning.command import read_modules
+from areal.processes import ROOT
+from areal.storage.run_folder import STEADY, differences
+
+PUBLISHED = ROOT / "configs" / "paper" / "published.yaml"
+# Names of a measure: in general, of the paper's number and of the run's.
+MEASURES = {
+    "base": ("before", "%", "%"),
+    "accuracy": ("accuracy", "%", "%"),
+    "hours": ("hours", "", ""),
+    "throughput": ("throughput", "k tok/s", "k tok/s"),
+    "tflops": ("training", "TFLOP/s", "TFLOP/s"),
+}
+# Keys that say where and how a run is started, and the model, which is compared by name and size.
+OTHERWISE = ("name", "run_dir", "seed", "model", "master", "network", "observe", "trainer.peak_tflops")
+# Keys that change how fast a run is and not what it learns, and those for which it is the other way round.
+SPEED_ONLY = (
+    "generator.count", "generator.threads", "generator.max_concurrent_rollouts", "generator.memory_share",
+    "generator.kv_cache_gib", "generator.tensor_parallel", "generator.stream_interval", "generator.enforce_eager",
+    "rollout_manager.count", "rollout_manager.max_concurrent_groups", "reward.count", "reward.workers",
+    "reward.cache_size", "weights", "trainer.ranks", "trainer.zero_stage", "trainer.threads", "trainer.microbatches",
+    "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing", "trainer.prefix_tree",
+)  # fmt: skip
+SCORE_ONLY = (
+    "steps",
+    "evaluator",
+    "data.eval_source",
+    "data.eval_size",
+    "guard",
+    "trainer.lr",
+    "trainer.checkpoints_kept",
+)
+# A model of the same name may have this much more or less parameters, such as a padded vocabulary.
+SIZE_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run: its configuration, its model's name, and its measures; those that it does not have are left out."""
+
+    folder: Path
+    config: Config
+    model: str
+    measures: Mapping[str, float]
+
+
+def compare(name: str, folders: Sequence[Path], console: Console) -> None:
+    """Print the paper's table `name`, such as table2, with the runs in `folders`. Raises UserError."""
+    published = read_values(PUBLISHED)
+    tables = published["tables"]
+    if name not in tables:
+        raise UserError(f"There is no paper:{name}: take one of {', '.join(f'paper:{each}' for each in tables)}.")
+    table = tables[name]
+    rows = [Row(row) for row in table["rows"]]
+    runs = [_found(folder) for folder in folders]
+    console.print(_table(table, rows, runs))
+    left_out = [run for run in runs if not any(row.has(run) for row in rows)]
+    for run in left_out:
+        console.print(f"{run.folder} is in no row: it has the model {run.model}{_keys(rows, run)}.", highlight=False)
+    if len(left_out) < len(runs):
+        _tell_differences(table, published["parameters"], rows, runs, console)
+
+
+class Row:
+    """A row of the table: its configuration, the keys in which that differs from its file, and the paper's numbers."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.measures = {key: value for key, value in values.items() if key in MEASURES}
+        self.keys = {key: value for key, value in values.items() if key not in (*MEASURES, "config")}
+        file = PUBLISHED.with_name(f"{values['config']}.yaml")
+        self.config: Config = checked(overridden(read_values(file), settings=self.keys), file)
+        self.model = _model_name(self.config.model)
+
+    def has(self, run: Found) -> bool:
+        return run.model == self.model and self.fits(run.config)
+
+    def fits(self, config: Config) -> bool:
+        """Whether a configuration has the keys of this row."""
+        return all(_value(config, key) == value for key, value in self.keys.items())
+
+
+def _found(folder: Path) -> Found:
+    run = read_run(folder)
+    if not run.config:
+        raise UserError(f"{folder} has no config.yaml, so it is not known what it ran: give the folder of a run.")
+    config: Config = load_config(folder / "config.yaml")
+    steps = [record for record in run.records if record["step"] >= STEADY] or run.records
+    tflops = [record["tflops"] for record in steps if record.get("tflops")]
+    measures = {
+        "base": _times(run.summary.get("accuracy_before"), 100),
+        "accuracy": _times(run.summary.get("accuracy_after"), 100),
+        "hours": _times(run.summary.get("seconds"), 1 / 3600),
+        "throughput": _times(run.summary.get("effective_throughput"), 1 / 1000),
+        "tflops": statistics.fmean(tflops) if tflops else None,
+    }
+    return Found(folder, config, _model_name(config.model), {k: v for k, v in measures.items() if v is not None})
+
+
+def _times(number: float | None, factor: float) -> float | None:
+    return None if number is None else number * factor
+
+
+def _model_name(model: str) -> str:
+    """The name of a model without its owner: of `owner/NAME`, of a folder NAME, or of one in the hub's cache."""
+    cached = re.search(r"models--[^/]*--([^/]+)/snapshots/", model)
+    return cached.group(1) if cached else Path(model).name
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _keys(rows: Sequence[Row], run: Found) -> str:
+    return "".join(f", {key}={_shown(_value(run.config, key))}" for key in _key_names(rows))
+
+
+def _key_names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(key for row in rows for key in row.keys))
+
+
+def _table(table: Mapping[str, Any], rows: Sequence[Row], runs: Sequence[Found]) -> Table:
+    """Each measure has the paper's number and the mean over our runs. Where the table has a row to refer to, rates are
+    also shown as multiples of that row's, which is what different machines have in common."""
+    shown = Table(title=table["title"], title_justify="left", caption="(arXiv 2505.24298 | these runs)")
+    measures = list(dict.fromkeys(measure for row in rows for measure in row.measures))
+    models = ["model"] * (len({row.model for row in rows}) > 1)
+    for column in (*models, *_key_names(rows), "runs"):
+        shown.add_column(column)
+    for measure in measures:
+        label, theirs, ours = MEASURES[measure]
+        shown.add_column(f"{label} {theirs}".strip(), justify="right")
+        shown.add_column(f"here {ours}".strip(), justify="right")
+        if _is_rate(measure, table):
+            shown.add_column("ratio", justify="right")
+            shown.add_column("here", justify="right")
+    for row in rows:
+        own = [run for run in runs if row.has(run)]
+        at = row.keys | table.get("reference", {})
+        base = next(each for each in rows if each.model == row.model and each.keys == at)
+        cells = []
+        for measure in measures:
+            values = _values(measure, own)
+            cells += [_number(row.measures.get(measure)), _mean(values)]
+            if _is_rate(measure, table):
+                before = _values(measure, [run for run in runs if base.has(run)])
+                cells += [_ratio(row.measures.get(measure), base.measures.get(measure)), _ratio_of(values, before)]
+        keys = [_shown(row.keys[key]) for key in _key_names(rows)]
+        shown.add_row(*([row.model] if models else []), *keys, str(len(own)), *cells)
+    return shown
+
+
+def _is_rate(measure: str, table: Mapping[str, Any]) -> bool:
+    return measure in ("throughput", "tflops") and "reference" in table
+
+
+def _values(measure: str, runs: Sequence[Found]) -> list[float]:
+    return [run.measures[measure] for run in runs if measure in run.measures]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}" if value >= 1 or not value else f"{value:.2g}"
+
+
+def _mean(values: Sequence[float]) -> str:
+    """The mean, and from two values on its standard error."""
+    if len(values) < 2:
+        return _number(values[0] if values else None)
+    return f"{statistics.fmean(values):,.1f} ± {statistics.stdev(values) / len(values) ** 0.5:.1f}"
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return "–" if not value or not base else f"{value / base:.2f}"
+
+
+def _ratio_of(values: Sequence[float], base: Sequence[float]) -> str:
+    return _ratio(*(statistics.fmean(each) if each else None for each in (values, base)))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _tell_differences(
+    table: Mapping[str, Any], parameters: Mapping[str, float], rows: Sequence[Row], runs: Sequence[Found],
+    console: Console,
+) -> None:  # fmt: skip
+    """Print what is not the paper's in these runs, and what can be compared therefore."""
+    pairs: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        for run in (run for run in runs if row.has(run)):
+            for key, theirs, ours in [*_size(parameters[row.model], run), *_apart(row, run)]:
+                pairs.setdefault((key, _shown(theirs)), set()).add(_shown(ours))
+    if pairs:
+        found = Table("setting", "the paper's file", "these runs", title="What differs", title_justify="left")
+        for (key, theirs), ours in pairs.items():
+            found.add_row(key, theirs, " or ".join(sorted(ours)))
+        console.print(found)
+    console.print(f"What the paper has besides, and a run does not record: {table['apart']}.", highlight=False)
+    for what, without in ("Scores", SPEED_ONLY), ("Speeds", SCORE_ONLY):
+        keys = list(dict.fromkeys(key for key, _ in pairs if not _is_one_of(key, without)))
+        verdict = (
+            f"cannot be compared with the paper's, since these differ: {', '.join(keys)}"
+            if keys
+            else ("can be compared with the paper's" + " on the same devices" * (what == "Speeds"))
+        )
+        console.print(f"{what} {verdict}.", highlight=False)
+
+
+def _size(parameters: float, run: Found) -> list[tuple[str, str, str]]:
+    """The number of parameters, if it is not that of the paper's model of this name."""
+    try:
+        ours = sum(p.numel() for p in read_modules(run.config.model)[1].parameters())
+    except UserError:  # its folder is gone
+        return [("parameters of the model", f"{parameters:.2e}", "unknown")]
+    if abs(ours / parameters - 1) < SIZE_TOLERANCE:
+        return []
+    return [("parameters of the model", f"{parameters:.2e}", f"{ours:.2e}")]
+
+
+def _apart(row: Row, run: Found) -> list[tuple[str, Any, Any]]:
+    """The settings in which a run differs from its row: key, the row's value, the run's value."""
+    theirs, ours = row.config.model_dump(mode="json"), run.config.model_dump(mode="json")
+    return [each for each in differences(theirs, ours) if not _is_one_of(each[0], OTHERWISE)]
+
+
+def _is_one_of(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
