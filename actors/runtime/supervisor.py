@@ -381,13 +381,10 @@ class Supervisor:
 
 def roles_of(config: Config) -> list[tuple[str, int]]:
     """The roles besides the master and the number of processes of each, the slowest to start first."""
-    roles = [
-        ("trainer", 1),
-        ("generator", config.generator.count),
-        ("reward", config.reward.count),
-        ("rollout_manager", config.rollout_manager.count),
-    ]
-    return [*roles, ("evaluator", 1)] if config.data.eval_size else roles
+    roles = [("generator", config.generator.count), ("reward", config.reward.count)]
+    if config.steps:
+        roles = [("trainer", 1), *roles, ("rollout_manager", config.rollout_manager.count)]
+    return [*roles, ("evaluator", 1)] if config.evaluates else roles
 
 
 def _how(code: int) -> str:

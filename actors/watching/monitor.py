@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -200,10 +201,14 @@ def _reload_seconds(metrics: dict[str, Any]) -> float:
 def print_summary(folder: Path, console: Console) -> None:
     """Print the results of a run, from its summary.json."""
     summary = json.loads((folder / "summary.json").read_text())
-    table = Table(title="Summary", title_justify="left", show_header=False)
-    for name, value in _summary_rows(summary):
-        table.add_row(name, value)
-    console.print(table)
+    if summary["steps"]:
+        table = Table(title="Summary", title_justify="left", show_header=False)
+        for name, value in _summary_rows(summary):
+            table.add_row(name, value)
+        console.print(table)
+    results = [done for done in summary["evaluations"] if done["benchmarks"]]
+    if results:
+        console.print(_benchmarks_table(results))
     for when in ("before", "after"):
         for sample in summary[f"samples_{when}"]:
             console.print(f"[bold]{when}[/] (score {sample['score']:g})")
@@ -212,15 +217,42 @@ def print_summary(folder: Path, console: Console) -> None:
     console.print(f"Everything is in {folder}", highlight=False, soft_wrap=True)
 
 
-def _summary_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
-    def number(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
+
+def _benchmarks_table(results: list[dict[str, Any]]) -> Table:
+    """The scores of each benchmark at its last version; if there are several versions, also at the first one."""
+    versions = sorted(results, key=lambda done: done["version"])
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    for done in versions:
+        before, after = done["benchmarks"] | before, after | done["benchmarks"]
+    table = Table(title="Benchmarks", title_justify="left", box=SIMPLE)
+    table.add_column("benchmark")
+    means = ["before ± s.e.", "after ± s.e."] if len(versions) > 1 else ["mean ± s.e."]
+    for column in ["rows × samples", *means, "pass@k", "cut", "not scored"]:
+        table.add_column(column, justify="right")
+    for name, s in after.items():
+        k = max(s["pass_at"], key=int, default=None)
+        table.add_row(
+            name,
+            f"{s['rows']:,} × {s['samples']}",
+            *[f"{_number(each['accuracy'], '.1%')} ± {_number(each['standard_error'], '.1%')}"
+              for each in ([before[name], s] if len(versions) > 1 else [s])],
+            f"pass@{k} {s['pass_at'][k]:.1%}" if k else "–",
+            _number(s["cut_share"], ".1%"),
+            f"{s['rows'] * s['samples'] - s['scored']:,}",
+        )  # fmt: skip
+    return table
+
+
+def _summary_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("steps", str(s["steps"])),
-        ("held-out accuracy", f"{number(s['accuracy_before'], '.3f')} → {number(s['accuracy_after'], '.3f')}"),
+        ("held-out accuracy", f"{_number(s['accuracy_before'], '.3f')} → {_number(s['accuracy_after'], '.3f')}"),
         ("staleness, max (bound)", f"{s['staleness_max']} ({s['max_staleness']})"),
-        ("log-prob gap, max", number(s["logprob_gap_max"], ".1e")),
-        ("samples trained", f"{s['samples_trained']} ({number(s['samples_per_second'], '.1f')} a second)"),
+        ("log-prob gap, max", _number(s["logprob_gap_max"], ".1e")),
+        ("samples trained", f"{s['samples_trained']} ({_number(s['samples_per_second'], '.1f')} a second)"),
         ("seconds of training", f"{s['seconds']:.0f}"),
     ]
