@@ -813,10 +813,9 @@ class Master(HandlesRequests):
         return Done()
 
     async def _end_if_complete(self) -> None:
-        alone = not self.config.steps  # there is no trainer, which would report that it has finished
-        if alone and (reason := self.state.not_evaluated.get(0)):
-            self._finish(False, f"The model was not evaluated: {reason}.")
-        elif (alone or self.state.finished == self.config.steps) and self._evaluated(self.config.steps):
+        # Without steps there is no trainer, which would report that it has finished.
+        finished = self.state.finished if self.config.steps else 0
+        if finished == self.config.steps and self._evaluated(self.config.steps):
             if not self._evaluated(0):
                 self._drop_evaluation(0, "the generator that held it was lost, and no other one came in time")
             await self.journal.durable()
@@ -957,6 +956,8 @@ class Master(HandlesRequests):
             return Done()
         if hold := self.state.holder:
             self._give_up(*hold, abandoned.reason)
+        elif not self.config.steps:  # nothing is noted: whoever starts the evaluation again wants it done
+            self._finish(False, f"The model was not evaluated: {abandoned.reason}.")
         else:
             self._drop_evaluation(abandoned.version, abandoned.reason)
             self._progress()

@@ -120,7 +120,7 @@ class BenchmarkConfig(SourceConfig):
     names to the keys below: those of `data` for one source, whose rows are the problems, and how they are sampled. For
     a name that is known, only the keys that differ have to be given."""
 
-    eval_source: None = Field(None, description="not used: `source` names the rows")
+    eval_source: str | None = Field(None, description="must be null: `source` names the rows")
     size: int | None = Field(None, gt=0, description="only the first so many rows; a generated task needs it")
     date_key: str = Field("contest_date", description="field of a row that holds its date, for `dates`")
     dates: tuple[date, date] | None = Field(
@@ -136,6 +136,15 @@ class BenchmarkConfig(SourceConfig):
     every: int = Field(
         1, ge=1, description="k: of the versions that are evaluated, the first, the last, and those that k divides"
     )
+
+    @model_validator(mode="after")
+    def _is_one_source(self) -> Self:
+        if self.eval_source is not None:
+            raise ValueError(
+                f"the benchmark of source {self.source!r} has the eval_source {self.eval_source!r} too: set source to "
+                f"the one with its rows, and eval_source to null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:

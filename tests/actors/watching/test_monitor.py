@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,38 @@ def step(number: int, **more: Any) -> dict[str, Any]:
         "tokens_trained": 800, "completion_tokens_mean": 30.0, "step_seconds": 2.0, "train_seconds": 1.5,
         "trainer_wait_seconds": 0.5, "publish_wait_seconds": 0.0,
     } | more  # fmt: skip
+
+
+SCORES = {
+    "accuracy": 0.25, "standard_error": 0.05, "pass_at": {"1": 0.25, "16": 0.5}, "rows": 30, "failed": 0,
+    "unfinished": 0, "completion_tokens_mean": 9.0, "samples": 16, "scored": 470, "cut_share": 0.125,
+}  # fmt: skip
+
+
+def printed(folder, **benchmarks: dict[str, Any]) -> str:
+    evaluations = [{"version": int(v[1:]), "benchmarks": scores} for v, scores in benchmarks.items()]
+    summary = {"steps": 0, "evaluations": evaluations, "samples_before": [], "samples_after": []}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    out = io.StringIO()
+    monitor.print_summary(folder, Console(file=out, width=100))
+    return out.getvalue()
+
+
+def test_the_benchmarks_of_a_model_are_a_table(tmp_path):
+    unscored = SCORES | {"accuracy": None, "standard_error": None, "pass_at": {}, "scored": 0, "cut_share": None}
+    told = printed(tmp_path, v0={"aime24": SCORES, "none": unscored})
+    (line,) = (line for line in told.splitlines() if "aime24" in line)
+    assert line.split() == ["aime24", "30", "×", "16", "25.0%", "±", "5.0%", "pass@16", "50.0%", "12.5%", "10"]
+    (line,) = (line for line in told.splitlines() if "none" in line)
+    assert line.split() == ["none", "30", "×", "16", "–", "±", "–", "–", "–", "480"]
+    assert "before" not in told and "Summary" not in told
+
+
+def test_benchmarks_of_a_run_are_shown_at_their_first_and_their_last_version(tmp_path):
+    last = SCORES | {"accuracy": 0.75}
+    told = printed(tmp_path, v10={"aime24": last}, v0={"aime24": SCORES}, v5={"aime24": SCORES | {"accuracy": 0.5}})
+    (line,) = (line for line in told.splitlines() if "aime24" in line)
+    assert line.split()[4:10] == ["25.0%", "±", "5.0%", "75.0%", "±", "5.0%"]
 
 
 async def test_what_actors_report_cannot_steer_the_terminal():
