@@ -201,7 +201,7 @@ def _reload_seconds(metrics: dict[str, Any]) -> float:
 def print_summary(folder: Path, console: Console) -> None:
     """Print the results of a run, from its summary.json."""
     summary = json.loads((folder / "summary.json").read_text())
-    if summary["steps"]:
+    if summary["steps"] or summary["accuracy_after"] is not None:
         table = Table(title="Summary", title_justify="left", show_header=False)
         for name, value in _summary_rows(summary):
             table.add_row(name, value)

@@ -210,7 +210,8 @@ def open_benchmark(name: str, config: BenchmarkConfig, seed: int) -> list[Row]:
         key = f"evaluator.benchmarks.{name}.source"
         raise UserError(f"The benchmark {name} names no source: set {key}=FILE.jsonl, or --source {name}=FILE.jsonl.")
     what = f"the source {config.source!r} of the benchmark {name}"
-    source = _open(config, config.source, config.options, seed, what)
+    # Without the size, on which the rows of a generated task would depend.
+    source = _open(config.model_copy(update={"size": None}), config.source, config.options, seed, what)
     if isinstance(source, Generator):
         if config.size is None:
             raise UserError(f"{what} has no end: set evaluator.benchmarks.{name}.size")

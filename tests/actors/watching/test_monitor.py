@@ -34,8 +34,8 @@ SCORES = {
 
 def printed(folder, **benchmarks: dict[str, Any]) -> str:
     evaluations = [{"version": int(v[1:]), "benchmarks": scores} for v, scores in benchmarks.items()]
-    summary = {"steps": 0, "evaluations": evaluations, "samples_before": [], "samples_after": []}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    nothing = {"steps": 0, "accuracy_after": None, "samples_before": [], "samples_after": []}
+    (folder / "summary.json").write_text(json.dumps(nothing | {"evaluations": evaluations}))
     out = io.StringIO()
     monitor.print_summary(folder, Console(file=out, width=100))
     return out.getvalue()

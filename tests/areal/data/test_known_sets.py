@@ -114,8 +114,9 @@ def test_a_benchmark_may_be_the_rows_of_some_days(tmp_path):
         open_benchmark("x", benchmark_of(path, ROWS["livecodebench"][0]), 0)
 
 
-def test_a_generated_task_is_a_benchmark_of_its_first_rows():
-    config = BenchmarkConfig(source="addition", size=5, reward="addition")
+@pytest.mark.parametrize("source", ["addition", "reasoning_gym:chain_sum"])
+def test_a_generated_task_is_a_benchmark_of_its_first_rows(source):
+    config = BenchmarkConfig(source=source, size=5, reward="addition")
     rows = open_benchmark("sums", config, seed=3)
     assert [row.index for row in rows] == [0, 1, 2, 3, 4] and len({row.prompt for row in rows}) == 5
     assert rows[:2] == open_benchmark("sums", config.model_copy(update={"size": 2}), seed=3)
