@@ -157,7 +157,7 @@ class Benchmark:
 
     @property
     def progress(self) -> str:
-        return f"{self._samples - self._unfinished} of {self._samples} samples"
+        return f"{self._samples - self._unfinished} of {self._samples}"
 
     def scores(self) -> BenchmarkScores:
         own, count = self._own, len(self._done)
@@ -177,6 +177,10 @@ class Benchmark:
             scored=count,
             cut_share=sum(cut for _, _, cut in self._done.values()) / count if count else None,
         )
+
+
+def _progress_of(benchmarks: Mapping[str, Benchmark]) -> str:
+    return ", ".join(f"{name} {benchmark.progress}" for name, benchmark in benchmarks.items())
 
 
 def _settings_of(own: BenchmarkConfig, sampling: SamplingConfig, config: Config) -> dict[str, object]:
@@ -246,11 +250,11 @@ class Evaluator(Sampler):
             async with asyncio.timeout(self.config.evaluator.timeout_seconds):
                 await self._sample_all(evaluation, benchmarks)
         except TimeoutError:
-            left = {name: benchmark.progress for name, benchmark in benchmarks.items()}
             unfinished = sum(evaluation.unfinished)
             log.warning(
-                "the evaluation reached evaluator.timeout_seconds", version=version, unfinished=unfinished, **left
-            )
+                "the evaluation reached evaluator.timeout_seconds", version=version, unfinished=unfinished,
+                benchmarks=_progress_of(benchmarks),
+            )  # fmt: skip
         except NotExact as error:
             raise EvaluationFailed(str(error)) from None
         self.took(f"evaluation of version {version}", began, loop.time() - began)
@@ -276,7 +280,7 @@ class Evaluator(Sampler):
             benchmark = benchmarks[name]
             done = await sampled(row, benchmark.sampling)
             benchmark.add(row, number, done, self._texts(done)[1] if done else "")
-            self.activity = f"evaluating version {evaluation.version}: {name}, {benchmark.progress}"
+            self.activity = f"evaluating version {evaluation.version}: {_progress_of(benchmarks)}"
 
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ from protocols.messages import Message, Shutdown, actor_name
 from protocols.transport import Bus, Subscriber
 
 REFRESH_SECONDS = 1.0
+# Interval of the lines about an evaluation alone.
+PROGRESS_SECONDS = 15.0
 ASK_SECONDS = 5.0
 LOST_SECONDS = 60.0
 # Number of the latest evaluations shown, besides the first one.
@@ -53,6 +56,19 @@ async def print_steps(config: Config, console: Console, skipped: int = 0) -> Non
             await asyncio.sleep(REFRESH_SECONDS)
     finally:
         _print_steps(records, config, console, skipped)
+
+
+async def print_progress(bus: Bus, master: str, console: Console) -> None:
+    """Print what the evaluator of the run at `master` is doing, whenever that has changed, until cancelled."""
+    last = ""
+    while True:
+        with contextlib.suppress(BusError):  # it is asked again
+            members = (await status_of(bus, master, ASK_SECONDS))["members"]
+            doing = next((m["activity"] for m in members if m["identity"].startswith("evaluator/")), last)
+            if doing != last:
+                console.print(shown(doing), highlight=False, markup=False, soft_wrap=True)
+            last = doing
+        await asyncio.sleep(PROGRESS_SECONDS)
 
 
 def _print_steps(records: NewRecords, config: Config, console: Console, skipped: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 from typing import Any
@@ -77,6 +78,26 @@ async def test_what_actors_report_cannot_steer_the_terminal():
     await follow(feed, console)
     assert "\x1b" not in out.getvalue() and "\x07" not in out.getvalue()
     assert "failed: \\x1b]52;c;" in out.getvalue()
+
+
+async def test_an_evaluation_alone_prints_what_its_evaluator_does_when_that_changes(monkeypatch):
+    done = iter(["sums 3 of 9", "sums 3 of 9", "", "sums 9 of 9"])
+
+    class Evaluating(FakeMaster):
+        async def ask(self, message, seconds):
+            activity = next(done, None)
+            if activity is None:
+                raise asyncio.CancelledError
+            if not activity:
+                raise DeadlineError("no answer")
+            member = {"identity": "evaluator/0#e", "state": "healthy", "activity": activity, "stats": {}}
+            return Status(values=(await super().ask(message, seconds)).values | {"members": [member]})
+
+    monkeypatch.setattr(monitor, "PROGRESS_SECONDS", 0.0)
+    out = io.StringIO()
+    with contextlib.suppress(asyncio.CancelledError):
+        await monitor.print_progress(Evaluating(), "tcp://master", Console(file=out))
+    assert out.getvalue().splitlines() == ["sums 3 of 9", "sums 9 of 9"]
 
 
 class FakeMaster:
