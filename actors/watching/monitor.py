@@ -29,7 +29,7 @@ from protocols.transport import Bus, Subscriber
 
 REFRESH_SECONDS = 1.0
 # Interval of the lines about an evaluation alone.
-PROGRESS_SECONDS = 15.0
+PROGRESS_SECONDS = 60.0
 ASK_SECONDS = 5.0
 LOST_SECONDS = 60.0
 # Number of the latest evaluations shown, besides the first one.
