@@ -246,21 +246,26 @@ def _benchmarks_table(results: list[dict[str, Any]]) -> Table:
         before, after = done["benchmarks"] | before, after | done["benchmarks"]
     table = Table(title="Benchmarks", title_justify="left", box=SIMPLE)
     table.add_column("benchmark")
-    means = ["before ± s.e.", "after ± s.e."] if len(versions) > 1 else ["mean ± s.e."]
-    for column in ["rows × samples", *means, "pass@k", "cut", "not scored"]:
+    means = ["before, %", "after, %"] if len(versions) > 1 else ["mean, %"]
+    for column in ["samples", *means, "pass@k", "cut", "failed"]:
         table.add_column(column, justify="right")
     for name, s in after.items():
         k = max(s["pass_at"], key=int, default=None)
         table.add_row(
             name,
             f"{s['rows']:,} × {s['samples']}",
-            *[f"{_number(each['accuracy'], '.1%')} ± {_number(each['standard_error'], '.1%')}"
-              for each in ([before[name], s] if len(versions) > 1 else [s])],
+            *[_mean(each) for each in ([before[name], s] if len(versions) > 1 else [s])],
             f"pass@{k} {s['pass_at'][k]:.1%}" if k else "–",
             _number(s["cut_share"], ".1%"),
             f"{s['rows'] * s['samples'] - s['scored']:,}",
-        )  # fmt: skip
+        )
     return table
+
+
+def _mean(scores: dict[str, Any]) -> str:
+    """The mean score and its standard error, in percent."""
+    mean, error = (value if value is None else 100 * value for value in (scores["accuracy"], scores["standard_error"]))
+    return f"{_number(mean, '.1f')} ± {_number(error, '.1f')}"
 
 
 def _summary_rows(s: dict[str, Any]) -> list[tuple[str, str]]:

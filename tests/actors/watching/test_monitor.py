@@ -38,7 +38,7 @@ def printed(folder, **benchmarks: dict[str, Any]) -> str:
     nothing = {"steps": 0, "accuracy_after": None, "samples_before": [], "samples_after": []}
     (folder / "summary.json").write_text(json.dumps(nothing | {"evaluations": evaluations}))
     out = io.StringIO()
-    monitor.print_summary(folder, Console(file=out, width=100))
+    monitor.print_summary(folder, Console(file=out, width=80))
     return out.getvalue()
 
 
@@ -46,7 +46,7 @@ def test_the_benchmarks_of_a_model_are_a_table(tmp_path):
     unscored = SCORES | {"accuracy": None, "standard_error": None, "pass_at": {}, "scored": 0, "cut_share": None}
     told = printed(tmp_path, v0={"aime24": SCORES, "none": unscored})
     (line,) = (line for line in told.splitlines() if "aime24" in line)
-    assert line.split() == ["aime24", "30", "×", "16", "25.0%", "±", "5.0%", "pass@16", "50.0%", "12.5%", "10"]
+    assert line.split() == ["aime24", "30", "×", "16", "25.0", "±", "5.0", "pass@16", "50.0%", "12.5%", "10"]
     (line,) = (line for line in told.splitlines() if "none" in line)
     assert line.split() == ["none", "30", "×", "16", "–", "±", "–", "–", "–", "480"]
     assert "before" not in told and "Summary" not in told
@@ -56,7 +56,7 @@ def test_benchmarks_of_a_run_are_shown_at_their_first_and_their_last_version(tmp
     last = SCORES | {"accuracy": 0.75}
     told = printed(tmp_path, v10={"aime24": last}, v0={"aime24": SCORES}, v5={"aime24": SCORES | {"accuracy": 0.5}})
     (line,) = (line for line in told.splitlines() if "aime24" in line)
-    assert line.split()[4:10] == ["25.0%", "±", "5.0%", "75.0%", "±", "5.0%"]
+    assert line.split()[4:10] == ["25.0", "±", "5.0", "75.0", "±", "5.0"]
 
 
 async def test_what_actors_report_cannot_steer_the_terminal():
