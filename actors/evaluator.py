@@ -1,24 +1,31 @@
-"""The evaluator: scores a policy version on the held-out rows, with the generators and rewards of the run.
+"""The evaluator: scores a policy version on the held-out rows and on benchmarks, with the generators and rewards of the
+run.
 
 A result contains only tokens that the evaluated version sampled. If a token of another version arrives, the attempt
 fails and gives no result. The master keeps the scores of rows that are done, so that the next attempt, also of a
-restarted evaluator, goes on with the others.
+restarted evaluator, goes on with the others. The samples of benchmarks are kept with their completions in the run
+folder, as this actor sees it (areal.storage.samples), and none of them is made again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 
 import structlog
 
 from actors.parts.sessions import Router, SampleFailed, Sampler, SampleSession
 from actors.runtime.actor import first_error
-from areal.data.rows import Row
+from areal.config import BenchmarkConfig, Config, SamplingConfig
+from areal.data.rows import Row, prompt_text
+from areal.data.sources import open_benchmark
 from areal.evaluation import scorecard
+from areal.storage.samples import SampleFile
 from areal.trajectory import Trajectory
 from protocols.messages import (
     AskEvaluation,
+    BenchmarkScores,
     Done,
     EvaluationAbandoned,
     EvaluationAnswer,
@@ -105,6 +112,85 @@ class Evaluation:
         return news
 
 
+class Benchmark:
+    """The samples of a benchmark at a version. `missing`: a row and the number of its sample, for each sample that is
+    not in the file."""
+
+    def __init__(self, name: str, config: Config, rows: list[Row], version: int) -> None:
+        own = config.evaluator.benchmarks[name]
+        self.sampling = SamplingConfig(
+            temperature=own.temperature,
+            top_p=own.top_p,
+            max_new_tokens=own.max_new_tokens or config.sampling.max_new_tokens,
+        )
+        self._own = own
+        self._rows = rows
+        self._file = SampleFile(config.folder, name, version, _settings_of(own, self.sampling, config))
+        wanted = {(row.index, number): row for row in rows for number in range(own.samples)}
+        self._done: dict[tuple[int, int], tuple[float, int, bool]] = {}  # score, tokens, whether it was cut
+        for sample in self._file.read():
+            if (key := (sample["row"], sample["sample"])) in wanted:
+                self._done[key] = sample["score"], sample["tokens"], sample["finish"] == "length"
+        self.missing = [(row, number) for (index, number), row in wanted.items() if (index, number) not in self._done]
+        self._unfinished = len(self.missing)
+        self._samples = len(wanted)
+
+    def add(self, row: Row, number: int, done: Trajectory | None, completion: str = "") -> None:
+        """Keep a sample; None: it could not be scored."""
+        self._unfinished -= 1
+        if done is None:
+            return
+        tokens = int(done.sampled.sum())
+        self._done[row.index, number] = done.reward, tokens, done.finish == "length"
+        self._file.append(
+            {
+                "row": row.index,
+                "sample": number,
+                "prompt": prompt_text(row.prompt),
+                "completion": completion,
+                "answer": row.answer,
+                "score": done.reward,
+                "finish": done.finish,
+                "tokens": tokens,
+            }
+        )
+
+    @property
+    def progress(self) -> str:
+        return f"{self._samples - self._unfinished} of {self._samples}"
+
+    def scores(self) -> BenchmarkScores:
+        own, count = self._own, len(self._done)
+        by_row: dict[int, list[float]] = {row.index: [] for row in self._rows}
+        for (index, _), (score, _, _) in self._done.items():
+            by_row[index].append(score)
+        card = scorecard(list(by_row.values()), own.samples, own.pass_score) if count else None
+        return BenchmarkScores(
+            accuracy=card.accuracy if card else None,
+            standard_error=card.standard_error if card else None,
+            pass_at=card.pass_at if card else {},
+            rows=len(self._rows),
+            failed=card.failed if card else len(self._rows),
+            unfinished=self._unfinished,
+            completion_tokens_mean=sum(tokens for _, tokens, _ in self._done.values()) / count if count else None,
+            samples=own.samples,
+            scored=count,
+            cut_share=sum(cut for _, _, cut in self._done.values()) / count if count else None,
+        )
+
+
+def _progress_of(benchmarks: Mapping[str, Benchmark]) -> str:
+    return ", ".join(f"{name} {benchmark.progress}" for name, benchmark in benchmarks.items())
+
+
+def _settings_of(own: BenchmarkConfig, sampling: SamplingConfig, config: Config) -> dict[str, object]:
+    """The settings under which samples of a benchmark are comparable. More samples or rows do not change those that are
+    there."""
+    counts = {"size", "dates", "date_key", "samples", "pass_score", "every"}
+    kept = own.model_dump(mode="json", exclude=counts) | sampling.model_dump()
+    return kept | config.rollout_manager.model_dump(mode="json", include={"workflow", "workflow_options"})
+
+
 class Evaluator(Sampler):
     role = "evaluator"
 
@@ -116,6 +202,10 @@ class Evaluator(Sampler):
         self._rows = [row for row in rows if not self.too_long(row)]
         if len(self._rows) < len(rows):
             log.warning("held-out rows are left out, as their prompts are too long", count=len(rows) - len(self._rows))
+        self._problems = {
+            name: await asyncio.to_thread(open_benchmark, name, benchmark, self.config.seed)
+            for name, benchmark in own.benchmarks.items()
+        }
 
     async def main(self) -> None:
         await self.become_healthy()
@@ -127,8 +217,9 @@ class Evaluator(Sampler):
                 continue
             self.activity = f"evaluating version {due.version}"
             evaluation = Evaluation(due, due.version, self._rows, self.config.evaluator.samples)
+            benchmarks = await asyncio.to_thread(self._benchmarks_at, due.version)
             try:
-                result = await self._evaluate(evaluation)
+                result = await self._evaluate(evaluation, benchmarks)
             except EvaluationFailed as error:
                 before = due.version, len(due.scored.rows) if due.scored else 0
                 failed[before] += 1
@@ -140,7 +231,15 @@ class Evaluator(Sampler):
             else:
                 await self.ask_master(result, Done)
 
-    async def _evaluate(self, evaluation: Evaluation) -> EvaluationDone:
+    def _benchmarks_at(self, version: int) -> dict[str, Benchmark]:
+        """The benchmarks that are due at a version."""
+        return {
+            name: Benchmark(name, self.config, rows, version)
+            for name, rows in self._problems.items()
+            if version == self.config.steps or not version % self.config.evaluator.benchmarks[name].every
+        }
+
+    async def _evaluate(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> EvaluationDone:
         """The result of an evaluation. At `evaluator.timeout_seconds` it is made of what is scored by then. Raises
         EvaluationFailed."""
         if evaluation.holder is None:
@@ -149,25 +248,39 @@ class Evaluator(Sampler):
         began, version = loop.time(), evaluation.version
         try:
             async with asyncio.timeout(self.config.evaluator.timeout_seconds):
-                await self._sample_all(evaluation)
+                await self._sample_all(evaluation, benchmarks)
         except TimeoutError:
             unfinished = sum(evaluation.unfinished)
-            log.warning("the evaluation reached evaluator.timeout_seconds", version=version, unfinished=unfinished)
+            log.warning(
+                "the evaluation reached evaluator.timeout_seconds", version=version, unfinished=unfinished,
+                benchmarks=_progress_of(benchmarks),
+            )  # fmt: skip
         except NotExact as error:
             raise EvaluationFailed(str(error)) from None
         self.took(f"evaluation of version {version}", began, loop.time() - began)
-        return self._result(evaluation)
+        return self._result(evaluation, benchmarks)
 
-    async def _sample_all(self, evaluation: Evaluation) -> None:
+    async def _sample_all(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> None:
         """Sample and score all samples that are unfinished, and tell the master which rows are done. Raises
         NotExact."""
         home = evaluation.holder
         router = Holder(self, home) if home else self._router
-        generators = 1 if home else len(self.with_role("generator"))
+        # Generators that have not joined yet take their share later.
+        generators = 1 if home else max(len(self.with_role("generator")), self.config.generator.count)
         gate = asyncio.Semaphore(generators * self.config.generator.max_concurrent_rollouts)
 
+        async def sampled(row: Row, sampling: SamplingConfig) -> Trajectory | None:
+            async with gate:
+                return await self._sample(row, sampling, evaluation.version, router, home)
+
         async def sample(number: int) -> None:
-            evaluation.add(number, await self._sample(gate, evaluation.rows[number], evaluation.version, router, home))
+            evaluation.add(number, await sampled(evaluation.rows[number], self._sampling))
+
+        async def solve(name: str, row: Row, number: int) -> None:
+            benchmark = benchmarks[name]
+            done = await sampled(row, benchmark.sampling)
+            benchmark.add(row, number, done, self._texts(done)[1] if done else "")
+            self.activity = f"evaluating version {evaluation.version}: {_progress_of(benchmarks)}"
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -176,6 +289,9 @@ class Evaluator(Sampler):
                     for number, unfinished in enumerate(evaluation.unfinished):
                         for _ in range(unfinished):
                             samples.create_task(sample(number))
+                    for name, benchmark in benchmarks.items():
+                        for row, number in benchmark.missing:
+                            samples.create_task(solve(name, row, number))
                 reports.cancel()
         except BaseExceptionGroup as group:
             raise first_error(group) from None
@@ -187,49 +303,55 @@ class Evaluator(Sampler):
                 await self.ask_master(RowsScored(version=evaluation.version, scored=RowScores.of(news)), Done)
 
     async def _sample(
-        self, gate: asyncio.Semaphore, row: Row, version: int, router: Router, home: Member | None
+        self, row: Row, sampling: SamplingConfig, version: int, router: Router, home: Member | None
     ) -> Trajectory | None:
         """One scored sample; None if it could not be scored, which is a failure, not a score of 0. Raises NotExact."""
-        async with gate:
-            home = home or await router.choose("generator")
-            session = SampleSession(router, self._tokenizer, row, self._sampling, version, home)
-            try:
-                done = await self.run_workflow(session, row)
-            except NotExact:
-                raise
-            except SampleFailed as error:
-                log.warning("not scored", row=row.index, error=str(error))
-                return None
-            finally:
-                session.close()
+        home = home or await router.choose("generator")
+        session = SampleSession(router, self._tokenizer, row, sampling, version, home)
+        try:
+            done = await self.run_workflow(session, row)
+        except NotExact:
+            raise
+        except SampleFailed as error:
+            log.warning("not scored", row=row.index, error=str(error))
+            return None
+        finally:
+            session.close()
         if other := set(done.versions[done.sampled].tolist()) - {version}:
             raise NotExact(f"the evaluation of version {version} received tokens of versions {sorted(other)}")
         return done
 
-    def _result(self, evaluation: Evaluation) -> EvaluationDone:
+    def _result(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> EvaluationDone:
         """The result to report to the master. Raises EvaluationFailed if no sample was scored."""
         own, rows = self.config.evaluator, evaluation.rows
         scored = sum(len(scores) for scores in evaluation.scores)
-        if not scored:
-            raise EvaluationFailed(
-                f"none of the {len(rows)} held-out rows could be scored at version {evaluation.version}"
-            )
-        card = scorecard(evaluation.scores, own.samples, own.pass_score)
+        solved = {name: benchmark.scores() for name, benchmark in benchmarks.items()}
+        if not scored and (rows or not any(scores.scored for scores in solved.values())):
+            what = f"the {len(rows)} held-out rows" if rows else f"the rows of {', '.join(solved)}"
+            raise EvaluationFailed(f"none of {what} could be scored at version {evaluation.version}")
+        card = scorecard(evaluation.scores, own.samples, own.pass_score) if scored else None
         return EvaluationDone(
             version=evaluation.version,
-            accuracy=card.accuracy,
-            pass_at=card.pass_at,
+            accuracy=card.accuracy if card else None,
+            standard_error=card.standard_error if card else None,
+            pass_at=card.pass_at if card else {},
             rows=len(rows),
-            failed=card.failed,
+            failed=card.failed if card else 0,
             unfinished=sum(evaluation.unfinished),
-            completion_tokens_mean=sum(evaluation.tokens) / scored,
+            completion_tokens_mean=sum(evaluation.tokens) / scored if scored else None,
             samples=tuple(self._shown(rows[n], evaluation.first[n]) for n in sorted(evaluation.first)[:ROWS_SHOWN]),
+            benchmarks=solved,
         )
 
     def _shown(self, row: Row, done: Trajectory) -> Sample:
+        prompt, completion = self._texts(done)
+        return Sample(prompt=prompt, completion=completion, answer=row.answer, score=done.reward)
+
+    def _texts(self, done: Trajectory) -> tuple[str, str]:
+        """The text before the first sampled token, and from there on."""
         first = int(done.sampled.argmax())
-        text = [
+        prompt, completion = (
             self._tokenizer.decode(part, skip_special_tokens=True)
             for part in (done.tokens[:first], done.tokens[first:])
-        ]
-        return Sample(prompt=text[0], completion=text[1], answer=row.answer, score=done.reward)
+        )
+        return prompt, completion

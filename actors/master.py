@@ -813,7 +813,9 @@ class Master(HandlesRequests):
         return Done()
 
     async def _end_if_complete(self) -> None:
-        if self.state.finished == self.config.steps and self._evaluated(self.config.steps):
+        # Without steps there is no trainer, which would report that it has finished.
+        finished = self.state.finished if self.config.steps else 0
+        if finished == self.config.steps and self._evaluated(self.config.steps):
             if not self._evaluated(0):
                 self._drop_evaluation(0, "the generator that held it was lost, and no other one came in time")
             await self.journal.durable()
@@ -824,7 +826,7 @@ class Master(HandlesRequests):
     def _evaluated(self, version: int) -> bool:
         """True if the evaluation of the first or the last version is over, with a result or without."""
         known = self.state.evaluations.keys() | self.state.not_evaluated.keys()
-        return not self.config.data.eval_size or version in known
+        return not self.config.evaluates or version in known
 
     def _hold_version_0(self, fresh: Member | None = None) -> None:
         """Have one generator hold version 0 until it is evaluated, while the run goes on. It has to be a generator that
@@ -845,7 +847,7 @@ class Master(HandlesRequests):
         """Have every `evaluator.every`-th version evaluated while the run continues. One generator, a different one
         each time, holds the version until it is evaluated. The hold is published before any newer version can be."""
         every, version = self.config.evaluator.every, policy.version
-        if not every or not self.config.data.eval_size or version % every or version == self.config.steps:
+        if not every or not self.config.evaluates or version % every or version == self.config.steps:
             return
         generators = [m for m in self.state.members.values() if m.role == "generator" and m.state == "healthy"]
         if hold := self.state.holder:
@@ -954,6 +956,8 @@ class Master(HandlesRequests):
             return Done()
         if hold := self.state.holder:
             self._give_up(*hold, abandoned.reason)
+        elif not self.config.steps:  # nothing is noted: whoever starts the evaluation again wants it done
+            self._finish(False, f"The model was not evaluated: {abandoned.reason}.")
         else:
             self._drop_evaluation(abandoned.version, abandoned.reason)
             self._progress()
@@ -975,7 +979,11 @@ class Master(HandlesRequests):
                 "waiting": self._waiting_for(),
                 "metrics": self.state.last_step,
                 "recent": [] if since is None else [step for step in self._recent if step["step"] > since],
-                "accuracy": {str(version): done.accuracy for version, done in self.state.evaluations.items()},
+                "accuracy": {
+                    str(version): done.accuracy
+                    for version, done in self.state.evaluations.items()
+                    if done.accuracy is not None
+                },
                 "members": self._told_members(),
                 "ended": self._end.done(),
                 "events": self._events.address,
@@ -1025,7 +1033,7 @@ class Master(HandlesRequests):
         if self._failures.outage:
             return f"one group at a time is tried, because {self._failures.story(self._now())}"
         if last:
-            return "everyone waits for the last checkpoint and evaluation"
+            return f"everyone waits for the {'last checkpoint and ' if self.config.steps else ''}evaluation"
         if waiting := self.ledger.waiting:
             late = ", and the trainer has not published its last version yet" if self.state.unpublished else ""
             return f"the trainer waits for a batch: {waiting}{late}{self._held_back()}"
@@ -1042,7 +1050,8 @@ class Master(HandlesRequests):
         return f"; the only generator holds version {hold[1].version} until it is evaluated{alone}"
 
     def _missing(self) -> list[str]:
-        roles = [*ROLES, "evaluator"] if self.config.data.eval_size else ROLES
+        roles = ROLES if self.config.steps else ("generator", "reward")
+        roles = (*roles, "evaluator") if self.config.evaluates else roles
         missing = [role for role in roles if not self._healthy(role)]
         if "reward" not in missing:
             served = {name for m in self.state.members.values() if m.state == "healthy" for name in m.serves}

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one tool. Returns the exit status: 0, or 2 for a user error."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes positional arguments only once, so what follows `MODEL --option` is left over.
+    if any(word.startswith("-") for word in rest) or (rest and "overrides" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
     try:
         options.tool(options)
     except UserError as error:
@@ -82,6 +88,33 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="key=value", help="changes to the configuration, e.g. epochs=2 trainer.lr=1e-5"
     )
     sft.set_defaults(tool=_sft)
+    evaluate = tools.add_parser(
+        "eval",
+        help="evaluate a model on benchmarks (docs/evaluation.md)",
+        epilog="Goes on where it was killed if it is started again.",
+    )
+    evaluate.add_argument("model", metavar="MODEL", help="folder of a Hugging Face model, or hub id")
+    evaluate.add_argument(
+        "--benchmarks", required=True, metavar="NAME,...", help="names in configs/benchmarks/, or YAML files"
+    )
+    evaluate.add_argument(
+        "--source",
+        action="append",
+        default=[],
+        metavar="NAME=SOURCE",
+        help="rows of a benchmark, such as gsm8k=FILE.jsonl",
+    )
+    evaluate.add_argument("--generators", type=int, default=1, metavar="N", help="number of engines (default: 1)")
+    evaluate.add_argument(
+        "--config", type=Path, metavar="FILE.yaml", help="other settings (default: configs/evaluation.yaml)"
+    )
+    evaluate.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="changes to the configuration, e.g. evaluator.benchmarks.gsm8k.size=50 name=NAME",
+    )
+    evaluate.set_defaults(tool=_eval)
     score = tools.add_parser("score", help="score completions in a file with the rewards of a run")
     score.add_argument(
         "--reward", required=True, metavar="NAME", action="append", help="name of a reward; may be repeated"
@@ -239,6 +272,45 @@ def _sft(options: argparse.Namespace) -> None:
     given = {"model": options.model, "data.source": options.data, "output": options.output}
     overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     fine_tune(load_config(options.config, [*overrides, *options.overrides], SftConfig), Console())
+
+
+def _eval(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from actors.watching.monitor import print_summary
+    from areal.config import Config, benchmarks_in, load_config
+    from areal.models import with_folders
+    from areal.processes import ROOT
+    from areal.storage.run_folder import read_summary
+
+    chosen = {Path(name).stem: {"base": name} for name in options.benchmarks.split(",")}
+    for given in options.source:
+        name, equals, source = given.partition("=")
+        if not equals or name not in chosen:
+            raise UserError(
+                f"--source {given!r} is not of the form NAME=SOURCE with a name of --benchmarks, such as "
+                f"{next(iter(chosen))}=FILE.jsonl."
+            )
+        chosen[name]["source"] = source
+    settings = {
+        "steps": 0,
+        "name": f"eval-{Path(options.model).name}",
+        "model": options.model,
+        "generator.count": options.generators,
+        "reward.workers": os.cpu_count(),
+        "evaluator.benchmarks": benchmarks_in(chosen),
+    }
+    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()] + options.overrides
+    file = options.config or ROOT / "configs" / "evaluation.yaml"
+    config: Config = load_config(file, overrides)
+    folder = config.folder
+    if (read_summary(folder) or {}).get("ok"):
+        done: Config = load_config(folder / "config.yaml")
+        if (done.evaluator.benchmarks, done.model) != (config.evaluator.benchmarks, with_folders(config).model):
+            raise UserError(f"{folder} has an evaluation with other settings: give this one a name, name=NAME.")
+        return print_summary(folder, Console())
+    start = ["--resume", str(folder)] if (folder / "journal.db").exists() else ["--config", str(file)]
+    os.execv(sys.executable, [sys.executable, str(ROOT / "run.py"), *start, *overrides])
 
 
 def _score(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
@@ -21,6 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 class UserError(Exception):
     """A mistake by the user. The message is one sentence: what is wrong, where, and what to do."""
+
+
+# Benchmarks that `evaluator.benchmarks` names without a file.
+BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 
 
 class Section(BaseModel):
@@ -75,7 +80,11 @@ class SourceConfig(Section):
         None, description="rewards of rows that name none themselves, written as reward.functions; default: those"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the task or dataset")
-    system_prompt: str | None = Field(None, description="first message, if the tokenizer has a chat template")
+    system_prompt: str | None = Field(
+        None,
+        description="first message, if the tokenizer has a chat template; empty: a chat without such a message; "
+        "default: a prompt that is text is no chat",
+    )
     size: int | None = Field(
         None, gt=0, description="number of rows of a generated task (addition, reasoning_gym); default: no limit"
     )
@@ -107,6 +116,50 @@ class PartConfig(SourceConfig):
     weight: float | None = Field(None, gt=0, description="for all sources or for none")
 
 
+class BenchmarkConfig(SourceConfig):
+    """`benchmarks` is a list of names in configs/benchmarks/ and of YAML files (docs/evaluation.md), or a mapping of
+    names to the keys below: those of `data` for one source, whose rows are the problems, and how they are sampled. For
+    a name that is known, only the keys that differ have to be given."""
+
+    eval_source: str | None = Field(None, description="must be null: `source` names the rows")
+    size: int | None = Field(None, gt=0, description="only the first so many rows; a generated task needs it")
+    date_key: str = Field("contest_date", description="field of a row that holds its date, for `dates`")
+    dates: tuple[date, date] | None = Field(
+        None, description="only rows of these days: the first and the last, such as [2024-08-01, 2025-02-01]"
+    )
+    samples: int = Field(1, ge=1, description="number of completions per row")
+    max_new_tokens: int | None = Field(
+        None, gt=0, description="most tokens of a sample; default: sampling.max_new_tokens"
+    )
+    temperature: float = Field(1.0, ge=0, description="0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: all tokens")
+    pass_score: float = Field(1.0, description="a completion with at least this score counts as solved (pass@k)")
+    every: int = Field(
+        1, ge=1, description="k: of the versions that are evaluated, the first, the last, and those that k divides"
+    )
+
+    @model_validator(mode="after")
+    def _is_one_source(self) -> Self:
+        if self.eval_source is not None:
+            raise ValueError(
+                f"the benchmark of source {self.source!r} has the eval_source {self.eval_source!r} too: set source to "
+                f"the one with its rows, and eval_source to null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if not self.temperature and self.samples > 1:
+            raise ValueError(
+                f"the benchmark of source {self.source!r} has {self.samples} samples, but at temperature 0 they are "
+                f"all the same: set samples to 1, or a higher temperature"
+            )
+        return self
+
+
+ONE_OR_SEVERAL = "data needs either a source or sources: set data.source, or data.sources, not both"
+
+
 class RowsConfig(SourceConfig):
     sources: tuple[PartConfig, ...] = Field(
         (), description="several sources, in place of `source`: the same keys for each, and a `weight`"
@@ -115,8 +168,9 @@ class RowsConfig(SourceConfig):
 
     @model_validator(mode="after")
     def _one_or_several(self) -> Self:
-        if (self.source is None) != bool(self.sources):
-            raise ValueError("data needs either a source or sources: set data.source, or data.sources, not both")
+        none = self.source is None and not self.sources
+        if (none and self.eval_size != 0) or (self.source is not None and self.sources):
+            raise ValueError(ONE_OR_SEVERAL)
         given = [
             k
             for k, field in SourceConfig.model_fields.items()
@@ -131,8 +185,8 @@ class RowsConfig(SourceConfig):
 
     @property
     def parts(self) -> tuple[SourceConfig, ...]:
-        """The sources: one, or several."""
-        return self.sources or (self,)
+        """The sources: one, or several; none if there are no rows, as in an evaluation alone."""
+        return self.sources or ((self,) if self.source is not None else ())
 
     @property
     def named(self) -> str:
@@ -533,8 +587,9 @@ class ScoringConfig(Section):
 
 
 class EvaluatorConfig(Section):
-    """Scores held-out rows at the first and the last version, and at every k-th version between them. For a version in
-    between, one generator stays at that version until the scoring is done; everything else continues."""
+    """Scores held-out rows and benchmarks at the first and the last version, and at every k-th version between them.
+    For a version in between, one generator stays at that version until the scoring is done; everything else continues.
+    """
 
     every: int = Field(0, ge=0, description="k: also evaluate every k-th version; 0: only the first and the last")
     samples: int = Field(1, ge=1, description="number of completions per row")
@@ -546,6 +601,15 @@ class EvaluatorConfig(Section):
         gt=0,
         description="time limit of one evaluation, after which what is scored by then is reported; default: no limit",
     )
+    benchmarks: dict[str, BenchmarkConfig] = Field(default_factory=dict)
+
+    @field_validator("benchmarks", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> dict[str, Any]:
+        try:
+            return benchmarks_in(value)
+        except UserError as error:
+            raise ValueError(str(error).rstrip(".")) from None
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvaluatorConfig:
@@ -555,6 +619,41 @@ class EvaluatorConfig(Section):
                 f"set evaluator.samples=1 or a higher temperature"
             )
         return self
+
+
+def benchmarks_in(value: Any) -> dict[str, Any]:
+    """The keys of each benchmark in `value`, as BenchmarkConfig describes it: names are replaced by what their files
+    say. Raises UserError, and ValueError for a value of another kind."""
+    named = {Path(name).stem: {"base": name} for name in value} if _is_list_of_names(value) else value
+    if not isinstance(named, dict) or not all(isinstance(keys, dict | None) for keys in named.values()):
+        raise ValueError(
+            "evaluator.benchmarks is neither a list of names nor a mapping of names to their keys: correct it"
+        )
+    return {name: _benchmark(name, dict(keys or {})) for name, keys in named.items()}
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _benchmark(name: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the benchmark `name`, with those of its file, if it has one, where `keys` has none."""
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise UserError(f"The benchmark {name!r} in evaluator.benchmarks has a name that no file can have: rename it.")
+    base = keys.pop("base", name)
+    file = Path(base) if base.endswith((".yaml", ".yml")) else BENCHMARKS / f"{base}.yaml"
+    if not file.is_file():
+        if "source" in keys:
+            return keys
+        known = ", ".join(sorted(each.stem for each in BENCHMARKS.glob("*.yaml")))
+        raise UserError(
+            f"There is no benchmark {base!r} (evaluator.benchmarks): known are {known}; write the path of a YAML file "
+            f"for one of your own."
+        )
+    below = read_values(file)
+    if "source" in keys:
+        below.pop("options", None)  # they belong to the source that is replaced
+    return _merged(below, keys)
 
 
 class ObserveConfig(Section):
@@ -640,7 +739,9 @@ class Config(ScoringConfig):
     run_dir: Path = Field(Path("runs"), description="folder that contains the run folders")
     seed: int = Field(0, description="random seed of the data order, of sampling and of training")
     model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart` (the run makes it)")
-    steps: int = Field(ge=1, description="number of training steps")
+    steps: int = Field(
+        ge=0, description="number of training steps; 0: the model is evaluated alone (docs/evaluation.md)"
+    )
     batch_size: int = Field(ge=1, description="B: groups per training step")
     group_size: int = Field(ge=1, description="G: samples per prompt")
     oversample: int = Field(
@@ -710,6 +811,16 @@ class Config(ScoringConfig):
         )
 
     @model_validator(mode="after")
+    def _has_rows(self) -> Config:
+        if self.steps and not self.data.parts:
+            raise ValueError(ONE_OR_SEVERAL)
+        if not self.steps and not self.evaluates:
+            raise ValueError(
+                "steps is 0 and there is nothing to evaluate: set steps, or evaluator.benchmarks, or data.eval_size"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _minibatches_fit(self) -> Config:
         if self.trainer.minibatches > self.batch_size:
             raise ValueError(
@@ -766,7 +877,7 @@ class Config(ScoringConfig):
 
     @model_validator(mode="after")
     def _every_row_has_a_reward(self) -> Config:
-        if not self.reward.functions and (bare := [part.source for part in self.data.parts if not part.reward]):
+        if not self.reward.functions and (bare := [part.source for part in self._sources if not part.reward]):
             raise ValueError(
                 f"the rows of data.source {bare[0]!r} have no reward: set reward.functions, or the reward of the source"
             )
@@ -776,9 +887,18 @@ class Config(ScoringConfig):
     def rewards(self) -> dict[str, float]:
         """All rewards that the configuration names, by name; rows may name others."""
         found = dict(self.reward.functions)
-        for part in self.data.parts:
+        for part in self._sources:
             found = (part.reward or {}) | found
         return found
+
+    @property
+    def _sources(self) -> list[SourceConfig]:
+        return [*self.data.parts, *self.evaluator.benchmarks.values()]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether versions are evaluated."""
+        return bool(self.data.eval_size or self.evaluator.benchmarks)
 
     @property
     def folder(self) -> Path:
@@ -960,7 +1080,8 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
         case "extra_forbidden":
             section: Any = kind
             for part in first["loc"][:-1]:
-                section = _section(section.model_fields[part].annotation)
+                if part in section.model_fields:  # else the place in a list, or the name in a mapping
+                    section = _section(section.model_fields[part].annotation)
             close = difflib.get_close_matches(str(first["loc"][-1]), section.model_fields, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
             return f"Unknown key {key!r} in {place} or the overrides: {hint}"
@@ -973,8 +1094,8 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
 
 
 def _section(annotation: Any) -> Any:
-    """The section class of a key, also where the annotation is `Section | None`."""
-    return next((part for part in get_args(annotation) if part is not type(None)), annotation)
+    """The section class of a key, also where the annotation is `Section | None`, or a list or mapping of sections."""
+    return next((part for part in get_args(annotation) if hasattr(part, "model_fields")), annotation)
 
 
 def _lower(text: str) -> str:

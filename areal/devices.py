@@ -39,14 +39,14 @@ def deal_out_devices(config: Config, devices: Sequence[str]) -> dict[str, dict[s
     """
     if not devices:
         return {}
-    ranks, each = config.trainer.ranks, config.generator.tensor_parallel
+    ranks, each = config.trainer.ranks if config.steps else 0, config.generator.tensor_parallel
     for key, wanted in (("trainer.ranks", ranks), ("generator.tensor_parallel", each)):
         if wanted > len(devices):
             raise UserError(
                 f"{key} is {wanted}, but the number of GPUs here is {len(devices)} ({','.join(devices)}): lower it, "
                 f"or start the roles on several machines (docs/deploy.md)."
             )
-    takes = {"trainer/0": range(ranks)}
+    takes = {"trainer/0": range(ranks)} if ranks else {}
     for index in range(config.generator.count):
         first = ranks + index * each
         takes[f"generator/{index}"] = range(first, first + each)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, sqrt
+from statistics import stdev
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,12 +13,15 @@ class Scorecard:
     """The results of an evaluation.
 
     accuracy: avg@n, the mean over rows of the mean score of their samples.
+    standard_error: of the accuracy, over rows: samples of the same row are not independent, so they count as one
+    (Miller 2024, arXiv 2411.00640, section 2.2). None for a single row.
     pass_at: for k = 1, 2, 4, ... up to the number of samples per row, the probability that at least one of k samples is
     solved. A k is left out if no row has k scored samples.
     failed: the number of rows without a scored sample. These rows count in nothing else.
     """
 
     accuracy: float
+    standard_error: float | None
     pass_at: dict[str, float]
     failed: int
 
@@ -39,5 +43,6 @@ def scorecard(rows: Sequence[Sequence[float]], samples: int, pass_score: float) 
     for k in (2**i for i in range(samples.bit_length())):
         if estimates := [pass_at_k(n, c, k) for n, c in counts if n >= k]:
             pass_at[f"{k}"] = sum(estimates) / len(estimates)
-    accuracy = sum(sum(row) / len(row) for row in scored) / len(scored)
-    return Scorecard(accuracy, pass_at, failed=len(rows) - len(scored))
+    means = [sum(row) / len(row) for row in scored]
+    error = stdev(means) / sqrt(len(means)) if len(means) > 1 else None
+    return Scorecard(sum(means) / len(means), error, pass_at, failed=len(rows) - len(scored))

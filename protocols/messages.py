@@ -41,7 +41,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -591,18 +591,36 @@ class Sample(Part):
     score: Number
 
 
-class EvaluationDone(Message):
-    """Values as in areal.evaluation.Scorecard. `completion_tokens_mean`: mean over the samples that were scored.
-    `unfinished`: number of samples that `evaluator.timeout_seconds` cut off; they count in nothing else."""
+class Scores(Part):
+    """Values as in areal.evaluation.Scorecard. `accuracy` is None if no sample was scored.
+    `completion_tokens_mean`: mean over the samples that were scored. `unfinished`: number of samples that
+    `evaluator.timeout_seconds` cut off; they count in nothing else."""
 
-    version: int
-    accuracy: Number
+    accuracy: Number | None
+    standard_error: Number | None = None
     pass_at: dict[str, Number]
     rows: int
     failed: int
     unfinished: int = 0
-    completion_tokens_mean: Number
+    completion_tokens_mean: Number | None
+
+
+class BenchmarkScores(Scores):
+    """`samples`: number of samples per row, `scored`: of all samples that were scored. `cut_share`: of those, the share
+    that reached the limit of tokens."""
+
+    samples: int
+    scored: int
+    cut_share: Number | None
+
+
+class EvaluationDone(Message, Scores):
+    """The scores of the held-out rows, and those of each benchmark that was due. The accuracy is None if there are no
+    held-out rows."""
+
+    version: int
     samples: Several[Sample]
+    benchmarks: dict[str, BenchmarkScores] = {}
 
 
 class EvaluationAbandoned(Message):

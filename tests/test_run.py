@@ -83,6 +83,7 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
         "steps=10",
         "evaluator.every=3",
         "evaluator.samples=2",
+        "evaluator.benchmarks={sums: {source: addition, size: 8, samples: 2, reward: addition, every: 2}}",
         "weights.transport=stream",
         f"observe.prometheus_port={another_free_port}",
     )
@@ -140,6 +141,8 @@ def check_evaluations(evaluations: list[dict], summary: dict) -> None:
         assert e["rows"] == 16 and e["failed"] == 0 and e["completion_tokens_mean"] > 0
         assert e["pass_at"].keys() == {"1", "2"}
         assert e["pass_at"]["2"] >= e["pass_at"]["1"]
+        assert e["benchmarks"].keys() == ({"sums"} if e["version"] % 2 == 0 else set())
+        assert all(scores["scored"] == 16 and 0 <= scores["accuracy"] <= 1 for scores in e["benchmarks"].values())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (
         evaluations[0]["accuracy"], evaluations[-1]["accuracy"],
     )  # fmt: skip
@@ -213,6 +216,14 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["rollout_manager.workflow=verifiers"], "set data.source=verifiers:NAME"),
         (["rollout_manager.workflow_options.max_turns=2"], "it takes no options"),
         (["evaluator.temperature=0", "evaluator.samples=4"], "evaluator.samples is 4"),
+        (["evaluator.benchmarks=[livecodebench]"], "The benchmark livecodebench names no source: set evaluator."),
+        (["evaluator.benchmarks={mine: {source: none.jsonl}}"], "the source 'none.jsonl' of the benchmark mine"),
+        (["evaluator.benchmarks={mine: {source: addition}}"], "of the benchmark mine has no end"),
+        (
+            ["evaluator.benchmarks={mine: {source: words.jsonl, reward: math}}"],
+            "cannot read the answers of 1 of the 1 rows of the benchmark mine",
+        ),
+        (["steps=0", "data.eval_size=0"], "there is nothing to evaluate"),
         (["sampling.temperature=0"], "sampling.temperature is 0"),
         (["sampling.top_p=0.9"], "sampling.top_p is 0.9, but trainer.objective=decoupled_ppo compares"),
         (["master.address=tcp://*:5999"], "* is beyond this machine, where links need keys"),

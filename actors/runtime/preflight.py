@@ -15,7 +15,7 @@ from pathlib import Path
 from areal.config import Config, UserError
 from areal.data.addition import ALPHABET
 from areal.data.rows import Row, prompt_text
-from areal.data.sources import PromptSource, open_source
+from areal.data.sources import PromptSource, open_benchmark, open_source
 from areal.models import check_heads, resolve_model, resolve_reference
 from areal.observe import tracking
 from areal.rewards import functions as rewards
@@ -57,7 +57,8 @@ def check(config: Config) -> None:
         rehearse(config.trainer)
     source = open_source(config.data, config.seed)
     if config.model == "quickstart":
-        check_characters(source.row(0))
+        if config.data.parts:
+            check_characters(source.row(0))
     else:
         check_heads(resolve_model(config), config.trainer.sequence_parallel)
     resolve_reference(config)
@@ -65,13 +66,20 @@ def check(config: Config) -> None:
 
 
 def check_answers(config: Config, source: PromptSource) -> None:
-    """Check whether the reward `math` can read the answers of the rows that it is to score: first of the held-out rows,
-    then of the others in random order, for ANSWERS_SECONDS.
+    """Check whether the reward `math` can read the answers of the rows that it is to score: of the held-out rows, then
+    of the others in random order, and of each benchmark, each for ANSWERS_SECONDS.
 
-    Raises UserError if a larger share of them than `max_failed_share` cannot be read; prints a note if some cannot.
+    Raises UserError if a larger share of them than `max_failed_share` cannot be read, or if a benchmark cannot be
+    opened; prints a note if some answers cannot be read.
     """
+    _check_answers(config, _rows(config, source), config.data.named, "such prompts will be discarded")
+    for name, benchmark in config.evaluator.benchmarks.items():
+        rows = iter(open_benchmark(name, benchmark, config.seed))
+        _check_answers(config, rows, f"the benchmark {name}", "such rows will not be scored")
+
+
+def _check_answers(config: Config, rows: Iterator[Row], named: str, fate: str) -> None:
     until, checked, flaws = time.monotonic() + ANSWERS_SECONDS, 0, []
-    rows = _rows(config, source)
     while (batch := list(islice(rows, ROWS_AT_ONCE))) and time.monotonic() < until:
         scored = [row for row in batch if "math" in (row.reward or config.reward.functions)]
         checked += len(scored)
@@ -79,17 +87,17 @@ def check_answers(config: Config, source: PromptSource) -> None:
     if not flaws:
         return
     told = (
-        f"the reward math cannot read the answers of {len(flaws)} of the {checked} rows of "
-        f"{config.data.named} that were checked, such as {flaws[0]}"
+        f"the reward math cannot read the answers of {len(flaws)} of the {checked} rows of {named} that were checked, "
+        f"such as {flaws[0]}"
     )
     if len(flaws) > config.max_failed_share * checked:
         raise UserError(f"{told}: correct or remove these rows, or name another reward (docs/math.md).")
-    print(f"Note: {told}; such prompts will be discarded.", file=sys.stderr)
+    print(f"Note: {told}; {fate}.", file=sys.stderr)
 
 
 def _rows(config: Config, source: PromptSource) -> Iterator[Row]:
     yield from map(source.heldout, range(config.data.eval_size))
-    count = source.size or FEW_ROWS
+    count = FEW_ROWS if source.size is None else source.size
     most = count if "math" in config.rewards else min(count, FEW_ROWS)
     for index in random.Random(config.seed).sample(range(count), most):
         with contextlib.suppress(UserError):  # a row that is not usable is discarded when it is met

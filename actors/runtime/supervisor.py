@@ -32,7 +32,7 @@ from rich.console import Console
 
 from actors.runtime.actor import Ending, incarnation
 from actors.runtime.logs import LogFile
-from actors.watching.monitor import print_steps, watch_live
+from actors.watching.monitor import print_progress, print_steps, watch_live
 from areal.config import Config
 from areal.processes import ROOT, SUPERVISED
 from areal.storage.run_folder import read_metrics, read_summary
@@ -218,9 +218,13 @@ class Supervisor:
 
     async def _view(self, bus: Bus, address: str, config: Config, skipped: int) -> None:
         """Show the run on the terminal. `skipped`: number of steps that an earlier start has shown."""
-        live = self.console.is_terminal
-        watch = watch_live(bus, address, self.console) if live else None
-        view = asyncio.create_task(watch or print_steps(config, self.console, skipped), name="view")
+        if self.console.is_terminal:
+            watch = watch_live(bus, address, self.console)
+        elif config.steps:
+            watch = print_steps(config, self.console, skipped)
+        else:
+            watch = print_progress(bus, address, self.console)
+        view = asyncio.create_task(watch, name="view")
         try:
             await asyncio.wait([view])
             self._say(f"the display of the run has failed; the run continues: {view.exception()!r}")
@@ -381,13 +385,10 @@ class Supervisor:
 
 def roles_of(config: Config) -> list[tuple[str, int]]:
     """The roles besides the master and the number of processes of each, the slowest to start first."""
-    roles = [
-        ("trainer", 1),
-        ("generator", config.generator.count),
-        ("reward", config.reward.count),
-        ("rollout_manager", config.rollout_manager.count),
-    ]
-    return [*roles, ("evaluator", 1)] if config.data.eval_size else roles
+    roles = [("generator", config.generator.count), ("reward", config.reward.count)]
+    if config.steps:
+        roles = [("trainer", 1), *roles, ("rollout_manager", config.rollout_manager.count)]
+    return [*roles, ("evaluator", 1)] if config.evaluates else roles
 
 
 def _how(code: int) -> str:

@@ -546,7 +546,8 @@ class Oracle:
         self._check_rows(version, fresh, seen)
         rows = [scores for scores, _ in (fresh | dict(kept)).values()]
         accuracy = sum(sum(scores) / len(scores) for scores in rows) / len(rows)
-        if abs(accuracy - done.accuracy) > 1e-9 or len(rows) + done.failed != done.rows:
+        wrong = done.accuracy is None or abs(accuracy - done.accuracy) > 1e-9
+        if wrong or len(rows) + done.failed != done.rows:
             raise Violation(f"{name} reports {done}, but the rows {sorted(fresh)} and {sorted(kept)} give {accuracy}")
 
     # --- what actors do and do not do

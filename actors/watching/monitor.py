@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -26,6 +28,8 @@ from protocols.messages import Message, Shutdown, actor_name
 from protocols.transport import Bus, Subscriber
 
 REFRESH_SECONDS = 1.0
+# Interval of the lines about an evaluation alone.
+PROGRESS_SECONDS = 60.0
 ASK_SECONDS = 5.0
 LOST_SECONDS = 60.0
 # Number of the latest evaluations shown, besides the first one.
@@ -52,6 +56,19 @@ async def print_steps(config: Config, console: Console, skipped: int = 0) -> Non
             await asyncio.sleep(REFRESH_SECONDS)
     finally:
         _print_steps(records, config, console, skipped)
+
+
+async def print_progress(bus: Bus, master: str, console: Console) -> None:
+    """Print what the evaluator of the run at `master` is doing, whenever that has changed, until cancelled."""
+    last = ""
+    while True:
+        with contextlib.suppress(BusError):  # it is asked again
+            members = (await status_of(bus, master, ASK_SECONDS))["members"]
+            doing = next((m["activity"] for m in members if m["identity"].startswith("evaluator/")), last)
+            if doing != last:
+                console.print(shown(doing), highlight=False, markup=False, soft_wrap=True)
+            last = doing
+        await asyncio.sleep(PROGRESS_SECONDS)
 
 
 def _print_steps(records: NewRecords, config: Config, console: Console, skipped: int) -> None:
@@ -200,10 +217,14 @@ def _reload_seconds(metrics: dict[str, Any]) -> float:
 def print_summary(folder: Path, console: Console) -> None:
     """Print the results of a run, from its summary.json."""
     summary = json.loads((folder / "summary.json").read_text())
-    table = Table(title="Summary", title_justify="left", show_header=False)
-    for name, value in _summary_rows(summary):
-        table.add_row(name, value)
-    console.print(table)
+    if summary["steps"] or summary["accuracy_after"] is not None:
+        table = Table(title="Summary", title_justify="left", show_header=False)
+        for name, value in _summary_rows(summary):
+            table.add_row(name, value)
+        console.print(table)
+    results = [done for done in summary["evaluations"] if done["benchmarks"]]
+    if results:
+        console.print(_benchmarks_table(results))
     for when in ("before", "after"):
         for sample in summary[f"samples_{when}"]:
             console.print(f"[bold]{when}[/] (score {sample['score']:g})")
@@ -212,15 +233,47 @@ def print_summary(folder: Path, console: Console) -> None:
     console.print(f"Everything is in {folder}", highlight=False, soft_wrap=True)
 
 
-def _summary_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
-    def number(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
+
+def _benchmarks_table(results: list[dict[str, Any]]) -> Table:
+    """The scores of each benchmark at its last version; if there are several versions, also at the first one."""
+    versions = sorted(results, key=lambda done: done["version"])
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    for done in versions:
+        before, after = done["benchmarks"] | before, after | done["benchmarks"]
+    table = Table(title="Benchmarks", title_justify="left", box=SIMPLE)
+    table.add_column("benchmark")
+    means = ["before, %", "after, %"] if len(versions) > 1 else ["mean, %"]
+    for column in ["samples", *means, "pass@k", "cut", "failed"]:
+        table.add_column(column, justify="right")
+    for name, s in after.items():
+        k = max(s["pass_at"], key=int, default=None)
+        table.add_row(
+            name,
+            f"{s['rows']:,} × {s['samples']}",
+            *[_mean(each) for each in ([before[name], s] if len(versions) > 1 else [s])],
+            f"pass@{k} {s['pass_at'][k]:.1%}" if k else "–",
+            _number(s["cut_share"], ".1%"),
+            f"{s['rows'] * s['samples'] - s['scored']:,}",
+        )
+    return table
+
+
+def _mean(scores: dict[str, Any]) -> str:
+    """The mean score and its standard error, in percent."""
+    mean, error = (value if value is None else 100 * value for value in (scores["accuracy"], scores["standard_error"]))
+    return f"{_number(mean, '.1f')} ± {_number(error, '.1f')}"
+
+
+def _summary_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("steps", str(s["steps"])),
-        ("held-out accuracy", f"{number(s['accuracy_before'], '.3f')} → {number(s['accuracy_after'], '.3f')}"),
+        ("held-out accuracy", f"{_number(s['accuracy_before'], '.3f')} → {_number(s['accuracy_after'], '.3f')}"),
         ("staleness, max (bound)", f"{s['staleness_max']} ({s['max_staleness']})"),
-        ("log-prob gap, max", number(s["logprob_gap_max"], ".1e")),
-        ("samples trained", f"{s['samples_trained']} ({number(s['samples_per_second'], '.1f')} a second)"),
+        ("log-prob gap, max", _number(s["logprob_gap_max"], ".1e")),
+        ("samples trained", f"{s['samples_trained']} ({_number(s['samples_per_second'], '.1f')} a second)"),
         ("seconds of training", f"{s['seconds']:.0f}"),
     ]

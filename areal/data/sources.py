@@ -14,9 +14,11 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -25,7 +27,7 @@ import jinja2
 import msgpack
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal.config import RowsConfig, SourceConfig, UserError, reward_weights
+from areal.config import BenchmarkConfig, RowsConfig, SourceConfig, UserError, reward_weights
 from areal.data import addition, reasoning_tasks, verifiers_tasks
 from areal.data.rows import Prompt, Row
 
@@ -172,6 +174,8 @@ def open_source(config: RowsConfig, seed: int) -> PromptSource:
     Every row of a .jsonl file is checked here. The columns of a Hugging Face data set are checked here too, but its
     rows when they are looked up. Raises UserError, which says what is wrong, where, and what to do.
     """
+    if not config.parts:
+        return Mixture([], [], whole=True, seed=seed)
     opened: list[tuple[SourceConfig, Table | Generator, str]] = []
     for part in config.parts:
         what = f"data.source {part.source!r}"
@@ -197,6 +201,42 @@ def open_source(config: RowsConfig, seed: int) -> PromptSource:
         small = config.sources[counts.index(0)]
         raise UserError(f"the weight of data.source {small.source!r} is below 1/{BLOCK_ROWS} of all: raise it")
     return Mixture(sources, counts, whole, seed)
+
+
+def open_benchmark(name: str, config: BenchmarkConfig, seed: int) -> list[Row]:
+    """Return the problems of the benchmark `name`, in the order of its source. `index` is the number of the row there,
+    so it is the same for any `size` and `dates`. Raises UserError, also if a row is not usable."""
+    if config.source is None:
+        key = f"evaluator.benchmarks.{name}.source"
+        raise UserError(f"The benchmark {name} names no source: set {key}=FILE.jsonl, or --source {name}=FILE.jsonl.")
+    what = f"the source {config.source!r} of the benchmark {name}"
+    # Without the size, on which the rows of a generated task would depend.
+    source = _open(config.model_copy(update={"size": None}), config.source, config.options, seed, what)
+    if isinstance(source, Generator):
+        if config.size is None:
+            raise UserError(f"{what} has no end: set evaluator.benchmarks.{name}.size")
+        rows: Iterable[Row] = (source.draw("held_out", i, 0) for i in range(config.size))
+    else:
+        rows = map(source.row, range(len(source)))
+    numbered = (dataclasses.replace(row, index=i) for i, row in enumerate(rows))
+    found = list(itertools.islice((row for row in numbered if _in_window(row, config, what)), config.size))
+    if not found:
+        raise UserError(f"{what} has no row of the days from {config.dates[0]} to {config.dates[1]}: correct dates")  # type: ignore[index]
+    return found
+
+
+def _in_window(row: Row, config: BenchmarkConfig, what: str) -> bool:
+    if config.dates is None:
+        return True
+    told = row.fields.get(config.date_key)
+    try:
+        day = date.fromisoformat(str(told)[:10])
+    except ValueError:
+        raise UserError(
+            f"{what}, row {row.index}, has the {config.date_key!r} {told!r}, which is no date: set date_key, or dates "
+            f"to null"
+        ) from None
+    return config.dates[0] <= day <= config.dates[1]
 
 
 def _shares(config: RowsConfig, opened: list[tuple[SourceConfig, Table | Generator, str]]) -> list[float]:

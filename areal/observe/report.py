@@ -149,6 +149,7 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     accuracy = f"{_shown(summary, 'accuracy_before', '.1%')} → {_shown(summary, 'accuracy_after', '.1%')}"
     return [
         ("held-out accuracy, before → after", accuracy),
+        *_headlines_of_benchmarks(summary.get("evaluations") or []),
         ("samples a second", _shown(summary, "samples_per_second", ",.1f")),
         (
             f"staleness, max (bound {_shown(summary, 'max_staleness', 'g')})",
@@ -161,6 +162,14 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens never trained on", _shown(summary, "tokens_untrained_share", ".1%")),
         ("seconds", _shown(summary, "seconds", ",.0f")),
     ]
+
+
+def _headlines_of_benchmarks(evaluations: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    at: dict[str, list[str]] = {}
+    for done in sorted(evaluations, key=lambda done: done["version"]):
+        for name, scores in (done.get("benchmarks") or {}).items():
+            at.setdefault(name, []).append(_shown(scores, "accuracy", ".1%"))
+    return [(name, " → ".join(dict.fromkeys((shares[0], shares[-1])))) for name, shares in at.items()]
 
 
 def panels(run: Run) -> list[Panel]:
@@ -188,6 +197,7 @@ def panels(run: Run) -> list[Panel]:
         ),
         Panel("Groups filtered, without signal", lines=[("", steps, filtered)] * filters, limits=(0, None)),
         _accuracy(run.evaluations),
+        _benchmarks(run.evaluations),
         Panel(
             "Staleness",
             unit="versions",
@@ -271,6 +281,16 @@ def _accuracy(evaluations: Sequence[dict[str, Any]]) -> Panel:
         solved = [_number((evaluation.get("pass_at") or {}).get(f"{most}")) for evaluation in evaluations]
         lines = [("mean", *lines[0][1:]), (f"pass@{most}", versions, solved)]
     return Panel("Held-out accuracy", lines=lines, limits=(-0.03, 1.03), colours=(GREEN, BLUE))
+
+
+def _benchmarks(evaluations: Sequence[dict[str, Any]]) -> Panel:
+    """By version: the mean score of each benchmark."""
+    names = list(dict.fromkeys(name for done in evaluations for name in done.get("benchmarks") or ()))
+    lines = []
+    for name in names:
+        at = [(done["version"], done["benchmarks"][name]) for done in evaluations if name in done.get("benchmarks", {})]
+        lines.append((name, [version for version, _ in at], [_number(scores["accuracy"]) for _, scores in at]))
+    return Panel("Benchmarks, mean score", lines=lines, limits=(-0.03, 1.03), colours=_ramp(len(names)))
 
 
 def draw(panel: Panel) -> str:

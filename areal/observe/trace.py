@@ -84,7 +84,8 @@ def steps(run: Run) -> Iterator[Span]:
         yield Span(RUN, f"step {record['step']}", end - seconds, seconds, plain)
     for evaluation in run.evaluations:
         if "time" in evaluation:
-            name = f"version {evaluation['version']} evaluated: {evaluation.get('accuracy', math.nan):.3f}"
+            accuracy = evaluation.get("accuracy")
+            name = f"version {evaluation['version']} evaluated" + ("" if accuracy is None else f": {accuracy:.3f}")
             yield Span(RUN, name, evaluation["time"], 0.0)
 
 

@@ -108,7 +108,12 @@ class Tracker:
 
     def _tell(self, key: str, record: dict[str, Any]) -> None:
         prefix = "step" if key == "step" else "evaluation"
-        numbers = {f"{prefix}/{name}": value for name, value in flat(record).items() if name not in (key, "time")}
+        # Each benchmark is named eval/NAME, and its other numbers eval/NAME/KEY.
+        benchmarks = record.get("benchmarks", {})
+        own = {name: value for name, value in record.items() if name not in (key, "time", "benchmarks")}
+        numbers = {f"{prefix}/{name}": value for name, value in flat(own).items()}
+        numbers |= {f"eval/{name}": value for name, value in flat(benchmarks).items()}
+        numbers |= flat({f"eval/{name}": scores["accuracy"] for name, scores in benchmarks.items()})
         for name, sink in list(self._sinks.items()):
             try:
                 sink(record[key], numbers, record.get("time", time.time()))

@@ -68,9 +68,9 @@ class RunFolder:
         for name in ("summary.json", "report.html"):
             (config.folder / name).unlink(missing_ok=True)
         folder = cls(config)
-        for record in _whole_records(config.folder / "metrics.jsonl"):
+        for record in whole_records(config.folder / "metrics.jsonl"):
             folder._note(record)
-        folder._evaluated = {record["version"] for record in _whole_records(config.folder / "evaluations.jsonl")}
+        folder._evaluated = {record["version"] for record in whole_records(config.folder / "evaluations.jsonl")}
         return folder
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class RunFolder:
         replace(self.path / "summary.json", json.dumps(summary | over_steps, indent=2) + "\n")
 
 
-def _whole_records(path: Path) -> Iterator[dict[str, Any]]:
+def whole_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a file up to the first incomplete one, and then cut off the rest of the file."""
     whole = 0
     for record, size in read_metrics(path):

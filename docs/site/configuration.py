@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -17,7 +18,15 @@ from areal.config import Config, Section
 from areal.training.sft import SftConfig, SftData
 
 PAGE = Path(__file__).parents[1] / "configuration.md"
-NAMES = {str: "text", int: "integer", float: "number", bool: "true, false", Path: "path", Any: "any value"}
+NAMES = {
+    date: "date",
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true, false",
+    Path: "path",
+    Any: "any value",
+}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 INTRODUCTION = """\

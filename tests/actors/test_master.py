@@ -28,6 +28,7 @@ from protocols.messages import (
     AskRecovery,
     AskSnapshot,
     AskStatus,
+    BenchmarkScores,
     CheckpointSaved,
     CommitStep,
     Engagement,
@@ -562,8 +563,8 @@ async def test_a_version_that_is_due_is_held_by_one_generator_until_it_is_evalua
     assert [record["version"] for record in records] == [0, 1, 2, 3]
     assert records[1].pop("time") > 0
     assert records[1] == {
-        "version": 1, "accuracy": 0.5, "pass_at": {"1": 0.5}, "rows": 4, "failed": 0, "unfinished": 0,
-            "completion_tokens_mean": 7.5,
+        "version": 1, "accuracy": 0.5, "standard_error": None, "pass_at": {"1": 0.5}, "rows": 4, "failed": 0,
+        "unfinished": 0, "completion_tokens_mean": 7.5, "benchmarks": {},
     }  # fmt: skip
 
 
@@ -580,6 +581,42 @@ async def test_a_generator_hears_that_it_holds_a_version_before_there_is_that_ve
         changed = [member for event in before if isinstance(event, MembersChanged) for member in event.changed]
         assert [member.held.version for member in changed if member.held] == [1]
         await subscriber.close()
+
+
+def alone(config: Config) -> Config:
+    benchmark = {"source": "addition", "size": 2, "reward": "addition"}
+    values = {"steps": 0, "data": {"eval_size": 0}, "evaluator": {"benchmarks": {"sums": benchmark}}}
+    return Config.model_validate(config.model_dump() | values)
+
+
+async def test_an_evaluation_alone_ends_with_its_result_and_without_a_trainer(config):
+    config = alone(config)
+    async with master_of(config) as running, callers(config, "generator", "reward", "evaluator") as actors:
+        for actor in actors:
+            await actor.beat()
+        status = (await actors[2].ask(AskStatus())).values
+        assert "everyone waits for the evaluation" in status["waiting"]
+        scores = {"accuracy": 0.5, "pass_at": {}, "rows": 2, "failed": 0, "completion_tokens_mean": 4.0}
+        sums = BenchmarkScores(**scores, samples=1, scored=2, cut_share=0.0)
+        nothing = scores | {"accuracy": None, "rows": 0, "completion_tokens_mean": None}
+        due = await actors[2].ask(AskEvaluation())
+        assert (due.version, due.holder) == (0, None)
+        await actors[2].ask(EvaluationDone(version=0, **nothing, samples=(), benchmarks={"sums": sums}))
+        assert (await asyncio.wait_for(running, SECONDS)).ok
+    summary = json.loads((config.folder / "summary.json").read_text())
+    assert summary["evaluations"][0]["benchmarks"]["sums"]["accuracy"] == 0.5
+    async with master_of(config, resume=True) as again:
+        assert (await asyncio.wait_for(again, SECONDS)).ok
+
+
+async def test_an_evaluation_alone_that_is_given_up_fails_and_may_be_started_again(config):
+    config = alone(config)
+    async with master_of(config) as running, callers(config, "evaluator") as (evaluator,):
+        await evaluator.ask(EvaluationAbandoned(version=0, reason="none of the rows of sums could be scored"))
+        ending = await asyncio.wait_for(running, SECONDS)
+        assert not ending.ok and "none of the rows of sums could be scored" in ending.reason
+    async with master_of(config, resume=True), callers(config, "evaluator") as (evaluator,):
+        assert (await evaluator.ask(AskEvaluation())).version == 0
 
 
 async def test_training_does_not_wait_for_the_evaluation_of_version_0(config):

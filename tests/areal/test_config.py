@@ -3,7 +3,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal.config import Config, RowsConfig, TrainerConfig, UserError, dump_config, load_config
+from areal.config import (
+    BenchmarkConfig,
+    Config,
+    EvaluatorConfig,
+    RowsConfig,
+    TrainerConfig,
+    UserError,
+    dump_config,
+    load_config,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUN = {
@@ -76,6 +85,64 @@ def test_an_override_may_name_a_base(tmp_path):
 def test_a_base_that_cannot_be_read_is_one_sentence(tmp_path, files, sentence):
     with pytest.raises(UserError, match=sentence):
         load_config(written(tmp_path, **files))
+
+
+def evaluator(*overrides: str) -> EvaluatorConfig:
+    return load_config(None, overrides, EvaluatorConfig)
+
+
+def test_benchmarks_are_named_or_changed_or_ones_own(tmp_path):
+    named = evaluator("benchmarks=[aime24, gsm8k]").benchmarks
+    assert (named["aime24"].samples, named["gsm8k"].temperature) == (32, 0)
+    assert named["gsm8k"].source == "hf:openai/gsm8k:test" and named["gsm8k"].options == {"name": "main"}
+    changed = evaluator("benchmarks.aime24.samples=4", "benchmarks.gsm8k.source=rows.jsonl").benchmarks
+    assert changed["aime24"] == named["aime24"].model_copy(update={"samples": 4})
+    assert changed["gsm8k"] == named["gsm8k"].model_copy(update={"source": "rows.jsonl", "options": {}})
+    variant = evaluator("benchmarks={greedy: {base: aime24, samples: 1, temperature: 0}}").benchmarks["greedy"]
+    assert (variant.source, variant.samples) == (named["aime24"].source, 1)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("source: rows.jsonl\nprompt_key: q\nreward: math\nsamples: 2\nmax_new_tokens: 9\n")
+    own = evaluator(f"benchmarks=['{mine}']").benchmarks
+    assert own == {
+        "mine": BenchmarkConfig(source="rows.jsonl", prompt_key="q", reward="math", samples=2, max_new_tokens=9)
+    }
+
+
+def test_benchmarks_survive_being_written_and_read():
+    settings = ["model=m", "steps=0", "batch_size=1", "group_size=1", "data.eval_size=0", "sampling.max_new_tokens=8"]
+    benchmarks = "evaluator.benchmarks={livecodebench: {source: lcb.jsonl}, gsm8k: {options: {}, dates: null}}"
+    config = load_config(None, [*settings, "trainer.minibatches=1", benchmarks])
+    assert config.rewards == {"code": 1.0, "math": 1.0}
+    assert str(config.evaluator.benchmarks["livecodebench"].dates[0]) == "2024-08-01"
+    assert Config.model_validate(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("benchmarks", "sentence"),
+    [
+        ("[aime]", "There is no benchmark 'aime' .*: known are aime24, .*write the path of a YAML file"),
+        ("[none.yaml]", "There is no benchmark 'none.yaml'"),
+        ("{aime24: 3}", "neither a list of names nor a mapping of names to their keys"),
+        ("3", "neither a list of names nor a mapping"),
+        ("{a/b: {source: x.jsonl}}", "The benchmark 'a/b' in evaluator.benchmarks has a name that no file can have"),
+        ("{aime24: {sample: 3}}", "Unknown key 'benchmarks.aime24.sample' .*did you mean 'samples'"),
+        ("{aime24: {temperature: 0}}", "has 32 samples, but at temperature 0 they are all the same"),
+        ("{m: {source: a.jsonl, eval_source: b.jsonl}}", "has the eval_source 'b.jsonl' too"),
+        ("{m: {source: a.jsonl, dates: [2024]}}", "benchmarks.m.dates"),
+    ],
+)
+def test_bad_benchmarks_are_one_sentence(benchmarks, sentence):
+    with pytest.raises(UserError, match=sentence):
+        evaluator(f"benchmarks={benchmarks}")
+
+
+def test_only_an_evaluation_alone_needs_no_rows_to_train_on():
+    settings = ["model=m", "batch_size=4", "group_size=1", "sampling.max_new_tokens=8", "reward.functions=math"]
+    with pytest.raises(UserError, match="data needs either a source or sources"):
+        load_config(None, [*settings, "steps=1", "data.eval_size=0", "evaluator.benchmarks=[aime24]"])
+    with pytest.raises(UserError, match="there is nothing to evaluate"):
+        load_config(None, [*settings, "steps=0", "data.eval_size=0"])
+    assert load_config(None, [*settings, "steps=0", "data.source=addition"]).evaluates
 
 
 @pytest.mark.parametrize(

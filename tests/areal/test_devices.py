@@ -49,6 +49,12 @@ def test_too_few_devices_are_shared_evenly():
     assert owned == {"trainer/0": "4", "generator/0": "5", "generator/1": "4", "generator/2": "5", "generator/3": "4"}
 
 
+def test_an_evaluation_alone_leaves_no_device_to_a_trainer():
+    alone = run_of(count=2, each=2).model_copy(update={"steps": 0})
+    assert dealt(alone, list("0123")) == {"generator/0": "0,1", "generator/1": "2,3"}
+    assert dealt(run_of(ranks=9).model_copy(update={"steps": 0}), ["0"]) == {"generator/0": "0"}
+
+
 def test_a_single_device_is_everybodys():
     assert set(dealt(run_of(count=2), ["GPU-1"]).values()) == {"GPU-1"}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+import json
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +27,38 @@ def step(number: int, **more: Any) -> dict[str, Any]:
     } | more  # fmt: skip
 
 
+SCORES = {
+    "accuracy": 0.25, "standard_error": 0.05, "pass_at": {"1": 0.25, "16": 0.5}, "rows": 30, "failed": 0,
+    "unfinished": 0, "completion_tokens_mean": 9.0, "samples": 16, "scored": 470, "cut_share": 0.125,
+}  # fmt: skip
+
+
+def printed(folder, **benchmarks: dict[str, Any]) -> str:
+    evaluations = [{"version": int(v[1:]), "benchmarks": scores} for v, scores in benchmarks.items()]
+    nothing = {"steps": 0, "accuracy_after": None, "samples_before": [], "samples_after": []}
+    (folder / "summary.json").write_text(json.dumps(nothing | {"evaluations": evaluations}))
+    out = io.StringIO()
+    monitor.print_summary(folder, Console(file=out, width=80))
+    return out.getvalue()
+
+
+def test_the_benchmarks_of_a_model_are_a_table(tmp_path):
+    unscored = SCORES | {"accuracy": None, "standard_error": None, "pass_at": {}, "scored": 0, "cut_share": None}
+    told = printed(tmp_path, v0={"aime24": SCORES, "none": unscored})
+    (line,) = (line for line in told.splitlines() if "aime24" in line)
+    assert line.split() == ["aime24", "30", "×", "16", "25.0", "±", "5.0", "pass@16", "50.0%", "12.5%", "10"]
+    (line,) = (line for line in told.splitlines() if "none" in line)
+    assert line.split() == ["none", "30", "×", "16", "–", "±", "–", "–", "–", "480"]
+    assert "before" not in told and "Summary" not in told
+
+
+def test_benchmarks_of_a_run_are_shown_at_their_first_and_their_last_version(tmp_path):
+    last = SCORES | {"accuracy": 0.75}
+    told = printed(tmp_path, v10={"aime24": last}, v0={"aime24": SCORES}, v5={"aime24": SCORES | {"accuracy": 0.5}})
+    (line,) = (line for line in told.splitlines() if "aime24" in line)
+    assert line.split()[4:10] == ["25.0", "±", "5.0", "75.0", "±", "5.0"]
+
+
 async def test_what_actors_report_cannot_steer_the_terminal():
     evil = "\x1b]52;c;aGFjaw==\x07"
 
@@ -44,6 +78,26 @@ async def test_what_actors_report_cannot_steer_the_terminal():
     await follow(feed, console)
     assert "\x1b" not in out.getvalue() and "\x07" not in out.getvalue()
     assert "failed: \\x1b]52;c;" in out.getvalue()
+
+
+async def test_an_evaluation_alone_prints_what_its_evaluator_does_when_that_changes(monkeypatch):
+    done = iter(["sums 3 of 9", "sums 3 of 9", "", "sums 9 of 9"])
+
+    class Evaluating(FakeMaster):
+        async def ask(self, message, seconds):
+            activity = next(done, None)
+            if activity is None:
+                raise asyncio.CancelledError
+            if not activity:
+                raise DeadlineError("no answer")
+            member = {"identity": "evaluator/0#e", "state": "healthy", "activity": activity, "stats": {}}
+            return Status(values=(await super().ask(message, seconds)).values | {"members": [member]})
+
+    monkeypatch.setattr(monitor, "PROGRESS_SECONDS", 0.0)
+    out = io.StringIO()
+    with contextlib.suppress(asyncio.CancelledError):
+        await monitor.print_progress(Evaluating(), "tcp://master", Console(file=out))
+    assert out.getvalue().splitlines() == ["sums 3 of 9", "sums 9 of 9"]
 
 
 class FakeMaster:

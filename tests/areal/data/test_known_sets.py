@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from areal.config import RowsConfig, load_config
+from areal.config import BenchmarkConfig, EvaluatorConfig, RowsConfig, UserError, benchmarks_in, load_config
 from areal.data.rows import prompt_text
-from areal.data.sources import open_source
+from areal.data.sources import open_benchmark, open_source
 from areal.rewards import functions
 from areal.rewards.code_rows import read_tests
 
@@ -73,6 +73,55 @@ ROWS = {
         "assert add(1, 2) == 3", None,
     ),
 }  # fmt: skip
+
+
+BENCHMARKS = ("aime24", "aime25", "amc23", "gsm8k", "humaneval", "livecodebench", "math500")
+
+
+def benchmark_of(path: Path, *rows: dict, **keys) -> BenchmarkConfig:
+    """The benchmark `path.stem` on rows of one's own, as --source gives them."""
+    path = path.with_suffix(".jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = {path.stem: {"source": str(path), **keys}}
+    return EvaluatorConfig(benchmarks=benchmarks_in(named)).benchmarks[path.stem]
+
+
+def test_every_benchmark_is_tried_here():
+    assert {path.stem for path in (FOLDER.parent / "benchmarks").iterdir()} == set(BENCHMARKS)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_takes_the_rows_of_its_set_in_their_order(name, tmp_path):
+    raw, expected, _ = ROWS[name]
+    rows = [raw | {"contest_date": "2024-10-05T00:00:00", "id": n} for n in range(3)]
+    found = open_benchmark(name, benchmark_of(tmp_path / name, *rows), seed=0)
+    assert [(row.index, row.fields["id"]) for row in found] == [(0, 0), (1, 1), (2, 2)]
+    assert [message["role"] for message in found[0].prompt] == ["user"]
+    assert expected in prompt_text(found[0].prompt)
+    assert found[0].reward == ({"code": 1.0} if name in ("humaneval", "livecodebench") else {"math": 1.0})
+
+
+def test_a_benchmark_may_be_the_rows_of_some_days(tmp_path):
+    days = ["2024-07-31T22:00:00", "2024-08-01T00:00:00", "2025-02-01T00:00:00", "2025-02-02T00:00:00", "2024-12-24"]
+    rows = [ROWS["livecodebench"][0] | {"contest_date": day} for day in days]
+    path = tmp_path / "livecodebench"
+    assert [row.index for row in open_benchmark("x", benchmark_of(path, *rows), 0)] == [1, 2, 4]
+    assert [row.index for row in open_benchmark("x", benchmark_of(path, *rows, size=2), 0)] == [1, 2]
+    later = benchmark_of(path, *rows, dates=["2026-01-01", "2026-02-01"])
+    with pytest.raises(UserError, match="has no row of the days from 2026-01-01 to 2026-02-01"):
+        open_benchmark("x", later, 0)
+    with pytest.raises(UserError, match="row 0, has the 'contest_date' None, which is no date"):
+        open_benchmark("x", benchmark_of(path, ROWS["livecodebench"][0]), 0)
+
+
+@pytest.mark.parametrize("source", ["addition", "reasoning_gym:chain_sum"])
+def test_a_generated_task_is_a_benchmark_of_its_first_rows(source):
+    config = BenchmarkConfig(source=source, size=5, reward="addition")
+    rows = open_benchmark("sums", config, seed=3)
+    assert [row.index for row in rows] == [0, 1, 2, 3, 4] and len({row.prompt for row in rows}) == 5
+    assert rows[:2] == open_benchmark("sums", config.model_copy(update={"size": 2}), seed=3)
+    with pytest.raises(UserError, match="has no end: set evaluator.benchmarks.sums.size"):
+        open_benchmark("sums", config.model_copy(update={"size": None}), seed=3)
 
 
 def test_every_file_has_a_row_here():

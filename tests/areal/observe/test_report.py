@@ -12,7 +12,17 @@ import pytest
 
 from areal.__main__ import main
 from areal.config import UserError
-from areal.observe.report import Run, draw, draw_timeline, panels, read_run, timeline_of, write_figure, write_report
+from areal.observe.report import (
+    Run,
+    draw,
+    draw_timeline,
+    headlines,
+    panels,
+    read_run,
+    timeline_of,
+    write_figure,
+    write_report,
+)
 
 TITLES = [
     "Reward, mean",
@@ -288,6 +298,20 @@ def test_the_accuracy_of_every_evaluated_version_is_drawn_and_what_the_most_samp
     run = read_run(folder([record(1)], SUMMARY, evaluations=EVALUATIONS))
     (panel,) = [panel for panel in panels(run) if panel.title == "Held-out accuracy"]
     assert panel.lines == [("mean", [0, 3, 5], [0.025, 0.5, 0.913]), ("pass@4", [0, 3, 5], [0.1, 0.8, 1.0])]
+
+
+def test_each_benchmark_is_a_line_and_a_headline(folder):
+    def done(version, **benchmarks):
+        scores = {name: {"accuracy": accuracy} for name, accuracy in benchmarks.items()}
+        return {"version": version, "accuracy": None, "benchmarks": scores}
+
+    evaluations = [done(0, aime24=0.25, gsm8k=0.5), done(3, gsm8k=None), done(5, aime24=0.5, gsm8k=0.75)]
+    run = read_run(folder([record(1)], {"evaluations": evaluations}, evaluations=evaluations))
+    (panel,) = [panel for panel in panels(run) if panel.title == "Benchmarks, mean score"]
+    assert [(name, x) for name, x, _ in panel.lines] == [("aime24", [0, 5]), ("gsm8k", [0, 3, 5])]
+    assert panel.lines[0][2] == [0.25, 0.5]
+    told = dict(headlines(run.summary))
+    assert (told["aime24"], told["gsm8k"]) == ("25.0% → 50.0%", "50.0% → 75.0%")
 
 
 def test_with_one_sample_a_row_there_is_one_line_of_accuracy(folder):

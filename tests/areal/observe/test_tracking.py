@@ -46,6 +46,16 @@ def test_every_record_is_told_once_however_often_one_looks(tmp_path):
     ]  # fmt: skip
 
 
+def test_benchmarks_are_told_by_their_names(tmp_path):
+    sink = Sink()
+    scores = {"accuracy": 0.25, "pass_at": {"2": 0.5}, "cut_share": None}
+    record = {"version": 4, "accuracy": None, "benchmarks": {"aime24": scores, "none": {"accuracy": None}}}
+    (tmp_path / "evaluations.jsonl").write_text(json.dumps(record | {"time": 9.0}) + "\n")
+    Tracker(tmp_path, {"sink": sink}).look()
+    numbers = {"eval/aime24": 0.25, "eval/aime24/accuracy": 0.25, "eval/aime24/pass_at/2": 0.5}
+    assert sink.told == [(4, numbers, 9.0)]
+
+
 def test_a_run_that_goes_on_tells_only_what_is_new(tmp_path):
     write(tmp_path, 1, 2, versions=[0])
     Tracker(tmp_path, {"sink": Sink()}).look()

@@ -66,7 +66,7 @@ def test_a_model_that_the_trainer_cannot_compute_is_refused_at_its_start(tmp_pat
 
 
 def test_a_model_that_mixes_sequences_has_no_fixed_number_of_microbatches(tmp_path):
-    folder = make(sorted(MIXES)[0], tmp_path / "model")
+    folder = make_kind(sorted(MIXES)[0], tmp_path / "model")
     with pytest.raises(UserError, match=r"mixes the sequences of a micro-batch.*leave out trainer.microbatches"):
         TrainingEngine(folder, settings(microbatches=2), seed=0)
 

@@ -1,0 +1,88 @@
+"""`python -m areal eval` as a user starts it, on the real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from helpers import processes_mentioning
+
+from areal import __main__ as tools
+
+SUMS = "source: addition\nreward: addition\nsize: 60\nsamples: 2\nmax_new_tokens: 48\n"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def keys(file: Path) -> list[tuple[int, int]]:
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    samples = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [(sample["row"], sample["sample"]) for sample in samples]
+
+
+def test_an_evaluation_that_was_killed_goes_on_without_making_a_sample_again(tmp_path, tiny_model, free_port):
+    (tmp_path / "sums.yaml").write_text(SUMS)
+    command = [
+        sys.executable, "-m", "areal", "eval", str(tiny_model), "--benchmarks", "sums.yaml", "name=mine",
+        "generator.max_concurrent_rollouts=2", "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
+        "generator.dtype=float32", "reward.workers=1", f"master.address=tcp://127.0.0.1:{free_port}",
+    ]  # fmt: skip
+    folder = tmp_path / "runs" / "mine"
+    file = folder / "benchmarks" / "sums-0.jsonl"
+
+    def start() -> subprocess.Popen:
+        out = (tmp_path / "out.txt").open("a")
+        return subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=out, stderr=out)
+
+    first = start()
+    try:
+        deadline = time.monotonic() + 200
+        while len(keys(file)) < 10:
+            assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "out.txt").read_text()
+            time.sleep(0.01)
+    finally:
+        first.kill()
+        first.wait()
+    while processes_mentioning(f"127.0.0.1:{free_port}"):  # they end with their parent
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    before = keys(file)
+    assert 10 <= len(before) < 120
+    kept = file.read_bytes().rpartition(b"\n")[0]
+    with file.open("ab") as torn:
+        torn.write(b'{"row": 59, "sample"')
+
+    assert start().wait(200) == 0, (tmp_path / "out.txt").read_text()
+    after = keys(file)
+    assert sorted(after) == [(row, number) for row in range(60) for number in range(2)]
+    assert file.read_bytes().startswith(kept)
+    (done,) = json.loads((folder / "summary.json").read_text())["evaluations"]
+    scores = [json.loads(line)["score"] for line in file.read_text().splitlines()]
+    assert done["benchmarks"]["sums"]["scored"] == 120
+    assert done["benchmarks"]["sums"]["accuracy"] == pytest.approx(sum(scores) / 120)
+    assert start().wait(60) == 0  # it is complete, and only shown
+    assert (tmp_path / "out.txt").read_text().count("60 × 2") == 2
+    command[command.index("sums.yaml")] += ",gsm8k"
+    assert start().wait(60) == 2
+    assert "has an evaluation with other settings" in (tmp_path / "out.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--benchmarks", "gms8k"], "There is no benchmark 'gms8k' .*: known are aime24, .*math500; write the path"),
+        (["--benchmarks", "gsm8k", "--source", "aime24=rows.jsonl"], "--source 'aime24=rows.jsonl' is not of the form"),
+        (["--benchmarks", "gsm8k", "evaluator.benchmarks.gsm8k.sampels=2"], "did you mean 'samples'?"),
+        (["--benchmarks", "gsm8k", "evaluator.benchmarks.gsm8k.samples=2"], "at temperature 0 they are all the same"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(capsys, arguments, sentence):
+    assert tools.main(["eval", "model", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert re.search(sentence, told) and len(told.splitlines()) == 1
