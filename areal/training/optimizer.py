@@ -38,6 +38,7 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,  # torch's Adam on the CPU is fused, too
         "bf16": {"enabled": bf16},
         "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",  # else sums over ranks would be rounded to bf16 at every addition
         "gradient_clipping": config.grad_clip if stage else 0.0,
         "optimizer": {
             "type": "AdamW",
