@@ -172,7 +172,9 @@ def training_memory(
     * Model states: ZeRO (arXiv 1910.02054, section 3) divides Adam's states among the ranks from stage 1 on, gradients
       from stage 2 on, and weights at stage 3. In bf16, the fp32 master weights and the two moments take 12 bytes per
       trained parameter. Gradients are accumulated in fp32; below stage 2 a rank also keeps the bf16 gradients. In fp32
-      the moments take 8 bytes; from stage 1 on DeepSpeed also keeps its own master weights.
+      the moments take 8 bytes; from stage 1 on DeepSpeed also keeps its own master weights. With offload the optimizer
+      takes nothing and the gradients are those of the weights' type, and with `all` two layers' weights are fetched at
+      a time (assumed).
     * Activations: the most that exists at once, in the backward pass either of the layers (areal.planning.activations)
       or of the output layer, while all that the layers saved still exists. The output layer takes AT_ONCE logits
       at a time, and makes a gradient of the hidden states in fp32 and one of its weight (areal.training.head).
@@ -186,6 +188,7 @@ def training_memory(
     tokens = math.ceil(tokens / trainer.sequence_parallel)
     of_weights, of_gradients, of_optimizer = (ranks if stage >= least else 1 for least in (3, 2, 1))
     half = trainer.dtype != "float32"
+    offload = trainer.offload != "none"
     own_reference = trainer.kl_coef and not (trainer.lora and trainer.reference is None)
     layers = model.checkpointed if checkpointing else model.activations
     logits = min(AT_ONCE, tokens * model.vocabulary)
@@ -195,9 +198,9 @@ def training_memory(
     if not trainer.lora:
         backward += size * model.vocabulary * model.hidden
     return TrainingMemory(
-        weights=size * model.parameters / of_weights,
-        gradients=(6 if half and stage < 2 else 4) * model.trained / of_gradients,
-        optimizer=(12 if stage else 8) * model.trained / of_optimizer,
+        weights=size * model.parameters * (2 / model.layers if trainer.offload == "all" else 1 / of_weights),
+        gradients=(size if offload else 6 if half and stage < 2 else 4) * model.trained / of_gradients,
+        optimizer=0.0 if offload else (12 if stage else 8) * model.trained / of_optimizer,
         reference=size * model.parameters / of_weights if own_reference else 0.0,
         activations=max(tokens * layers.peak, tokens * layers.saved + max(forward, backward)),
     )
@@ -263,7 +266,7 @@ def plan(config: Config, model: Model, rates: Rates, lengths: Lengths, devices: 
         raise UserError(
             f"Training does not fit: on {most} devices each needs {least.total / GIB:.1f} GiB of its "
             f"{TRAINER_SHARE * device_bytes / GIB:.1f} at ZeRO 3 with checkpointing: take more devices, trainer.lora, "
-            f"or {smaller}."
+            f"trainer.offload, or {smaller}."
         )
 
     def throughput(generators: int) -> float:

@@ -89,6 +89,8 @@ def test_zero_divides_what_its_stage_says_by_the_ranks():
     assert states(2) == pytest.approx([2, 4 / 8, 12 / 8])
     assert states(3) == pytest.approx([2 / 8, 4 / 8, 12 / 8])
     assert states(0, dtype="float32") == pytest.approx([4, 4, 8])
+    assert states(2, offload="optimizer") == pytest.approx([2, 2 / 8, 0])
+    assert states(3, offload="all", zero_stage=3) == pytest.approx([2 * 2 / 28, 2 / 8, 0])
 
 
 def test_the_cheapest_stage_that_fits_is_taken_and_checkpointing_only_if_need_be():
