@@ -204,7 +204,8 @@ def in_a_process(*arguments: str) -> dict[str, float]:
     # glibc gives large blocks that are freed back to the system at once only below a threshold that it raises itself.
     fixed = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, __file__, *arguments]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=fixed).stdout)
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=fixed).stdout
+    return json.loads(said.splitlines()[-1])  # after what the engine logs
 
 
 def compare_heads(options: argparse.Namespace) -> dict[str, dict[str, float]]:
