@@ -39,7 +39,8 @@ SPEED_ONLY = (
     "generator.kv_cache_gib", "generator.tensor_parallel", "generator.stream_interval", "generator.enforce_eager",
     "rollout_manager.count", "rollout_manager.max_concurrent_groups", "reward.count", "reward.workers",
     "reward.cache_size", "weights", "trainer.ranks", "trainer.zero_stage", "trainer.threads", "trainer.microbatches",
-    "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing", "trainer.prefix_tree",
+    "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing", "trainer.prefix_tree", "trainer.offload",
+    "trainer.sequence_parallel",
 )  # fmt: skip
 SCORE_ONLY = (
     "steps",
