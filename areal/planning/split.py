@@ -193,7 +193,7 @@ def training_memory(
     layers = model.checkpointed if checkpointing else model.activations
     logits = min(AT_ONCE, tokens * model.vocabulary)
     states = size * tokens * model.hidden
-    forward = states + logits * (10 if half else 8)
+    forward = states + logits * 8
     backward = 2 * states + 4 * tokens * model.hidden + logits * (8 if half else 4)
     if not trainer.lora:
         backward += size * model.vocabulary * model.hidden

@@ -73,6 +73,7 @@ class _LinearLogprobs(torch.autograd.Function):
             sums = powers.sum(-1)
             normaliser[part] = sums.log()
             entropy[part] = normaliser[part] - scores.mul_(powers).sum(-1) / sums
+            del scores, powers  # before the next ones are made
         # `top` and `normaliser` stay apart: in their sum, the small normaliser of a likely token would be lost.
         context.save_for_backward(hidden, weight, bias, distribution, targets, top, normaliser)
         context.temperature, context.curve = temperature, curve
@@ -103,6 +104,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if d_weight is not None:
                 d_weight[words] = d.T @ hidden
             d_hidden += d @ weight[words]
+            del logits, scores, d
         return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
 
 
