@@ -60,7 +60,6 @@ def assert_exact_gradients(models, written, ranks):
             assert_same_gradients(load_file(written / f"{case}-{name}"), exact_gradients(models / kind, batch))
 
 
-@pytest.mark.slow
 def test_two_ranks_have_the_gradients_of_whole_sequences_alone_or_refuse_the_model(models, tmp_path):
     run_worker(__file__, models, tmp_path, ranks=2)
     assert_exact_gradients(models, tmp_path, 2)
@@ -70,6 +69,7 @@ def test_two_ranks_have_the_gradients_of_whole_sequences_alone_or_refuse_the_mod
         assert "not only attention mixes the tokens of a sequence in it" in told[kind]
 
 
+@pytest.mark.slow
 def test_four_ranks_have_the_gradients_of_whole_sequences_alone_and_the_metrics_of_one(models, tmp_path):
     run_worker(__file__, models, tmp_path, ranks=4)
     assert_exact_gradients(models, tmp_path, 4)
