@@ -59,6 +59,7 @@ class StepMeter:
         groups = record.batch.group_ids
         rewards = [state.rewards[group] for group in groups]
         seconds = now - self._begun if self._begun is not None else 0.0
+        trained = commit.metrics.get("tokens_trained")
         metrics: dict[str, Any] = {
             **commit.metrics,
             "step": commit.version,
@@ -71,7 +72,7 @@ class StepMeter:
             "staleness_histogram": record.staleness_histogram,
             **{name: n if name.endswith("_seconds") else int(n) for name in COUNTERS for n in [self._counted[name]]},
             "step_seconds": seconds,
-            "effective_throughput": (commit.metrics["tokens_trained"] or 0) / seconds if seconds else None,
+            "effective_throughput": trained / seconds if trained is not None and seconds else None,
             "groups_trained": len(groups),
             "groups_ready": ledger.ready_count,
             "groups_alive": ledger.alive,
