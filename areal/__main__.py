@@ -224,16 +224,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report(options: argparse.Namespace) -> None:
+def _console(width: int) -> Console:
+    """Standard output. If it is no terminal, it is `width` columns wide: tables would be cut to 80."""
     from rich.console import Console
 
+    return Console(width=None if sys.stdout.isatty() else width)
+
+
+def _report(options: argparse.Namespace) -> None:
     from areal.observe.report import write_figure, write_report
-    from areal.planning.paper import compare
 
     if options.against is not None:
-        compare(
-            options.against.removeprefix("paper:"), options.folders, Console(width=None if sys.stdout.isatty() else 120)
-        )
+        from areal.planning.paper import compare  # imports torch, which the other reports do without
+
+        compare(options.against.removeprefix("paper:"), options.folders, _console(120))
     elif options.figure is None:
         for folder in options.folders:
             print(write_report(folder))
@@ -366,11 +370,9 @@ def _health(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
     from areal.planning.command import plan_run
 
-    plan_run(options, Console(width=None if sys.stdout.isatty() else 120))
+    plan_run(options, _console(120))
 
 
 def _sweep(options: argparse.Namespace) -> None:
@@ -390,8 +392,7 @@ def _simulate(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     if options.devices or options.generators:
-        wide = None if sys.stdout.isatty() else 200  # else the tables would be cut to 80 columns
-        _simulate_scale(options, Console(width=wide))
+        _simulate_scale(options, _console(200))
         return
 
     from actors.simulation.runner import parse_seeds, run_one, run_seeds
