@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -125,6 +126,8 @@ def start(arguments: argparse.Namespace) -> int:
     roles = arguments.role or []
     if arguments.dry_run or roles in ([], ["master"]):
         config = configuration(arguments)
+        if not roles:
+            config = on_this_machine(config, arguments)
         if arguments.dry_run:
             print(dump_config(config), end="")
             return 0
@@ -166,22 +169,33 @@ def configuration(arguments: argparse.Namespace) -> Config:
     return load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
 
 
+def on_this_machine(config: Config, arguments: argparse.Namespace) -> Config:
+    """`config` with the values that `auto` stands for on the devices of this machine, also for the master to come."""
+    from areal.devices import visible_devices
+
+    automatic = config.trainer.automatic(cuda=bool(visible_devices()))
+    arguments.overrides += [f"trainer.{key}={json.dumps(value)}" for key, value in automatic.items()]
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=automatic)})
+
+
 def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     """Check everything that can be checked in advance, then start the whole run on this machine."""
     from rich.console import Console
 
+    from actors.parts.direct_weights import check_transport
     from actors.runtime.addresses import take_folder
     from actors.runtime.preflight import check
     from actors.runtime.supervisor import Supervisor, roles_of
     from actors.watching.monitor import print_summary
-    from areal.devices import deal_out_cores, deal_out_devices, visible_devices
+    from areal.devices import deal_out
     from areal.observe.report import write_report
 
     before = config.master.address
     config = with_own_port(config, arguments)
+    check_transport(config)
     check(config)
     roles = [role for role, count in roles_of(config) for _ in range(count)]
-    environments = deal_out_devices(config, visible_devices()) or deal_out_cores(config, roles)
+    environments = deal_out(config, roles)
     network = take_folder(config, bool(arguments.resume))
     console = Console()
     if config.master.address != before:
@@ -226,10 +240,10 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from actors.runtime.supervisor import Supervisor
-    from areal.devices import deal_out_cores
+    from areal.devices import deal_out
 
     config = config_of_run(arguments)  # waits for the master here, where the wait is visible
-    environments = deal_out_cores(config, roles)
+    environments = deal_out(config, roles)
     rest = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
     rest += role_options(arguments, arguments.ports)
     rewards = [word for name in arguments.reward or [] for word in ("--reward", name)]
@@ -316,8 +330,14 @@ async def prepare(config: Config) -> Config:
     from protocols.errors import PreparingError
     from protocols.transport import Bus, Request
 
+    doing = f"it opens {config.data.named}"
+
+    def tell(now: str) -> None:
+        nonlocal doing
+        doing = now
+
     async def put_off(request: Request[Any]) -> Any:
-        raise PreparingError(f"the master is preparing the run: it opens {config.data.named} and gets {config.model}")
+        raise PreparingError(f"the master is preparing the run: {doing}")
 
     def crashed(error: BaseException) -> None:
         structlog.get_logger().error("handler failed", exc_info=error)
@@ -328,7 +348,7 @@ async def prepare(config: Config) -> Config:
         source = await asyncio.to_thread(open_source, config.data, config.seed)
         if SUPERVISED not in os.environ:  # the supervisor has checked them
             await asyncio.to_thread(check_answers, config, source)
-        return await asyncio.to_thread(with_folders, config)
+        return await asyncio.to_thread(with_folders, config, tell)
     finally:
         await bus.close()
 
@@ -370,6 +390,8 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
 
     configure_logging(role if arguments.index is None else f"{role}/{arguments.index}")
     if role == "trainer":
+        # Rows of many lengths would fragment the memory of a GPU. torch reads this when it is imported.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         join_ranks(arguments)
 
     async def run() -> Ending:

@@ -122,6 +122,7 @@ class Benchmark:
             temperature=own.temperature,
             top_p=own.top_p,
             max_new_tokens=own.max_new_tokens or config.sampling.max_new_tokens,
+            stop=config.sampling.stop,
         )
         self._own = own
         self._rows = rows

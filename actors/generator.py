@@ -5,6 +5,9 @@ without waiting for other generators: it interrupts the running sequences, repla
 sequences. With `generator.interrupt: false` it lets the running sequences finish first, and requests that arrive
 meanwhile wait. A generator that *holds* a policy, because that policy is evaluated on it, loads no newer one until the
 master ends the hold. A generator knows nothing about tasks or rewards.
+
+A generator that shares its devices with the trainer starts its engine while the trainer does not compute. With
+`colocate` the engine sleeps while the trainer computes; its sequences continue afterwards.
 """
 
 from __future__ import annotations
@@ -20,19 +23,34 @@ from typing import Any, Protocol
 
 import structlog
 
+from actors.parts.direct_weights import DirectReceiver
 from actors.parts.weight_service import WeightFetcher
-from actors.runtime.actor import Actor, Signal, handles
+from actors.runtime.actor import CONTROL_SECONDS, Actor, Signal, handles
 from areal.config import SamplingConfig
+from areal.devices import shares_devices
 from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
 from areal.weights.chunks import TornWeights
-from protocols.errors import BusyError, RefusedError, StreamBrokenError
-from protocols.messages import Done, Engagement, FetchWeights, Generate, HandOver, Message, Policy, TokenChunk
+from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
+from protocols.messages import (
+    Done,
+    Engagement,
+    FetchWeights,
+    Generate,
+    HandOver,
+    Message,
+    Policy,
+    TakeDevices,
+    TokenChunk,
+    YieldDevices,
+)
 from protocols.transport import Request
 
 RETRY_LOAD_SECONDS = 1.0
 # A generator that has loaded no version for so long ends, and is started again.
 LOADS_FAIL_SECONDS = 60.0
+# How long the trainer may keep a request for the devices before it refuses it, and the pause before the next one.
+TAKE_SECONDS, TAKE_RETRY_SECONDS = 20.0, 1.0
 
 log = structlog.get_logger()
 
@@ -47,6 +65,9 @@ class Engine(Protocol):
     ) -> AsyncGenerator[Chunk, None]: ...
     def drained(self) -> AbstractAsyncContextManager[None]: ...
     async def load(self, folder: Path, version: int) -> LoadTimes: ...
+    async def receive(self, version: int, calls: AsyncGenerator[tuple[str, dict[str, Any]], None]) -> LoadTimes: ...
+    async def sleep(self) -> None: ...
+    async def wake(self) -> None: ...
     def hand_over(self, request_ids: Collection[str] | None = None) -> None: ...
     def stats(self) -> EngineStats: ...
     async def close(self) -> None: ...
@@ -63,10 +84,13 @@ class Generator(Actor):
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self._start_engine = start_engine
+        self._yields = 0  # requests to yield the devices, which may come before `setup`
+        self._device = asyncio.Lock()  # held while the engine starts, falls asleep and wakes
+        self._asleep = False
 
     async def setup(self) -> None:
-        self.activity = "starting the engine"
         self._fetcher = WeightFetcher(self)
+        self._receiver = DirectReceiver(self)
         self._loaded = Signal()
         self._idle = Signal()
         self._sequences: dict[str, str] = {}  # identity of the asking actor, by the request id in the engine
@@ -74,11 +98,17 @@ class Generator(Actor):
         self._concurrency = Concurrency(self.config.generator.max_concurrent_rollouts)
         self._lineage = 0
         self._reloads: Counter[str] = Counter()
-        self._started = await self._start_engine(
-            Path(self.config.model), self.config.generator, version=0, seed=self.config.seed + (self.index or 0)
-        )
+        self.activity = "waiting for the trainer to leave the devices"
+        await self._take_devices(self._start)
         if self._is_behind():
             await self._load_wanted()
+
+    async def _start(self) -> None:
+        self.activity = "starting the engine"
+        self._started = await self._start_engine(
+            Path(self.config.model), self.config.generator, version=0, seed=self.config.seed + (self.index or 0),
+            lora=self.config.trainer.lora, sleeps=self.config.colocate, transfer=self.config.weights.backend,
+        )  # fmt: skip
 
     async def main(self) -> None:
         await self.become_healthy()
@@ -150,12 +180,50 @@ class Generator(Actor):
         self._loaded.notify()
         return Done()
 
+    @handles(YieldDevices)
+    async def yield_devices(self, request: Request[YieldDevices]) -> Done:
+        self._yields += 1
+        await asyncio.shield(self.spawn(self._sleep(), "sleep"))  # also if the trainer no longer waits for the answer
+        return Done()
+
+    async def _sleep(self) -> None:
+        async with self._device:
+            if self._started is not None and self.config.colocate and not self._asleep:
+                self._asleep = True
+                await self._engine.sleep()
+                self.spawn(self._take_devices(self._wake), "wake")
+
+    async def _wake(self) -> None:
+        await self._engine.wake()
+        self._asleep = False
+
+    async def _take_devices(self, use: Callable[[], Awaitable[None]]) -> None:
+        """Call `use` once the trainer, if it shares its devices with this generator, has left them."""
+        while True:
+            yields = self._yields
+            if self.config.steps and shares_devices(self.config):
+                await self.until(lambda: bool(self.with_role("trainer", healthy=False)))
+                trainer = self.with_role("trainer", healthy=False)[0]
+                try:
+                    await self.ask(trainer.address, TakeDevices(), Done, TAKE_SECONDS + CONTROL_SECONDS)
+                except BusError:  # it computes, has died, or has been replaced
+                    await asyncio.sleep(TAKE_RETRY_SECONDS)
+                    continue
+            async with self._device:
+                if yields == self._yields:  # otherwise the trainer has taken the devices again since it answered
+                    return await use()
+
     @handles(Generate)
     async def generate(self, request: Request[Generate]) -> AsyncIterator[TokenChunk]:
         asked = request.message
         if self._started is None or self.state == "draining":
             raise BusyError("this generator accepts no sequences: it is starting or draining")
-        sampling = SamplingConfig(temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=asked.max_new_tokens)
+        sampling = SamplingConfig(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            max_new_tokens=asked.max_new_tokens,
+            min_new_tokens=min(asked.min_new_tokens, asked.max_new_tokens),
+        )
         name = _name(request.sender, asked.sequence)
         if name in self._sequences:
             raise RefusedError(f"sequence {asked.sequence!r} of {request.sender} is already running on this generator")
@@ -220,8 +288,9 @@ class Generator(Actor):
 
     async def _load_wanted(self) -> None:
         """Load the wanted policy. If its files are missing or torn, retry, alternating between the newest published
-        policy and the wanted one. Sequences continue to run while the weights are fetched."""
-        alternate = False
+        policy and the wanted one. Sequences continue to run while the weights are fetched. A direct transfer is tried
+        once; if it fails, the files are loaded."""
+        alternate, direct = False, self.config.weights.backend is not None
         began = asyncio.get_running_loop().time()
         while True:
             try:
@@ -231,15 +300,14 @@ class Generator(Actor):
                     if not self._is_behind():
                         return
                     policy = self.policy if alternate else self._wanted()
-                    self.activity = f"fetching version {policy.version}"
-                    with self.working(self.activity):
-                        folder = await self._weights.fetch(policy)
-                    self.activity = f"loading version {policy.version}"
-                    with self.working(self.activity):
-                        times = await self._engine.load(folder, policy.version)
+                    times = await (self._receive if direct and policy.stamp else self._fetch_and_load)(policy)
                 break
             except (TornWeights, WeightLoadError) as error:
                 log.warning("weights did not load", version=policy.version, error=str(error))
+                if direct:
+                    direct = False
+                    await self._fall_behind()
+                    continue
                 alternate = not alternate
                 if asyncio.get_running_loop().time() - began > LOADS_FAIL_SECONDS:
                     raise EngineError(f"no version has loaded for {LOADS_FAIL_SECONDS:g} s: {error}") from None
@@ -253,6 +321,19 @@ class Generator(Actor):
             self.took(part, began, seconds)
             began += seconds
         self._loaded.notify()
+
+    async def _receive(self, policy: Policy) -> LoadTimes:
+        self.activity = f"receiving version {policy.version}"
+        with self.working(self.activity):
+            return await self._engine.receive(policy.version, self._receiver.calls(policy))
+
+    async def _fetch_and_load(self, policy: Policy) -> LoadTimes:
+        self.activity = f"fetching version {policy.version}"
+        with self.working(self.activity):
+            folder = await self._weights.fetch(policy)
+        self.activity = f"loading version {policy.version}"
+        with self.working(self.activity):
+            return await self._engine.load(folder, policy.version)
 
 
 def _name(asker: str, sequence: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import structlog
 from actors.parts.accounts import StepMeter, evaluation_record, summary
 from actors.parts.run_state import RunState
 from actors.runtime import delays
-from actors.runtime.actor import CONTROL_SECONDS, Ending, HandlesRequests, Signal, first_error, handles
+from actors.runtime.actor import Ending, HandlesRequests, Signal, first_error, handles, parked
 from actors.watching import prometheus
 from areal.config import Config, UserError, without_secrets
 from areal.devices import CORES, settle
@@ -83,8 +84,6 @@ from protocols.messages import (
 )
 from protocols.transport import Bus, Publisher, Request
 
-# A parked request is answered at the latest this long before its deadline.
-PARK_MARGIN_SECONDS = CONTROL_SECONDS / 2
 WATCH_SECONDS = 1.0
 # Membership changes within this time are published as one event.
 GATHER_SECONDS = 0.05
@@ -411,7 +410,7 @@ class Master(HandlesRequests):
         if value := condition():
             return value
         try:
-            async with asyncio.timeout(max(0.0, request.remaining - PARK_MARGIN_SECONDS)):
+            async with parked(request):
                 return await self._changed.until(condition)
         except TimeoutError:
             return None
@@ -971,6 +970,7 @@ class Master(HandlesRequests):
         return Status(
             values={
                 "run": self.config.name,
+                "time": time.time(),
                 "version": self.ledger.version,
                 "lineage": self.state.lineage,
                 "steps": self.config.steps,

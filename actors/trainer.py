@@ -3,6 +3,11 @@
     step v ── snapshot ──▶ step v + 1 ── wait for the publication of v ── snapshot ──▶ ...
                   └──▶ commit v, write ──▶ publish v
 
+A checkpoint is written beside the next steps, too: its copy is made between two steps. It counts once it is on disk.
+
+A trainer that shares its devices with generators has them in *turns*: before a step it asks the generators to yield,
+and after it, it lets them go on. With `colocate` the memory of those who do not have the turn is empty.
+
 A group is acknowledged once it is in the spool on disk. It stays there until a checkpoint covers the step that trained
 it. So a killed trainer loses nothing: after its restart it loads the last checkpoint, redoes in order the batches that
 the master has logged since, and publishes the run's current version under a new lineage.
@@ -14,21 +19,23 @@ import asyncio
 import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import structlog
 
+from actors.parts.direct_weights import DirectSender
 from actors.parts.ranks import Ranks
 from actors.parts.weight_service import WeightServer
-from actors.runtime.actor import Actor, handles
-from areal.config import Config
+from actors.runtime.actor import Actor, handles, parked
+from areal.config import Config, UserError
+from areal.devices import shares_devices
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
 from areal.trajectory import Group, Trajectory
 from areal.weights.chunks import Holding, Manifest
-from protocols.errors import BusyError, FencedError, RefusedError
+from protocols.errors import BusError, BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskRecovery,
@@ -39,29 +46,37 @@ from protocols.messages import (
     FetchWeights,
     GroupAccepted,
     GroupReady,
+    Member,
     Message,
     Policy,
     PublishPolicy,
     Recovery,
+    SendWeights,
     StoreGroup,
+    TakeDevices,
     TrainingFailed,
     TrainingFinished,
+    TransferDone,
+    YieldDevices,
 )
 from protocols.transport import Request
 
 ASK_BATCH_SECONDS = 20.0
 # Interval at which the trainer repeats TrainingFailed, in case the master dies before it has ended the run.
 REPEAT_SECONDS = 5.0
+# Pause before a generator that has not yielded the devices is asked again.
+YIELD_RETRY_SECONDS = 1.0
 # Number of published versions that are kept: a generator may still be reading an older version than the newest.
 VERSIONS_KEPT = 4
 
 # Phases of a step whose seconds are reported with it. `write` ran in parallel to the step, for the version before.
-CLOCKS = ("trainer_wait", "fetch", "train", "publish_wait", "snapshot", "write", "save")
+CLOCKS = ("trainer_wait", "fetch", "train", "publish_wait", "snapshot", "write", "save_wait", "save", "offload")
 # The phases in which the trainer waits for others, or for its own work in another phase.
-WAITS = ("trainer_wait", "publish_wait")
+WAITS = ("trainer_wait", "publish_wait", "save_wait")
 WORDS = {
     "fetch": "reading the batch of", "train": "training on", "snapshot": "copying the weights of",
-    "write": "writing the weights of", "save": "saving a checkpoint of",
+    "write": "writing the weights of", "save": "copying a checkpoint of",
+    "offload": "moving to or from host memory",
 }  # fmt: skip
 
 log = structlog.get_logger()
@@ -77,10 +92,13 @@ class Learner(Protocol):
     async def step(
         self, groups: list[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]: ...
-    async def snapshot(self) -> None: ...
-    async def write(self, folder: Path) -> Manifest | None: ...
+    async def snapshot(self, folder: Path) -> None: ...
+    async def written(self) -> Manifest | None: ...
     async def save(self, folder: Path) -> None: ...
+    async def saved(self) -> None: ...
     async def load(self, folder: Path) -> None: ...
+    async def offload(self) -> None: ...
+    async def reload(self) -> None: ...
     async def forget(self, folder: Path) -> None: ...
     def close(self) -> None: ...
 
@@ -99,35 +117,49 @@ class Trainer(Actor):
         self._start_learner = start_learner
         self._open_spool = open_spool
         self._weight_server = WeightServer(VERSIONS_KEPT)
+        self._direct = DirectSender(self, VERSIONS_KEPT)
         self._lineage = 0
         self._trained: dict[int, tuple[str, ...]] = {}  # group ids by step, for the steps that no checkpoint covers
         self._fresh: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
+        self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
+        self._in_turn = True  # the shared devices are this trainer's
         self._seconds: defaultdict[str, float] = defaultdict(float)  # time spent since the last commit, by phase
 
     async def setup(self) -> None:
         self.activity = "starting DeepSpeed"
         self._opened = await asyncio.to_thread(self._open_spool, self.config.folder / "spool.db")
-        self._started = await self._start_learner(self.config)
         self._guard = Guard(self.config.guard)
-        await self._recover()
+        async with self._turn():
+            self._started = await self._start_learner(self.config)
+            await self._direct.start()
+            await self._recover()
+            await self._save_if_due()
 
     async def main(self) -> None:
         await self.become_healthy()
         while True:
-            await self._save_if_due()
+            if self._version - self._saved >= 2 * self.config.trainer.checkpoint_every:  # only after a restart
+                await self._save_ended()  # so that each kill adds no more steps to redo
             batch = await self._next_batch()
             if batch is None:
                 break
-            self.activity = f"training step {self._version + 1}"
-            await self._hand_out(await self._train(batch))
+            async with self._turn():
+                self.activity = f"training step {self._version + 1}"
+                await self._hand_out(await self._train(batch))
+                await self._save_if_due()
         await self._published()
+        await self._save_ended()
         if self._saved < self._version:
-            await self._save()
+            async with self._turn():
+                await self._save()
+            if error := await self._save_ended():
+                raise error
         self.activity = "finished"
         await self.ask_master(TrainingFinished(), Done)
 
     async def teardown(self) -> None:
+        self._direct.close()
         if self._started is not None:
             self._started.close()
         if self._opened is not None:
@@ -139,7 +171,8 @@ class Trainer(Actor):
     def stats(self) -> dict[str, float]:
         if self._started is None:
             return {}
-        return {"work_done": self._started.work_done, "weight_bytes_sent": self._weight_server.bytes_sent}
+        sent = self._weight_server.bytes_sent + self._direct.bytes_sent
+        return {"work_done": self._started.work_done, "weight_bytes_sent": sent}
 
     @property
     def _learner(self) -> Learner:
@@ -150,6 +183,50 @@ class Trainer(Actor):
     def _spool(self) -> Spool:
         assert self._opened is not None
         return self._opened
+
+    # --- devices that generators share
+
+    @handles(TakeDevices)
+    async def give_devices(self, request: Request[TakeDevices]) -> Done:
+        try:
+            async with parked(request):
+                await self._beat()  # fails if another trainer, to which the devices may belong, has this one's place
+                # Only generators in the directory are asked to yield.
+                await self.until(lambda: not self._in_turn and request.sender in self.directory)
+        except TimeoutError:
+            raise BusyError("the trainer computes on these devices") from None
+        return Done()
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Have the devices for the time of this block, if they are shared."""
+        if not shares_devices(self.config):
+            self._in_turn = False
+            yield
+            return
+        self._in_turn = True
+        with self._clock("trainer_wait"):
+            self.activity = "waiting for the generators to leave the devices"
+            await asyncio.gather(*map(self._have_yield, self.with_role("generator", healthy=False)))
+        if self._started is not None and self.config.colocate:
+            with self._clock("offload"):
+                await self._learner.reload()
+        yield
+        if self.config.colocate:
+            with self._clock("offload"):
+                await self._learner.offload()
+        self._in_turn = False
+        self._changed.notify()
+
+    async def _have_yield(self, generator: Member) -> None:
+        """Returns once the generator has yielded the devices or left the run."""
+        while generator.identity in self.directory:
+            try:
+                await self.ask(generator.address, YieldDevices(), Done)
+                return
+            except BusError as error:
+                log.info("a generator has not yielded its devices", generator=generator.identity, error=str(error))
+                await asyncio.sleep(YIELD_RETRY_SECONDS)
 
     # --- the spool
 
@@ -231,7 +308,7 @@ class Trainer(Actor):
     async def _publish_restored(self, before: Policy) -> None:
         policy = self._policy()
         if self._version:
-            await self._learner.snapshot()
+            await self._learner.snapshot(Path(policy.folder))
             policy = await self._write(policy)
         await self.ask_master(PublishPolicy(policy=policy), Done)
         log.info("restored", lineage=policy.lineage, version=policy.version)
@@ -272,6 +349,7 @@ class Trainer(Actor):
 
     async def _give_up(self, reason: str) -> NoReturn:
         """Report the failure to the master repeatedly, until the master ends the run."""
+        await self._save_ended()
         self.activity = "stopped by the guard; the master ends the run"
         log.error(reason)
         while True:
@@ -286,7 +364,7 @@ class Trainer(Actor):
         """
         await self._published()
         with self._clock("snapshot"):
-            await self._learner.snapshot()
+            await self._learner.snapshot(Path(self._policy().folder))
         spent = {f"{what}_seconds": self._seconds[what] for what in CLOCKS}
         self._seconds.clear()
         self._publication = self.spawn(self._publish(metrics | spent), "publish")
@@ -304,14 +382,14 @@ class Trainer(Actor):
         await self._learner.forget(self._weights(policy.version - VERSIONS_KEPT))
 
     async def _write(self, policy: Policy) -> Policy:
-        """Write the weights. Returns the policy with the stamp of its files, once the files are complete."""
-        folder = Path(policy.folder)
+        """Wait until the snapshot is written. Returns the policy with the stamp of its files."""
         with self._clock("write"):
-            manifest = await self._learner.write(folder)
+            manifest = await self._learner.written()
         if manifest is None:
             return policy
-        if self.config.weights.transport == "stream":
-            self._weight_server.offer(policy.identity, Holding(folder, manifest))
+        if self.config.weights.transport != "folder":
+            self._weight_server.offer(policy.identity, Holding(Path(policy.folder), manifest))
+            self._direct.offer(policy)
         return policy.model_copy(update={"stamp": manifest.stamp})
 
     def _policy(self) -> Policy:
@@ -323,6 +401,14 @@ class Trainer(Actor):
     def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
         return self._weight_server.serve(request)
 
+    @handles(SendWeights)
+    def send_weights_directly(self, request: Request[SendWeights]) -> AsyncIterator[Message]:
+        return self._direct.serve(request)
+
+    @handles(TransferDone)
+    async def transfer_done(self, request: Request[TransferDone]) -> Done:
+        return self._direct.done(request)
+
     def _weights(self, version: int, lineage: int | None = None) -> Path:
         lineage = self._lineage if lineage is None else lineage
         return self.config.weights_folder / f"l{lineage}-v{version:06}"
@@ -330,22 +416,49 @@ class Trainer(Actor):
     async def _save_if_due(self) -> None:
         due = self._version > self._saved and self._version % self.config.trainer.checkpoint_every == 0
         if due and not self._guard.suspicious:
-            await self._published()
             await self._save()
 
     async def _save(self) -> None:
-        """Save a checkpoint of the current version. Then remove the spooled groups that it covers, and the oldest
-        checkpoint beyond `trainer.checkpoints_kept`."""
+        """Begin to save a checkpoint of the current version, once the one before is written."""
+        await self._save_ended()
         self.activity = f"saving a checkpoint of version {self._version}"
         folder = self._checkpoint(self._version)
         with self._clock("save"):
             await self._learner.save(folder)
-        await self.ask_master(CheckpointSaved(version=self._version, folder=str(folder)), Done)
-        self._saved = self._version
-        done = [group for version in list(self._trained) for group in self._trained.pop(version)]
-        await asyncio.to_thread(self._spool.forget, done)
+        self._saving = self.spawn(self._finish_save(self._version, folder, self._publication), "save")
+
+    async def _save_ended(self) -> UserError | None:
+        """Wait for the last checkpoint. Returns why it could not be written."""
+        if self._saving is None:
+            return None
+        with self._clock("save_wait"):
+            return await self._saving
+
+    async def _finish_save(
+        self, version: int, folder: Path, publication: asyncio.Task[None] | None
+    ) -> UserError | None:
+        """Wait until the checkpoint is on disk and its version is published. Then remove the spooled groups that it
+        covers, and the oldest checkpoint beyond `trainer.checkpoints_kept`. If it cannot be written, training goes on
+        and the next one covers all. Returns why it cannot."""
         every, kept = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
-        await self._learner.forget(self._checkpoint((self._version - 1) // every * every - (kept - 1) * every))
+        began = asyncio.get_running_loop().time()
+        try:
+            with self.working(f"writing a checkpoint of version {version}"):
+                await self._learner.saved()
+        except UserError as error:
+            log.error(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
+            return error
+        self.took("checkpoint", began, asyncio.get_running_loop().time() - began)
+        if publication is not None:
+            await publication
+        await self.ask_master(CheckpointSaved(version=version, folder=str(folder)), Done)
+        self._saved = version
+        covered = [step for step in self._trained if step < version]
+        await asyncio.to_thread(self._spool.forget, [group for step in covered for group in self._trained[step]])
+        for step in covered:
+            del self._trained[step]
+        await self._learner.forget(self._checkpoint((version - 1) // every * every - (kept - 1) * every))
+        return None
 
     @contextmanager
     def _clock(self, what: str) -> Iterator[None]:

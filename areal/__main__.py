@@ -44,8 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("folders", type=Path, metavar="RUN_FOLDER", nargs="+")
     instead = report.add_mutually_exclusive_group()
     instead.add_argument(
-        "--figure", type=Path, metavar="FILE.svg", help="draw learning and staleness into FILE instead"
-    )
+        "--figure", type=Path, metavar="FILE.svg",
+        help="draw learning and staleness into FILE instead; of several runs, by the settings in which they differ",
+    )  # fmt: skip
     instead.add_argument(
         "--against",
         metavar="paper:NAME",
@@ -172,6 +173,34 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     plan.set_defaults(tool=_plan)
+    selftest = tools.add_parser(
+        "selftest",
+        help="check this machine, and with --config a run on it, before the first run (docs/gpu.md)",
+        epilog="Exit code 0: nothing failed. 1: something did; the table says what to do.",
+    )
+    selftest.add_argument(
+        "--config", type=Path, metavar="FILE.yaml", help="after a tiny model, check the model and settings of this run"
+    )
+    selftest.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="only this check of the table; may be repeated"
+    )
+    selftest.add_argument(
+        "--json", type=Path, default=Path("selftest.json"), metavar="FILE", help="the results (default: selftest.json)"
+    )
+    selftest.add_argument(
+        "--master",
+        metavar="tcp://HOST:PORT",
+        help="check the way from this node to the master of a run: keys, clocks, ports, the shared folder",
+    )
+    selftest.add_argument(
+        "--seconds", type=float, default=300.0, metavar="N", help="time for each of the two models (default: 300)"
+    )
+    selftest.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+    selftest.set_defaults(tool=_selftest)
+    part = tools.add_parser("selftest-part")
+    part.add_argument("part", choices=("model", "trainer", "generator", "receiver"))
+    part.add_argument("path", type=Path, nargs="?")
+    part.set_defaults(tool=_selftest_part)
     sweep = tools.add_parser(
         "sweep",
         help="do the runs of a grid of settings, one after another; exit code 1 if one has failed",
@@ -244,7 +273,9 @@ def _report(options: argparse.Namespace) -> None:
     elif len(options.folders) == 1:
         write_figure(options.folders[0], options.figure)
     else:
-        raise UserError("--figure draws a single run: give one folder.")
+        from areal.observe.comparison import write_comparison
+
+        _console(120).print(write_comparison(options.folders, options.figure))
 
 
 def _trace(options: argparse.Namespace) -> None:
@@ -373,6 +404,38 @@ def _plan(options: argparse.Namespace) -> None:
     from areal.planning.command import plan_run
 
     plan_run(options, _console(120))
+
+
+def _selftest(options: argparse.Namespace) -> None:
+    from actors.parts import links
+    from areal.selftest.command import SelfTest
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no folder is left
+    test = SelfTest(options, links)
+    if not test.run(_console(200)):
+        sys.exit(1)
+
+
+def _selftest_part(options: argparse.Namespace) -> None:
+    from areal.config import Config
+    from areal.selftest.child import serve
+
+    if options.part == "receiver":
+        from actors.parts.links import Receiver
+
+        return serve(Receiver())
+    if options.part == "model":
+        from areal.selftest.synthetic import write_tiny_model
+
+        return write_tiny_model(options.path)
+    config = Config.model_validate_json(options.path.read_bytes())
+    if options.part == "generator":
+        from areal.selftest.generation import Generation
+
+        return serve(Generation(config))
+    from areal.selftest.training import Training
+
+    serve(Training(config))
 
 
 def _sweep(options: argparse.Namespace) -> None:

@@ -19,6 +19,8 @@ import jinja2
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from areal.engine_options import check_deepspeed_options, check_vllm_options, devices_of
+
 
 class UserError(Exception):
     """A mistake by the user. The message is one sentence: what is wrong, where, and what to do."""
@@ -211,6 +213,32 @@ class SamplingConfig(Section):
         description="nucleus sampling; below 1 only if the objective does not use pi_behav (docs/objectives.md)",
     )
     max_new_tokens: int = Field(gt=0, description="most tokens of a sample, over all its turns")
+    min_new_tokens: int = Field(
+        0,
+        ge=0,
+        description="no stop token is drawn before a sample has so many tokens, over all its turns; above 0 only if "
+        "the objective does not use pi_behav (docs/objectives.md)",
+    )
+    stop: list[str] = Field(
+        default_factory=list,
+        description="texts that end a turn, besides the model's own stop tokens; they remain in the turn",
+    )
+
+    @field_validator("stop")
+    @classmethod
+    def _ends_something(cls, stop: list[str]) -> list[str]:
+        if "" in stop:
+            raise ValueError("sampling.stop has an empty text, which would end every turn at once: remove it")
+        return stop
+
+    @model_validator(mode="after")
+    def _minimum_fits(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"sampling.min_new_tokens is {self.min_new_tokens} but sampling.max_new_tokens is only "
+                f"{self.max_new_tokens}: lower sampling.min_new_tokens"
+            )
+        return self
 
 
 class RewardConfig(Section):
@@ -259,10 +287,18 @@ class GeneratorConfig(Section):
     max_model_len: int | None = Field(
         None, gt=0, description="most tokens of prompt and completion; default: the model's own limit"
     )
-    memory_share: float = Field(
-        0.3, gt=0, lt=1, description="vLLM's gpu_memory_utilization; on the CPU, the share of RAM"
+    memory_share: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of a GPU's memory that the engine may use (vLLM's gpu_memory_utilization); default: 0.9, or "
+        "0.3 if the trainer has the same GPU",
     )
-    kv_cache_gib: float = Field(1.0, gt=0, description="size of the KV cache on the CPU, GiB")
+    kv_cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="size of the KV cache on each device, GiB; default: on a GPU what memory_share leaves, on a CPU 1",
+    )
     tensor_parallel: int = Field(1, ge=1, description="number of devices of one engine")
     stream_interval: int = Field(16, ge=1, description="tokens of a sequence per streamed chunk")
     interrupt: bool = Field(
@@ -276,6 +312,21 @@ class GeneratorConfig(Section):
         "old weights computed it (PipelineRL, arXiv 2509.19128)",
     )
     enforce_eager: bool = Field(False, description="use no CUDA graphs and no compilation")
+    engine_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further arguments of vLLM's engine, such as {kv_cache_dtype: fp8} (docs/running.md)",
+    )
+
+    @field_validator("engine_options")
+    @classmethod
+    def _can_be_passed_on(cls, options: dict[str, Any]) -> dict[str, Any]:
+        check_vllm_options(options)
+        return options
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of one engine; on a CPU, of its processes."""
+        return self.tensor_parallel * devices_of(self.engine_options)
 
 
 class RolloutManagerConfig(Section):
@@ -350,8 +401,9 @@ class TrainerConfig(Section):
         description="number of ranks that compute each row together (Ulysses), for sequences too long for one device; "
         "max_tokens_per_microbatch is that of the whole row (docs/packing.md)",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="type of the weights that are computed with and published"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="type of the weights that are computed with and published; auto: bfloat16 on GPUs, else float32",
     )
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (on a CPU, and for Adam with offload)")
     lr: float = Field(2e-5, gt=0, description="learning rate of Adam")
@@ -377,12 +429,17 @@ class TrainerConfig(Section):
         description="so many micro-batches per minibatch and rank, of equally many sequences each and of any number of "
         "tokens (the baseline of the paper's figure 6a); default: by Algorithm 1",
     )
-    gradient_checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass, which saves memory"
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        "auto", description="recompute activations in the backward pass, which saves memory; auto: on GPUs"
     )
     lora: LoraConfig | None = Field(None, description="train adapters instead of all weights")
     peak_tflops: float | None = Field(
         None, gt=0, description="dense TFLOP/s of a device, for `mfu`; null: known for common GPUs, measured on a CPU"
+    )
+    deepspeed_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further keys of DeepSpeed's configuration, such as {zero_optimization: {overlap_comm: false}} "
+        "(docs/running.md)",
     )
     prefix_tree: bool = Field(True, description="compute the prefix that samples of a group share only once")
     objective: str = Field("decoupled_ppo", description="the policy loss (docs/objectives.md)")
@@ -446,6 +503,15 @@ class TrainerConfig(Section):
     )
     checkpoints_kept: int = Field(3, ge=1, description="number of checkpoints that are kept, the newest ones")
 
+    def automatic(self, *, cuda: bool) -> dict[str, Any]:
+        """What `auto` stands for on GPUs (cuda) or CPUs, by key, where the configuration has it."""
+        values = {"dtype": "bfloat16" if cuda else "float32", "gradient_checkpointing": cuda}
+        return {key: value for key, value in values.items() if getattr(self, key) == "auto"}
+
+    def on(self, *, cuda: bool) -> TrainerConfig:
+        """This configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
+        return self.model_copy(update=self.automatic(cuda=cuda))
+
     @property
     def uses_behaviour(self) -> bool:
         """Whether the loss compares pi_behav with a policy of the trainer. An objective of the user's own is taken at
@@ -473,6 +539,11 @@ class TrainerConfig(Section):
                 f"trainer.offload is all, but trainer.zero_stage is {self.zero_stage}, which leaves the weights on the "
                 f"devices: set trainer.zero_stage=3, or trainer.offload=optimizer"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _options_can_be_passed_on(self) -> TrainerConfig:
+        check_deepspeed_options(self.deepspeed_options, self.offload)
         return self
 
     @model_validator(mode="after")
@@ -516,14 +587,20 @@ class GuardConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the generators; docs/weights.md says when to use which setting."""
 
-    transport: Literal["folder", "stream"] = Field(
+    transport: Literal["folder", "stream", "nccl", "ipc", "gloo"] = Field(
         "folder",
-        description="folder: all nodes share weights.folder; stream: over the bus, from generator to generator",
+        description="folder: all nodes share weights.folder; stream: over the bus, from generator to generator; nccl, "
+        "ipc, gloo: from the trainer straight into each engine's weights, by vLLM's weight transfer",
     )
     folder: Path | None = Field(
         None, description="holds one folder of weights per run, for example /dev/shm; default: the run folder"
     )
     delta: bool = Field(True, description="stream only what has changed, bit-exactly, if that is smaller")
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of vLLM's weight transfer by which the trainer sends to engines directly; None: it does not."""
+        return None if self.transport in ("folder", "stream") else self.transport
 
 
 class SandboxConfig(Section):
@@ -653,7 +730,7 @@ def _benchmark(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     below = read_values(file)
     if "source" in keys:
         below.pop("options", None)  # they belong to the source that is replaced
-    return _merged(below, keys)
+    return merged(below, keys)
 
 
 class ObserveConfig(Section):
@@ -755,6 +832,10 @@ class Config(ScoringConfig):
     run_ahead: Literal["auto", "max"] = Field(
         "auto", description="auto: as few alive groups as keep the trainer busy; max: as many as max_staleness allows"
     )
+    colocate: bool = Field(
+        False,
+        description="trainer and generators use the same devices in turns: engines sleep while the trainer computes",
+    )
     on_straggler: Literal["wait", "requeue", "mask", "admission_only"] = Field(
         "wait",
         description="what happens if a step would leave an unfinished group past its deadline (docs/staleness.md)",
@@ -830,6 +911,33 @@ class Config(ScoringConfig):
         return self
 
     @model_validator(mode="after")
+    def _whole_models_are_sent(self) -> Config:
+        if self.weights.backend and self.trainer.lora:
+            raise ValueError(
+                f"weights.transport={self.weights.transport} sends whole models, but trainer.lora publishes adapters: "
+                f"set weights.transport to folder or stream"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _devices_can_be_left(self) -> Config:
+        if self.colocate and not self.generator.interrupt:
+            raise ValueError(
+                "colocate=true interrupts running sequences, but generator.interrupt is false: leave one of them out"
+            )
+        if self.colocate and self.weights.backend:
+            raise ValueError(
+                f"colocate=true puts engines to sleep, but weights.transport={self.weights.transport} sends weights "
+                f"straight into them: set weights.transport to folder or stream"
+            )
+        if self.colocate and self.trainer.offload != "none":
+            raise ValueError(
+                f"colocate=true moves what the trainer has on its devices itself, but trainer.offload is "
+                f"{self.trainer.offload}: leave out trainer.offload"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _training_explores(self) -> Config:
         if not self.sampling.temperature:
             raise ValueError(
@@ -839,12 +947,14 @@ class Config(ScoringConfig):
 
     @model_validator(mode="after")
     def _training_sees_the_sampled_distribution(self) -> Config:
-        if self.sampling.top_p < 1 and self.trainer.uses_behaviour:
-            raise ValueError(
-                f"sampling.top_p is {self.sampling.top_p:g}, but trainer.objective={self.trainer.objective} compares "
-                f"the log-probs of the truncated distribution with the trainer's, which are of the whole one: set "
-                f"sampling.top_p=1 (evaluator.top_p may be lower)"
-            )
+        for key, whole in (("top_p", 1), ("min_new_tokens", 0)):
+            value = getattr(self.sampling, key)
+            if value != whole and self.trainer.uses_behaviour:
+                raise ValueError(
+                    f"sampling.{key} is {value:g}, but trainer.objective={self.trainer.objective} compares the "
+                    f"log-probs of the truncated distribution with the trainer's, which are of the whole one: set "
+                    f"sampling.{key}={whole}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -980,15 +1090,15 @@ def _with_bases(values: Any, folder: Path, files: tuple[Path, ...]) -> Any:
         names = []  # `base` is an option of a reward, a task or the like
     own = {key: _with_bases(value, folder, files) for key, value in values.items() if key != "base" or not names}
     for name in reversed(names):
-        own = _merged(read_values(folder / name, files), own)
+        own = merged(read_values(folder / name, files), own)
     return own
 
 
-def _merged(below: Any, above: Any) -> Any:
+def merged(below: Any, above: Any) -> Any:
     """`above`, and the keys of `below` that it lacks."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
-    return below | {key: _merged(below.get(key), value) for key, value in above.items()}
+    return below | {key: merged(below.get(key), value) for key, value in above.items()}
 
 
 def dump_config(config: Config) -> str:

@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 from areal.config import Config, UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Environment variables: the cores of a generator's engine, and the cores of everything else.
 ENGINE_CORES, CORES = "AREAL_ENGINE_CORES", "AREAL_CORES"
+SHARES = "AREAL_SHARES_GPU"  # environment variable of a trainer and a generator that share a GPU at the same time
 ASK_SECONDS = 60.0  # timeout of nvidia-smi; a driver that is not in use may take half of it to wake up
 
 
@@ -23,6 +25,12 @@ def visible_devices() -> list[str]:
     if VISIBLE in os.environ:
         named = [device.strip() for device in os.environ[VISIBLE].split(",")]
         return [device for device in named if device not in ("", "-1")]
+    return list(_listed_by_driver())
+
+
+@cache
+def _listed_by_driver() -> Sequence[str]:
+    """All GPUs. The driver is asked once in a process, since it may take long to answer."""
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=ASK_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -30,44 +38,66 @@ def visible_devices() -> list[str]:
     return [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
 
 
-def deal_out_devices(config: Config, devices: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return CUDA_VISIBLE_DEVICES for each actor of a run on this machine that uses GPUs.
+def deal_out(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return environment variables, by actor, that divide this machine's GPUs, or else its cores, among `roles` (one
+    entry per actor). Raises UserError if there are too few GPUs."""
+    devices = visible_devices() if {"trainer", "generator"} & {*roles} else []
+    dealt = deal_out_devices(config, roles, devices) or deal_out_cores(config, roles)
+    if any(SHARES in own for own in dealt.values()):
+        print("Note: trainer and generator share the only GPU here.", file=sys.stderr)
+    return dealt
 
-    The trainer gets the first GPUs, one per rank, and each generator the next `tensor_parallel`. If there are too few,
-    they are shared, beginning with the first again. All these actors share a single GPU. Without devices the result is
-    empty, and the run uses the CPU. Raises UserError if one actor alone needs more GPUs than there are.
+
+def shares_devices(config: Config) -> bool:
+    """Whether this process, a trainer or a generator, uses devices that the other one uses, too."""
+    return config.colocate or SHARES in os.environ
+
+
+def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return CUDA_VISIBLE_DEVICES for each actor in `roles` (one entry per actor) that uses GPUs.
+
+    The trainer gets the first GPUs, one per rank, and each generator the next ones. With `colocate` the generators
+    begin with the first one, too. Otherwise no GPU is given to two actors, but for a single one, which a trainer of one
+    rank and one generator share. Without devices the result is empty, and the run uses the CPU. Raises UserError if
+    there are too few GPUs.
     """
     if not devices:
         return {}
-    ranks, each = config.trainer.ranks if config.steps else 0, config.generator.tensor_parallel
-    for key, wanted in (("trainer.ranks", ranks), ("generator.tensor_parallel", each)):
-        if wanted > len(devices):
-            raise UserError(
-                f"{key} is {wanted}, but the number of GPUs here is {len(devices)} ({','.join(devices)}): lower it, "
-                f"or start the roles on several machines (docs/deploy.md)."
-            )
-    takes = {"trainer/0": range(ranks)} if ranks else {}
-    for index in range(config.generator.count):
-        first = ranks + index * each
-        takes[f"generator/{index}"] = range(first, first + each)
-    return {
-        name: {VISIBLE: ",".join(devices[number % len(devices)] for number in taken)} for name, taken in takes.items()
-    }
+    ranks = config.trainer.ranks if "trainer" in roles else 0
+    count, each = roles.count("generator"), config.generator.devices
+    if (len(devices), ranks, count, each) == (1, 1, 1, 1):
+        shared = {VISIBLE: devices[0]} if config.colocate else {VISIBLE: devices[0], SHARES: "1"}
+        return {"trainer/0": shared, "generator/0": shared}
+    first = 0 if config.colocate else ranks
+    wanted = max(ranks, first + count * each)
+    if wanted > len(devices):
+        trainer = [f"the trainer needs {ranks} (trainer.ranks)"] if ranks else []
+        generators = [f"{count} generators need {each} each (generator.tensor_parallel)"] if count else []
+        turns = " in turns" if config.colocate else ""
+        raise UserError(
+            f"There are too few GPUs here: {' and '.join(trainer + generators)}, which is {wanted}{turns}, but there "
+            f"are {len(devices)} ({','.join(devices)}): lower these numbers, or start the roles on several machines "
+            f"(docs/deploy.md)."
+        )
+    takes = {"trainer/0": devices[:ranks]} if ranks else {}
+    for index in range(count):
+        takes[f"generator/{index}"] = devices[first + index * each :][:each]
+    return {name: {VISIBLE: ",".join(taken)} for name, taken in takes.items()}
 
 
 def engine_cores(config: Config, roles: Sequence[str], cores: Iterable[int]) -> dict[str, list[int]]:
     """Return the cores of the engine of each generator in `roles` (one entry per actor), by actor.
 
     The result is empty unless the engines and the trainer together need exactly all `cores` (without a trainer: all but
-    one). In that case any other process that wakes up preempts an engine or the trainer, and it should preempt the
-    trainer: on two cores this makes a run a fifth faster, and generation alone a third. If there are cores to spare,
-    the kernel finds a free one itself.
+    one) at the same time. In that case any other process that wakes up preempts an engine or the trainer, and it should
+    preempt the trainer: on two cores this makes a run a fifth faster, and generation alone a third. If there are cores
+    to spare, the kernel finds a free one itself.
     """
     left = sorted(cores)
     count = roles.count("generator")
-    each = config.generator.threads * config.generator.tensor_parallel
+    each = config.generator.threads * config.generator.devices
     training = config.trainer.ranks * config.trainer.threads if "trainer" in roles else 1
-    if count * each + training != len(left):
+    if config.colocate or count * each + training != len(left):
         return {}
     return {f"generator/{index}": left[index * each :][:each] for index in range(count)}
 

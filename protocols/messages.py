@@ -14,7 +14,11 @@
 | rollout_manager | generator | HandOver | Done |
 | rollout_manager | reward | Score | Scored |
 | rollout_manager | trainer | StoreGroup | Done |
+| generator | trainer | TakeDevices | Done |
+| trainer | generator | YieldDevices | Done |
 | generator | trainer, generator | FetchWeights | stream of WeightFiles, WeightChunk ... |
+| generator | trainer | SendWeights | stream of TransferCall |
+| generator | trainer | TransferDone | Done |
 | trainer | master | AskRecovery | Recovery |
 | trainer | master | GroupReady | GroupAccepted |
 | trainer | master | AskBatch | BatchAnswer |
@@ -41,7 +45,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 12
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -335,6 +339,7 @@ class Generate(Message):
     temperature: Annotated[Number, Field(ge=0)]
     top_p: Annotated[Number, Field(gt=0, le=1)]
     max_new_tokens: Annotated[int, Field(ge=1)]
+    min_new_tokens: Count = 0
     min_version: int
 
 
@@ -355,6 +360,15 @@ class HandOver(Message):
     """The asker continues these sequences on another generator. Their streams end after the tokens sampled so far."""
 
     sequences: Several[Name]
+
+
+class TakeDevices(Message):
+    """A generator asks for the devices that it shares with the trainer. The answer comes while no step is trained."""
+
+
+class YieldDevices(Message):
+    """The trainer needs the devices. The answer comes when the generator's engine sleeps, or is not started yet. It
+    sleeps until TakeDevices is answered."""
 
 
 class Score(Message):
@@ -433,6 +447,29 @@ class WeightChunk(Message):
     number: int
     data: Bytes
     difference: bool
+
+
+class SendWeights(Message):
+    """Asks the trainer to send a policy's weights straight into the asker's engine, which has `workers` processes. The
+    asker does each call, says so with TransferDone, and reads on. If it ends the stream early, the transfer is over."""
+
+    lineage: int
+    version: int
+    workers: Annotated[int, Field(ge=1, le=4096)]
+
+
+class TransferCall(Message):
+    """A call that the trainer's end of vLLM's weight transfer makes to the engine. `info`: its argument, as JSON."""
+
+    number: int
+    call: Literal["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
+    info: str
+
+
+class TransferDone(Message):
+    """The engine has done the call `number` of the transfer that the asker has open."""
+
+    number: int
 
 
 # --- training

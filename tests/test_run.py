@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -13,7 +15,8 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from helpers import processes_mentioning, read_jsonl
+import yaml
+from helpers import descendants, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
 from run import main, with_own_port
 
@@ -21,7 +24,6 @@ from actors.runtime.preflight import with_free_port
 from actors.runtime.supervisor import Supervisor
 from areal.config import load_config
 from areal.processes import KEYS
-from areal.storage.run_folder import read_metrics
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 CONFIG = str(CONFIGS / "quickstart.yaml")
@@ -80,8 +82,8 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
         CONFIG,
         *small,
         *counts,
-        "steps=10",
-        "evaluator.every=3",
+        "steps=20",
+        "evaluator.every=5",
         "evaluator.samples=2",
         "evaluator.benchmarks={sums: {source: addition, size: 8, samples: 2, reward: addition, every: 2}}",
         "weights.transport=stream",
@@ -91,10 +93,10 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
     check_numbers(numbers_of(folder, started))
     output = started.wait(280)
     assert started.code == 0, output
-    _, summary = check_finished(folder, steps=10, max_staleness=2)
+    _, summary = check_finished(folder, steps=20, max_staleness=2)
     check_evaluations(read_jsonl(folder / "evaluations.jsonl"), summary)
-    assert summary["samples_trained"] == 10 * 4 * 4
-    assert "step 10/10" in output
+    assert summary["samples_trained"] == 20 * 4 * 4
+    assert "step 20/20" in output
     assert "held-out accuracy" in output
     assert AutoModelForCausalLM.from_pretrained(summary["checkpoint"]).num_parameters() > 0
     logs = {path.stem for path in (folder / "logs").glob("*.jsonl")}
@@ -104,37 +106,65 @@ def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, s
     assert not processes_mentioning(str(tmp_path))
 
 
-def numbers_of(folder: Path, started) -> list:
-    """What all actors serve to Prometheus, in a run that has trained and evaluated."""
-    trained, evaluated = folder / "metrics.jsonl", folder / "evaluations.jsonl"
-    deadline = time.monotonic() + 280
-    while not (trained.exists() and evaluated.exists() and len(list(read_metrics(trained))) >= 3):
-        assert started.code is None and time.monotonic() < deadline, started.output
+@pytest.mark.slow
+def test_weights_go_from_a_trainer_with_zero_3_straight_into_generators_one_of_which_is_killed(run, small, tmp_path):
+    more = ["generator.count=2", "trainer.ranks=2", "trainer.zero_stage=3", "weights.transport=gloo", "steps=12"]
+    started = run("--config", CONFIG, *small, *more)
+    folder = tmp_path / "runs" / "test"
+    while not (folder / "metrics.jsonl").is_file() or len(read_jsonl(folder / "metrics.jsonl")) < 3:
+        assert started.code is None, started.output
         time.sleep(0.2)
-    logs = "".join(path.read_text() for path in (folder / "logs").glob("*.jsonl"))
-    pages = [urlopen(address, timeout=10).read().decode() for address in re.findall(r"http://\S+/metrics", logs)]
-    assert len(pages) == 9
-    return [sample for page in pages for family in text_string_to_metric_families(page) for sample in family.samples]
+    killed = [process.pid for process in descendants(started.process.pid) if "generator --index 1 " in process.command]
+    os.kill(killed[0], signal.SIGKILL)
+    output = started.wait(280)
+    assert started.code == 0, output
+    metrics, _ = check_finished(folder, steps=12, max_staleness=2)
+    assert sum(m["reloads"] for m in metrics) >= 8
+    assert all(m["weight_max"] == pytest.approx(1, abs=1e-3) for m in metrics if m["staleness_max"] == 0)
+    logs = [line for index in range(2) for line in read_jsonl(folder / "logs" / f"generator-{index}.jsonl")]
+    assert not [line for line in logs if line["event"] == "weights did not load"]
+    assert not list((folder / "weights").glob("generator-*/*"))  # no generator had to fetch files
+
+
+def numbers_of(folder: Path, started) -> list:
+    """What all actors serve to Prometheus, once a run serves all that the dashboard for Grafana shows."""
+    panels = json.loads((CONFIGS / "deploy" / "grafana.json").read_text())["panels"]
+    queries = " ".join(target["expr"] for panel in panels for target in panel["targets"])
+    # A step without fresh tokens has no logprob_gap.
+    shown = set(re.findall(r"areal_\w+", queries)) - {f"areal_step_{name}" for name in METRICS}
+    deadline = time.monotonic() + 280
+    while True:
+        logs = "".join(path.read_text() for path in (folder / "logs").glob("*.jsonl"))
+        pages = [read_page(address) for address in re.findall(r"http://\S+/metrics", logs)]
+        samples = [s for page in pages for family in text_string_to_metric_families(page) for s in family.samples]
+        missing = shown - {sample.name for sample in samples}
+        if len(pages) == 9 and not missing:
+            return samples
+        assert started.code is None and time.monotonic() < deadline, (missing, len(pages), started.output)
+        time.sleep(0.2)
+
+
+def read_page(address: str) -> str:
+    """Empty if the actor has left."""
+    try:
+        return urlopen(address, timeout=10).read().decode()
+    except OSError:
+        return ""
 
 
 def check_numbers(samples: list) -> None:
-    """Each says whose it is and is possible, and there is all that the dashboard for Grafana shows."""
+    """Each says whose it is and is possible."""
     assert {(s.labels["role"], s.labels["index"]) for s in samples} > {("master", "0"), ("generator", "1")}
     for sample in samples:
         assert math.isfinite(sample.value), sample
         assert sample.value >= 0 or sample.name in ("areal_step_loss", "areal_step_kl_behaviour"), sample
-    panels = json.loads((CONFIGS / "deploy" / "grafana.json").read_text())["panels"]
-    queries = " ".join(target["expr"] for panel in panels for target in panel["targets"])
-    # A step without fresh tokens has no logprob_gap.
-    served = {sample.name for sample in samples} | {f"areal_step_{name}" for name in METRICS}
-    assert set(re.findall(r"areal_\w+", queries)) <= served
 
 
 def check_evaluations(evaluations: list[dict], summary: dict) -> None:
     """Each of the very version it names, while training went on."""
     assert [{**e, "time": None} for e in evaluations] == [{**e, "time": None} for e in summary["evaluations"]]
-    # One that takes longer than three steps has the next one skipped.
-    expected = [version for version in (0, 3, 6, 9, 10) if str(version) not in summary["not_evaluated"]]
+    # One that takes longer than five steps has the next one skipped.
+    expected = [version for version in (0, 5, 10, 15, 20) if str(version) not in summary["not_evaluated"]]
     assert [e["version"] for e in evaluations] == expected
     assert len(expected) > 2
     for e in evaluations:
@@ -148,12 +178,12 @@ def check_evaluations(evaluations: list[dict], summary: dict) -> None:
     )  # fmt: skip
 
 
-def test_roles_started_by_hand_train_adapters_on_policy_by_a_reward_of_the_users_own(run, small, tmp_path, tiny_model):
+def test_roles_started_by_hand_train_adapters_in_turns_by_a_reward_of_the_users_own(run, small, tmp_path, tiny_model):
     (tmp_path / "mine.py").write_text(SHORT)
     changes = [
         "max_staleness=0", "reward.functions=[mine:short]", "trainer.lora.rank=4",
         "trainer.lora.target_modules=[q_proj,v_proj]", "trainer.lr=1e-3", "trainer.lr_schedule=linear",
-        "trainer.kl_coef=0.01", "trainer.zero_stage=2",
+        "trainer.kl_coef=0.01", "trainer.zero_stage=2", "colocate=true",
     ]  # fmt: skip
     master = "runs/test"  # where the master writes its address, and the keys of this run
     runs = [run("--role", "master", "--config", CONFIG, *small, *changes)]
@@ -169,7 +199,7 @@ def test_roles_started_by_hand_train_adapters_on_policy_by_a_reward_of_the_users
         assert m["staleness_mean"] == m["staleness_max"] == 0
         # Each token was sampled by the very weights that are trained: the weight pi_prox / pi_behav is 1.
         assert m["weight_max"] == pytest.approx(1, abs=1e-3)
-        assert m["logprob_gap"] is not None
+        assert m["logprob_gap"] is not None and m["offload_seconds"] > 0
     assert metrics[0]["kl_reference"] == 0 < metrics[-1]["kl_reference"]
     check_adapters(folder, tiny_model, summary["checkpoint"])
 
@@ -230,6 +260,10 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["network.keys=no_such_folder"], "There are no keys in"),
         (["network.ports=[20100, 20000]"], "network.ports is [20100, 20000]"),
         (["trainer.objective=gropo"], "Unknown objective 'gropo'"),
+        (["weights.transport=nccl"], "weights.transport=nccl needs GPUs"),
+        (["weights.transport=ipc"], "weights.transport=ipc needs a trainer and a generator that share one GPU"),
+        (["weights.transport=gloo", "colocate=true"], "sends weights straight into them"),
+        (["weights.transport=gloo", "trainer.lora.rank=4"], "sends whole models, but trainer.lora publishes adapters"),
         (["observe.prometheus_port=0"], "observe.prometheus_port is 0"),
     ],
 )
@@ -274,6 +308,30 @@ def test_only_a_port_that_nobody_asked_for_is_replaced(monkeypatch, more, resume
     config = with_own_port(config, arguments)
     assert (config.master.address == "tcp://127.0.0.1:5999") is another
     assert arguments.overrides == more + ["master.address=tcp://127.0.0.1:5999"] * another  # for the master's process
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "dtype", "checkpointing"),
+    [
+        ([], "", "float32", False),
+        ([], "0,1", "bfloat16", True),
+        (["trainer.dtype=float32"], "0", "float32", True),
+        (["--role", "master"], "0", "auto", "auto"),  # its trainers may have other devices
+    ],
+)
+def test_what_is_automatic_depends_on_the_devices_of_the_trainer(
+    monkeypatch, capsys, tmp_path, arguments, gpus, dtype, checkpointing
+):
+    config = tmp_path / "mine.yaml"
+    config.write_text(
+        "{model: m, steps: 1, batch_size: 4, group_size: 4, data: {source: addition}, sampling: {max_new_tokens: 8}, "
+        "reward: {functions: [addition]}}"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--config", str(config), "--dry-run", *arguments])
+    assert main() == 0
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert (trainer["dtype"], trainer["gradient_checkpointing"]) == (dtype, checkpointing)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +11,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal.config import TrainerConfig
+from areal.selftest import references
+from areal.training.shards import share_out
 from areal.trajectory import Group, Trajectory
+from areal.weights.folders import write_index, write_weights
 
 TESTS = Path(__file__).parent
 VOCAB = 37
@@ -72,6 +78,52 @@ def make_model(folder, hidden_size=32, seed=0):
     return folder
 
 
+def weights_of(folder):
+    """All tensors of a model folder or of published weights, whose files belong to one another."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def divide(folder, shards):
+    """Give each shard of a model's weights a file, as ranks of a trainer do."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    number = share_out({name: tensor.numel() for name, tensor in tensors.items()}, shards)
+    files = {}
+    for shard in range(shards):
+        its = {name: tensor for name, tensor in tensors.items() if number[name] == shard}
+        files[write_weights(its, folder, shard, shards).name] = its
+    write_index(files, folder)
+
+
+def state_of(checkpoint):
+    """The training state in a checkpoint: masters and moments, each whole but flat, and what is stored once."""
+    facts = json.loads((checkpoint / "training" / "state.json").read_text())
+    found = {name: {} for name in facts["shapes"]}
+    files = sorted((checkpoint / "training").glob("rank_*"))
+    assert [file.name for file in files] == [f"rank_{r:05}-of-{len(files):05}.safetensors" for r in range(len(files))]
+    assert facts.pop("shares") == len(files)
+    for file in files:
+        with safe_open(file, "pt") as share:
+            parts, place = json.loads(share.metadata()["parts"]), 0
+            for name, start, stop in parts:
+                for kind in ("master", "exp_avg", "exp_avg_sq"):
+                    found[name][kind, start] = share.get_slice(kind)[place : place + stop - start]
+                place += stop - start
+    return facts, {
+        f"{name}/{kind}": torch.cat([its[key] for key in sorted(its) if key[0] == kind])
+        for name, its in found.items()
+        for kind in ("master", "exp_avg", "exp_avg_sq")
+    }
+
+
+def assert_same_state(one, other):
+    """Of the training states in two checkpoints, to the bit."""
+    (one_facts, one), (other_facts, other) = state_of(one), state_of(other)
+    assert one_facts == other_facts
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
 def make_kind(kind, folder, **changes):
     torch.manual_seed(0)
     configure = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
@@ -115,9 +167,7 @@ def eager(folder, dtype=torch.float32):
 
 def logprobs_alone(model, trajectory):
     """log pi of every token but the first, [T - 1], from the sequence by itself."""
-    tokens = torch.from_numpy(trajectory.tokens).long()
-    logps = torch.log_softmax(model(tokens[None]).logits[0, :-1] / TEMPERATURE, -1)
-    return logps.gather(1, tokens[1:, None])[:, 0]
+    return references.logprobs_alone(model, torch.from_numpy(trajectory.tokens).long(), TEMPERATURE)
 
 
 def reference_gradients(model, batch, mask_older_than=0):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +28,9 @@ FAREWELL_SECONDS = 1.0
 
 class Ranks:
     """The model under training, on all ranks. Create it with `start`, once the processes of all ranks are running."""
+
+    _written: Future[Manifest]
+    _saved: Future[None]
 
     def __init__(self, engine: TrainingEngine, thread: ThreadPoolExecutor) -> None:
         self._engine = engine
@@ -58,23 +61,34 @@ class Ranks:
         command = {"version": version, "temperature": temperature, "mask_older_than": mask_older_than}
         return asdict(await self._on_all_ranks({"do": "step", **command}, groups))
 
-    async def snapshot(self) -> None:
-        """Copy the current weights, for `write`. No write may be in progress."""
-        await self._on_all_ranks({"do": "snapshot"})
+    async def snapshot(self, folder: Path) -> None:
+        """Copy the current weights. They are written to `folder`, for generators, beside what is done next. The last
+        snapshot has to be written before."""
+        self._written = await self._on_all_ranks({"do": "snapshot", "folder": str(folder)})
 
-    async def write(self, folder: Path) -> Manifest:
-        """Write the last snapshot to `folder`, for generators; training may continue meanwhile. Returns the manifest of
-        the files, with their checksums."""
-        await asyncio.to_thread(self._engine.write, folder)
-        return await asyncio.to_thread(Manifest.of, folder)
+    async def written(self) -> Manifest:
+        """Wait until the last snapshot is on disk. Returns the manifest of the files, with their checksums. Raises
+        UserError if it cannot be written."""
+        return await asyncio.wrap_future(self._written)
 
     async def save(self, folder: Path) -> None:
-        """Write a checkpoint: a model folder with everything that `load` needs. No write may be in progress."""
-        await self._on_all_ranks({"do": "save", "folder": str(folder)})
+        """Copy everything that `load` needs. It is written to `folder`, a model folder, beside what is done next."""
+        self._saved = await self._on_all_ranks({"do": "save", "folder": str(folder)})
+
+    async def saved(self) -> None:
+        """Wait until the last checkpoint is on disk. Raises UserError if it cannot be written."""
+        await asyncio.wrap_future(self._saved)
 
     async def load(self, folder: Path) -> None:
         """Restore the state of a checkpoint."""
         await self._on_all_ranks({"do": "load", "folder": str(folder)})
+
+    async def offload(self) -> None:
+        """Move everything from the devices to host memory, until `reload`."""
+        await self._on_all_ranks({"do": "offload"})
+
+    async def reload(self) -> None:
+        await self._on_all_ranks({"do": "reload"})
 
     async def forget(self, folder: Path) -> None:
         """Remove a folder of weights or a checkpoint that is no longer needed."""
@@ -111,9 +125,13 @@ def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group
     arguments = {key: value for key, value in command.items() if key != "do"}
     if command["do"] == "step":
         return engine.step(groups, **arguments)
+    if command["do"] in ("offload", "reload"):
+        return getattr(engine, command["do"])()
+    folder = Path(arguments["folder"])
     if command["do"] == "snapshot":
-        return engine.snapshot()
-    return {"save": engine.save, "load": engine.load}[command["do"]](Path(arguments["folder"]))
+        engine.snapshot()
+        return engine.begin_write(folder)
+    return {"save": engine.begin_save, "load": engine.load}[command["do"]](folder)
 
 
 def follow(config: Config) -> None:

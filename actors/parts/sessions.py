@@ -30,7 +30,7 @@ from areal.sandbox.outside import Sandbox, SandboxError, open_sandbox
 from areal.tokens import load_tokenizer
 from areal.trajectory import Finish, Tokens, Trajectory
 from areal.workflows.builtin import resolve_workflow
-from areal.workflows.conversation import Generation, Keep, begin
+from areal.workflows.conversation import Generation, Keep, begin, first_of, keep_until_text
 from areal.workflows.openai_api import Access
 from protocols.errors import BusError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import Cause, Done, Generate, Member, Message, Score, Scored, ScoringFailed, TokenChunk
@@ -178,7 +178,8 @@ class SampleSession:
     async def generate(
         self, tokens: Sequence[int], max_new_tokens: int | None = None, keep: Keep | None = None
     ) -> Generation:
-        """Sample a completion of the prompt `tokens`, on several generators one after the other if necessary.
+        """Sample a completion of the prompt `tokens`, on several generators one after the other if necessary. It ends
+        where `keep` or one of `sampling.stop` ends it.
 
         max_new_tokens: a limit for this call; the sample's own limit, over all calls, holds as well. keep: see `_take`.
         Raises SampleFailed if a generator refuses the first prompt of the sample.
@@ -189,6 +190,8 @@ class SampleSession:
         most = room if max_new_tokens is None else min(room, max_new_tokens)
         if most <= 0:
             return _joined(parts, "length")
+        if self._sampling.stop:
+            keep = first_of(keep, keep_until_text(self.tokenizer, self._sampling.stop))
         try:
             with self._waiting():
                 return await self._sampled(prompt, parts, most, keep)
@@ -283,6 +286,7 @@ class SampleSession:
             temperature=self._sampling.temperature,
             top_p=self._sampling.top_p,
             max_new_tokens=most - sampled,
+            min_new_tokens=max(0, self._sampling.min_new_tokens - self.tokens_sampled),
             min_version=self.min_version,
         )
         stream = self._router.actor.bus.peer(generator.address).stream(request, STREAM_SECONDS)

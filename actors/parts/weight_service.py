@@ -12,14 +12,15 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import structlog
 
 from actors.runtime.actor import Actor, M, Signal
-from areal.weights.chunks import FileSums, Holding, Manifest, TornWeights, apply, difference
+from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, Holding, Manifest, TornWeights, apply, difference
 from areal.weights.folders import atomic_folder, remove_folder
 from areal.weights.relay import Sources
 from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
@@ -35,6 +36,9 @@ STALL_SECONDS = 20.0
 RETRY_SECONDS = 1.0
 # Timeout of one stream. A stream without any message breaks much earlier.
 FETCH_SECONDS = 24 * 3600.0
+# The most chunks that are read, compared, checked or written together, in a thread: so many are few hand-overs.
+TOGETHER = 8
+PACKERS = ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="packer")
 # Versions that a generator keeps: the one in use, and the one that arrives as a difference from it.
 KEPT_BY_GENERATOR = 2
 
@@ -69,16 +73,20 @@ class WeightServer:
         holding = await self._holding((asked.lineage, asked.version))
         base = self._base(asked.base, holding)
         yield WeightFiles(files=tuple(_described(file) for file in holding.manifest.files))
-        for number in range(asked.first, holding.chunks):
-            await self._progress.until(lambda: holding.ready > number or holding.given_up)  # noqa: B023 - awaited here
-            if holding.ready <= number:
+        first = asked.first
+        while first < holding.chunks:
+            await self._progress.until(lambda: holding.ready > first or holding.given_up)  # noqa: B023 - awaited here
+            if holding.ready <= first:
                 raise StreamBrokenError(f"this actor has given up receiving version {asked.version}")
+            numbers = range(first, min(holding.ready, first + TOGETHER))
             try:
-                chunk = await asyncio.to_thread(_packed, holding, base, number)
+                chunks = await asyncio.to_thread(_packed, holding, base, numbers)
             except (TornWeights, OSError) as error:
                 raise StreamBrokenError(str(error)) from None
-            self.bytes_sent += chunk.data.nbytes
-            yield chunk
+            for chunk in chunks:
+                self.bytes_sent += chunk.data.nbytes
+                yield chunk
+            first = numbers.stop
 
     async def _holding(self, wanted: Version) -> Holding:
         def found() -> Holding | bool:
@@ -113,10 +121,11 @@ class WeightFetcher(WeightServer):
         self._generator = generator
         self._config = generator.config.weights
         self._sources = Sources(generator.index or 0)
+        self._removals: list[asyncio.Future[None]] = []
         mark = generator.bus.identity.name.rpartition("#")[2]
         # With the incarnation in its name, because a replaced generator of the same index may still be running.
         self._folder = generator.config.weights_folder / f"generator-{generator.index}-{mark}"
-        if self._streams:
+        if self._config.transport != "folder":
             for left_behind in self._folder.parent.glob(f"generator-{generator.index}-*"):
                 shutil.rmtree(left_behind, ignore_errors=True)
 
@@ -126,7 +135,7 @@ class WeightFetcher(WeightServer):
         if not policy.stamp:
             return Path(policy.folder)
         started = time.perf_counter()
-        folder = await (self._pull(policy) if self._streams else _checked(policy))
+        folder = await (self._pull(policy) if self._streams else self._look(policy))
         self.seconds += time.perf_counter() - started
         return folder
 
@@ -138,17 +147,30 @@ class WeightFetcher(WeightServer):
     def _streams(self) -> bool:
         return self._config.transport == "stream"
 
+    async def _look(self, policy: Policy) -> Path:
+        """The trainer's folder or, after a direct transfer that failed, a copy of it if it is not shared."""
+        try:
+            return await _checked(policy)
+        except TornWeights:
+            if self._config.backend is None:
+                raise
+        return await self._pull(policy)
+
     async def _pull(self, policy: Policy) -> Path:
         version = policy.identity
         folder = self._place(version)
         if version in self._holdings:
             return folder
-        with atomic_folder(folder, durable=False) as partial:
-            try:
-                await self._pull_into(partial, policy)
-            finally:
-                if version in self._holdings and not self._holdings[version].complete:
-                    self._drop(version)
+        try:
+            with atomic_folder(folder, durable=False) as partial:
+                try:
+                    await self._pull_into(partial, policy)
+                finally:
+                    if version in self._holdings and not self._holdings[version].complete:
+                        self._drop(version)
+        finally:
+            await asyncio.gather(*self._removals)
+            self._removals.clear()
         return folder
 
     async def _pull_into(self, partial: Path, policy: Policy) -> None:
@@ -156,7 +178,9 @@ class WeightFetcher(WeightServer):
         base = max(self._holdings, default=None) if self._config.delta else None
         while version not in self._holdings or not self._holdings[version].complete:
             now = asyncio.get_running_loop().time()
-            addresses = {m.index: m.address for m in self._members("generator")}
+            # After a direct transfer no generator has files that it could pass on.
+            senders = self._members("generator") if self._streams else ()
+            addresses = {m.index: m.address for m in senders}
             source = self._sources.choose(addresses, now)
             sender = "the trainer" if source is None else f"generator {source}"
             try:
@@ -194,11 +218,14 @@ class WeightFetcher(WeightServer):
             if holding is None:
                 holding = Holding(partial, manifest, arriving=True)
                 self.offer(version, holding)
-            while not holding.complete:
-                part = await _next(parts, WeightChunk)
-                await asyncio.to_thread(_take, holding, older, part)
-                self.bytes_received += part.data.nbytes
-                self._progress.notify()
+            intake = _Intake(holding, older, self._progress)
+            try:
+                for _ in range(holding.chunks - holding.ready):
+                    part = await _next(parts, WeightChunk)
+                    self.bytes_received += part.data.nbytes
+                    await intake.add(part)
+            finally:
+                await intake.end()
 
     def _members(self, role: str) -> list[Member]:
         return [m for m in self._generator.with_role(role, healthy=False) if m.state != "draining"]
@@ -213,7 +240,9 @@ class WeightFetcher(WeightServer):
 
     def _drop(self, version: Version) -> None:
         super()._drop(version)
-        remove_folder(self._place(version))
+        # In a thread: to free the memory or the blocks of many gigabytes takes seconds.
+        removal = asyncio.to_thread(remove_folder, self._place(version))
+        self._removals.append(asyncio.ensure_future(removal))
 
 
 async def _checked(policy: Policy) -> Path:
@@ -238,21 +267,57 @@ async def _next(parts: AsyncIterator[Message], kind: type[M]) -> M:
     return part
 
 
-def _packed(holding: Holding, base: Holding | None, number: int) -> WeightChunk:
-    data = holding.read(number)
-    packed = difference(data, base.read(number)) if base else None
-    sent = data if packed is None else packed
-    return WeightChunk(number=number, data=np.frombuffer(sent, np.uint8), difference=packed is not None)
+class _Intake:
+    """Adds received chunks to `holding`, in a thread, while further ones arrive. base: what differences are from."""
+
+    def __init__(self, holding: Holding, base: Holding | None, progress: Signal) -> None:
+        self._holding = holding
+        self._base = base
+        self._progress = progress
+        self._arrived: list[WeightChunk] = []
+        self._taking: asyncio.Task[None] | None = None
+
+    async def add(self, part: WeightChunk) -> None:
+        """Take a chunk over; waits while too many are not added yet. Raises TornWeights if one that came before it, or
+        itself, is not as published, and OSError."""
+        self._arrived.append(part)
+        if self._taking is None or self._taking.done():
+            await self.end()
+            self._taking = asyncio.create_task(self._take())
+        elif len(self._arrived) >= TOGETHER:
+            await self._taking
+
+    async def end(self) -> None:
+        """Wait until all are added. Raises as `add` does."""
+        if self._taking is not None:
+            await self._taking
+
+    async def _take(self) -> None:
+        while self._arrived:
+            parts, self._arrived = self._arrived, []
+            await asyncio.to_thread(_take, self._holding, self._base, parts)
+            self._progress.notify()
 
 
-def _take(holding: Holding, base: Holding | None, part: WeightChunk) -> None:
-    """Add a received chunk to `holding`. Raises TornWeights."""
-    data = part.data.tobytes()
-    if part.difference:
-        if base is None or not base.manifest.is_laid_out_like(holding.manifest):
-            raise TornWeights("received a chunk as a difference from a version that this generator does not have")
-        data = apply(data, base.read(holding.ready))
-    holding.put(part.number, data)
+def _packed(holding: Holding, base: Holding | None, numbers: Sequence[int]) -> list[WeightChunk]:
+    def one(number: int) -> WeightChunk:
+        data = holding.read(number)
+        packed = difference(data, base.read(number)) if base else None
+        sent = data if packed is None else packed
+        return WeightChunk(number=number, data=np.frombuffer(sent, np.uint8), difference=packed is not None)
+
+    return list((PACKERS.map if base else map)(one, numbers))
+
+
+def _take(holding: Holding, base: Holding | None, parts: Sequence[WeightChunk]) -> None:
+    """Add received chunks to `holding`. Raises TornWeights."""
+    for part in parts:
+        data: Data = part.data.data
+        if part.difference:
+            if base is None or not base.manifest.is_laid_out_like(holding.manifest):
+                raise TornWeights("received a chunk as a difference from a version that this generator does not have")
+            data = apply(data, base.read(holding.ready))
+        holding.put(part.number, data)
 
 
 def _described(file: FileSums) -> WeightFile:

@@ -63,6 +63,8 @@ PREPARING_ASK_SECONDS, PREPARING_TOLD_SECONDS = 1.0, 60.0
 HEARTBEAT_SECONDS = 1.0
 CONTROL_SECONDS = 10.0
 LEAVE_SECONDS = 2.0
+# A parked request is answered at the latest this long before its deadline.
+PARK_MARGIN_SECONDS = CONTROL_SECONDS / 2
 # Timeout of `teardown`: the whole shutdown has to fit into ten seconds.
 TEARDOWN_SECONDS = 6.0
 # Number of spans kept between two heartbeats; older ones are dropped.
@@ -119,6 +121,11 @@ class Signal:
         while not (value := condition()):
             await self._event.wait()
         return value
+
+
+def parked(request: Request[Any]) -> asyncio.Timeout:
+    """The timeout of a block in which a request that cannot be answered yet waits until it can."""
+    return asyncio.timeout(max(0.0, request.remaining - PARK_MARGIN_SECONDS))
 
 
 @dataclass(frozen=True, slots=True)

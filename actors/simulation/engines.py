@@ -144,6 +144,8 @@ class Judge(Protocol):
 
     def trained(self, writer: str, version: int, groups: Sequence[Group], mask_older_than: int | None) -> None: ...
 
+    def uses_devices(self, resident: bool) -> None: ...
+
     def published(self, writer: str, weights: Weights) -> None: ...
 
 
@@ -174,6 +176,8 @@ class SimEngine:
         self._serial = itertools.count()
         self._tokens_generated = 0
         self._paused = False
+        self.asleep = False
+        self._loading = asyncio.Lock()  # also held while it sleeps
         self._finishes_first = not config.interrupt
         self._admits = asyncio.Event()
         self._admits.set()
@@ -206,6 +210,22 @@ class SimEngine:
             stream.stop()
             self._streams.pop(key, None)
 
+    async def sleep(self) -> None:
+        await self._loading.acquire()
+        self._paused = True
+        for stream in self._streams.values():
+            stream.stop()
+        await self._toil.take(self._pace.snapshot, "falling asleep")
+        self.asleep = True
+
+    async def wake(self) -> None:
+        self.asleep = False
+        await self._toil.take(self._pace.snapshot, "waking")
+        self._paused = False
+        for stream in self._streams.values():
+            stream.go_on(self._pace.first_token)
+        self._loading.release()
+
     async def load(self, folder: Path, version: int) -> LoadTimes:
         if self._error is not None:
             raise self._error
@@ -214,8 +234,11 @@ class SimEngine:
         if weights is None or (self._mishaps.load_fails and self._random.random() < self._mishaps.load_fails):
             self.unloadable.add(str(folder))
             raise WeightLoadError(f"{folder} cannot be read")
-        async with self.drained():
+        async with self._loading, self.drained():
             return await self._swap(folder, version)
+
+    async def receive(self, version: int, calls: AsyncGenerator[tuple[str, dict[str, Any]], None]) -> LoadTimes:
+        raise WeightLoadError("a simulated engine has no process group: its generator loads the files")
 
     async def _swap(self, folder: Path, version: int) -> LoadTimes:
         if str(folder) not in self._files.folders:
@@ -402,6 +425,9 @@ class SimLearner:
         self._random = random
         self._doubtful = doubtful
         self._content = self._snapshot = files.model.content
+        self._folder = Path()
+        self._checkpoint = Path(), self._content
+        self.resident = True  # on the devices
         self.work_done = 0
         self.vocab_size = 1 << 31
 
@@ -409,29 +435,48 @@ class SimLearner:
         self, groups: Sequence[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]:
         self._judge.trained(self._writer, version, groups, mask_older_than)
+        self._judge.uses_devices(self.resident)
         await self._take(self._pace.step, f"step {version + 1}")
+        self._judge.uses_devices(self.resident)
         self.work_done += 1
         before, self._content = self._content, next_content(self._content, groups, self._hand)
         self._judge.computed(self._writer, before, version, groups, self._content)
         share = 0.0 if is_doubtful(self._content, self._doubtful) else 1.0
         return {"loss": 0.0, "effective_sample_size": share, "logprob_gap": None}
 
-    async def snapshot(self) -> None:
+    async def snapshot(self, folder: Path) -> None:
+        self._judge.uses_devices(self.resident)
         await self._take(self._pace.snapshot, "a snapshot")
-        self._snapshot = self._content
+        self._snapshot, self._folder = self._content, folder
 
-    async def write(self, folder: Path) -> None:
+    async def written(self) -> None:
+        folder = self._folder
         await self._take(self._pace.write, f"writing {folder}")
         # If another snapshot has replaced this one meanwhile, the file contains the newer one.
         self._judge.published(self._writer, self._files.write(str(folder), self._snapshot, self._writer))
 
     async def save(self, folder: Path) -> None:
+        self._judge.uses_devices(self.resident)
+        await self._take(self._pace.snapshot, "a copy for a checkpoint")
+        self._checkpoint = folder, self._content
+
+    async def saved(self) -> None:
+        folder, content = self._checkpoint
         await self._take(self._pace.save, f"saving {folder}")
-        self._files.write(str(folder), self._content, self._writer)
+        self._files.write(str(folder), content, self._writer)
 
     async def load(self, folder: Path) -> None:
+        self._judge.uses_devices(self.resident)
         await self._take(self._pace.restore, f"loading {folder}")
         self._content = self._files.folders[str(folder)].content
+
+    async def offload(self) -> None:
+        self.resident = False
+        await self._take(self._pace.snapshot, "moving to host memory")
+
+    async def reload(self) -> None:
+        await self._take(self._pace.snapshot, "moving to the devices")
+        self.resident = True
 
     async def forget(self, folder: Path) -> None:
         self._files.forget(str(folder))

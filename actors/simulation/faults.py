@@ -21,8 +21,8 @@ HANDLERS: dict[str, tuple[str, ...]] = {
         "training_finished", "training_failed", "ask_evaluation", "rows_scored", "evaluation_done",
         "evaluation_abandoned", "scoring_failed",
     ),
-    "trainer": ("store_group",),
-    "generator": ("generate", "hand_over"),
+    "trainer": ("store_group", "take_devices"),
+    "generator": ("generate", "hand_over", "yield_devices"),
     "reward": ("score",),
 }  # fmt: skip
 

@@ -52,7 +52,8 @@ def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tupl
 
 
 def _steps_to_redo(model: Model) -> int:
-    return model.steps if model.doubtful else model.checkpoint_every
+    """Steps are trained while a checkpoint is written, but not beyond the next one."""
+    return model.steps if model.doubtful else 2 * model.checkpoint_every
 
 
 def _check_policy(one: Incarnation) -> None:

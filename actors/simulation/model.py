@@ -50,6 +50,7 @@ class Model:
     stream_interval: int = 6
     concurrent: int = 4
     interrupt: bool = True
+    colocate: bool = False
     heartbeat_seconds: float = 2.0
     lease_seconds: float = 6.0
     lost_seconds: float = 14.0
@@ -92,6 +93,7 @@ def config_of(model: Model) -> Config:
             "on_straggler": model.on_straggler,
             "on_failed_sample": model.on_failed_sample,
             "run_ahead": model.run_ahead,
+            "colocate": model.colocate,
             "filter_zero_signal": model.filter_zero_signal,
             "guard": {"patience": model.doubtful_steps},
             "data": {"source": "addition", "eval_size": model.eval_size},
@@ -150,6 +152,7 @@ def draw_model(random: Random) -> Model:
     if random.random() < BULKY:
         bytes_a_row = random.choice((MAX_BODY_BYTES - random.randrange(1000), 3 * MAX_BODY_BYTES))
         reward_parts = random.choice((0, 5000))
+    manner = random.random()
     return Model(
         steps=steps,
         batch_size=batch_size,
@@ -171,7 +174,8 @@ def draw_model(random: Random) -> Model:
         evaluation_seconds=20.0 + 100 * longest,
         pace=pace,
         patience=60.0 + 30 * steps + 100 * longest,
-        interrupt=random.random() < 0.875,
+        interrupt=manner < 0.875,
+        colocate=manner < 0.125,
         redo_differs=random.random() < 0.5,
         bytes_a_row=bytes_a_row,
         reward_parts=reward_parts,

@@ -6,6 +6,7 @@ with MUTANTS["no batch gate"]():
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from actors.master import Master
 from actors.parts.sessions import SampleSession
 from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
+from actors.simulation.engines import SimLearner
 from actors.simulation.quiet import replaced
 from actors.trainer import Trainer
 from areal.staleness.ledger import Ledger
@@ -183,6 +185,16 @@ def no_wait_for_the_write() -> AbstractContextManager[None]:
     return replaced(Trainer, _published=at_once)
 
 
+def checkpoint_reported_before_it_is_written() -> AbstractContextManager[None]:
+    """The trainer reports a checkpoint as soon as it is copied, before its files are on disk."""
+    saved = SimLearner.saved
+
+    async def at_once(learner: SimLearner) -> None:
+        learner.writing = asyncio.create_task(saved(learner))  # type: ignore[attr-defined]
+
+    return replaced(SimLearner, saved=at_once)
+
+
 def start_versions_not_reported() -> AbstractContextManager[None]:
     """A rollout manager does not tell the master at which version a group started."""
     ask_master = RolloutManager.ask_master
@@ -251,6 +263,25 @@ def work_not_reported() -> AbstractContextManager[None]:
     return replaced(Actor, oldest_work=lambda actor: None)
 
 
+def awake_in_a_turn() -> AbstractContextManager[None]:
+    """A generator answers that it has yielded the devices, and goes on."""
+
+    async def stay_awake(generator: Generator) -> None:
+        pass
+
+    return replaced(Generator, _sleep=stay_awake)
+
+
+def old_trainers_give_devices() -> AbstractContextManager[None]:
+    """A trainer gives its devices away without asking whether they are still its own."""
+
+    async def give(trainer: Trainer, request: Any) -> Done:
+        await trainer.until(lambda: not trainer._in_turn and request.sender in trainer.directory)
+        return Done()
+
+    return replaced(Trainer, give_devices=give)
+
+
 @contextmanager
 def _added(owner: type, name: str, value: Any) -> Iterator[None]:
     """Like `replaced`, for a method that the class inherits."""
@@ -278,6 +309,7 @@ MUTANTS: dict[str, Mutant] = {
     "hold ignored": hold_ignored,
     "published before it is written": published_before_it_is_written,
     "no wait for the write": no_wait_for_the_write,
+    "checkpoint before it is written": checkpoint_reported_before_it_is_written,
     "tokens twice after a break": tokens_twice_after_a_break,
     "start versions not reported": start_versions_not_reported,
     "min_version stays": min_version_stays,
@@ -287,4 +319,6 @@ MUTANTS: dict[str, Mutant] = {
     "lineages ignored": lineages_ignored,
     "leases not renewed at a start": leases_not_renewed_at_a_start,
     "work not reported": work_not_reported,
+    "awake in a turn": awake_in_a_turn,
+    "old trainers give devices": old_trainers_give_devices,
 }

@@ -318,7 +318,7 @@ class Oracle:
             case "committed":
                 self._guard(self._check_passed, body["version"] + 1)
             case "checkpoint_saved":
-                self._guard(self._check_saved, body["version"])
+                self._guard(self._check_saved, **body)
             case "published":
                 self._guard(self._check_published, body["policy"])
                 self._guard(self._check_spool)
@@ -395,7 +395,10 @@ class Oracle:
         last = self.contents[max(1, version + 1 - patience) : version + 1]
         return len(last) == patience and all(is_doubtful(content, self.doubtful) for content in last)
 
-    def _check_saved(self, version: int) -> None:
+    def _check_saved(self, version: int, folder: str) -> None:
+        saved = self.files.folders.get(folder)
+        if saved is None or stem(saved.content) != self.contents[version]:
+            raise Violation(f"a checkpoint of version {version} is reported, but its folder contains {saved}", folder)
         suspicious = is_doubtful(self.contents[version], self.doubtful)
         if suspicious and version != self.config.steps:
             raise Violation(
@@ -631,8 +634,8 @@ class Oracle:
         bounds = config.on_straggler in ("wait", "requeue")
         return Book(config.batch_size, config.max_staleness, bounds)
 
-    def _guard(self, check: Callable[..., Any], *arguments: Any) -> None:
+    def _guard(self, check: Callable[..., Any], *arguments: Any, **more: Any) -> None:
         try:
-            check(*arguments)
+            check(*arguments, **more)
         except Violation as violation:
             self.fail(violation)

@@ -282,7 +282,10 @@ class World:
         one.network.on_publish = self.oracle.published
         return boss
 
-    async def _start_engine(self, one: Incarnation, model: Path, config: Any, *, version: int, seed: int) -> SimEngine:
+    async def _start_engine(
+        self, one: Incarnation, model: Path, config: Any, *, version: int, seed: int, lora: Any, sleeps: bool,
+        transfer: Any,
+    ) -> SimEngine:  # fmt: skip
         await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
         tell = None if self.trace is None else lambda what: self.say(one.process.name, what)
         return SimEngine(
@@ -315,6 +318,15 @@ class World:
                             f"{one.process.name} has {engine.folder}, but knows of {actor.policy.folder}", one.mark
                         )
                     )
+
+    def see_sleepers(self, trainer: Incarnation, resident: bool) -> None:
+        """The trainer computes on the devices: its weights are there, and all generators that it knows sleep."""
+        if not resident:
+            self.fail(Violation(f"{trainer.process.name} computes with weights in host memory", trainer.mark))
+        for one in self.incarnations:
+            engine = one.actor._started if one.role == "generator" and one.alive else None
+            if engine is not None and not engine.asleep and one.bus.identity.name in trainer.actor.directory:
+                self.fail(Violation(f"{one.process.name} is awake while {trainer.process.name} computes", one.mark))
 
     def _loads(self, one: Incarnation, engine: SimEngine, version: int) -> None:
         me = one.actor.directory.get(one.bus.identity.name)
@@ -434,8 +446,13 @@ class World:
         found = [group for (group,) in disk.execute("SELECT id FROM groups")] if disk else []
         trainers = [one for one in self.incarnations if one.role == "trainer" and one.alive]
         asked = {group for one in trainers for group, number in one.storing.items() if number}
+        if not any(one.bus.identity.name == trainer for one in trainers):
+            asked |= set(found)  # the trainer has died, and the next one empties the spool when it starts
         # One that does not know yet that it was replaced may put groups on the disk, which both of them have here.
         for current in trainers:
+            saving = current.actor._saving
+            if saving is not None and not saving.done():  # it forgets them once the master has answered
+                asked |= {group for groups in current.actor._trained.values() for group in groups}
             if current.bus.identity.name == trainer:
                 others = (group for group in found if self.spooled_by[group][0] is not current)
                 asked |= {group for group in others if self.spooled_by[group][1] >= current.began}
@@ -587,6 +604,11 @@ class _Judge:
         if self._one.alive:
             self._world.say(self._one.process.name, f"learner: step {version} on {[group.id for group in groups]}")
             self._world.oracle.trained(writer, version, groups, mask_older_than)
+
+    def uses_devices(self, resident: bool) -> None:
+        """The learner computes on devices that it may share with generators."""
+        if self._world.config.colocate and self._one.alive:
+            self._world.see_sleepers(self._one, resident)
 
     def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Any], after: bytes) -> None:
         self._world.oracle.computed(writer, before, version, groups, after)

@@ -24,15 +24,17 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import numpy as np
 
 from areal.amx import avoid_broken_amx
-from areal.config import GeneratorConfig, SamplingConfig, UserError
+from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
+from areal.devices import SHARES
 from areal.trajectory import Finish
-from areal.weights.folders import ADAPTER_CONFIG_FILE, ADAPTER_FILE, WEIGHTS_FILE
+from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -40,10 +42,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import AsyncMPClient
 
 T = TypeVar("T")
-Shapes = dict[str, tuple[int, ...]]
 
 # KV cache block size on the CPU, in tokens. vLLM's default, 128, would share a group's prompt only from 128 tokens on.
 CPU_BLOCK_SIZE = 32
+CPU_KV_CACHE_GIB = 1.0
+
+# Shares of a GPU's memory: of an engine that has the GPU to itself, of one that takes turns with the trainer, and of
+# one beside the trainer. On the CPU it is a share of RAM, and has no effect, since the size of the KV cache is given.
+OWN, TURNS, SHARED = 0.9, 0.8, 0.3
 
 # Time for the engine process to exit. It takes 3 s on a busy core; if killed earlier, it leaks a semaphore and warns.
 CLOSE_SECONDS = 10
@@ -53,6 +59,12 @@ FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 
 # vllm.v1.engine.EngineCoreEventType
 PREEMPTED = 3
+
+# The number of the only adapter.
+ADAPTER = 1
+
+# Timeout of one call of a transfer: so much, and a second for so many elements. An engine that takes longer is stuck.
+TRANSFER_SECONDS, ELEMENTS_PER_SECOND = 90.0, 25e6
 
 
 class EngineError(Exception):
@@ -109,6 +121,16 @@ class EngineStats:
     preemptions: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """When it was begun and reached, and what it stopped, as in LoadTimes."""
+
+    start: float
+    reached: float
+    sequences: int
+    recomputed: int
+
+
 class GenerationEngine:
     """One vLLM engine, in a child process that is killed when this process ends."""
 
@@ -123,26 +145,33 @@ class GenerationEngine:
         self._loading = asyncio.Lock()
         self._drained_since: float | None = None
         self._error: EngineError | None = None
+        self._torn_since: float | None = None
         self._handed_over = False
         self._tokens_generated = self._preemptions = 0
-        self._running = 0
-        self._kv_use = 0.0
+        self._loads: dict[int, tuple[int, float]] = {}  # running sequences and KV use, by data-parallel rank
         self._pump = asyncio.create_task(self._deliver_outputs(), name="engine outputs")
 
     @classmethod
-    async def start(cls, model: Path, config: GeneratorConfig, *, version: int, seed: int = 0) -> GenerationEngine:
-        """Start an engine on the Hugging Face folder `model`, whose weights are policy `version`.
+    async def start(
+        cls, model: Path, config: GeneratorConfig, *, version: int, seed: int = 0, lora: LoraConfig | None = None,
+        sleeps: bool = False, transfer: str | None = None,
+    ) -> GenerationEngine:  # fmt: skip
+        """Start an engine on the Hugging Face folder `model`, whose weights are policy `version`. lora: if given, later
+        versions are adapters of this model. sleeps: `sleep` will be called. transfer: the backend of vLLM's weight
+        transfer for `receive`; an engine with it does not sleep.
 
         Every process that starts an engine needs the guard `if __name__ == "__main__"`: the child imports its main
         module. Raises UserError if `model` or `config` is at fault, EngineError if the engine does not start.
         """
-        weights = _read_model_folder(model)
+        weights = _read_model_folder(model, lora)
         _set_environment(config)
         # In a thread: importing vLLM and waiting for its process take seconds; the actor has to send heartbeats then.
-        core, stop_tokens = await asyncio.to_thread(_start_core, model, config, seed)
+        core, stop_tokens = await asyncio.to_thread(_start_core, model, config, seed, lora, sleeps, transfer)
         limits = core.vllm_config.model_config
         facts = _Model(model, weights, stop_tokens, limits.get_vocab_size(), limits.max_model_len)
         engine = cls(core, config, facts, version)
+        if lora:
+            await engine._call(core.collective_rpc_async("start_adapter", args=(ADAPTER,)))
         await engine._call(core.set_weight_version_async(str(version)))
         return engine
 
@@ -184,29 +213,80 @@ class GenerationEngine:
     async def load(self, folder: Path, version: int) -> LoadTimes:
         """Swap in the weights of `folder`, interrupting every sequence mid-way.
 
-        `folder` holds safetensors files of the whole model, or a LoRA adapter of the model that the engine was started
-        on. Tokens sampled so far stay. The KV cache is dropped, and each prefix is prefilled again under the new
-        weights. With `kv_on_update: keep` running sequences keep their KV cache, but later prompts do not reuse it.
-        With `interrupt: false` the engine is `drained` first.
+        `folder` holds safetensors files of the whole model or, if the engine was started with `lora`, an adapter of the
+        model that it was started on. Tokens sampled so far stay. The KV cache is dropped, and each prefix is prefilled
+        again under the new weights. With `kv_on_update: keep` running sequences keep their KV cache, but later prompts
+        do not reuse it. With `interrupt: false` the engine is `drained` first.
         Raises WeightLoadError, before anything is interrupted, if the weights do not fit the model. Raises EngineError
         if the engine dies, or if loading fails so late that the weights are torn (the engine is then closed).
         """
-        await asyncio.to_thread(_check_offer, folder, self._model.weights)
+        await asyncio.to_thread(_check_offer, folder, self._model)
         async with self._loading, self.drained():
             self._raise_if_failed()
             await self._open(folder)
-            swap = asyncio.ensure_future(self._swap(folder, version, self._drained_since or time.perf_counter()))
+            swap = asyncio.ensure_future(self._swap(folder, version))
             try:
                 return await asyncio.shield(swap)
             except asyncio.CancelledError:
                 await asyncio.wait({swap})  # cancelling the swap would leave the engine paused for ever
                 raise
 
+    async def receive(self, version: int, calls: AsyncGenerator[tuple[str, dict[str, Any]], None]) -> LoadTimes:
+        """Swap in weights that a trainer sends straight into the engine, as in `load`. The engine was started with
+        `transfer`.
+
+        calls: those of vLLM's weight transfer, each with its argument, from the first to `finish_weight_update`; asking
+        for the next one says that a call is done. Sequences are interrupted at `start_weight_update`, whose argument is
+        the shape of each tensor that will come. Raises WeightLoadError if they do not fit the model, or if the transfer
+        ends early or fails: then the engine stays paused until `load` or `receive` has brought a whole version. Raises
+        EngineError if the engine dies, or does not finish a call in time (the engine is then closed).
+        """
+        async with self._loading, self.drained(), contextlib.aclosing(calls):
+            self._raise_if_failed()
+            await self._end_transfer()
+            times, patience, pause = None, TRANSFER_SECONDS, None
+            try:
+                async for call, info in calls:
+                    if call == "start_weight_update":
+                        _check_shapes({name: tuple(shape) for name, shape in info.items()}, self._model, "what is sent")
+                        patience += sum(prod(shape) for shape in info.values()) / ELEMENTS_PER_SECOND
+                        pause = await self._pause()
+                        self._torn_since = pause.start
+                    await self._transfer(patience, "transfer", call, info)
+                    if call == "finish_weight_update" and pause:
+                        times = await self._go_on(pause, version)
+            except WeightLoadError:
+                await self._end_transfer()
+                raise
+            if times is None:
+                await self._end_transfer()
+                raise WeightLoadError("the trainer ended the transfer early")
+            return times
+
+    async def _transfer(self, patience: float, method: str, *args: Any) -> None:
+        """Call a method of all workers. Raises WeightLoadError if one has failed, EngineError if they take longer than
+        `patience` seconds."""
+        try:
+            async with asyncio.timeout(patience):
+                wrong = await self._ask_workers(method, *args)
+        except TimeoutError:
+            stuck = self._fail(EngineError(f"A transfer of weights has not ended within {patience:.0f} s."))
+            await self.close()
+            raise stuck from None
+        if wrong:
+            raise WeightLoadError(wrong)
+
+    async def _end_transfer(self) -> None:
+        """After a transfer that failed: release the sender, and make the model ready for a load."""
+        if self._torn_since is not None:
+            await self._transfer(TRANSFER_SECONDS, "end_transfer")
+
     @contextlib.asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
         """With `interrupt: false`: running sequences are finished before the block (except those that vLLM itself had
-        preempted), and no sequence starts in it. Otherwise, and inside another such block, it does nothing."""
-        if self._config.interrupt or self._drained_since is not None:
+        preempted), and no sequence starts in it. Otherwise, inside another such block, and after a transfer that
+        failed, which leaves nothing running, it does nothing."""
+        if self._config.interrupt or self._drained_since is not None or self._torn_since is not None:
             yield
             return
         self._drained_since = time.perf_counter()
@@ -215,8 +295,29 @@ class GenerationEngine:
             yield
         finally:
             self._drained_since = None
-            if self._error is None:
+            if self._error is None and self._torn_since is None:
                 await self._call(self._core.resume_scheduler_async())
+
+    async def sleep(self) -> None:
+        """Stop sampling and, on GPUs, leave their memory: the KV cache is dropped, and the weights move to host memory.
+
+        Sequences stay. After `wake` each prefix is prefilled again. A load waits for `wake`. Call it only if the engine
+        was started with `sleeps`, and not while it is asleep."""
+        await self._loading.acquire()
+        if self._core.vllm_config.model_config.enable_sleep_mode:
+            await self._call(self._core.sleep_async(level=1, mode="keep"))
+        else:
+            await self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=True))
+
+    async def wake(self) -> None:
+        """Undo `sleep`: sequences go on where they stopped."""
+        for stream in self._streams.values():
+            stream.version = None  # that they were stopped is no preemption
+        if self._core.vllm_config.model_config.enable_sleep_mode:
+            await self._call(self._core.wake_up_async())
+        else:
+            await self._call(self._core.resume_scheduler_async())
+        self._loading.release()
 
     def hand_over(self, request_ids: Collection[str] | None = None) -> None:
         """End these sequences where they are, so that another engine can continue them. None: all sequences.
@@ -233,8 +334,8 @@ class GenerationEngine:
     def stats(self) -> EngineStats:
         """The load at the engine's latest step."""
         unfinished = len(self._streams)
-        running = min(self._running, unfinished)
-        kv_use = self._kv_use if unfinished else 0.0
+        running = min(sum(running for running, _ in self._loads.values()), unfinished)
+        kv_use = max((used for _, used in self._loads.values()), default=0.0) if unfinished else 0.0
         return EngineStats(running, unfinished - running, kv_use, self._tokens_generated, self._preemptions)
 
     async def close(self) -> None:
@@ -247,10 +348,12 @@ class GenerationEngine:
     async def _send(
         self, key: str, tokens: Sequence[int], sampling: SamplingConfig, max_new_tokens: int | None
     ) -> None:
+        from vllm.lora.request import LoRARequest
         from vllm.v1.engine import EngineCoreRequest
 
         most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        params = _sampling_params(sampling.temperature, sampling.top_p, most, tuple(self._model.stop_tokens))
+        fewest = min(sampling.min_new_tokens, most)
+        params = _sampling_params(sampling.temperature, sampling.top_p, most, fewest, tuple(self._model.stop_tokens))
         request = EngineCoreRequest(
             request_id=key,
             prompt_token_ids=[int(token) for token in tokens],
@@ -258,7 +361,7 @@ class GenerationEngine:
             sampling_params=params,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
+            lora_request=LoRARequest("policy", ADAPTER, "loaded by open_policy") if self._model.weights.lora else None,
             cache_salt=None,
             data_parallel_rank=None,
         )
@@ -270,14 +373,21 @@ class GenerationEngine:
 
     async def _open(self, folder: Path) -> None:
         """Have the files opened that are loaded next. The trainer may have removed them since they were checked."""
-        paths = (str(folder), str(self._model.folder))
-        answers = await self._call(self._core.collective_rpc_async("open_policy", args=paths))
-        if wrong := next(filter(None, answers), None):
+        adapter = ADAPTER if self._model.weights.lora else None
+        if wrong := await self._ask_workers("open_policy", str(folder), adapter):
             raise WeightLoadError(f"{folder} cannot be read: {wrong}")
 
-    async def _swap(self, folder: Path, version: int, start: float) -> LoadTimes:
+    async def _ask_workers(self, method: str, *args: Any) -> str | None:
+        """Call a method of all workers that returns why it failed, or None. Returns why the first one failed."""
+        asked = self._core.call_utility_all_async("collective_rpc", method, None, args, None)
+        return next((answer for answers in await self._call(asked) for answer in answers if answer), None)
+
+    async def _swap(self, folder: Path, version: int) -> LoadTimes:
         try:
-            return await self._interrupt(folder, version, start)
+            await self._end_transfer()
+            pause = await self._pause()
+            await self._call(self._core.collective_rpc_async("load_policy"))
+            return await self._go_on(pause, version)
         except EngineError:
             raise
         except Exception as error:  # vLLM reports whatever its worker raised as a plain Exception
@@ -286,19 +396,30 @@ class GenerationEngine:
             await self.close()
             raise torn from error
 
-    async def _interrupt(self, folder: Path, version: int, start: float) -> LoadTimes:
+    async def _pause(self) -> _Pause:
+        """Stop all sequences where they are. They stay stopped if they are already."""
+        start = self._torn_since or self._drained_since or time.perf_counter()
         keep = self._config.kv_on_update == "keep"
         await self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=not keep))
         stopped = [stream for stream in self._streams.values() if stream.sampled and not stream.ended]
         recomputed = 0 if keep else sum(stream.prompt + stream.sampled for stream in stopped)
-        paused = time.perf_counter()
-        await self._call(self._core.collective_rpc_async("load_policy"))
+        return _Pause(start, time.perf_counter(), len(stopped), recomputed)
+
+    async def _go_on(self, pause: _Pause, version: int) -> LoadTimes:
+        """Let all sequences continue under the weights that are in place now."""
         self._version = version
+        self._torn_since = None
         loaded = time.perf_counter()
         # Both are sent at once, in this order, which saves a round trip during which nothing would run.
         labelled, resumed = self._core.set_weight_version_async(str(version)), self._core.resume_scheduler_async()
         await asyncio.gather(self._call(labelled), self._call(resumed))
-        return LoadTimes(paused - start, loaded - paused, time.perf_counter() - loaded, len(stopped), recomputed)
+        return LoadTimes(
+            pause.reached - pause.start,
+            loaded - pause.reached,
+            time.perf_counter() - loaded,
+            pause.sequences,
+            pause.recomputed,
+        )
 
     async def _call(self, call: Awaitable[T]) -> T:
         """Await an answer of the engine process. Raises EngineError if it dies, since vLLM then never answers."""
@@ -327,8 +448,8 @@ class GenerationEngine:
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
         if outputs.scheduler_stats is not None:
-            self._running = outputs.scheduler_stats.num_running_reqs
-            self._kv_use = outputs.scheduler_stats.kv_cache_usage
+            stats = outputs.scheduler_stats
+            self._loads[outputs.engine_index] = stats.num_running_reqs, stats.kv_cache_usage
         for output in outputs.outputs:
             self._tokens_generated += len(output.new_token_ids)
             if (stream := self._streams.get(output.request_id)) is not None:
@@ -361,6 +482,7 @@ class GenerationEngine:
 class _Weights:
     shapes: Shapes
     tied: bool
+    lora: LoraConfig | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +566,9 @@ class _Stream:
 
 
 @lru_cache(maxsize=1024)  # making them takes vLLM as long as sending a request takes
-def _sampling_params(temperature: float, top_p: float, max_tokens: int, stop_tokens: tuple[int, ...]) -> SamplingParams:
+def _sampling_params(
+    temperature: float, top_p: float, max_tokens: int, min_tokens: int, stop_tokens: tuple[int, ...]
+) -> SamplingParams:
     from vllm import SamplingParams
 
     # No per-request seed: it crashes the CPU engine.
@@ -452,6 +576,7 @@ def _sampling_params(temperature: float, top_p: float, max_tokens: int, stop_tok
         temperature=temperature,
         top_p=top_p,
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
         logprobs=0,
         stop_token_ids=list(stop_tokens),
         detokenize=False,
@@ -488,7 +613,9 @@ def _set_cpu_environment() -> None:
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 * 2**20))
 
 
-def _start_core(model: Path, config: GeneratorConfig, seed: int) -> tuple[AsyncMPClient, list[int]]:
+def _start_core(
+    model: Path, config: GeneratorConfig, seed: int, lora: LoraConfig | None, sleeps: bool, transfer: str | None
+) -> tuple[AsyncMPClient, list[int]]:
     from vllm.platforms import current_platform
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
@@ -496,12 +623,23 @@ def _start_core(model: Path, config: GeneratorConfig, seed: int) -> tuple[AsyncM
     if current_platform.is_cpu():
         _check_libraries()
         _set_cpu_environment()
+        if (ranks := config.engine_options.get("data_parallel_size", 1)) > 1:
+            raise UserError(
+                f"generator.engine_options.data_parallel_size is {ranks}, but vLLM's data-parallel ranks cannot "
+                f"exchange tokens on a CPU: leave it out, and raise generator.count."
+            )
+        if transfer in ("nccl", "ipc"):
+            raise UserError(
+                f"weights.transport={transfer} needs GPUs, and this machine has none: set it to folder or stream."
+            )
         if config.dtype == "bfloat16":
             avoid_broken_amx()
     try:
-        vllm_config = _engine_args(model, config, seed, current_platform.is_cpu()).create_engine_config()
-    except ValueError as error:
-        raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {error}") from error
+        arguments = _engine_args(model, config, seed, lora, sleeps, current_platform.is_cpu(), transfer)
+        vllm_config = arguments.create_engine_config()
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {reason}") from error
     try:
         core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
     except RuntimeError as error:
@@ -510,37 +648,56 @@ def _start_core(model: Path, config: GeneratorConfig, seed: int) -> tuple[AsyncM
     return core, [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
 
 
-def _engine_args(model: Path, config: GeneratorConfig, seed: int, cpu: bool) -> Any:
+def _engine_args(
+    model: Path, config: GeneratorConfig, seed: int, lora: LoraConfig | None, sleeps: bool, cpu: bool,
+    transfer: str | None = None,
+) -> Any:  # fmt: skip
     from vllm import AsyncEngineArgs
 
-    executor = "OneProcessExecutor" if config.tensor_parallel == 1 else "ManyProcessExecutor"
-    scheduler = "areal.generation.vllm_worker.KeepingScheduler" if config.kv_on_update == "keep" else None
-    on_cpu = {
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-        "block_size": CPU_BLOCK_SIZE,
-        "ir_op_priority": {"rms_norm": ["cpu_kernel"], "fused_add_rms_norm": ["cpu_kernel"]},
+    options = config.engine_options
+    # Data-parallel ranks have an executor each.
+    workers = config.devices // options.get("data_parallel_size", 1)
+    share = SHARED if cpu or SHARES in os.environ else TURNS if sleeps else OWN
+    executor = "OneProcessExecutor" if workers == 1 else "ManyProcessExecutor"
+    ours = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype,
+        "seed": seed,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_concurrent_rollouts,
+        "tensor_parallel_size": config.tensor_parallel,
+        "gpu_memory_utilization": config.memory_share or share,
+        "enable_sleep_mode": sleeps and not cpu,  # on the CPU vLLM can pause, but returns no memory
+        "enforce_eager": config.enforce_eager or cpu,  # compiling for the CPU takes longer at start-up than it saves
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "distributed_executor_backend": f"areal.generation.vllm_worker.{executor}",
+        "scheduler_cls": "areal.generation.vllm_worker.KeepingScheduler" if config.kv_on_update == "keep" else None,
+        "worker_extension_cls": "areal.generation.vllm_worker.PolicyWorker",
+        "use_tqdm_on_load": False,
+        "weight_transfer_config": {"backend": transfer} if transfer else None,
     }
-    return AsyncEngineArgs(
-        model=str(model),
-        skip_tokenizer_init=True,
-        dtype=config.dtype,
-        seed=seed,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_concurrent_rollouts,
-        tensor_parallel_size=config.tensor_parallel,
-        gpu_memory_utilization=config.memory_share,
-        enforce_eager=config.enforce_eager or cpu,  # compiling for the CPU takes longer at start-up than it saves
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",
-        distributed_executor_backend=f"areal.generation.vllm_worker.{executor}",
-        scheduler_cls=scheduler,
-        worker_extension_cls="areal.generation.vllm_worker.PolicyWorker",
-        use_tqdm_on_load=False,
-        **(on_cpu if cpu else {}),
-    )
+    if lora:
+        ours |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _most_rank(lora.rank)}
+    if cpu:
+        kernels = {"rms_norm": ["cpu_kernel"], "fused_add_rms_norm": ["cpu_kernel"]}
+        ours |= {"block_size": CPU_BLOCK_SIZE, "ir_op_priority": kernels}
+    if config.kv_cache_gib or cpu:
+        ours["kv_cache_memory_bytes"] = int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)
+    return AsyncEngineArgs(**ours | options)
 
 
-def _read_model_folder(model: Path) -> _Weights:
+def _most_rank(rank: int) -> int:
+    """The least max_lora_rank of vLLM for adapters of this rank. Raises UserError."""
+    from vllm.config.lora import MaxLoRARanks
+
+    if larger := [most for most in get_args(MaxLoRARanks) if most >= rank]:
+        return min(larger)
+    raise UserError(f"trainer.lora.rank is {rank}, but vLLM takes at most {max(get_args(MaxLoRARanks))}: lower it.")
+
+
+def _read_model_folder(model: Path, lora: LoraConfig | None) -> _Weights:
     """Shapes of the tensors that `load` expects, from the headers of the weight files in a Hugging Face folder.
 
     Raises UserError if the folder does not hold a readable model.
@@ -554,31 +711,47 @@ def _read_model_folder(model: Path) -> _Weights:
         tied = json.loads((model / "config.json").read_bytes()).get("tie_word_embeddings", HEAD not in shapes)
     except (OSError, ValueError) as error:
         raise UserError(f"The model in {model} cannot be read: {error}.") from error
-    return _Weights(shapes, tied)
+    return _Weights(shapes, tied, lora)
 
 
-def _check_offer(folder: Path, model: _Weights) -> None:
+def _check_offer(folder: Path, model: _Model) -> None:
     """Raises WeightLoadError if the weights in `folder` do not fit the model."""
     try:
         shapes = _read_all_shapes(folder)
-        adapter = (folder / ADAPTER_FILE).is_file()
-        expected = _factors(folder, shapes, model.shapes) if adapter else model.shapes
     except (OSError, KeyError, ValueError) as error:
         raise WeightLoadError(f"{folder} cannot be read: {error}") from error
-    names = expected.keys() | shapes.keys()
-    if model.tied:
-        names -= {HEAD}  # it may be stored or left out
-    if wrong := sorted(name for name in names if expected.get(name) != shapes.get(name)):
-        name = wrong[0]
-        raise WeightLoadError(
-            f"{folder} does not fit the model: {len(wrong)} tensors differ, the first is {name} "
-            f"(expected {expected.get(name)}, found {shapes.get(name)})"
-        )
+    _check_shapes(shapes, model, str(folder))
 
 
-def _factors(folder: Path, names: Iterable[str], weights: Shapes) -> Shapes:
+def _check_shapes(shapes: Shapes, model: _Model, named: str) -> None:
+    """Raises WeightLoadError if tensors of these shapes do not fit the model."""
+    weights = model.weights
+    if weights.lora:
+        wrong = _differences(shapes, _factors(weights.lora.rank, shapes, weights.shapes), ())
+    else:
+        either = (HEAD,) if weights.tied else ()  # it may be stored or left out
+        # Most models have the tensors that a trainer publishes and no others. This spares them transformers.
+        wrong = _differences(shapes, weights.shapes, either)
+        if wrong:
+            try:
+                wrong = _differences(shapes, published_shapes(model.folder), either)
+            except (OSError, KeyError, ValueError) as error:
+                raise WeightLoadError(f"{model.folder} cannot be read: {error}") from error
+    if wrong:
+        raise WeightLoadError(f"{named} does not fit the model: {len(wrong)} tensors differ, the first is {wrong[0]}")
+
+
+def _differences(found: Shapes, expected: Shapes, either: Collection[str]) -> list[str]:
+    """The tensors, except those in `either`, that are not as expected, and how they differ."""
+    return [
+        f"{name} (expected {expected.get(name)}, found {found.get(name)})"
+        for name in sorted(found.keys() | expected.keys())
+        if name not in either and found.get(name) != expected.get(name)
+    ]
+
+
+def _factors(rank: int, names: Iterable[str], weights: Shapes) -> Shapes:
     """The expected shapes of peft's factors A and B for the weights that the adapter tensors `names` belong to."""
-    rank = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())["r"]
     adapted = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names}
     shapes: Shapes = {}
     for weight in adapted:

@@ -1,5 +1,5 @@
-"""Code that runs inside vLLM's own processes: loading weights in place, separating old from new KV cache, norms on the
-CPU, and exit with the generator.
+"""Code that runs inside vLLM's own processes: loading weights in place, separating old from new KV cache, norms and
+guessed tokens on the CPU, and exit with the generator.
 
 vLLM imports this module by name (`worker_extension_cls`, `scheduler_cls`, `distributed_executor_backend`). Nothing else
 should import it, since that imports vLLM.
@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from vllm import ir
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -30,17 +37,19 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.request import Request
+from vllm.v1.sample import rejection_sampler
 
 from areal.amx import without_amx
 from areal.devices import ENGINE_CORES, settle
-from areal.weights.folders import ADAPTER_FILE
-from areal.weights.lora import merged_tensors, stored_tensors
+from areal.weights.lora import stored_tensors
 
 # The kernels' vectors hold 8 or 16 elements.
 NORM_LANES = 16
 
 # Up to this size, an engine on the CPU keeps its linear weights twice: as in the files, and packed.
 SMALL_BYTES = 2**30
+
+WeightTransferEngineFactory.register_engine("gloo", "areal.weights.transfer", "GlooEngine")
 
 if without_amx():
     # vLLM's own kernels ask torch whether the processor announces AMX.
@@ -88,49 +97,140 @@ def fused_add_rms_norm(
     return x, x_residual
 
 
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Each request's value, once for each of its guessed tokens. cu_num_tokens: the sums of their numbers."""
+    numbers = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(numbers)
+
+
+if current_platform.is_cpu():
+    # vLLM's own for the CPU (0.32) writes its result into a copy, and returns memory as it is. Guessed tokens would be
+    # accepted at any temperature, with log-probs of that temperature.
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def _times_a(self: PunicaWrapperCPU, y: torch.Tensor, x: torch.Tensor, stacked: torch.Tensor, scale: float) -> None:
+    y.copy_((x @ stacked[0, 0].T).mul_(scale))
+
+
+def _add_times_b(
+    self: PunicaWrapperCPU, y: torch.Tensor, x: torch.Tensor, stacked: torch.Tensor, offset: int, size: int,
+    add_inputs: bool = True,
+) -> None:  # fmt: skip
+    y[:, offset : offset + size] += x.to(y.dtype) @ stacked[0, 0].T
+
+
+# vLLM's own operators on the CPU copy the factors for each token, since each may have another adapter. Here all tokens
+# have the same one.
+PunicaWrapperCPU._apply_shrink = _times_a
+PunicaWrapperCPU._apply_expand = _add_times_b
+
+
 class PolicyWorker:
     """Mixin of vLLM's worker, called through `collective_rpc`: `open_policy`, then, while generation is paused,
-    `load_policy`."""
+    `load_policy`. With adapters, `start_adapter` comes first. `transfer` has the weights sent by a trainer instead."""
 
     model_runner: Any  # set by the worker
-    _opened: Iterator[tuple[str, torch.Tensor]]
+    weight_transfer_engine: Any
+    vllm_config: Any
+    _opened: Iterator[tuple[str, torch.Tensor]] | LoRAModel
     _unpacked: dict[torch.nn.Module, torch.nn.Parameter] | None = None
 
-    def open_policy(self, folder: str, base: str) -> str | None:
-        """Open the files that `load_policy` loads. Returns why they cannot be opened, or None if all are open.
+    def start_adapter(self, number: int) -> None:
+        """Have an adapter with this number that changes nothing."""
+        manager = self.model_runner.lora_manager
+        self._put_adapter(manager._adapter_manager.create_dummy_lora(number, 1, manager.embedding_modules))
+
+    def open_policy(self, folder: str, adapter: int | None) -> str | None:
+        """Open the files that `load_policy` loads: those of a whole model, or of the adapter with this number. Returns
+        why they cannot be opened, or None if all are open.
 
         If the trainer removes the folder while weights are being overwritten, they are still read to the end. If it
         has removed the folder before, no weight has been touched, on any rank.
         """
-        adapter = (Path(folder) / ADAPTER_FILE).is_file()
         try:
-            self._opened = merged_tensors(Path(base), Path(folder)) if adapter else stored_tensors(Path(folder))
-        except (OSError, SafetensorError) as error:
+            if adapter is None:
+                self._opened = stored_tensors(Path(folder))
+            else:
+                self._opened = self.model_runner.lora_manager._load_adapter(LoRARequest("policy", adapter, folder))
+        except (LoRAAdapterNotFoundError, OSError, SafetensorError, ValueError) as error:
             return str(error)
         return None
 
     def load_policy(self) -> None:
-        """Overwrite the weights in place with those in the folder that was opened (Hugging Face names and shapes). If
-        it holds an adapter, this is merged into the weights of the model `base`."""
+        """Overwrite the weights in place with those in the folder that was opened (Hugging Face names and shapes), or
+        the adapter with the one there."""
         tensors = self._opened
+        if isinstance(tensors, LoRAModel):
+            self._put_adapter(tensors)
+            return
         model = self.model_runner.get_model()
-        packed = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
         if self._unpacked is None:
-            self._unpacked = _unpacked_weights(model)
+            # A transfer takes layers apart, after which these parameters would no longer be theirs.
+            self._unpacked = {} if self.weight_transfer_engine else _unpacked_weights(model)
         if self._unpacked:
-            packed += self._unpacked
             for layer, weight in self._unpacked.items():
                 layer.register_parameter("weight", weight)
             model.load_weights(tensors)
         else:
-            # vLLM warns of every layer without weights in the files, such as rotary embeddings and tied heads. The
-            # files have been compared with the model before.
-            logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+            _prepare_reload(model)
             self.model_runner.reload_weights(weights_iterator=tensors)
-        # On the CPU linear weights are packed when loaded. A tied head has no weights of its own in the file, so vLLM
-        # does not pack it again, and the head would still multiply by the old embedding.
-        for layer in packed:
+        self._pack(*self._unpacked)
+
+    def transfer(self, call: str, info: dict[str, Any]) -> str | None:
+        """Do a call of vLLM's weight transfer: one of its methods of the worker, and the argument. Returns why it
+        failed, or None. After a failure, and before any other load, `end_transfer` has to be called."""
+        try:
+            if call == "init_weight_transfer_engine":
+                self.weight_transfer_engine.shutdown()  # the group with an earlier trainer
+                self.init_weight_transfer_engine(info)  # type: ignore[attr-defined]  # the worker's, as those below
+            elif call == "start_weight_update":
+                _prepare_reload(self.model_runner.get_model())
+                self.start_weight_update()  # type: ignore[attr-defined]
+            elif call == "update_weights":
+                from areal.weights.transfer import with_handles
+
+                self.update_weights(with_handles(info))  # type: ignore[attr-defined]
+            else:
+                self.finish_weight_update()  # type: ignore[attr-defined]
+                self._pack()
+        except Exception as error:  # vLLM would lose the answers of the engine's other processes
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def end_transfer(self) -> None:
+        """Leave the group with the trainer, and put the layers together that a transfer has taken apart. Their weights
+        are no policy's until a whole version is loaded."""
+        engine = self.weight_transfer_engine
+        engine.shutdown()
+        with set_current_vllm_config(self.vllm_config):
+            engine.finish_weight_update()
+        self._weight_update_active = False
+
+    def _pack(self, *layers: torch.nn.Module) -> None:
+        """Pack the weights of `layers` and of the head. On the CPU linear weights are packed when loaded. A tied head
+        has no weights of its own in the file, so vLLM does not pack it again, and the head would still multiply by the
+        old embedding."""
+        heads = (one for one in self.model_runner.get_model().modules() if isinstance(one, ParallelLMHead))
+        for layer in (*heads, *layers):
             layer.quant_method.process_weights_after_loading(layer)
+
+    def _put_adapter(self, adapter: LoRAModel) -> None:
+        manager = self.model_runner.lora_manager._adapter_manager
+        manager.remove_adapter(adapter.id)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter.id)
+
+
+def _prepare_reload(model: torch.nn.Module) -> None:
+    """To call before vLLM's own reload."""
+    # It warns of every layer without weights in the files, such as rotary embeddings and tied heads. The files have
+    # been compared with the model before.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    if current_platform.is_cpu():
+        _forget_packed_experts(model)
 
 
 def _unpacked_weights(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.Parameter]:
@@ -156,6 +256,14 @@ def _unpacked_weights(model: torch.nn.Module) -> dict[torch.nn.Module, torch.nn.
         elif method is not None and not isinstance(method, UnquantizedEmbeddingMethod):
             return {}
     return unpacked if sum(weight.nbytes for weight in unpacked.values()) <= SMALL_BYTES else {}
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """vLLM (0.32) packs the weights of experts for the CPU only with the first kernel that it makes of them. With the
+    next ones it would multiply as they are in the files."""
+    for layer in model.modules():
+        if isinstance(method := getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 class KeepingScheduler(AsyncScheduler):

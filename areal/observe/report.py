@@ -6,10 +6,11 @@ All its data comes from the run folder. Data that a run did not write because it
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,12 @@ def write_figure(folder: Path, path: Path) -> None:
         limits=(None, 1.0),
     )
     (staleness,) = (panel for panel in panels(run) if panel.title == "Staleness")
-    svg = _svg("figure", lambda: figure_of(learning, staleness))
+    write_svg(path, "figure", lambda: figure_of(learning, staleness))
+
+
+def write_svg(path: Path, salt: str, make: Callable[[], Any]) -> None:
+    """Write a matplotlib figure as an SVG file that stands alone. salt: what its ids are made from."""
+    svg = _svg(salt, make)
     path.write_text(svg.replace("currentColor", PLAIN_INK).replace("var(--faint)", PLAIN_FAINT), encoding="utf-8")
 
 
@@ -385,6 +391,28 @@ def figure_of(*panels: Panel) -> Any:
     return figure
 
 
+def figure_of_points(
+    panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, float, float]]]]], axis: str, colours: Sequence[str]
+) -> Any:
+    """Panels side by side, each a title and lines by label of points (x, y, half width of y's interval or nan)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.8 * len(panels), 2.9), layout="constrained")
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for (label, points), colour in zip(lines.items(), itertools.cycle(colours)):
+            x, y, errors = zip(*points, strict=True)
+            axes.errorbar(x, y, errors, color=colour, label=_label(label) or None, marker="o", markersize=3, capsize=2)
+        ticks = sorted({x for points in lines.values() for x, *_ in points})
+        if ticks[0] >= 0 and ticks[-1] > 8 * (ticks[1] if len(ticks) > 1 and not ticks[0] else ticks[0]):
+            axes.set_xscale("symlog", linthresh=next(x for x in ticks if x > 0))
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axes.minorticks_off()
+        axes.set_title(title, loc="left", color=INK, fontsize=10)
+        axes.set_xlabel(_label(axis), color=INK)
+        _style(axes)
+    return figure
+
+
 def _draw_panel(axes: Any, panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -401,6 +429,11 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.set_xlabel("step", color=INK)
     axes.set_ylabel(panel.unit, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _style(axes)
+
+
+def _style(axes: Any) -> None:
+    """The page's colours, and a legend above the figure."""
     axes.tick_params(colors=INK, which="both")
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)

@@ -12,7 +12,7 @@ from typing import Any
 from areal.storage.events import FILE, GONE, OLDER_FILE
 
 # The phases of a step, in the order in which the trainer runs them. It commits the step after the last phase.
-PHASES = ("save", "trainer_wait", "fetch", "train", "publish_wait", "snapshot")
+PHASES = ("save_wait", "save", "trainer_wait", "fetch", "train", "publish_wait", "snapshot", "offload")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,12 @@ class Activations:
 
 def measure_activations(sizes: Any, trainer: TrainerConfig, *, checkpointing: bool) -> Activations:
     """The activations of one rank's layers, without the output layer. sizes: the model's config of transformers."""
-    period = _period(getattr(sizes, "layer_types", None) or [""])
-    few, more = (_of_layers(sizes, trainer, layers, checkpointing) for layers in (2 * period, 4 * period))
+    small, large = of_layers(sizes, 2), of_layers(sizes, 4)
+    few, more = (_passes(some, trainer, checkpointing) for some in (small, large))
 
     def all_layers(name: str) -> float:
-        a_layer = (getattr(more, name) - getattr(few, name)) / (2 * period)
-        return getattr(few, name) + (sizes.num_hidden_layers - 2 * period) * a_layer
+        a_layer = (getattr(more, name) - getattr(few, name)) / (large.num_hidden_layers - small.num_hidden_layers)
+        return getattr(few, name) + (sizes.num_hidden_layers - small.num_hidden_layers) * a_layer
 
     return Activations(all_layers("saved"), all_layers("peak"))
 
@@ -52,13 +52,20 @@ def _period(kinds: list[str]) -> int:
     return next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False)))
 
 
-def _of_layers(sizes: Any, trainer: TrainerConfig, layers: int, checkpointing: bool) -> Activations:
+def of_layers(sizes: Any, each: int) -> Any:
+    """The config `sizes` with only so many layers of each kind, in the order of the model."""
+    sizes = copy.deepcopy(sizes)
+    kinds = getattr(sizes, "layer_types", None)
+    period = _period(kinds or [""])
+    sizes.num_hidden_layers = each * period
+    if kinds:
+        sizes.layer_types = [*islice(cycle(kinds[:period]), each * period)]
+    return sizes
+
+
+def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activations:
     from transformers import AutoModelForCausalLM
 
-    sizes = copy.deepcopy(sizes)
-    sizes.num_hidden_layers = layers
-    if kinds := getattr(sizes, "layer_types", None):
-        sizes.layer_types = [*islice(cycle(kinds[: _period(kinds)]), layers)]
     dtype = getattr(torch, trainer.dtype)
     attention = choose_attention("float32")
     with torch.device("meta"):

@@ -20,7 +20,7 @@ from areal.config import Config, UserError, checked, load_config, overridden, re
 from areal.observe.report import read_run
 from areal.planning.command import read_modules
 from areal.processes import ROOT
-from areal.storage.run_folder import STEADY, differences
+from areal.storage.run_folder import SPEED_ONLY, STEADY, differences, within
 
 PUBLISHED = ROOT / "configs" / "paper" / "published.yaml"
 # Names of a measure: in general, of the paper's number and of the run's.
@@ -33,15 +33,7 @@ MEASURES = {
 }
 # Keys that say where and how a run is started, and the model, which is compared by name and size.
 OTHERWISE = ("name", "run_dir", "seed", "model", "master", "network", "observe", "trainer.peak_tflops")
-# Keys that change how fast a run is and not what it learns, and those for which it is the other way round.
-SPEED_ONLY = (
-    "generator.count", "generator.threads", "generator.max_concurrent_rollouts", "generator.memory_share",
-    "generator.kv_cache_gib", "generator.tensor_parallel", "generator.stream_interval", "generator.enforce_eager",
-    "rollout_manager.count", "rollout_manager.max_concurrent_groups", "reward.count", "reward.workers",
-    "reward.cache_size", "weights", "trainer.ranks", "trainer.zero_stage", "trainer.threads", "trainer.microbatches",
-    "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing", "trainer.prefix_tree", "trainer.offload",
-    "trainer.sequence_parallel",
-)  # fmt: skip
+# Keys that change what a run learns and not how fast it is.
 SCORE_ONLY = (
     "steps",
     "evaluator",
@@ -221,7 +213,7 @@ def _tell_differences(
         console.print(found)
     console.print(f"What the paper has besides, and a run does not record: {table['apart']}.", highlight=False)
     for what, without in ("Scores", SPEED_ONLY), ("Speeds", SCORE_ONLY):
-        keys = list(dict.fromkeys(key for key, _ in pairs if not _is_one_of(key, without)))
+        keys = list(dict.fromkeys(key for key, _ in pairs if not within(key, without)))
         verdict = (
             f"cannot be compared with the paper's, since these differ: {', '.join(keys)}"
             if keys
@@ -244,8 +236,4 @@ def _size(parameters: float, run: Found) -> list[tuple[str, str, str]]:
 def _apart(row: Row, run: Found) -> list[tuple[str, Any, Any]]:
     """The settings in which a run differs from its row: key, the row's value, the run's value."""
     theirs, ours = row.config.model_dump(mode="json"), run.config.model_dump(mode="json")
-    return [each for each in differences(theirs, ours) if not _is_one_of(each[0], OTHERWISE)]
-
-
-def _is_one_of(key: str, names: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
+    return [each for each in differences(theirs, ours) if not within(each[0], OTHERWISE)]

@@ -163,6 +163,15 @@ def balanced_share(rates: Rates) -> float:
     return rates.training / (rates.generating + rates.training)
 
 
+def row_tokens(config: Config, ranks: int, longest: int) -> int:
+    """Tokens of the longest row that the ranks of a sequence group compute together. longest: of one sequence."""
+    trainer = config.trainer
+    if not trainer.microbatches:
+        return max(trainer.max_tokens_per_microbatch, longest)
+    sequences = config.batch_size * config.group_size / trainer.minibatches
+    return longest * math.ceil(sequences * trainer.sequence_parallel / ranks / trainer.microbatches)
+
+
 def training_memory(
     config: Config, model: Model, ranks: int, stage: int, checkpointing: bool, longest: int
 ) -> TrainingMemory:
@@ -181,11 +190,7 @@ def training_memory(
     """
     trainer = config.trainer
     size = BYTES[trainer.dtype]
-    tokens = max(trainer.max_tokens_per_microbatch, longest)
-    if trainer.microbatches:
-        sequences = config.batch_size * config.group_size / trainer.minibatches
-        tokens = longest * math.ceil(sequences * trainer.sequence_parallel / ranks / trainer.microbatches)
-    tokens = math.ceil(tokens / trainer.sequence_parallel)
+    tokens = math.ceil(row_tokens(config, ranks, longest) / trainer.sequence_parallel)
     of_weights, of_gradients, of_optimizer = (ranks if stage >= least else 1 for least in (3, 2, 1))
     half = trainer.dtype != "float32"
     offload = trainer.offload != "none"
@@ -307,7 +312,7 @@ def _fitting(
     """The ZeRO stage, checkpointing and memory of the cheapest training that fits; None if none fits."""
     first = 1 if config.trainer.dtype == "bfloat16" else 0  # areal.training.optimizer explains why
     stages = range(max(first, config.trainer.zero_stage), 4) if ranks > 1 else [first]
-    for checkpointing in sorted({config.trainer.gradient_checkpointing, True}):
+    for checkpointing in sorted({config.trainer.gradient_checkpointing is True, True}):
         for stage in stages:
             memory = training_memory(config, model, ranks, stage, checkpointing, lengths.prompt + lengths.longest)
             if memory.total <= TRAINER_SHARE * device_bytes:

@@ -24,7 +24,7 @@ import yaml
 
 from areal.config import Config, UserError, checked, load_config, overridden, read_values
 from areal.processes import ROOT, SUPERVISED
-from areal.storage.run_folder import MAY_CHANGE, differences, read_summary, replace
+from areal.storage.run_folder import MAY_CHANGE, differences, read_summary, replace, within
 
 # The configuration keys that do not change what a run computes.
 OPERATION = ("master", "network", "observe")
@@ -107,7 +107,7 @@ def _check_begun(run: SweptRun) -> None:
     free = OPERATION if run.finished else MAY_CHANGE
     before: Config = load_config(run.file)
     for key, old, new in differences(before.model_dump(mode="json"), run.config.model_dump(mode="json")):
-        if not any(key == name or key.startswith(f"{name}.") for name in free):
+        if not within(key, free):
             raise UserError(
                 f"{key} was {old!r} in the run {run.config.folder} and is {new!r} now: give the sweep another name, "
                 f"name=NAME, or remove that folder."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,17 @@ MAY_CHANGE = (
     "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
     "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads",
     "trainer.max_tokens_per_microbatch", "trainer.microbatches", "trainer.gradient_checkpointing",
-    "trainer.checkpoint_every", "trainer.checkpoints_kept",
+    "trainer.checkpoint_every", "trainer.checkpoints_kept", "trainer.deepspeed_options",
+)  # fmt: skip
+
+# The configuration keys that change how fast a run is, and how stale its data, but not what it learns from them.
+SPEED_ONLY = (
+    "generator.count", "generator.threads", "generator.max_concurrent_rollouts", "generator.memory_share",
+    "generator.kv_cache_gib", "generator.tensor_parallel", "generator.stream_interval", "generator.enforce_eager",
+    "rollout_manager.count", "rollout_manager.max_concurrent_groups", "reward.count", "reward.workers",
+    "reward.cache_size", "weights", "trainer.ranks", "trainer.zero_stage", "trainer.threads", "trainer.microbatches",
+    "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing", "trainer.prefix_tree", "trainer.offload",
+    "trainer.sequence_parallel",
 )  # fmt: skip
 
 # The values that config.yaml does not show, for the user's eyes alone. A run that is resumed reads them again.
@@ -208,7 +218,7 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
         config = with_folders(config)
     for key, before, now in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
         again = hidden_in(before) is not None  # a secret that is given again
-        if not again and not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
+        if not again and not within(key, MAY_CHANGE):
             raise UserError(f"{key} was {before!r} when the run in {folder} began and cannot become {now!r}: keep it.")
     return config
 
@@ -229,6 +239,11 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
             yield from differences(old, new, f"{prefix}{name}.")
         elif old != new:
             yield f"{prefix}{name}", old, new
+
+
+def within(key: str, names: Iterable[str]) -> bool:
+    """Whether a key of the configuration is one of `names` or in a section that is."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def replace(path: Path, text: str, mode: int = 0o666) -> None:

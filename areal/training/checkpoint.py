@@ -1,42 +1,76 @@
-"""The training state in a checkpoint: fp32 master weights, Adam's moments, the schedule, random generators.
+"""The training state in a checkpoint: fp32 weights (masters), Adam's moments, the schedule, random generators.
 
-It is stored as safetensors and JSON in a subfolder of the model folder, which model loaders ignore. Each parameter is
-stored whole, so a checkpoint can be loaded with another number of ranks and at another ZeRO stage. Loading a checkpoint
-runs no code of its author.
+It is stored as safetensors and JSON in a subfolder of the model folder, which model loaders ignore. Each rank writes a
+*share*: parts of the flattened parameters, [start, stop) each, with their moments. Under ZeRO 1 to 3 they are the parts
+that the rank holds, else an equal part of all elements. A checkpoint can be loaded with another number of ranks and at
+another ZeRO stage: each rank reads the parts that it needs. Loading a checkpoint runs no code of its author.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.nn.functional import pad
 
 from areal.config import UserError
-from areal.weights.folders import write_tensors
+from areal.training.agreement import agree
+from areal.weights.folders import sync, write_tensors
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 FOLDER = "training"
 STATE_FILE = "state.json"
-MASTERS_FILE = "master.safetensors"
-RANDOM_FILE = "random.safetensors"
+MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = (MASTER, *MOMENTS)
+
+
+class Part(NamedTuple):
+    """The elements [start, stop) of a flattened parameter."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's share of the state, copied to host memory. tensors: of each of KINDS, all `parts` behind one another,
+    fp32 [n]; and the states of the random generators. facts: what is stored once, on rank 0."""
+
+    parts: list[Part]
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+
+    def write(self, model: Path) -> None:
+        """Write the share to disk, into the model folder `model`."""
+        file = model / FOLDER / share_file(dist.get_rank(), dist.get_world_size())
+        write_tensors(self.tensors, file, parts=json.dumps(self.parts))
+        sync(file)
+
+
+def share_file(rank: int, ranks: int) -> str:
+    return f"rank_{rank:05}-of-{ranks:05}.safetensors"
 
 
 class TrainingState:
     """Saves and loads the state of a DeepSpeed engine whose optimizer is torch's AdamW, at any ZeRO stage.
 
-    parameters: the trained ones, by name. control: a CPU process group of all ranks, whose timeout is long enough to
-    wait while rank 0 writes.
+    parameters: the trained ones, by name. control: a CPU process group of all ranks.
     """
 
     def __init__(
@@ -57,7 +91,7 @@ class TrainingState:
         adam = self._engine.basic_optimizer
         for tensor in self._optimized():
             zeros = {moment: torch.zeros_like(tensor) for moment in MOMENTS}
-            adam.state[tensor] = {"step": torch.tensor(0.0)} | zeros
+            adam.state[tensor] = {"step": torch.zeros((), device=tensor.device)} | zeros  # there, because it is fused
         if self._stage in (1, 2):
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()  # as its own first step does
 
@@ -67,63 +101,63 @@ class TrainingState:
             return self._engine.optimizer.fp32_partitioned_groups_flat
         return [tensor for group in self._engine.basic_optimizer.param_groups for tensor in group["params"]]
 
+    # --- what this rank holds
+
+    def _share(self) -> Iterator[Part]:
+        """The parts that this rank saves."""
+        if self._stage == 0:
+            yield from self._equal_share(dist.get_rank())
+            return
+        for name, parameter in self._parameters.items():
+            if self._stage == 3:  # the last rank's part is padded
+                start = parameter.ds_tensor.numel() * dist.get_rank()
+                stop = min(start + parameter.ds_tensor.numel(), parameter.ds_numel)
+            elif parameter._hp_mapping is None:
+                continue
+            else:
+                start = parameter._hp_mapping.lp_fragment_address.start
+                stop = start + parameter._hp_mapping.lp_fragment_address.numel
+            if start < stop:
+                yield Part(name, start, stop)
+
+    def _equal_share(self, rank: int) -> Iterator[Part]:
+        """The parts of which rank `rank` has none in common with others, if every rank holds everything."""
+        elements = sum(parameter.numel() for parameter in self._parameters.values())
+        first, last = (elements * end // dist.get_world_size() for end in (rank, rank + 1))
+        before = 0
+        for name, parameter in self._parameters.items():
+            start, stop = max(0, first - before), min(parameter.numel(), last - before)
+            if start < stop:
+                yield Part(name, start, stop)
+            before += parameter.numel()
+
+    def _held(self, part: Part, kind: str) -> Tensor:
+        """The elements of a part that this rank holds, [n], in place."""
+        parameter, key = self._parameters[part.name], None if kind == MASTER else kind
+        if self._stage == 0:
+            whole = parameter if key is None else self._engine.basic_optimizer.state[parameter][key]
+            return whole.detach().view(-1)[part.start : part.stop]
+        if self._stage == 3:
+            held, _ = self._engine.optimizer._get_fp32_opt_state_partition(parameter, False, key)
+            return held.detach()[: part.size]
+        return parameter._hp_mapping.get_hp_fragment(key).detach()
+
     # --- saving
 
-    def save(self, model: Path | None) -> None:
-        """Write the state into the model folder `model` (all ranks; ranks other than 0 pass None)."""
-        folder = model / FOLDER if model else None
-        if folder:
-            folder.mkdir()
-        if self._has_masters:
-            self._write(folder, MASTERS_FILE, self._gather(self._master))
-        for moment in MOMENTS:
-            self._write(folder, f"{moment}.safetensors", self._gather(partial(self._moment, key=moment)))
-        self._write(folder, RANDOM_FILE, self._gather_random())
-        if folder:
-            (folder / STATE_FILE).write_text(json.dumps(self._facts(), indent=2) + "\n")
-
-    @property
-    def _has_masters(self) -> bool:
-        return next(iter(self._parameters.values())).dtype != torch.float32
-
-    def _gather(self, read: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
-        """The result of `read`, a collective, for each parameter by name: on the CPU of rank 0, empty elsewhere."""
-        tensors = {}
-        for name, parameter in self._parameters.items():
-            whole = read(parameter)
-            if dist.get_rank() == 0:
-                tensors[name] = whole.detach().to("cpu", copy=True)
-        return tensors
-
-    def _write(self, folder: Path | None, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write one file, then wait for all ranks. So rank 0 never holds more than a third of the state, and the other
-        ranks wait here and not in their next collective, whose timeout is shorter."""
-        if folder:
-            write_tensors(tensors, folder / name)
-        dist.barrier(group=self._control)
-
-    def _master(self, parameter: torch.nn.Parameter) -> Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(parameter)
-
-    def _moment(self, parameter: torch.nn.Parameter, key: str) -> Tensor:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        if self._stage == 0:
-            return self._engine.basic_optimizer.state[parameter][key]
-        return safe_get_full_optimizer_state(parameter, key)
-
-    def _gather_random(self) -> dict[str, Tensor]:
-        states: dict[str, Tensor] = {}
-        for kind, state in _random_states().items():
-            of_ranks = [torch.empty_like(state) for _ in range(dist.get_world_size())]
-            dist.all_gather(of_ranks, state, group=self._control)
-            states |= {f"{kind}.{rank}": s for rank, s in enumerate(of_ranks)}
-        return states
+    def copy(self) -> Share:
+        """Copy this rank's share of the state to host memory: 12 bytes per parameter, divided by the number of ranks
+        (all ranks; they need not be in step)."""
+        parts = list(self._share())
+        tensors = {kind: torch.empty(sum(part.size for part in parts)) for kind in KINDS}
+        for kind, flat in tensors.items():
+            for part, its in _cut(flat, parts):
+                its.copy_(self._held(part, kind))
+        random = {f"random.{kind}": state for kind, state in _random_states().items()}
+        return Share(parts, tensors | random, self._facts())
 
     def _facts(self) -> dict[str, Any]:
         return {
+            "shares": dist.get_world_size(),
             "optimizer_steps": self._engine.lr_scheduler.last_epoch,
             "adam_steps": {name: self._adam_step(parameter).item() for name, parameter in self._parameters.items()},
             "shapes": self._shapes(),
@@ -138,64 +172,48 @@ class TrainingState:
 
     # --- loading
 
-    def load(self, model: Path, read_weights: Callable[[], Mapping[str, Tensor]]) -> None:
+    def load(self, model: Path) -> None:
         """Restore the state from the model folder `model` (all ranks).
 
-        read_weights: returns the model's weights in fp32, by parameter name. It is called if the checkpoint has no
-        master weights. Raises UserError, before anything is changed, if the folder holds no training state or that of
-        another model.
+        Each rank reads its own share. Raises UserError on all ranks, before anything is changed, if the folder holds no
+        training state or that of another model, or if a share is missing or damaged.
         """
-        folder = model / FOLDER
-        facts = self._read_facts(model)
-        if (folder / MASTERS_FILE).is_file():
-            self._each(folder / MASTERS_FILE, self._set_weight)
-        else:
-            weights = read_weights()
-            for name, parameter in self._parameters.items():
-                self._set_weight(parameter, weights[name])
-        for moment in MOMENTS:
-            self._each(folder / f"{moment}.safetensors", partial(self._set_moment, key=moment))
-        self._set_adam_steps(facts["adam_steps"])
-        self._set_schedule(facts["optimizer_steps"])
-        _set_random_states(folder / RANDOM_FILE)
+        opened: list[_Stored] = []
+        agree(lambda: opened.append(_Stored(model, self._shapes())), self._control)
+        stored = opened[0]
+        for kind in KINDS:
+            if self._stage:
+                for part in self._share():
+                    stored.read(part, kind, self._held(part, kind))
+            else:
+                self._load_everything(stored, kind)
+        self._update_weights()
+        self._set_adam_steps(stored.facts["adam_steps"])
+        self._set_schedule(stored.facts["optimizer_steps"])
+        stored.set_random_states()
 
-    def _read_facts(self, model: Path) -> dict[str, Any]:
-        file = model / FOLDER / STATE_FILE
-        if not file.is_file():
-            raise UserError(f"{model} is not a checkpoint to resume from: it has no {FOLDER}/{STATE_FILE}.")
-        facts = json.loads(file.read_text())
-        if facts["shapes"] != self._shapes():
-            raise UserError(
-                f"The checkpoint {model} belongs to another model than the run's, or has another trainer.lora."
-            )
-        return facts
+    def _load_everything(self, stored: _Stored, kind: str) -> None:
+        """Every rank reads an equal share and sends it to the others."""
+        for rank in range(dist.get_world_size()):
+            parts = list(self._equal_share(rank))
+            flat = torch.empty(sum(part.size for part in parts))
+            for part, its in _cut(flat, parts):
+                if rank == dist.get_rank():
+                    stored.read(part, kind, its)
+            dist.broadcast(flat, rank, group=self._control)
+            for part, its in _cut(flat, parts):
+                self._held(part, kind).copy_(its)
 
-    def _each(self, file: Path, put: Callable[[torch.nn.Parameter, Tensor], None]) -> None:
-        with safe_open(file, framework="pt") as tensors:
-            for name, parameter in self._parameters.items():
-                put(parameter, tensors.get_tensor(name))
-
-    def _set_weight(self, parameter: torch.nn.Parameter, value: Tensor) -> None:
-        """Set the parameter and its fp32 master to `value` (all ranks)."""
-        from deepspeed.runtime.zero import GatheredParameters
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-
-        with GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3):
-            parameter.data.copy_(value)
+    def _update_weights(self) -> None:
+        """Round the masters to the weights, as DeepSpeed does at the end of its own step (all ranks)."""
+        optimizer = self._engine.optimizer
         if self._stage == 3:
-            safe_set_local_fp32_param(parameter, _partition(parameter, value))
+            optimizer.checkpoint_event_prologue()  # no parameter is gathered then
+            for number in range(len(optimizer.fp32_partitioned_groups_flat)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
+            optimizer.checkpoint_event_epilogue()
         elif self._stage:
-            safe_set_full_fp32_param(parameter, value)
-
-    def _set_moment(self, parameter: torch.nn.Parameter, value: Tensor, key: str) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
-
-        if self._stage == 3:
-            safe_set_local_optimizer_state(parameter, _partition(parameter, value), key)
-        elif self._stage:
-            safe_set_full_optimizer_state(parameter, value, key)
-        else:
-            self._engine.basic_optimizer.state[parameter][key].copy_(value)
+            optimizer.update_lp_params()
 
     def _set_adam_steps(self, steps: Mapping[str, float]) -> None:
         if self._stage == 0:
@@ -214,24 +232,84 @@ class TrainingState:
         schedule.load_state_dict(schedule.state_dict() | {"_step_count": steps + 1})
 
 
-def _partition(parameter: torch.nn.Parameter, value: Tensor) -> Tensor:
-    """This rank's part of `value` under ZeRO 3, [n]. The last part is padded with zeros, as DeepSpeed's own part is.
-    DeepSpeed's setters of whole tensors fail on padded parts."""
-    size = parameter.ds_tensor.numel()
-    padded = pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
-    return padded.narrow(0, size * dist.get_rank(), size)
+class _Stored:
+    """The training state in the model folder `model`, with all its files open. shapes: of the run's parameters. Raises
+    UserError."""
+
+    def __init__(self, model: Path, shapes: Mapping[str, list[int]]) -> None:
+        file = model / FOLDER / STATE_FILE
+        if not file.is_file():
+            raise UserError(f"{model} is not a checkpoint to resume from: it has no {FOLDER}/{STATE_FILE}.")
+        try:
+            self.facts: dict[str, Any] = json.loads(file.read_text())
+            if self.facts["shapes"] != shapes:
+                raise UserError(
+                    f"The checkpoint {model} belongs to another model than the run's, or has another trainer.lora."
+                )
+            if "shares" not in self.facts:
+                raise UserError(
+                    f"The training state of the checkpoint {model} was written by an older version and cannot be "
+                    f"read: start a new run from its weights with model={model}."
+                )
+            self._shares: list[Any] = []
+            self._places: dict[str, list[tuple[Part, int, int]]] = {name: [] for name in shapes}
+            for rank in range(self.facts["shares"]):
+                file = model / FOLDER / share_file(rank, self.facts["shares"])
+                self._shares.append(safe_open(file, framework="pt"))
+                self._note_places(rank)
+            self._check_places(shapes)
+        except (KeyError, OSError, SafetensorError, TypeError, ValueError) as error:
+            raise UserError(
+                f"The training state of the checkpoint {model} is damaged: {file.name} is missing or does not fit "
+                f"({error}). Restore the file, or start a new run with model= an older checkpoint."
+            ) from error
+
+    def _note_places(self, rank: int) -> None:
+        """Note of each part in the share of a rank the share and the place in its tensors."""
+        share, place = self._shares[rank], 0
+        for part in (Part(*part) for part in json.loads(share.metadata()["parts"])):
+            self._places[part.name].append((part, rank, place))
+            place += part.size
+        if any(share.get_slice(kind).get_shape() != [place] for kind in KINDS):
+            raise ValueError(f"its tensors do not have {place} elements")
+
+    def _check_places(self, shapes: Mapping[str, list[int]]) -> None:
+        for name, places in self._places.items():
+            places.sort()
+            ends = [0, *(end for part, _, _ in places for end in (part.start, part.stop)), prod(shapes[name])]
+            if any(one != other for one, other in list(pairwise(ends))[::2]):
+                raise ValueError(f"{name} is not stored as a whole")
+
+    def read(self, wanted: Part, kind: str, to: Tensor) -> None:
+        """Read a part's elements of a kind into `to`, [n]."""
+        for part, rank, place in self._places[wanted.name]:
+            start, stop = max(part.start, wanted.start), min(part.stop, wanted.stop)
+            if start < stop:
+                first = place + start - part.start
+                to[start - wanted.start : stop - wanted.start] = self._read(rank, kind, first, first + stop - start)
+
+    def _read(self, rank: int, kind: str, first: int, last: int) -> Tensor:
+        return self._shares[rank].get_slice(kind)[first:last]
+
+    def set_random_states(self) -> None:
+        """Restore this rank's random generators. A rank or kind of device that is not stored keeps its state."""
+        setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
+        if dist.get_rank() < len(self._shares):
+            share = self._shares[dist.get_rank()]
+            for kind in _random_states():
+                if (name := f"random.{kind}") in share.keys():  # noqa: SIM118 - it is not a dict
+                    setters[kind](share.get_tensor(name))
+
+
+def _cut(flat: Tensor, parts: Iterable[Part]) -> Iterator[tuple[Part, Tensor]]:
+    """Each part with its elements of `flat`, which has all parts behind one another."""
+    place = 0
+    for part in parts:
+        yield part, flat[place : place + part.size]
+        place += part.size
 
 
 def _random_states() -> dict[str, Tensor]:
     """The states of torch's random generators by kind of device, uint8 [n] each, on the CPU."""
     states = {"cpu": torch.get_rng_state()}
     return states | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
-
-
-def _set_random_states(file: Path) -> None:
-    """Restore this rank's random generators. A rank or kind of device that the file lacks keeps its current state."""
-    setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
-    with safe_open(file, framework="pt") as states:
-        for kind in _random_states():
-            if (name := f"{kind}.{dist.get_rank()}") in states.keys():  # noqa: SIM118 - it is not a dict
-                setters[kind](states.get_tensor(name))

@@ -9,15 +9,16 @@ have to be killed.
 from __future__ import annotations
 
 import atexit
+import copy
 import fcntl
 import hashlib
 import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +33,25 @@ from areal.amx import avoid_broken_amx
 from areal.config import TrainerConfig, UserError
 from areal.models import check_heads
 from areal.training.advantages import advantages
-from areal.training.checkpoint import TrainingState
+from areal.training.agreement import SILENCE, Writer
+from areal.training.checkpoint import Share, TrainingState
 from areal.training.flops import Operations, peak_tflops
 from areal.training.head import Head
 from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
 from areal.training.optimizer import deepspeed_config, learning_rates
 from areal.training.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, empty_row, pack
+from areal.training.residence import Residence, tensors_in
 from areal.training.separation import keeps_apart, only_attention_mixes
+from areal.training.shards import Copied, ModelFolder, Published, ranks_of_this_host, share_out
 from areal.training.tally import StepResult, Tally
 from areal.training.ulysses import Part, SequenceGroup, register
 from areal.trajectory import Group
-from areal.weights.folders import atomic_folder, copy_model_files, write_weights
-from areal.weights.lora import FOLDER as ADAPTER
-from areal.weights.lora import add_adapters, merged_tensors, read_adapter, write_adapter
+from areal.weights.chunks import Manifest
+from areal.weights.folders import saved_buffers
+from areal.weights.lora import add_adapters
 
 log = structlog.get_logger()
-
-SILENCE = timedelta(days=7)
-"""How long a rank waits for rank 0's next message. A run may wait long for data; a lost peer is noticed at once."""
 
 
 def build_communication() -> None:
@@ -118,6 +119,18 @@ def _drop_nothing(part: torch.nn.Module) -> None:
             setattr(part, name, 0.0)
 
 
+def _check_settings(settings: dict[str, Any]) -> None:
+    """Raises UserError if DeepSpeed does not take its configuration. By itself it would say so after the model is read,
+    which may take minutes."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    try:
+        DeepSpeedConfig(copy.deepcopy(settings))
+    except (AssertionError, AttributeError, DeepSpeedConfigError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"DeepSpeed does not take trainer.deepspeed_options: {reason}") from error
+
+
 class TrainingEngine:
     """A causal language model in training, on one rank.
 
@@ -130,11 +143,13 @@ class TrainingEngine:
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_heads(model, config.sequence_parallel)
-        if not torch.cuda.is_available():
+        cuda = torch.cuda.is_available()
+        config = config.on(cuda=cuda)
+        if not cuda:
             os.environ["DS_ACCELERATOR"] = "cpu"
             if config.dtype == "bfloat16":
                 avoid_broken_amx()
-        if not torch.cuda.is_available() or config.offload != "none":
+        if not cuda or config.offload != "none":
             torch.set_num_threads(config.threads)
         import deepspeed
 
@@ -155,6 +170,7 @@ class TrainingEngine:
         self._one_a_row = False
         with redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
+        _check_settings(settings)
         self._together = SequenceGroup(config.sequence_parallel)
         if self._together.size > 1:
             register(self._attention)
@@ -183,7 +199,7 @@ class TrainingEngine:
         self._operations = Operations(self._module)
         self._peak_tflops = config.peak_tflops or peak_tflops(self.device, config.dtype)
         self._reference = self._start_reference()
-        self._snapshot: dict[str, Tensor] = {}
+        self._share_out_weights()
         self.work_done = 0
         """Micro-batches computed plus parameters gathered since the start. Rises during long work, not if it hangs."""
 
@@ -244,6 +260,20 @@ class TrainingEngine:
         self._fit_rows(module, head)
         return reference
 
+    def _share_out_weights(self) -> None:
+        """Decide which rank writes which weights (all ranks)."""
+        written = {**self._trained, **self._saved_buffers()}
+        sizes = {name: getattr(tensor, "ds_numel", tensor.numel()) for name, tensor in written.items()}
+        here = {"ranks": ranks_of_this_host()} if self.rank == 0 else None
+        self._writers: int = self.broadcast(here)["ranks"]
+        self._written_by = share_out(sizes, 1 if self.config.lora else self._writers)
+        self._snapshot: dict[str, Tensor] = {}
+        self._publisher, self._saver = Writer(), Writer()
+        self._residence = Residence()
+
+    def _saved_buffers(self) -> dict[str, Tensor]:
+        return {} if self.config.lora else saved_buffers(self._module)
+
     def _fit_rows(self, module: torch.nn.Module, head: Head) -> None:
         """Find out, on a few random tokens, what `module` does to its logits and what a row may hold (all ranks).
 
@@ -266,7 +296,8 @@ class TrainingEngine:
             )
         if self.rank == 0:
             rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
-            log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[found])
+            settings = {key: getattr(self.config, key) for key in ("dtype", "gradient_checkpointing")}
+            log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[found], **settings)
 
     def _keeps_apart(self, module: torch.nn.Module, head: Head, *, prefix_tree: bool) -> bool:
         return keeps_apart(
@@ -549,101 +580,105 @@ class TrainingEngine:
         return torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)
 
     def snapshot(self) -> None:
-        """Copy the current weights into host memory of rank 0, for `write` (all ranks).
+        """Copy the current weights into host memory, each on the rank that writes it, for `begin_write` (all ranks).
 
-        The copy overwrites the previous snapshot, which must not be in use any more. Parameters are gathered one after
-        another, all ranks in step. Nothing may be sent or written in between: under ZeRO-3 a rank that is late for a
-        gather makes the others hang. Tied parameters appear once.
+        The copy overwrites the previous snapshot, which must not be in use any more.
+        """
+        self._copied = self._copy(self._snapshot)
+
+    def _copy(self, copies: dict[str, Tensor]) -> Copied:
+        """Copy the weights that this rank writes into those in `copies`, which are created if they are missing.
+
+        Parameters are gathered one after another, all ranks in step. Nothing may be sent or written in between: under
+        ZeRO-3 a rank that is late for a gather makes the others hang. Tied parameters appear once.
         """
         for name, parameter in self._trained.items():
             with self._zero.GatheredParameters([parameter], enabled=self._stage == 3):
-                self._keep(name, parameter)
+                self._keep(copies, name, parameter)
             self.work_done += 1
-        if not self.config.lora:
-            saved = self._module.state_dict().keys()
-            for name, buffer in self._module.named_buffers():
-                if name in saved:
-                    self._keep(name, buffer)
+        for name, buffer in self._saved_buffers().items():
+            self._keep(copies, name, buffer)
+        return Copied(self._module, copies, self._writers, self.config.lora is not None)
 
-    def _keep(self, name: str, tensor: Tensor) -> None:
-        if self.rank != 0:
+    def _keep(self, copies: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+        if self.rank != self._written_by[name]:
             return
-        if name not in self._snapshot:
-            self._snapshot[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        self._snapshot[name].copy_(tensor.detach())
+        if name not in copies:
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name].copy_(tensor.detach())
 
-    def _copied(self) -> dict[str, Tensor]:
-        """The snapshot by Hugging Face names, or the adapters by their parameter names."""
-        from transformers.core_model_loading import revert_weight_conversion
+    def begin_write(self, folder: Path) -> Future[Manifest | None]:
+        """Begin to write the last snapshot into `folder`, in the model's dtype, for generators (all ranks).
 
-        return self._snapshot if self.config.lora else revert_weight_conversion(self._module, self._snapshot)
-
-    def write(self, folder: Path) -> None:
-        """Write the last snapshot as `folder`/model.safetensors in the model's dtype (rank 0, from any thread).
-
-        Training steps may run meanwhile. Adapters are written in peft's format, without the weights they belong to.
-        All files are on disk on return. The folder appears complete or not at all, and replaces one of that name.
+        Training steps may run meanwhile. Adapters are written without the weights they belong to. The folder appears
+        complete or not at all, as `Writer.begin` says. The result is on rank 0 the manifest of its files.
         """
-        with atomic_folder(folder) as partial:
-            if self.config.lora:
-                write_adapter(self._module, self._copied(), partial)
-            else:
-                write_weights(self._copied(), partial)
+        return self._publisher.begin(folder, Published(self._copied))
 
     def publish(self, folder: Path) -> Path:
-        """Write the current weights as `write` does; returns `folder` (all ranks; only rank 0 waits for the disk)."""
+        """Write the current weights and wait for the disk; returns `folder` (all ranks)."""
         self.snapshot()
-        if self.rank == 0:
-            self.write(folder)
+        self.begin_write(folder).result()
         return folder
 
-    def save(self, folder: Path) -> Path:
-        """Write a checkpoint: a model folder that loads by itself, with the training state for `load` (all ranks).
+    def begin_save(self, folder: Path) -> Future[Manifest | None]:
+        """Copy the current weights and training state, and begin to write a checkpoint: a model folder that loads by
+        itself, with the state for `load` (all ranks).
 
-        The folder appears as with `publish`. With the same number of ranks and threads and the same ZeRO stage, fp32
-        training on the CPU that resumes from it gives the same bits as training that never stopped.
+        Training steps and `begin_write` may run meanwhile. The folder appears as with those. Until it is written, the
+        copies take up host memory: on each rank 12 bytes per trained parameter, divided by the number of ranks, and on
+        rank 0's host the weights, divided by the number of its ranks. With the same number of ranks and threads and the
+        same ZeRO stage, fp32 training on the CPU that resumes from it gives the same bits as if it had never stopped.
         """
-        self.snapshot()
-        with atomic_folder(folder) if self.rank == 0 else nullcontext() as partial:
-            if partial:
-                self._write_model(partial)
-            self._state.save(partial)
+        return self._begin_save(folder, self._state.copy())
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint and wait for the disk; returns `folder` (all ranks)."""
+        self.begin_save(folder).result()
         return folder
 
     def export(self, folder: Path) -> Path:
         """Write a model folder as in a checkpoint, but without the training state to resume from (all ranks)."""
-        self.snapshot()
-        if self.rank == 0:
-            with atomic_folder(folder) as partial:
-                self._write_model(partial)
+        self._begin_save(folder, None).result()
         return folder
 
-    def _write_model(self, folder: Path) -> None:
-        """Write the snapshot as a model folder. Adapters are merged into the weights and also stored in a subfolder."""
-        copy_model_files(self.source, folder, dtype=self.config.dtype)
-        tensors = self._copied()
-        if self.config.lora:
-            (folder / ADAPTER).mkdir()
-            write_adapter(self._module, tensors, folder / ADAPTER)
-            dtype = getattr(torch, self.config.dtype)
-            tensors = {name: tensor.to(dtype) for name, tensor in merged_tensors(self.source, folder / ADAPTER)}
-        write_weights(tensors, folder)
+    def _begin_save(self, folder: Path, share: Share | None) -> Future[Manifest | None]:
+        copied = self._copy({})
+        return self._saver.begin(folder, ModelFolder(copied, self.source, self.config.dtype, share))
 
     def load(self, folder: Path) -> None:
         """Resume from a checkpoint of `save`, written with any number of ranks and at any ZeRO stage (all ranks).
 
-        Raises UserError on every rank, before anything is changed, if the folder holds no checkpoint or one of another
-        model.
+        Raises UserError on every rank, before anything is changed, if the folder holds no checkpoint, one of another
+        model, or a damaged one.
         """
-        self._state.load(folder, lambda: self._read_trained(folder))
+        self._state.load(folder)
 
-    def _read_trained(self, folder: Path) -> Mapping[str, Tensor]:
-        if self.config.lora:
-            return read_adapter(folder / ADAPTER)
-        return dict(self._read_model(folder, "float32").named_parameters())
+    def offload(self) -> None:
+        """Move weights, gradients and the optimizer's state to host memory, so that others can have the devices' memory
+        until `reload` (all ranks). Nothing else may be called in between."""
+        self._residence.leave(tensor for tensor in self._resident() if tensor.device == self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Undo `offload` (all ranks)."""
+        self._residence.come_back()
+
+    def _resident(self) -> Iterator[Tensor]:
+        """What this rank has on its device."""
+        for module in filter(None, (self._module, self._reference)):
+            for parameter in module.parameters():
+                yield from tensors_in((parameter, getattr(parameter, "ds_tensor", None)))
+            yield from module.buffers()
+        for optimizer in (self._deepspeed.basic_optimizer, self._deepspeed.optimizer):
+            yield from tensors_in(vars(optimizer))
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks and buffers, so that memory can be freed (all ranks)."""
+        """Wait until all folders are written, and remove DeepSpeed's hooks and buffers, so that memory can be freed
+        (all ranks)."""
+        self._publisher.close()
+        self._saver.close()
         self._deepspeed.destroy()
         if self._stage == 3 and self._reference is not None:
             self._reference.destroy()

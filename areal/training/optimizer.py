@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from areal.config import TrainerConfig
+from areal.config import TrainerConfig, merged
 
 # By default DeepSpeed gathers the mixtures of experts of some models as a whole under ZeRO 3, and reduces their
 # gradients in hooks that also run when no parameter gets a gradient, as in `separation`. In transformers, the experts
@@ -17,12 +16,12 @@ _NO_LEAVES: dict[str, Any] = {"leaf_module": {"classes": []}}
 
 
 def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration for a run.
+    """DeepSpeed's configuration for a run. config: without `auto`.
 
     DeepSpeed's own gradient accumulation stays at 1, since the number of micro-batches changes with every step. bf16
     uses at least ZeRO 1, where DeepSpeed keeps fp32 master weights: in bf16 weights, updates of a small learning rate
     are lost. So does offload. At ZeRO 0 `TrainingEngine` clips gradients, because DeepSpeed then reports no gradient
-    norm.
+    norm. `deepspeed_options` come on top.
     """
     bf16, offload = config.dtype == "bfloat16", config.offload != "none"
     stage = max(config.zero_stage, 1) if bf16 or offload else config.zero_stage
@@ -31,7 +30,7 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if config.offload == "all":
         zero["offload_param"] = {"device": "cpu"}
-    return {
+    ours = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
@@ -48,12 +47,12 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
                 "eps": config.adam_eps,
                 "weight_decay": config.weight_decay,
                 "torch_adam": True,  # DeepSpeed's own kernels would be compiled at start-up
-                # on a CPU the default takes several passes over memory
-                "fused": offload or not torch.cuda.is_available(),
+                "fused": True,  # one pass over memory
             },
         },
         "steps_per_print": None,
     }
+    return merged(ours, config.deepspeed_options)
 
 
 def learning_rates(optimizer: Optimizer, config: TrainerConfig, optimizer_steps: int) -> LambdaLR:

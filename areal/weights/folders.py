@@ -9,20 +9,27 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal.weights.chunks import FileSums
+
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
-WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+Shapes = dict[str, tuple[int, ...]]
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -48,13 +55,13 @@ def atomic_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
         yield partial
         if durable:
             for path in partial.rglob("*"):
-                _sync(path)
-            _sync(partial)
+                sync(path)
+            sync(partial)
         if folder.exists():
             os.replace(folder, _hidden(folder))  # a folder can only be renamed onto an empty one
         os.replace(partial, folder)
         if durable:
-            _sync(folder.parent)
+            sync(folder.parent)
     finally:
         _remove_leftovers(folder)
 
@@ -83,19 +90,75 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write `tensors` as a safetensors file."""
+def write_tensors(tensors: Mapping[str, Tensor], file: Path, **facts: str) -> None:
+    """Write `tensors` as a safetensors file, and `facts` into its header."""
     from safetensors.torch import save_file
 
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt", **facts})
     file.chmod(0o644)  # save_file makes it private, but generators may run as another user
 
 
-def write_weights(tensors: Mapping[str, Tensor], folder: Path) -> Path:
-    """Write `tensors`, by their Hugging Face names, as `folder`/model.safetensors. Returns the file."""
-    file = folder / WEIGHTS_FILE
+def write_weights(tensors: Mapping[str, Tensor], folder: Path, shard: int = 0, shards: int = 1) -> Path:
+    """Write `tensors`, by their Hugging Face names, as a shard of the weights in `folder`. Returns the file."""
+    file = folder / (f"model-{shard + 1:05}-of-{shards:05}.safetensors" if shards > 1 else WEIGHTS_FILE)
     write_tensors(tensors, file)
     return file
+
+
+def sums_of(file: Path, tensors: Mapping[str, Tensor]) -> FileSums:
+    """The checksums of a safetensors file that has just been written from `tensors`. They are those of the tensors in
+    memory, so what goes wrong on the way to the disk is noticed by who reads it."""
+    import torch
+
+    with file.open("rb") as written:
+        size = written.read(8)
+        header = written.read(int.from_bytes(size, "little"))
+    places = {name: value["data_offsets"] for name, value in json.loads(header).items() if name in tensors}
+    in_order = (tensors[name] for name in sorted(places, key=places.__getitem__))
+    stored = (tensor.contiguous().view(-1).view(torch.uint8).numpy().data for tensor in in_order)
+    return FileSums.of_parts(file.name, chain([memoryview(size + header)], stored))
+
+
+def tensor_names(file: Path) -> list[str]:
+    """The names of the tensors in a safetensors file."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+def saved_buffers(module: Module) -> dict[str, Tensor]:
+    """The buffers that a model's files have beside its parameters, by name."""
+    saved = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+
+
+@lru_cache(maxsize=1)
+def published_shapes(model: Path) -> Shapes:
+    """The tensors that a trainer of the model folder `model` publishes: those that transformers has a place for. The
+    folder's files may have others, such as rotary frequencies or layers for speculative decoding.
+
+    No weights are read. Raises OSError or ValueError if transformers cannot read the folder.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # the trainer says what transformers has no place for
+    module = AutoModelForCausalLM.from_pretrained(model, device_map="meta")
+    tensors = dict(module.named_parameters()) | saved_buffers(module)
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(module, tensors).items()}
+
+
+def write_index(files: Mapping[str, Collection[str]], folder: Path) -> None:
+    """Write the index that loaders need if the weights in `folder` are in several files. files: the names of the
+    tensors in each."""
+    described = {
+        "metadata": {"total_size": sum((folder / file).stat().st_size for file in files)},
+        "weight_map": {name: file for file, names in files.items() for name in sorted(names)},
+    }
+    (folder / INDEX_FILE).write_text(json.dumps(described, indent=2) + "\n")
 
 
 def copy_model_files(source: Path, folder: Path, *, dtype: str) -> None:

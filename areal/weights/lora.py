@@ -1,13 +1,16 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685), in peft's files: W' = W + alpha / rank * B A.
 
 An adapter is a folder with the factors A and B of every adapted weight, and a description of what they belong to.
-Trainers write adapters. Generators and programs that load checkpoints need full weights; `merged_tensors` gives them.
+Trainers write adapters, and generators apply them. Programs that load checkpoints need full weights, which
+`merged_tensors` gives.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +52,10 @@ def write_adapter(module: torch.nn.Module, parameters: Mapping[str, Tensor], fol
     module.peft_config["default"].save_pretrained(str(folder))
 
 
-def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Return the parameters that `write_adapter` was given."""
-    tensors = load_file(folder / ADAPTER_FILE)
-    return {name.removesuffix(".weight") + _NAME + ".weight": tensor for name, tensor in tensors.items()}
+def merged_tensors(base: Path, adapter: Path, shard: int = 0, shards: int = 1) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the model folder `base` by name, with `adapter` applied; those it changes are fp32.
 
-
-def merged_tensors(base: Path, adapter: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the model folder `base` by name, with `adapter` applied; those it changes are fp32.
-
-    Every file is open on return, so the folders may be removed then. Raises as `stored_tensors`.
+    Otherwise as `stored_tensors`.
     """
     settings = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text())
     scale = settings["lora_alpha"] / settings["r"]
@@ -71,11 +68,12 @@ def merged_tensors(base: Path, adapter: Path) -> Iterator[tuple[str, Tensor]]:
         A, B = (factors[f"{key}.lora_{factor}.weight"].float() for factor in "AB")
         return tensor.float() + scale * (B @ A)
 
-    return ((name, merged(name, tensor)) for name, tensor in stored_tensors(base))
+    return ((name, merged(name, tensor)) for name, tensor in stored_tensors(base, shard, shards))
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a model folder by name, in their order in its safetensors files.
+def stored_tensors(folder: Path, shard: int = 0, shards: int = 1) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model folder by name, in their order in its safetensors files: all, or if `shards` is given,
+    part number `shard` of that many parts of about the same size.
 
     Every file is open on return, so the folder may be removed then. Raises OSError if there are none or one cannot be
     opened, SafetensorError if one is damaged.
@@ -83,5 +81,9 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(f"{folder} holds no safetensors file")
-    files: list[Any] = [safe_open(path, framework="pt") for path in paths]
-    return ((name, file.get_tensor(name)) for file in files for name in file.offset_keys())
+    opened: list[Any] = [safe_open(path, framework="pt") for path in paths]
+    stored = [(file, name) for file in opened for name in file.offset_keys()]
+    sizes = [prod(file.get_slice(name).get_shape()) for file, name in stored]
+    befores = accumulate(sizes, initial=0)
+    chosen = [one for one, before in zip(stored, befores, strict=False) if before * shards // sum(sizes) == shard]
+    return ((name, file.get_tensor(name)) for file, name in chosen)

@@ -201,6 +201,18 @@ def keep_until(tokenizer: Any, marks: Sequence[str], holds: Callable[[str], bool
     return keep
 
 
+def keep_until_text(tokenizer: Any, texts: Sequence[str]) -> Keep:
+    """A `Keep` that ends a turn after the fewest tokens whose text has one of `texts` in it."""
+    return keep_until(tokenizer, texts, lambda text: any(each in text for each in texts))
+
+
+def first_of(one: Keep | None, other: Keep) -> Keep:
+    """A `Keep` that ends a turn where the first of two does."""
+    if one is None:
+        return other
+    return lambda tokens: min((end for keep in (one, other) if (end := keep(tokens)) is not None), default=None)
+
+
 class _GrownText:
     """The text of a turn, decoded as its tokens come."""
 

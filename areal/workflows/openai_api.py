@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from areal.workflows.conversation import Conversation, Generation, Policy, keep_until
+from areal.workflows.conversation import Conversation, Generation, Policy, keep_until_text
 
 Json = dict[str, Any]
 
@@ -137,7 +137,7 @@ class ChatSession:
             raise ApiError(f"the model's tokenizer or chat template does not take these messages: {error}") from None
 
     async def _generate(self, prompt: list[int], limit: int | None, stops: list[str]) -> Generation:
-        keep = keep_until(self.tokenizer, stops, lambda text: any(stop in text for stop in stops)) if stops else None
+        keep = keep_until_text(self.tokenizer, stops) if stops else None
         try:
             return await self._session.generate(prompt, limit, keep)
         except Exception as error:  # any error: a sample that has lost a turn cannot be trained

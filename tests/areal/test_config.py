@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,56 @@ def test_a_base_that_cannot_be_read_is_one_sentence(tmp_path, files, sentence):
         load_config(written(tmp_path, **files))
 
 
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("generator.engine_options.quantisation=fp8", "the closest one that is known is 'quantization'"),
+        ("generator.engine_options.dtype=bfloat16", "engine_options.dtype cannot be set: set generator.dtype"),
+        ("generator.engine_options.tensor_parallel_size=2", "cannot be set: set generator.tensor_parallel"),
+        ("generator.engine_options={logits_processors: [x.py]}", "the trainer would not know"),
+        ("generator.engine_options.pipeline_parallel_size=two", "is 'two': set it to a number of devices"),
+        ("generator.engine_options.speculative_config={rejection_sample_method: synthetic}", "has not drawn"),
+        ("generator.engine_options=fp8", "generator.engine_options is 'fp8'"),
+        ("trainer.deepspeed_options.train_batch_size=8", "train_batch_size cannot be set: set batch_size"),
+        ("trainer.deepspeed_options.comm_logger={}", "the closest one that is known is 'comms_logger'"),
+        ("trainer.deepspeed_options.zero_optimization.stage=3", "zero_optimization.stage cannot be set: set trainer"),
+        ("trainer.deepspeed_options.zero_optimization.overlap_com=true", "that is known is 'overlap_comm'"),
+        ("trainer.deepspeed_options.zero_optimization=3", "zero_optimization is 3: write keys and values"),
+        ("trainer.deepspeed_options.zero_optimization.offload_param={pin_memory: false}", "set trainer.offload"),
+        ("sampling.min_new_tokens=9", "sampling.min_new_tokens is 9 but sampling.max_new_tokens is only 8"),
+        ("sampling.stop=['']", "sampling.stop has an empty text"),
+    ],
+)
+def test_an_option_that_an_engine_cannot_be_given_is_one_sentence(tmp_path, override, sentence):
+    with pytest.raises(UserError) as told:
+        load_config(written(tmp_path, mine=RUN | {"reward": {"functions": ["addition"]}}), [override])
+    assert sentence in str(told.value) and "\n" not in str(told.value)
+
+
+def test_options_of_the_engines_are_kept_as_they_are(tmp_path):
+    options = {"kv_cache_dtype": "fp8", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    zero = {"overlap_comm": False, "stage3_prefetch_bucket_size": 10, "offload_optimizer": {"pin_memory": False}}
+    changes = {
+        "reward": {"functions": ["addition"]},
+        "generator": {"engine_options": options},
+        "trainer": {"offload": "optimizer", "deepspeed_options": {"zero_optimization": zero}},
+    }
+    config = load_config(written(tmp_path, mine=RUN | changes))
+    assert config.generator.engine_options == options
+    again = Config.model_validate(yaml.safe_load(dump_config(config)))
+    assert again.trainer.deepspeed_options == {"zero_optimization": zero}
+
+
+def test_options_are_checked_without_importing_an_engine():
+    code = (
+        "import sys; from areal.config import GeneratorConfig, TrainerConfig;"
+        "GeneratorConfig(engine_options={'quantization': 'fp8'});"
+        "TrainerConfig(deepspeed_options={'zero_optimization': {'overlap_comm': False}});"
+        "sys.exit(bool({'torch', 'vllm', 'deepspeed'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def evaluator(*overrides: str) -> EvaluatorConfig:
     return load_config(None, overrides, EvaluatorConfig)
 
@@ -171,6 +223,13 @@ def test_rewards_may_come_from_the_sources_alone():
         load_config(None, [*settings, "data.sources=[{source: addition}, {source: x, reward: math}]"])
     with pytest.raises(UserError, match=r"reward.functions is missing|have no reward"):
         load_config(None, [*settings, "data.source=addition"])
+
+
+def test_turns_need_sequences_that_stop_and_a_state_that_is_on_the_devices():
+    with pytest.raises(UserError, match=r"but generator.interrupt is false: leave one of them out"):
+        load_config(CONFIGS / "quickstart.yaml", ["colocate=true", "generator.interrupt=false"])
+    with pytest.raises(UserError, match=r"but trainer.offload is optimizer: leave out trainer.offload"):
+        load_config(CONFIGS / "quickstart.yaml", ["colocate=true", "trainer.offload=optimizer"])
 
 
 def test_weights_are_offloaded_under_zero_3_only():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from threading import Event, Thread
@@ -13,6 +14,9 @@ from areal.config import Config, UserError
 from areal.devices import (
     CORES,
     ENGINE_CORES,
+    SHARES,
+    _listed_by_driver,
+    deal_out,
     deal_out_cores,
     deal_out_devices,
     engine_cores,
@@ -20,53 +24,93 @@ from areal.devices import (
     visible_devices,
 )
 
+ALL = ["trainer", "generator", "reward"]
 
-def run_of(ranks: int = 1, count: int = 1, each: int = 1, threads: int = 1) -> Config:
+
+def run_of(ranks: int = 1, count: int = 1, each: int = 1, threads: int = 1, options: dict | None = None) -> Config:
     return Config.model_validate(
         {
             "model": "m", "steps": 1, "batch_size": 4, "group_size": 1, "data": {"source": "addition"},
             "sampling": {"max_new_tokens": 8}, "reward": {"functions": ["addition"]},
-            "trainer": {"ranks": ranks}, "generator": {"count": count, "tensor_parallel": each, "threads": threads},
+            "trainer": {"ranks": ranks},
+            "generator": {"count": count, "tensor_parallel": each, "threads": threads, "engine_options": options or {}},
         }
     )  # fmt: skip
 
 
-def dealt(config: Config, devices: list[str]) -> dict[str, str]:
-    return {name: own["CUDA_VISIBLE_DEVICES"] for name, own in deal_out_devices(config, devices).items()}
+def dealt(config: Config, devices: str, *others: str) -> dict[str, str]:
+    """What the trainer, unless `others` are given, and the generators get."""
+    roles = [*(others or ["trainer", "reward"]), *["generator"] * config.generator.count]
+    return {name: own["CUDA_VISIBLE_DEVICES"] for name, own in deal_out_devices(config, roles, [*devices]).items()}
 
 
-def test_ranks_and_generators_have_devices_of_their_own_where_there_are_enough():
-    assert dealt(run_of(ranks=2, count=3, each=2), list("01234567")) == {
+def test_ranks_and_generators_have_devices_of_their_own():
+    assert dealt(run_of(ranks=2, count=3, each=2), "01234567") == {
         "trainer/0": "0,1",
         "generator/0": "2,3",
         "generator/1": "4,5",
         "generator/2": "6,7",
     }
+    assert dealt(run_of(), "456") == {"trainer/0": "4", "generator/0": "5"}
 
 
-def test_too_few_devices_are_shared_evenly():
-    owned = dealt(run_of(ranks=1, count=4), ["4", "5"])
-    assert owned == {"trainer/0": "4", "generator/0": "5", "generator/1": "4", "generator/2": "5", "generator/3": "4"}
+def test_roles_without_a_trainer_leave_it_no_device():
+    assert dealt(run_of(ranks=9, count=2, each=2), "0123", "reward") == {"generator/0": "0,1", "generator/1": "2,3"}
+    assert deal_out_devices(run_of(ranks=2), ["trainer"], ["0", "1"]) == {"trainer/0": {"CUDA_VISIBLE_DEVICES": "0,1"}}
 
 
-def test_an_evaluation_alone_leaves_no_device_to_a_trainer():
-    alone = run_of(count=2, each=2).model_copy(update={"steps": 0})
-    assert dealt(alone, list("0123")) == {"generator/0": "0,1", "generator/1": "2,3"}
-    assert dealt(run_of(ranks=9).model_copy(update={"steps": 0}), ["0"]) == {"generator/0": "0"}
+def test_options_of_the_engine_may_multiply_its_devices():
+    options = {"pipeline_parallel_size": 2, "data_parallel_size": 3, "enable_expert_parallel": True}
+    assert dealt(run_of(each=2, options=options), "0123456789abc")["generator/0"] == "1,2,3,4,5,6,7,8,9,a,b,c"
 
 
-def test_a_single_device_is_everybodys():
-    assert set(dealt(run_of(count=2), ["GPU-1"]).values()) == {"GPU-1"}
+def test_only_a_trainer_of_one_rank_and_one_generator_share_a_single_device(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    own = {"CUDA_VISIBLE_DEVICES": "GPU-1"}
+    assert deal_out(run_of(), ALL) == {name: {**own, SHARES: "1"} for name in ("trainer/0", "generator/0")}
+    assert capsys.readouterr().err == "Note: trainer and generator share the only GPU here.\n"
+    assert deal_out(run_of(), ["generator", "reward"]) == {"generator/0": own}
+    assert deal_out(run_of(), ["reward"]) == {}
+    assert capsys.readouterr().err == ""
+
+
+def test_those_who_take_turns_have_the_same_devices():
+    def run(**sizes) -> Config:
+        return run_of(**sizes).model_copy(update={"colocate": True})
+
+    assert dealt(run(ranks=4, count=2, each=2), "0123") == {
+        "trainer/0": "0,1,2,3",
+        "generator/0": "0,1",
+        "generator/1": "2,3",
+    }
+    assert dealt(run(), "7") == {"trainer/0": "7", "generator/0": "7"}
+    assert engine_cores(run(), ["trainer", "generator"], [0, 1]) == {}
+    with pytest.raises(UserError, match="which is 4 in turns, but there are 3"):
+        dealt(run(ranks=2, count=2, each=2), "012")
 
 
 def test_without_devices_nothing_is_said():
-    assert deal_out_devices(run_of(ranks=2, count=2), []) == {}
+    assert dealt(run_of(ranks=2, count=2), "") == {}
 
 
-@pytest.mark.parametrize(("key", "config"), [("trainer.ranks", run_of(ranks=3)), ("tensor_parallel", run_of(each=3))])
-def test_an_actor_that_takes_more_than_there_are_is_a_users_mistake(key, config):
-    with pytest.raises(UserError, match=rf"{key} is 3, but the number of GPUs here is 2 \(0,1\): lower it"):
-        deal_out_devices(config, ["0", "1"])
+@pytest.mark.parametrize(
+    ("config", "devices", "others", "sentence"),
+    [
+        (
+            run_of(ranks=2, count=4, each=2),
+            "01234567",
+            (),
+            "too few GPUs here: the trainer needs 2 (trainer.ranks) and 4 generators need 2 each "
+            "(generator.tensor_parallel), which is 10, but there are 8 (0,1,2,3,4,5,6,7): lower these numbers",
+        ),
+        (run_of(count=2), "5", (), "the trainer needs 1 (trainer.ranks) and 2 generators need 1 each"),
+        (run_of(count=3), "01", ("reward",), "too few GPUs here: 3 generators need 1 each"),
+        (run_of(options={"data_parallel_size": 2}), "01", (), "1 generators need 2 each"),
+    ],
+)
+def test_no_device_is_dealt_twice(config, devices, others, sentence):
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        dealt(config, devices, *others)
 
 
 @pytest.mark.parametrize(("value", "devices"), [("2, 5", ["2", "5"]), ("", []), ("-1", [])])
@@ -81,12 +125,12 @@ def test_else_the_driver_tells(monkeypatch, tmp_path):
     driver.chmod(0o755)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
+    _listed_by_driver.cache_clear()
     assert visible_devices() == ["0", "1"]
     driver.unlink()
+    assert visible_devices() == ["0", "1"]  # it is asked once
+    _listed_by_driver.cache_clear()
     assert visible_devices() == []
-
-
-ALL = ["trainer", "generator", "reward"]
 
 
 def test_where_every_core_is_somebodys_each_engine_keeps_its_own():

@@ -141,7 +141,9 @@ def engine_arguments(config: Config) -> tuple[Any, Any]:
     generation._set_environment(config.generator)
     if current_platform.is_cpu():
         generation._set_cpu_environment()
-    arguments = generation._engine_args(Path(config.model), config.generator, config.seed, current_platform.is_cpu())
+    arguments = generation._engine_args(
+        Path(config.model), config.generator, config.seed, None, False, current_platform.is_cpu()
+    )
     stop = arguments.create_engine_config().model_config.try_get_generation_config().get("eos_token_id")
     sampling = SamplingParams(
         temperature=config.sampling.temperature,

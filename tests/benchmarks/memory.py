@@ -13,19 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from results import show, write
 from torch import Tensor
@@ -35,9 +29,10 @@ from areal.amx import avoid_broken_amx
 from areal.config import Config
 from areal.planning.command import read_model
 from areal.planning.split import training_memory
+from areal.selftest.memory import peak
+from areal.selftest.synthetic import random_groups
 from areal.training.engine import TrainingEngine
 from areal.training.head import linear_logprobs
-from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 
 MODELS = {  # tokens of the row, and the model
     "Qwen2.5-0.5B, 2 layers": (
@@ -82,35 +77,6 @@ def whole(hidden: Tensor, weight: Tensor, place: Tensor, targets: Tensor) -> Ten
 
 
 METHODS = {"areal.training.head": chunked, "whole logits": whole}
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
-@contextmanager
-def peak() -> Iterator[dict[str, float]]:
-    """Measures the highest rise of this process's memory, in bytes, and its CPU seconds, by a thread that looks."""
-    before, highest, done = resident(), 0, threading.Event()
-
-    def look() -> None:
-        nonlocal highest
-        while not done.wait(0.005):
-            highest = max(highest, resident())
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    started = time.process_time()
-    found: dict[str, float] = {}
-    try:
-        yield found
-    finally:
-        seconds = time.process_time() - started
-        done.set()
-        watcher.join()
-    found |= {"bytes": highest - before, "cpu_seconds": seconds}
 
 
 def measure(method: str, tokens: int, vocabulary: int, hidden_units: int) -> dict[str, float]:
@@ -158,7 +124,9 @@ def config_of(folder: Path, sizes: dict[str, Any], trainer: dict[str, Any], toke
             "data": {"source": "none.jsonl"},
             "reward": {"functions": ["math"]},
             "sampling": {"max_new_tokens": tokens},
-            "trainer": {"minibatches": 1, "threads": 1, "max_tokens_per_microbatch": tokens} | trainer,
+            "trainer": {"dtype": "float32", "gradient_checkpointing": False, "minibatches": 1, "threads": 1}
+            | {"max_tokens_per_microbatch": tokens}
+            | trainer,
         }
     )
 
@@ -166,20 +134,9 @@ def config_of(folder: Path, sizes: dict[str, Any], trainer: dict[str, Any], toke
 def train(config: Config, tokens: int, vocabulary: int) -> None:
     """Two steps, each on two random sequences in one row of `tokens` tokens."""
     engine = TrainingEngine(Path(config.model), config.trainer, seed=0)
-    random, length = np.random.default_rng(0), tokens // 2
-    versions = np.repeat([NOT_SAMPLED, 0], [1, length - 1]).astype(np.int32)
-    samples = tuple(
-        Trajectory(
-            random.integers(0, vocabulary, length).astype(np.int32),
-            np.full(length, -np.log(vocabulary), np.float32),
-            versions,
-            float(reward),
-            "stop",
-        )
-        for reward in (0, 1)
-    )
+    groups = random_groups(vocabulary, [[tokens // 2] * 2])
     for _ in range(2):
-        engine.step([Group("group", 0, samples)], version=0, temperature=1.0)
+        engine.step(groups, version=0, temperature=1.0)
     engine.close()
 
 
@@ -219,8 +176,8 @@ def compare_heads(options: argparse.Namespace) -> dict[str, dict[str, float]]:
                 continue
             found = in_a_process("--measure", method, *map(str, shape))
             results[f"{name}, {method}"] = found | {"gradients": returned}
-            peak = found["bytes"]
-            rows.append([name, method, peak / 1e9, (peak - returned) / 1e9, found["cpu_seconds"]])
+            most = found["bytes"]
+            rows.append([name, method, most / 1e9, (most - returned) / 1e9, found["cpu_seconds"]])
     show(
         "Peak memory beyond hidden states and head, bf16, one core",
         ["shape", "method", "GB", "GB without the returned gradients", "CPU s"],

@@ -8,8 +8,10 @@ which is all that a generator interrupts its sequences for. All of them share th
   /dev/shm        all read one folder in memory
   stream          through the bus, from receiver to receiver, all of it
   stream, delta   the same, but only what has changed
+  gloo            from the trainer straight into the memory of each, which is interrupted until all has landed
 
-In every round a plain copy of the file on the disk, and one from memory to memory, are timed as well.
+In every round these are timed as well: a plain copy of the file on the disk, one from memory to memory, and one over a
+bare TCP connection into a file of the first receiver.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -27,20 +30,27 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import structlog
+import uvloop
 from results import ratio, show, write
 from safetensors.numpy import save_file
 
+from actors.parts.direct_weights import DirectSender
 from actors.parts.weight_service import WeightFetcher, WeightServer
+from actors.runtime.actor import Actor
+from actors.runtime.addresses import Door
 from areal.config import WeightsConfig
 from areal.weights.chunks import CHUNK_BYTES, Holding, Manifest, difference
 from areal.weights.folders import WEIGHTS_FILE, atomic_folder, remove_folder
-from protocols.messages import Member, Policy
+from protocols.messages import Done, FetchWeights, Member, Policy, SendWeights
 from protocols.network import ZmqNetwork
 from protocols.transport import Bus, Request
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from transfer_end import TransferEnd
 
 SIZES = {"1M": 1_100_000, "135M": 134_515_008, "1.5B": 1_543_714_304}
 # Each holds the weights in memory, and all share these cores: more of the largest size say nothing.
@@ -50,6 +60,7 @@ WAYS = {
     "/dev/shm": {"transport": "folder"},
     "stream": {"transport": "stream", "delta": False},
     "stream, delta": {"transport": "stream", "delta": True},
+    "gloo": {"transport": "gloo"},
 }
 LOOPBACK = "tcp://127.0.0.1:*"
 CHANGED, TENSOR, PATTERN = 0.05, 1 << 24, 1 << 24
@@ -88,6 +99,10 @@ class Trainer:
         self._folder = folder
         self._config = config
         self._server = WeightServer(VERSIONS_KEPT)
+        self._known = SimpleNamespace(
+            config=SimpleNamespace(weights=WeightsConfig(**config)), directory={}, door=Door("127.0.0.1", "127.0.0.1")
+        )
+        self._direct = DirectSender(cast(Actor, self._known), VERSIONS_KEPT)
         self._version = 0
         self._receivers: list[asyncio.subprocess.Process] = []
         self._members: list[Member] = []
@@ -95,7 +110,7 @@ class Trainer:
     @contextlib.asynccontextmanager
     async def with_receivers(self, count: int) -> AsyncIterator[None]:
         bus = Bus("trainer/0#x", ZmqNetwork())
-        address = bus.serve(LOOPBACK, lambda request: self._server.serve(request), _crash)
+        address = bus.serve(LOOPBACK, self._handle, _crash)
         self._members = [_member("trainer", 0, address)]
         try:
             for index in range(count):
@@ -107,25 +122,45 @@ class Trainer:
                 self._receivers.append(receiver)
                 address = json.loads(await receiver.stdout.readline())["address"]
                 self._members.append(_member("generator", index, address))
+            self._known.directory |= {member.identity: member for member in self._members}
             yield
         finally:
+            self._direct.close()
             for receiver in self._receivers:
                 receiver.stdin.close()
             await asyncio.gather(*(receiver.wait() for receiver in self._receivers))
             await bus.close()
             shutil.rmtree(self._folder)
 
+    async def plain_hop(self) -> float:
+        """Seconds of the last version's bytes over TCP to the first receiver, which writes them into a file."""
+        file = self._folder / f"v{self._version}" / WEIGHTS_FILE
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self._receivers[0].stdin.write(json.dumps({"tcp": listening.getsockname()[1]}).encode() + b"\n")
+            await asyncio.to_thread(_send_plainly, listening, file)
+        return json.loads(await self._receivers[0].stdout.readline())["seconds"]
+
+    def _handle(self, request: Request) -> Any:
+        if isinstance(request.message, FetchWeights):
+            return self._server.serve(request)
+        return self._direct.serve(request) if isinstance(request.message, SendWeights) else self._done(request)
+
+    async def _done(self, request: Request) -> Done:
+        return self._direct.done(request)
+
     async def hand_over(self) -> dict[str, float]:
-        """Seconds of a new version: until it is written, until all have it (`seconds`), and of the longest pause."""
+        """Seconds of a new version: until it is written, until all have it (`seconds`), and of the longest pause and
+        the longest fetch."""
         self._model.step()
         self._version += 1
-        folder, sent = self._folder / f"v{self._version}", self._server.bytes_sent
+        folder, sent = self._folder / f"v{self._version}", self._bytes_sent
         started = time.perf_counter()
         manifest = await asyncio.to_thread(self._model.write, folder)
         published = time.perf_counter()
         if self._config["transport"] == "stream":
             self._server.offer((0, self._version), Holding(folder, manifest))
         policy = Policy(lineage=0, version=self._version, folder=str(folder), stamp=manifest.stamp)
+        self._direct.offer(policy)
         order = {"policy": policy.model_dump_json(), "members": [m.model_dump_json() for m in self._members]}
         for receiver in self._receivers:
             receiver.stdin.write(json.dumps(order).encode() + b"\n")
@@ -135,13 +170,36 @@ class Trainer:
         return {
             "seconds": ended - started,
             "publish_seconds": published - started,
+            "fetch_seconds": max(answer["fetch_seconds"] for answer in answers),
             "pause_seconds": max(answer["pause_seconds"] for answer in answers),
-            "trainer_sent": (self._server.bytes_sent - sent) / manifest.size,
+            "trainer_sent": (self._bytes_sent - sent) / manifest.size,
         }
+
+    @property
+    def _bytes_sent(self) -> int:
+        return self._server.bytes_sent + self._direct.bytes_sent
 
 
 def _member(role: str, index: int, address: str) -> Member:
     return Member(identity=f"{role}/{index}#x", role=role, index=index, address=address, state="healthy")
+
+
+def _send_plainly(listening: socket.socket, file: Path) -> None:
+    connection, _ = listening.accept()
+    with connection, file.open("rb", buffering=0) as data:
+        while part := data.read(CHUNK_BYTES):
+            connection.sendall(part)
+
+
+def _receive_plainly(port: int, file: Path) -> float:
+    part = memoryview(bytearray(CHUNK_BYTES))
+    with socket.create_connection(("127.0.0.1", port)) as connection, file.open("wb", buffering=0) as copy:
+        started = time.perf_counter()
+        while received := connection.recv_into(part):
+            copy.write(part[:received])
+        seconds = time.perf_counter() - started
+    file.unlink()
+    return seconds
 
 
 def _crash(error: BaseException) -> None:
@@ -165,17 +223,29 @@ async def receive(setup: dict[str, Any]) -> None:
 
     print(json.dumps({"address": generator.bus.serve(LOOPBACK, serve, _crash)}), flush=True)
     memory = np.empty(0, np.uint8)
+    end: TransferEnd | None = None
     while line := await asyncio.to_thread(sys.stdin.readline):
         order = json.loads(line)
+        if "tcp" in order:
+            file = Path(setup["folder"], f"plain-{setup['index']}")
+            print(json.dumps({"seconds": await asyncio.to_thread(_receive_plainly, order["tcp"], file)}), flush=True)
+            continue
         known["members"] = [Member.model_validate_json(member) for member in order["members"]]
         generator.policy = Policy.model_validate_json(order["policy"])
+        if generator.config.weights.backend:
+            end = end or TransferEnd(generator.bus, known["members"][0])
+            paused = await end.receive(generator.policy)
+            print(json.dumps({"pause_seconds": paused, "fetch_seconds": paused}), flush=True)
+            continue
+        began = time.perf_counter()
         folder = await fetcher.fetch(generator.policy)
+        fetched = time.perf_counter() - began
         file = np.memmap(folder / WEIGHTS_FILE, np.uint8, "r")
         if len(memory) != len(file):
             memory = np.zeros(len(file), np.uint8)
         started = time.perf_counter()
         await asyncio.to_thread(np.copyto, memory, file)
-        print(json.dumps({"pause_seconds": time.perf_counter() - started}), flush=True)
+        print(json.dumps({"pause_seconds": time.perf_counter() - started, "fetch_seconds": fetched}), flush=True)
     await generator.bus.close()
     fetcher.close()
 
@@ -226,6 +296,7 @@ async def measure(name: str, options: argparse.Namespace, disk: Path) -> list[di
                 await trainer.hand_over()  # fills memory, and is the base of the first difference
                 for _ in range(options.rounds):
                     copies = await asyncio.to_thread(plain_copies, model, disk / "copies")
+                    copies["tcp"] = await trainer.plain_hop()
                     rounds.append(await trainer.hand_over() | {f"copy_{kind}": s for kind, s in copies.items()})
             found.append({"size": name, "receivers": count, "way": way, "rounds": rounds})
             seconds, pause = (median(r[key] for r in rounds) for key in ("seconds", "pause_seconds"))
@@ -235,30 +306,53 @@ async def measure(name: str, options: argparse.Namespace, disk: Path) -> list[di
 
 def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as disk:
-        found = [case for name in options.sizes for case in asyncio.run(measure(name, options, Path(disk)))]
+        found = [case for name in options.sizes for case in uvloop.run(measure(name, options, Path(disk)))]
     shares = sent_shares()
-    columns = ["seconds", "publish_seconds", "pause_seconds", "trainer_sent", "copy_file", "copy_memory"]
+    columns = ["seconds", "publish_seconds", "fetch_seconds", "pause_seconds", "trainer_sent"]
+    columns += ["copy_file", "copy_memory", "copy_tcp"]
     medians = [{key: median(r[key] for r in case["rounds"]) for key in columns} for case in found]
     judged = next(c for c in found if (c["size"], c["way"]) == (options.sizes[-1], "stream"))
     first = judged["receivers"]
     share, spread = ratio(*([r[key] for r in judged["rounds"]] for key in ("copy_file", "seconds")))
-    what = f"a plain file copy's seconds / those of a whole hand-over by stream, {judged['size']}, {first} receiver(s)"
+    of = f"{judged['size']}, {first} receiver(s)"
+    what = f"a plain file copy's seconds / those of a whole hand-over by stream, {of}"
+    hops = {
+        f"a plain copy's seconds, {kind}, / those of fetching by stream, {of}": ratio(
+            *([r[key] for r in judged["rounds"]] for key in (f"copy_{kind}", "fetch_seconds"))
+        )
+        for kind in ("file", "tcp")
+    }
     show(
         f"New weights, {options.rounds} rounds (medians)",
-        ["", "receivers", "s until all have it", "of that, writing", "pause s", "trainer sent", "file copy", "memory"],
+        [
+            "",
+            "receivers",
+            "s until all have it",
+            "of that, writing",
+            "fetching",
+            "pause s",
+            "trainer sent",
+            "file copy",
+            "memory",
+            "TCP",
+        ],
         [
             [f"{case['size']}, {case['way']}", case["receivers"], *numbers.values()]
             for case, numbers in zip(found, medians, strict=True)
         ],
         [
-            f"{what}: {share:.3f} ({spread[0]:.3f} to {spread[1]:.3f})",
+            *(
+                f"{what}: {share:.3f} ({spread[0]:.3f} to {spread[1]:.3f})"
+                for what, (share, spread) in [(what, (share, spread)), *hops.items()]
+            ),
             *(
                 f"a difference in {dtype}, of all bytes: " + ", ".join(f"{s:.1%} at lr {lr}" for lr, s in of.items())
                 for dtype, of in shares.items()
             ),
         ],
     )
-    results = {"ratio": share, "spread": spread, "ratio_is": what, "difference_shares": shares, "cases": found}
+    results = {"ratio": share, "spread": spread, "ratio_is": what, "hops": hops, "difference_shares": shares}
+    results["cases"] = found
     write(results, options.json)
 
 
@@ -279,6 +373,6 @@ def arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     options = arguments()
     if options.receiver:
-        asyncio.run(receive(options.receiver))
+        uvloop.run(receive(options.receiver))
     else:
         compare(options)

@@ -223,7 +223,7 @@ class Cluster:
             bus, MASTER, **common, open_source=lambda config, seed: source, load_tokenizer=lambda name: tokenizer
         )
 
-    async def _start_engine(self, model: Path, config: Any, *, version: int, seed: int) -> Any:
+    async def _start_engine(self, model: Path, config: Any, **options: Any) -> Any:
         engine = ModelEngine(self.costs, self._lengths)
         self.engines.append(engine)
         return engine

@@ -273,11 +273,11 @@ class ModelLearner:
         self.tokens += sum(sampled)
         return {"loss": 0.0}
 
-    async def snapshot(self) -> None:
+    async def snapshot(self, folder: Path) -> None:
         await asyncio.sleep(self._costs.snapshot)
         self.shares.update({"publishing": self._costs.snapshot})
 
-    async def write(self, folder: Path) -> None:
+    async def written(self) -> None:
         await asyncio.sleep(self._costs.write)
 
     async def forget(self, folder: Path) -> None:

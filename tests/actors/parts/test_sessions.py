@@ -103,10 +103,18 @@ def chunk(*tokens: int, version: int, finish: str | None = None) -> TokenChunk:
     )  # fmt: skip
 
 
-def session_at(cluster: Cluster, home: Member) -> tuple[Router, SampleSession]:
+class Characters:
+    """A tokenizer of one character a token."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return "".join(map(chr, tokens))
+
+
+def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, SampleSession]:
     cluster.directory = {member.identity: member for member in cluster.members}
     router = Router(cluster)
-    return router, SampleSession(router, None, None, cluster.config.sampling, 3, home)
+    sampling = cluster.config.sampling.model_copy(update=settings)
+    return router, SampleSession(router, Characters(), None, sampling, 3, home)
 
 
 async def test_a_sequence_that_moves_goes_on_at_its_target_from_the_tokens_so_far():
@@ -134,6 +142,31 @@ async def test_a_sequence_may_be_ended_early():
     done = await session.generate([1], keep=lambda tokens: 3 if 7 in tokens else None)
     assert (done.tokens.tolist(), done.versions.tolist(), done.finish) == ([5, 6, 7], [3, 3, 4], "stop")
     assert (len(done.logprobs), session.tokens_sampled, dict(router.load)) == (3, 4, {})
+
+
+@pytest.mark.parametrize(("keep", "end"), [(None, 6), (3, 3), (7, 6)])
+async def test_a_stop_text_of_the_run_ends_a_turn_and_remains_in_it(keep, end):
+    cluster = Cluster(generator(0), generator(1))
+    _, session = session_at(cluster, generator(0), stop=["!!", "bye"])
+    first = [chunk(*b"ab!", version=3), StreamBrokenError("handed over")]
+    cluster.bus = Streams(at0=[first], at1=[[chunk(*b"c!", version=4), chunk(*b"!d", version=4)]])
+    session.move(generator(1))
+    own = None if keep is None else lambda tokens: keep if len(tokens) >= keep else None
+    done = await session.generate([1], keep=own)
+    assert (bytes(done.tokens.tolist()), done.finish) == (b"ab!c!!"[:end], "stop")
+
+
+async def test_the_tokens_that_a_sample_needs_at_least_count_over_its_turns():
+    cluster = Cluster(generator(0), generator(1))
+    _, session = session_at(cluster, generator(0), min_new_tokens=6)
+    first = [chunk(5, 6, version=3), StreamBrokenError("handed over")]
+    cluster.bus = Streams(
+        at0=[first], at1=[[chunk(7, version=3, finish="length")], [chunk(1, 2, 3, version=3, finish="stop")]]
+    )
+    session.move(generator(1))
+    for most in (3, None):
+        await session.generate([1], max_new_tokens=most)
+    assert [request.min_new_tokens for _, request in cluster.bus.asked] == [6, 4, 3]
 
 
 @pytest.mark.parametrize(("wanted", "asked"), [(None, 10), (4, 4), (40, 10)])

@@ -57,7 +57,7 @@ class Cluster:
         self.crashes = []
         self.policy = Policy(lineage=0, version=0, folder="model")
         self.nodes = []
-        self.config = WeightsConfig(transport="stream", **config)
+        self.config = WeightsConfig(**{"transport": "stream"} | config)
         self.trainer = self.join("trainer", 0)
         self.generators = [self.join("generator", index) for index in range(generators)]
 
@@ -240,6 +240,17 @@ async def test_old_versions_are_removed_and_one_that_was_skipped_is_not_missed(c
     assert kept == {"l0-v000005", "l0-v000006"}
     one.generators[0].weights.close()
     assert not one.generators[0].weights._folder.exists()
+
+
+async def test_in_place_of_a_direct_transfer_the_folder_is_read_or_if_it_is_not_shared_streamed_by_the_trainer(cluster):
+    two = cluster(2, transport="gloo")
+    data = random_bytes()
+    policy = two.publish(data)
+    assert [str(folder) for folder in await two.fetch_all()] == [policy.folder] * 2
+    assert not two.trainer.asked
+    two.policy = policy.model_copy(update={"folder": "/nowhere"})
+    assert [read(folder) == data for folder in await two.fetch_all()] == [True] * 2
+    assert sorted(two.trainer.asked) == [("generator/0", 0), ("generator/1", 0)]
 
 
 async def test_one_that_asks_for_a_version_that_is_gone_takes_the_newest_one(cluster):

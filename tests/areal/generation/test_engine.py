@@ -6,11 +6,13 @@ The models are random: three sets of weights so far apart that log-probs under t
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,21 @@ import pytest_asyncio
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_training import divide
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import areal.generation.engine
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
+from areal.devices import SHARES
 from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, WeightLoadError
+from areal.weights.folders import published_shapes
 from areal.weights.lora import add_adapters, write_adapter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -37,34 +49,60 @@ MAX_LEN = 1024
 CONFIG = GeneratorConfig(dtype="float32", max_concurrent_rollouts=16, stream_interval=4, kv_cache_gib=0.25)
 SAMPLING = SamplingConfig(temperature=0.8, max_new_tokens=96)
 ENDLESS = SamplingConfig(max_new_tokens=MAX_LEN)
+LORA = LoraConfig(rank=4, alpha=8)
 SECONDS = 120.0
 PROMPT = list(range(10, 90))  # longer than two KV blocks, so that it is cached
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": MAX_LEN, "initializer_range": 0.1,
+    "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": EOS,
+}  # fmt: skip
 
 Models = dict[int, Path]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_long_pauses() -> Iterator[None]:
+    """As in an actor's process (areal.devices.settle): going through all objects of a process that has run many tests
+    takes longer than some sequences here."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Folders of three policies, by version."""
+    """Folders of three policies, by version. The first and the last have their weights in several files. The first is
+    as a hub has it: with tensors that transformers has no place for, and with other defaults of sampling."""
     folders = {version: tmp_path_factory.mktemp(f"policy{version}") for version in range(3)}
+    write_models(folders, lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)))
+    weights = load_file(folders[0] / "model.safetensors")
+    weights |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(16) for layer in range(2)}
+    save_file(weights, folders[0] / "model.safetensors", metadata={"format": "pt"})
+    defaults = {"eos_token_id": EOS, "do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 3.0}
+    (folders[0] / "generation_config.json").write_text(json.dumps(defaults))
+    divide(folders[0], 3)
+    divide(folders[2], 3)
+    published_shapes(folders[0])  # the first call takes longer than the short sequences of a test
+    return folders
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Folders of three policies of a mixture of experts, by version; the second has its weights in several files."""
+    folders = {version: tmp_path_factory.mktemp(f"experts{version}") for version in range(3)}
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    write_models(folders, lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | mixture | {"decoder_sparse_step": 1})))
+    divide(folders[1], 3)
+    return folders
+
+
+def write_models(folders: Models, make: Callable[[], PreTrainedModel]) -> None:
     for version, folder in folders.items():
         torch.manual_seed(version)
-        config = Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=MAX_LEN,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=EOS,
-            initializer_range=0.1,
-        )
-        Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folders
+        make().save_pretrained(folder)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -81,6 +119,22 @@ async def engine(shared_engine: GenerationEngine, models: Models) -> GenerationE
     return shared_engine
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_adapting(models: Models) -> AsyncGenerator[GenerationEngine, None]:
+    """An engine whose versions are adapters of the first model."""
+    engine = await GenerationEngine.start(models[0], CONFIG, version=0, lora=LORA)
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def adapting(shared_adapting: GenerationEngine, models: Models, tmp_path: Path) -> GenerationEngine:
+    """That engine, idle and at version 0, the model itself. Before its first load it has no adapter."""
+    if shared_adapting.version:
+        await shared_adapting.load(write_adapter_of(models[0], tmp_path / "none", scale=0), 0)
+    return shared_adapting
+
+
 async def collect(stream: AsyncGenerator[Chunk, None], progress: list[Chunk] | None = None) -> Chunk:
     """The whole sequence as one chunk; `progress` sees its parts while they come."""
     parts = [] if progress is None else progress
@@ -90,13 +144,33 @@ async def collect(stream: AsyncGenerator[Chunk, None], progress: list[Chunk] | N
     return Chunk(*fields, parts[-1].finish)
 
 
-def reference(model: Path, prompt: list[int], tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Log-probs of `tokens` after `prompt`, float32 [n], all under the weights of `model`, by transformers."""
+def reference(
+    model: Path, prompt: list[int], tokens: np.ndarray, temperature: float = 1.0, without: int | None = None
+) -> np.ndarray:
+    """Log-probs of `tokens` after `prompt`, float64 [n], all under the weights of `model`, by transformers. without: a
+    token that cannot be drawn."""
     ids = torch.tensor([[*prompt, *tokens.tolist()]])
     with torch.no_grad():
-        logits = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits[0, len(prompt) - 1 : -1]
+        exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager")
+        logits = exact(ids).logits[0, len(prompt) - 1 : -1]
+    if without is not None:
+        logits[:, without] = -torch.inf
     logprobs = torch.log_softmax(logits / temperature, -1)
     return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def surprises(
+    model: Path, prompt: list[int], tokens: np.ndarray, temperature: float, without: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The mean and the variance of -log p under the distribution of each of `tokens`, float64 [n]; as `reference`."""
+    ids = torch.tensor([[*prompt, *tokens.tolist()]])
+    with torch.no_grad():
+        logits = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float64)(ids).logits[0, len(prompt) - 1 : -1]
+    logits[:, without] = -torch.inf
+    p = torch.softmax(logits / temperature, -1)
+    surprise = -torch.where(p > 0, p.log(), 0)
+    mean = (p * surprise).sum(-1)
+    return mean.numpy(), ((p * surprise**2).sum(-1) - mean**2).numpy()
 
 
 def reference_on_old_cache(old: Path, new: Path, prompt: list[int], tokens: np.ndarray, split: int) -> np.ndarray:
@@ -130,6 +204,16 @@ async def stats_at_rest(engine: GenerationEngine) -> EngineStats:
 async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_weights_that_sampled_it(
     engine: GenerationEngine, models: Models
 ) -> None:
+    sequence, prompt = await check_interruption(engine, models)
+    split = int((sequence.versions == 0).sum())
+    stale = reference_on_old_cache(models[0], models[1], prompt, sequence.tokens, split)
+    part = (sequence.versions == 1)[split:]
+    assert np.abs(stale - sequence.logprobs[split:])[part].mean() > 0.01
+
+
+async def check_interruption(engine: GenerationEngine, models: Models) -> tuple[Chunk, list[int]]:
+    """Load two versions while sequences run. Each token has to have the log-prob of the version that it names. Returns
+    a sequence that went through all versions, with its prompt. The engine is at version 0 before."""
     prompts = [PROMPT[: 5 + 7 * i] for i in range(8)]
     progress: list[list[Chunk]] = [[] for _ in prompts]
     tasks = [
@@ -155,11 +239,69 @@ async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_weig
             assert np.abs(under[version] - sequence.logprobs)[part].max() < 1e-4
             for wrong in {0, 1, 2} - {version}:
                 assert np.abs(under[wrong] - sequence.logprobs)[part].mean() > 0.1
-    sequence, prompt = sequences[through_all[0]], prompts[through_all[0]]
-    split = int((sequence.versions == 0).sum())
-    stale = reference_on_old_cache(models[0], models[1], prompt, sequence.tokens, split)
-    part = (sequence.versions == 1)[split:]
-    assert np.abs(stale - sequence.logprobs[split:])[part].mean() > 0.01
+    return sequences[through_all[0]], prompts[through_all[0]]
+
+
+@pytest.mark.parametrize(
+    ("folders", "changes"),
+    [
+        ("experts", {}),
+        pytest.param("models", {"tensor_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param("experts", {"tensor_parallel": 2}, marks=pytest.mark.slow),
+    ],
+)
+async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have_the_logprobs_of_their_version(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folders: str, changes: dict[str, Any]
+) -> None:
+    """By vLLM's own reload, and with the next step scheduled while one is computed, on one worker or two."""
+
+    def as_on_gpus(*arguments: Any) -> Any:
+        from vllm.platforms.cpu import CpuPlatform
+
+        check = CpuPlatform.check_and_update_config
+
+        def check_and_schedule_ahead(config: Any) -> None:
+            check(config)
+            config.scheduler_config.async_scheduling = True
+
+        monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_schedule_ahead))
+        found = engine_args(*arguments)
+        found.worker_extension_cls = "reloading_worker.ReloadingWorker"
+        return found
+
+    engine_args = areal.generation.engine._engine_args
+    monkeypatch.setattr(areal.generation.engine, "_engine_args", as_on_gpus)
+    policies: Models = request.getfixturevalue(folders)
+    engine = await GenerationEngine.start(policies[0], CONFIG.model_copy(update=changes), version=0)
+    assert await engine._core.collective_rpc_async("schedules_ahead") == [True] * changes.get("tensor_parallel", 1)
+    await check_interruption(engine, policies)
+    await engine.close()
+
+
+async def test_nothing_is_sampled_or_loaded_while_the_engine_sleeps(engine: GenerationEngine, models: Models) -> None:
+    progress: list[list[Chunk]] = [[] for _ in range(4)]
+    tasks = [
+        asyncio.create_task(collect(engine.generate(f"r{i}", PROMPT[: 9 + 7 * i], SAMPLING), progress[i]))
+        for i in range(4)
+    ]
+    await until(lambda: all(progress))
+    await engine.sleep()
+    load = asyncio.create_task(engine.load(models[1], 1))
+    tasks.append(asyncio.create_task(collect(engine.generate("late", PROMPT, SAMPLING))))
+    before = await stats_at_rest(engine)
+    await asyncio.sleep(0.5)
+    assert (engine.stats(), engine.version, load.done()) == (before, 0, False)
+    await engine.wake()
+    await load
+    sequences = await asyncio.gather(*tasks)
+    assert engine.stats().preemptions == before.preemptions
+    assert any(set(sequence.versions) == {0, 1} for sequence in sequences)
+    for i, sequence in enumerate(sequences):
+        prompt = PROMPT if i == 4 else PROMPT[: 9 + 7 * i]
+        for version in set(sequence.versions.tolist()):
+            part = sequence.versions == version
+            under = reference(models[version], prompt, sequence.tokens, SAMPLING.temperature)
+            assert np.abs(under - sequence.logprobs)[part].max() < 1e-4
 
 
 async def test_a_prompt_cached_under_old_weights_is_computed_again(engine: GenerationEngine, models: Models) -> None:
@@ -169,6 +311,56 @@ async def test_a_prompt_cached_under_old_weights_is_computed_again(engine: Gener
     assert set(sequence.versions) == {1}
     expected = reference(models[1], PROMPT, sequence.tokens, SAMPLING.temperature)
     assert np.abs(expected - sequence.logprobs).max() < 1e-4
+
+
+async def test_tensors_that_transformers_has_no_place_for_need_not_be_published(
+    engine: GenerationEngine, models: Models, tmp_path: Path
+) -> None:
+    assert published_shapes(models[0]).keys() == load_file(models[1] / "model.safetensors").keys()
+    stored = {name: tensor for file in models[0].glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert published_shapes(models[0]).keys() < stored.keys()
+    await engine.load(models[1], 1)
+    sequence = await collect(engine.generate("r", PROMPT, SAMPLING))
+    assert set(sequence.versions) == {1}
+    expected = reference(models[1], PROMPT, sequence.tokens, SAMPLING.temperature)
+    assert np.abs(expected - sequence.logprobs).max() < 1e-4
+    del stored["model.embed_tokens.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(WeightLoadError, match="3 tensors differ, the first is model.embed_tokens.weight"):
+        await engine.load(tmp_path, 2)
+
+
+async def test_defaults_of_the_model_folder_do_not_change_what_is_sampled(
+    engine: GenerationEngine, models: Models
+) -> None:
+    plain = SamplingConfig(max_new_tokens=64)
+    group = await asyncio.gather(*(collect(engine.generate("r", PROMPT, plain)) for _ in range(4)))
+    assert len({sample.tokens.tobytes() for sample in group}) == 4  # not with top_k of 1
+    for sample in group:
+        assert np.abs(reference(models[0], PROMPT, sample.tokens) - sample.logprobs).max() < 1e-4
+
+
+async def test_no_stop_token_comes_before_the_minimum_whatever_is_loaded_meanwhile(
+    engine: GenerationEngine, models: Models
+) -> None:
+    few, prompt = 80, [5]
+    sampling = SamplingConfig(max_new_tokens=300, min_new_tokens=few)
+    progress: list[list[Chunk]] = [[] for _ in range(8)]
+    tasks = [asyncio.create_task(collect(engine.generate("r", prompt, sampling), parts)) for parts in progress]
+    await until(lambda: all(len(parts) >= 2 for parts in progress))
+    await engine.load(models[1], 1)
+    sequences = await asyncio.gather(*tasks)
+    assert min(len(s.tokens) for s in sequences) > few
+    assert any(s.finish == "stop" for s in sequences)
+    for sequence in sequences:
+        assert EOS not in sequence.tokens[:-1]
+        for version in (0, 1):
+            held = reference(models[version], prompt, sequence.tokens, without=EOS)
+            free = reference(models[version], prompt, sequence.tokens)
+            part = sequence.versions == version
+            assert np.abs(held - sequence.logprobs)[:few][part[:few]].max() < 1e-4
+            assert np.abs(free - sequence.logprobs)[few:][part[few:]].max(initial=0) < 1e-4
+        assert np.abs(free - sequence.logprobs)[:few][part[:few]].max() > 1e-3
 
 
 async def test_the_samples_of_a_group_differ_and_each_is_right(engine: GenerationEngine, models: Models) -> None:
@@ -217,8 +409,10 @@ async def test_a_stopped_sequence_ends_with_its_stop_token_and_a_cut_one_has_all
 
 @pytest.mark.parametrize("way", ["cancel", "close"])
 async def test_a_reader_that_leaves_aborts_its_sequence_in_the_engine(engine: GenerationEngine, way: str) -> None:
+    long = SamplingConfig(max_new_tokens=MAX_LEN, min_new_tokens=600)
+
     async def read_one() -> None:
-        async with aclosing(engine.generate("r", PROMPT, ENDLESS)) as stream:
+        async with aclosing(engine.generate("r", PROMPT, long)) as stream:
             async for _ in stream:
                 if way == "cancel":
                     await asyncio.sleep(60)
@@ -234,48 +428,69 @@ async def test_a_reader_that_leaves_aborts_its_sequence_in_the_engine(engine: Ge
     await asyncio.wait(readers)
     after = await stats_at_rest(engine)
     assert (after.running, after.waiting, after.kv_use) == (0, 0, 0.0)
-    assert 0 < after.tokens_generated - before < 8 * 200
+    assert 0 < after.tokens_generated - before < 8 * 600
 
 
-def write_random_adapter(model: Path, folder: Path, rank: int = 4) -> None:
-    module = add_adapters(Qwen3ForCausalLM.from_pretrained(model), LoraConfig(rank=rank, alpha=8))
-    torch.manual_seed(7)
-    factors = {name: torch.randn_like(p) * 0.1 for name, p in module.named_parameters() if p.requires_grad}
+def write_adapter_of(model: Path, folder: Path, *, seed: int = 7, scale: float = 0.1) -> Path:
+    module = add_adapters(Qwen3ForCausalLM.from_pretrained(model), LORA)
+    torch.manual_seed(seed)
+    factors = {name: torch.randn_like(p) * scale for name, p in module.named_parameters() if p.requires_grad}
+    folder.mkdir(exist_ok=True)
     write_adapter(module, factors, folder)
+    return folder
 
 
-def merge(model: Path, adapter: Path, folder: Path) -> None:
+def merge(model: Path, adapter: Path, folder: Path) -> Path:
     """By peft."""
     adapted = PeftModel.from_pretrained(Qwen3ForCausalLM.from_pretrained(model), adapter).merge_and_unload()
     adapted.save_pretrained(folder)
+    return folder
 
 
-async def test_an_adapter_is_merged_into_the_weights_the_engine_was_started_on(
-    engine: GenerationEngine, models: Models, tmp_path: Path
+async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_adapter_that_sampled_it(
+    adapting: GenerationEngine, models: Models, tmp_path: Path
 ) -> None:
-    write_random_adapter(models[0], tmp_path)
-    merge(models[0], tmp_path, tmp_path / "merged")
-    await engine.load(models[1], 1)
-    await engine.load(tmp_path, 2)
-    for version in (2, 3):  # loaded twice, it is not added twice
-        sequence = await collect(engine.generate("r", PROMPT, SAMPLING))
-        assert set(sequence.versions) == {version}
-        expected = reference(tmp_path / "merged", PROMPT, sequence.tokens, SAMPLING.temperature)
-        assert np.abs(expected - sequence.logprobs).max() < 1e-4
-        await engine.load(tmp_path, 3)
+    adapters = [write_adapter_of(models[0], tmp_path / f"{seed}", seed=seed) for seed in (7, 8)]
+    policies = [models[0], *(merge(models[0], adapter, adapter / "merged") for adapter in adapters)]
+    progress: list[Chunk] = []
+    running = asyncio.create_task(collect(adapting.generate("r", PROMPT, SAMPLING), progress))
+    for version, adapter in enumerate(adapters, 1):
+        seen = len(progress)
+        await until(lambda seen=seen: len(progress) >= seen + 2)  # type: ignore[misc]
+        await adapting.load(adapter, version)
+    sequences = [await running, await collect(adapting.generate("after", PROMPT, SAMPLING))]
+    assert [set(sequence.versions) for sequence in sequences] == [{0, 1, 2}, {2}]
+    for sequence in sequences:
+        under = [reference(policy, PROMPT, sequence.tokens, SAMPLING.temperature) for policy in policies]
+        for version in set(sequence.versions.tolist()):
+            part = sequence.versions == version
+            assert np.abs(under[version] - sequence.logprobs)[part].max() < 1e-4
+            for wrong in {0, 1, 2} - {version}:
+                assert np.abs(under[wrong] - sequence.logprobs)[part].mean() > 0.1
 
 
 async def test_an_adapter_that_does_not_fit_is_refused(
-    engine: GenerationEngine, models: Models, tmp_path: Path
+    adapting: GenerationEngine, models: Models, tmp_path: Path
 ) -> None:
-    write_random_adapter(models[0], tmp_path)
-    factors = load_file(tmp_path / "adapter_model.safetensors")
+    factors = load_file(write_adapter_of(models[0], tmp_path) / "adapter_model.safetensors")
     name = next(iter(factors))
     for wrong in ({name: factors[name][:2]}, {name.replace("layers.0", "layers.9"): factors[name].clone()}):
         save_file(factors | wrong, tmp_path / "adapter_model.safetensors")
         with pytest.raises(WeightLoadError, match="1 tensors differ"):
-            await engine.load(tmp_path, 1)
-    assert engine.version == 0
+            await adapting.load(tmp_path, 9)
+    with pytest.raises(WeightLoadError, match="does not fit"):
+        await adapting.load(models[1], 9)
+    assert adapting.version == 0
+
+
+async def test_an_engine_without_adapters_refuses_one(engine: GenerationEngine, models: Models, tmp_path: Path) -> None:
+    with pytest.raises(WeightLoadError, match="does not fit"):
+        await engine.load(write_adapter_of(models[0], tmp_path), 9)
+
+
+async def test_an_adapter_of_too_high_a_rank_is_told(models: Models) -> None:
+    with pytest.raises(UserError, match=r"trainer.lora.rank is 1000, but vLLM takes at most \d+: lower it"):
+        await GenerationEngine.start(models[0], CONFIG, version=0, lora=LoraConfig(rank=1000))
 
 
 def missing(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -319,14 +534,13 @@ async def test_weights_that_do_not_fit_are_refused_and_generation_goes_on(
 
 @pytest.mark.parametrize("adapter", [False, True])
 async def test_weights_that_are_removed_once_checked_are_refused_and_once_open_are_loaded_whole(
-    engine: GenerationEngine, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: bool
-) -> None:
+    engine: GenerationEngine, adapting: GenerationEngine, models: Models, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, adapter: bool,
+) -> None:  # fmt: skip
     def write(folder: Path) -> Path:
-        if not adapter:
-            return shutil.copytree(models[1], folder)
-        folder.mkdir()
-        write_random_adapter(models[0], folder)
-        return folder
+        return write_adapter_of(models[0], folder) if adapter else Path(shutil.copytree(models[1], folder))
+
+    engine = adapting if adapter else engine
 
     def check_and_remove(folder: Path, model: Any) -> None:
         check(folder, model)
@@ -387,14 +601,48 @@ async def test_a_mistaken_model_folder_is_told_before_anything_starts(models: Mo
     (tmp_path / "config.json").write_bytes((models[0] / "config.json").read_bytes())
     with pytest.raises(UserError, match="no weights in safetensors format"):
         await GenerationEngine.start(tmp_path, CONFIG, version=0)
-    (tmp_path / "model.safetensors").write_bytes((models[0] / "model.safetensors").read_bytes()[:1000])
+    (tmp_path / "model.safetensors").write_bytes((models[1] / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(UserError, match="cut short"):
         await GenerationEngine.start(tmp_path, CONFIG, version=0)
 
 
-async def test_settings_the_model_cannot_have_are_a_user_error(models: Models) -> None:
-    with pytest.raises(UserError, match="max_model_len"):
-        await GenerationEngine.start(models[0], CONFIG.model_copy(update={"max_model_len": 10**6}), version=0)
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"max_model_len": 10**6}, "max_model_len"),
+        ({"engine_options": {"speculative_config": {"method": "n-gram", "num_speculative_tokens": 2}}}, "n-gram"),
+        ({"engine_options": {"max_num_batched_tokens": "many"}}, "many"),
+        ({"engine_options": {"data_parallel_size": 2}}, "data_parallel_size is 2, but"),
+    ],
+)
+async def test_settings_the_model_cannot_have_are_a_user_error(
+    models: Models, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence) as told:
+        await GenerationEngine.start(models[0], CONFIG.model_copy(update=changes), version=0)
+    assert "\n" not in str(told.value)
+
+
+async def test_the_engine_s_arguments_are_the_settings_with_the_options_on_top(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arguments(cpu: bool = False, sleeps: bool = False, **changes: Any) -> Any:
+        return areal.generation.engine._engine_args(models[0], GeneratorConfig(**changes), 7, None, sleeps, cpu)
+
+    found = arguments(engine_options={"kv_cache_dtype": "fp8", "enable_prefix_caching": False}, tensor_parallel=2)
+    assert (found.kv_cache_dtype, found.enable_prefix_caching, found.tensor_parallel_size) == ("fp8", False, 2)
+    assert found.distributed_executor_backend.endswith("ManyProcessExecutor")
+    alone = arguments(engine_options={"data_parallel_size": 2})
+    assert alone.distributed_executor_backend.endswith("OneProcessExecutor")
+    assert (alone.gpu_memory_utilization, alone.kv_cache_memory_bytes, alone.seed) == (0.9, None, 7)
+    assert arguments(kv_cache_gib=2, memory_share=0.5).kv_cache_memory_bytes == 2 * 2**30
+    assert arguments(memory_share=0.5).gpu_memory_utilization == 0.5
+    assert arguments(cpu=True).kv_cache_memory_bytes == 2**30
+    taking_turns = arguments(sleeps=True)
+    assert (taking_turns.enable_sleep_mode, taking_turns.gpu_memory_utilization) == (True, 0.8)
+    assert not arguments(sleeps=True, cpu=True).enable_sleep_mode
+    monkeypatch.setenv(SHARES, "1")
+    assert arguments().gpu_memory_utilization == 0.3
 
 
 async def test_importing_the_module_imports_neither_torch_nor_vllm() -> None:
@@ -478,6 +726,47 @@ async def test_a_load_that_is_cancelled_while_sequences_finish_leaves_the_engine
         sequences = await asyncio.gather(*tasks)
     assert load.cancelled() and engine.version == 0
     assert all(set(s.versions) == {0} for s in sequences)
+
+
+async def test_guessed_tokens_have_the_logprobs_and_versions_of_what_accepts_them(models: Models) -> None:
+    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    config = CONFIG.model_copy(update={"engine_options": {"speculative_config": guesses}})
+    engine = await GenerationEngine.start(models[0], config, version=0)
+    accepted = {"0": 0, "1": 0}  # tokens that were right guesses, by version
+    deliver = engine._deliver
+
+    def count_and_deliver(outputs: Any) -> None:
+        more = sum(max(0, len(output.new_token_ids) - 1) for output in outputs.outputs)
+        accepted[outputs.weight_version] += more
+        deliver(outputs)
+
+    engine._deliver = count_and_deliver  # type: ignore[method-assign]
+    sampling = SamplingConfig(temperature=0.3, max_new_tokens=400, min_new_tokens=400)
+    prompts = [PROMPT[: 5 + 7 * i] for i in range(6)]
+    progress: list[list[Chunk]] = [[] for _ in prompts]
+    tasks = [
+        asyncio.create_task(collect(engine.generate("r", prompt, sampling), parts))
+        for prompt, parts in zip(prompts, progress, strict=True)
+    ]
+    await until(lambda: all(progress) and accepted["0"] >= 8)
+    cost = await engine.load(models[1], 1)
+    sequences = await asyncio.gather(*tasks)
+    await engine.close()
+    assert cost.sequences_interrupted == 6
+    assert accepted["1"] >= 8
+    excess = variance = 0.0
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert len(sequence.tokens) == len(sequence.logprobs) == len(sequence.versions) == 400
+        for version in (0, 1):
+            expected = reference(models[version], prompt, sequence.tokens, sampling.temperature, without=EOS)
+            part = sequence.versions == version
+            assert part.any()
+            assert np.abs(expected - sequence.logprobs)[part].max() < 1e-4
+            assert np.abs(expected - sequence.logprobs)[~part].mean() > 0.1
+            entropies, variances = surprises(models[version], prompt, sequence.tokens, sampling.temperature, EOS)
+            excess -= (sequence.logprobs + entropies)[part].sum()
+            variance += variances[part].sum()
+    assert abs(excess) < 5 * variance**0.5  # they are drawn as often as their log-probs say
 
 
 async def test_a_kept_kv_cache_serves_the_sequences_that_run_and_no_later_prompt(models: Models) -> None:

@@ -7,17 +7,15 @@ Run under torchrun, this file is also the worker of two ranks.
 import json
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings
+from tiny_training import TEMPERATURE, make_batch, make_model, run_worker, settings, weights_of
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from areal.training import engine as training
 from areal.training.engine import TrainingEngine
 
 LORA = {"rank": 4, "alpha": 8}
@@ -41,6 +39,8 @@ WAYS = [
 IN_EVERY_WAY = ("three minibatches", "adapters")
 """Other cases: in the two ways in which most is done otherwise."""
 BATCHES = [make_batch(groups=3, seed=seed) for seed in range(2)]
+EVERYTHING_PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+"""ZeRO 3 would leave parameters as small as these whole on each rank."""
 MOVED = 1e-2
 """Most that a weight moves in a step: the learning rate."""
 TOLERANCE = 1e-5
@@ -64,25 +64,9 @@ def ways(case):
 
 def work(folders, out, *combinations):
     """Publish the weights after training each "CASE-WAY"."""
-    with everything_partitioned():
-        for combination in combinations:
-            case, _, number = combination.rpartition("-")
-            train(folders, out / combination, case, **WAYS[int(number)])
-
-
-@contextmanager
-def everything_partitioned():
-    """ZeRO 3 would leave parameters as small as these whole on each rank."""
-    configuration = training.deepspeed_config
-
-    def without_threshold(config):
-        settings = configuration(config)
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return settings
-
-    training.deepspeed_config = without_threshold
-    yield
-    training.deepspeed_config = configuration
+    for combination in combinations:
+        case, _, number = combination.rpartition("-")
+        train(folders, out / combination, case, deepspeed_options=EVERYTHING_PARTITIONED, **WAYS[int(number)])
 
 
 def train(folders, out, case, **way):
@@ -115,10 +99,6 @@ def late_for_every_gather(engine):
     engine._zero = Late
 
 
-def published(folder):
-    return load_file(next(folder.glob("*.safetensors")))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_weights_after_two_steps_are_the_same_in_every_way_of_computing_them(folders, tmp_path, case):
     train(folders, tmp_path / case, case)
@@ -140,7 +120,7 @@ def test_weights_after_two_steps_are_the_same_on_two_ranks(folders, tmp_path):
 
 def assert_same_steps(found, expected):
     """The same weights and the same results of the steps."""
-    weights, right = published(found), published(expected)
+    weights, right = weights_of(found), weights_of(expected)
     assert weights.keys() == right.keys()
     for name in right:
         message = f"{found.name}, {name}: "

@@ -93,16 +93,9 @@ def test_a_run_that_is_in_no_row_is_told(run_of, capsys):
     assert "compared" not in rest
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--against", "paper:table9"], "There is no paper:table9: take one of paper:table1"),
-        (["--figure", "x.svg", "."], "--figure draws a single run"),
-    ],
-)
-def test_a_mistake_is_one_sentence(capsys, tmp_path, arguments, sentence):
-    assert main(["report", *arguments, str(tmp_path)]) == 2
-    assert sentence in capsys.readouterr().err
+def test_an_unknown_table_is_told(capsys, tmp_path):
+    assert main(["report", "--against", "paper:table9", str(tmp_path)]) == 2
+    assert "There is no paper:table9: take one of paper:table1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", PUBLISHED_TABLES)
@@ -112,7 +105,7 @@ def test_no_two_rows_of_a_table_are_for_the_same_runs(name):
     assert {row.model for row in rows} <= yaml.safe_load(PUBLISHED.read_text())["parameters"].keys()
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "sweeps").iterdir()), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "sweeps").glob("paper-*.yaml")), ids=lambda file: file.stem)
 def test_each_run_of_the_papers_sweeps_has_a_row_and_each_row_of_its_model_a_run(file):
     rows = [Row(row) for row in PUBLISHED_TABLES[file.stem.removeprefix("paper-")]["rows"]]
     configs = [run.config for run in read_sweep(file)]

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_training import (
     TEMPERATURE,
     assert_same_gradients,
+    assert_same_state,
     eager,
     logprobs_alone,
     make_batch,
@@ -26,12 +27,14 @@ from tiny_training import (
     run_worker,
     settings,
     step_and_gradients,
+    weights_of,
 )
 from torch.utils.cpp_extension import _get_build_directory
 
 from areal.config import UserError
 from areal.training.engine import TrainingEngine
 from areal.training.packed import FlatBatch, pack
+from areal.weights.chunks import Manifest
 
 
 @pytest.fixture(scope="module")
@@ -249,13 +252,9 @@ def train(engine, batches):
 
 def assert_same_bits(found, expected):
     """Of the weights in two folders."""
-    found, expected = stored(found), stored(expected)
+    found, expected = weights_of(found), weights_of(expected)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-
-
-def stored(folder):
-    return load_file(next(folder.glob("*.safetensors")))
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +271,7 @@ def test_a_new_engine_goes_on_from_a_checkpoint_to_the_same_bits(folder, one_ran
         assert_same_bits(one_rank / f"{name}-resumed", one_rank / f"{name}-straight")
 
 
-ON_TWO_RANKS = ("zero3", "bf16-zero1", "bf16-adapters-zero3")
+ON_TWO_RANKS = ("zero0", "zero3", "bf16-zero1", "bf16-adapters-zero3")
 
 
 @pytest.fixture(scope="module", params=["some cases", pytest.param("all cases", marks=pytest.mark.slow)])
@@ -295,7 +294,7 @@ def test_two_ranks_have_the_gradients_of_one(folder, two_ranks):
         assert_same_gradients(load_file(two_ranks / f"{stage}-many"), reference_gradients(model, many))
         assert_same_gradients(load_file(two_ranks / f"{stage}-tree"), reference_gradients(model, tree))
         assert_same_gradients(load_file(two_ranks / f"{stage}-one"), reference_gradients(model, one))
-        weights = load_file(two_ranks / f"weights-{stage}" / "model.safetensors")
+        weights = weights_of(two_ranks / f"weights-{stage}")
         for name, tensor in load_file(folder / "model.safetensors").items():
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
 
@@ -310,14 +309,16 @@ def write_gradients(folder, out):
             assert engine.broadcast({"result": repr(result.loss)} if first else None) == {"result": repr(result.loss)}
             if first:
                 save_file(gradients, out / f"{stage}-{name}")
-        engine.publish(out / f"weights-{stage}")
+        engine.snapshot()
+        told = engine.begin_write(out / f"weights-{stage}").result()
+        assert told == (Manifest.of(out / f"weights-{stage}") if first else None)
         engine.close()
 
 
 def test_two_ranks_go_on_from_a_checkpoint_to_the_same_bits(two_ranks):
     for name, checkpoint in checkpoints(two_ranks).items():
         assert_same_bits(two_ranks / f"{name}-resumed", two_ranks / f"{name}-straight")
-        dtypes = {tensor.dtype for tensor in stored(checkpoint).values()}
+        dtypes = {tensor.dtype for tensor in weights_of(checkpoint).values()}
         assert dtypes == {torch.bfloat16 if "bf16" in name else torch.float32}
 
 
@@ -325,7 +326,7 @@ def test_offload_changes_the_weights_by_rounding_alone(one_rank, two_ranks):
     assert {f"{name}-offload" for name in OFFLOADED} <= checkpoints(one_rank).keys()
     for out in (one_rank, two_ranks):
         for name in OFFLOADED.keys() & checkpoints(out).keys():
-            found, expected = stored(out / f"{name}-offload-straight"), stored(out / f"{name}-straight")
+            found, expected = (weights_of(out / f"{name}{kind}-straight") for kind in ("-offload", ""))
             for tensor in expected:  # at ZeRO 1 and 2 they are the same bits
                 torch.testing.assert_close(found[tensor], expected[tensor])
 
@@ -341,11 +342,8 @@ def test_a_checkpoint_goes_from_any_zero_stage_and_number_of_ranks_to_any_other(
                 continue
             engine.load(written)
             again = engine.save(tmp_path / "again")
-            for file in ("model.safetensors", "training/exp_avg.safetensors", "training/exp_avg_sq.safetensors"):
-                assert tensors_equal(written / file, again / file), (name, changes, file)
-            if dtype == "bfloat16":
-                assert tensors_equal(written / "training/master.safetensors", again / "training/master.safetensors")
-            assert (again / "training/state.json").read_text() == (written / "training/state.json").read_text()
+            assert_same_bits(again, written)
+            assert_same_state(again, written)
         engine.close()
 
 
@@ -420,11 +418,39 @@ def test_published_weights_are_complete_and_replace_those_of_the_name(engine_of,
     assert [path.name for path in version.parent.iterdir()] == ["0"]
 
 
+def bytes_of(engine):
+    """Of the weights and the training state, without what is in mapped files, as some models are on the CPU."""
+    memories = {
+        one._cdata: one
+        for one in (tensor.untyped_storage() for tensor in engine._resident() if tensor.device == engine.device)
+    }
+    return sum(one.nbytes() for one in memories.values() if one.resizable())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"zero_stage": stage} for stage in range(4)] + [{"dtype": "bfloat16"}, {"lora": {"rank": 2}}, {"kl_coef": 0.1}],
+    ids=str,
+)
+def test_training_goes_on_to_the_same_bits_after_its_state_was_in_host_memory(engine_of, folder, tmp_path, changes):
+    stayed, moved = engine_of(**changes), engine_of(**changes)
+    for version, batch in enumerate(BATCHES[:3]):
+        for engine in (stayed, moved):
+            engine.step(batch, version=version, temperature=TEMPERATURE)
+        whole = bytes_of(moved)
+        moved.offload()
+        assert bytes_of(moved) == 0 < whole
+        moved.reload()
+        assert bytes_of(moved) == whole
+    assert_same_state(stayed.save(tmp_path / "stayed"), moved.save(tmp_path / "moved"))
+    assert_same_bits(moved.publish(tmp_path / "published"), stayed.publish(tmp_path / "expected"))
+
+
 def test_a_snapshot_is_what_is_written_whatever_is_trained_meanwhile(engine_of, folder, tmp_path):
     engine = engine_of()
     engine.snapshot()
     train(engine, BATCHES[:1])
-    engine.write(tmp_path / "before")
+    assert engine.begin_write(tmp_path / "before").result() == Manifest.of(tmp_path / "before")
     assert tensors_equal(tmp_path / "before" / "model.safetensors", folder / "model.safetensors")
     after = engine.publish(tmp_path / "after")
     assert not tensors_equal(after / "model.safetensors", folder / "model.safetensors")
@@ -455,6 +481,22 @@ def test_a_missing_compiler_is_told_in_a_sentence(tmp_path):
     last = failed.stderr.splitlines()[-1]
     assert "UserError: DeepSpeed cannot build" in last
     assert "no-compiler" in last and "install a C++ compiler" in last
+
+
+def test_options_reach_deepspeed_on_top_of_what_is_set_here(engine_of):
+    options = {"zero_optimization": {"reduce_bucket_size": 1234}, "data_types": {"grad_accum_dtype": "bf16"}}
+    found = engine_of(zero_stage=2, grad_clip=0.5, deepspeed_options=options)._deepspeed._config
+    assert (found.zero_config.reduce_bucket_size, found.grad_accum_dtype) == (1234, "bf16")
+    assert (found.zero_config.stage, found.gradient_clipping) == (2, 0.5)
+
+
+def test_an_option_that_deepspeed_does_not_take_is_told_before_the_model_is_read(folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())  # and no weights
+    with pytest.raises(UserError, match=r"trainer.deepspeed_options: .*reduce_bucket_size") as told:
+        TrainingEngine(
+            tmp_path, settings(deepspeed_options={"zero_optimization": {"reduce_bucket_size": "many"}}), seed=0
+        )
+    assert "\n" not in str(told.value)
 
 
 def test_a_folder_without_a_model_is_the_users_mistake(tmp_path):

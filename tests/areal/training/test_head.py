@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.amx import avoid_broken_amx
 from areal.config import UserError
+from areal.selftest.references import logprobs_of_whole_logits
 from areal.training import head
 from areal.training.head import Curve, Head, linear_logprobs
 
@@ -14,17 +15,6 @@ CURVES = [Curve(), Curve(scale=0.25), Curve(cap=3.0), Curve(scale=2.0, cap=5.0)]
 TEMPERATURE = 0.7
 
 avoid_broken_amx()
-
-
-def curved(logits, curve):
-    logits = curve.scale * logits
-    return logits if curve.cap == float("inf") else curve.cap * torch.tanh(logits / curve.cap)
-
-
-def whole(hidden, weight, bias, distribution, targets, curve=CURVES[0]):
-    """Log-probs and entropies of whole logits, in the precision of the arguments."""
-    logps = torch.log_softmax(curved(linear(hidden, weight, bias), curve) / TEMPERATURE, -1)
-    return logps[distribution, targets], -(logps.exp() * logps).sum(-1)[distribution]
 
 
 def make(U=50, V=37, H=11, S=70, seed=0):
@@ -41,7 +31,7 @@ def test_in_parts_of_any_size_values_and_gradients_are_those_of_whole_logits(mon
     weights = torch.randn(len(targets))
     found = linear_logprobs(*parts, distribution, targets, TEMPERATURE, curve)
     exact = [p.detach().double().requires_grad_() for p in parts]
-    expected = whole(*exact, distribution, targets, curve)
+    expected = logprobs_of_whole_logits(*exact, distribution, targets, TEMPERATURE, curve)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
     assert not found[1].requires_grad

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tiny_training import (
     KINDS,
@@ -22,6 +23,7 @@ from tiny_training import (
 
 from areal.config import UserError
 from areal.training.engine import TrainingEngine
+from areal.weights.folders import published_shapes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,6 +46,19 @@ def test_gradients_are_the_same_with_checkpointing_under_zero_3(tmp_path):
     _, gradients = step_and_gradients(engine, make_batch())
     engine.close()
     assert_same_gradients(gradients, exact_gradients(folder))
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Granite"])
+def test_what_is_published_can_be_told_from_the_model_s_folder(tmp_path, kind):
+    folder = make_kind(kind, tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    more = {"mtp.fc.weight": torch.ones(3, 4), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(stored | more, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = TrainingEngine(folder, settings(), seed=0)
+    published = load_file(engine.publish(tmp_path / "0") / "model.safetensors")
+    engine.close()
+    assert published.keys() == stored.keys()
+    assert published_shapes(folder) == {name: tuple(tensor.shape) for name, tensor in published.items()}
 
 
 @pytest.mark.slow

@@ -527,13 +527,14 @@ def test_only_a_loss_that_does_not_depend_on_the_behaviour_policy_may_see_trunca
     blind = settings(name, **BLIND)
     same = (evaluate(name, tokens, blind)[2] == evaluate(name, others, blind)[2]).all()
     assert blind.uses_behaviour is not same
-    truncated = ["sampling.top_p=0.9", f"trainer.objective={name}"]
-    allowed = [*truncated, *(f"trainer.{key}={value}" for key, value in BLIND.items())]
-    if same:
-        assert load(*allowed).sampling.top_p == 0.9
-    for refused in (truncated, [*allowed, "trainer.kl_coef=0.1", "trainer.kl_in=reward"]):
-        with pytest.raises(UserError, match=r"sampling.top_p is 0.9, but .* set sampling.top_p=1"):
-            load(*refused)
+    for key, value, whole in (("top_p", 0.9, 1), ("min_new_tokens", 4, 0)):
+        truncated = [f"sampling.{key}={value}", f"trainer.objective={name}"]
+        allowed = [*truncated, *(f"trainer.{key}={value}" for key, value in BLIND.items())]
+        if same:
+            assert getattr(load(*allowed).sampling, key) == value
+        for refused in (truncated, [*allowed, "trainer.kl_coef=0.1", "trainer.kl_in=reward"]):
+            with pytest.raises(UserError, match=rf"sampling.{key} is {value}, but .* set sampling.{key}={whole}"):
+                load(*refused)
 
 
 def test_evaluation_may_truncate(load):

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from areal.weights.chunks import CHUNK_BYTES, Holding, Manifest, TornWeights, apply, difference
-from areal.weights.folders import write_weights
+from areal.weights.folders import sums_of, write_weights
 
 
 @pytest.fixture
@@ -36,6 +36,18 @@ def test_the_stamp_tells_a_byte_a_name_and_a_length_apart(folder):
     cut = Manifest.of(folder).stamp
     (folder / "adapter_config.json").rename(folder / "b.json")
     assert len({stamp, other, cut, Manifest.of(folder).stamp}) == 4
+
+
+def test_the_sums_of_tensors_in_memory_are_those_of_their_file(tmp_path):
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        "a": torch.randn(CHUNK_BYTES // 4 * 3, generator=random)[::2],
+        "b": torch.randn(3, CHUNK_BYTES // 5, generator=random).bfloat16(),
+        "c": torch.tensor(3),
+        "d": torch.zeros(0),
+    }
+    file = write_weights(tensors, tmp_path)
+    assert [sums_of(file, tensors)] == list(Manifest.of(tmp_path).files)
 
 
 def test_chunks_make_the_same_files_and_a_wrong_one_is_not_taken(folder, tmp_path):

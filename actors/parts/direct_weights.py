@@ -1,0 +1,232 @@
+"""Direct transfer: the trainer sends weights straight into the engines of generators, by vLLM's weight transfer.
+
+    generator ── SendWeights ──▶ trainer
+              ◀─ TransferCall ──          a stream: join the group, start, update, finish
+              ── TransferDone ──▶         after each call
+              ◀═══ tensors ═════          during the update, over the group of this generator and the trainer
+
+Each generator asks when it is ready, and has a group and a thread in the trainer of its own. So none waits for another,
+and one that comes, goes or dies changes nothing for the others. What is sent is what the trainer has written: the files
+stay the truth, and a generator whose transfer fails loads them in place of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib
+import json
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from actors.runtime.actor import Actor
+from areal.config import Config, UserError
+from areal.devices import visible_devices
+from areal.generation.engine import WeightLoadError
+from protocols.addresses import host_of, is_loopback
+from protocols.errors import BusError, RefusedError, StreamBrokenError
+from protocols.messages import Done, Policy, SendWeights, TransferCall, TransferDone
+from protocols.transport import Request
+
+if TYPE_CHECKING:
+    from areal.weights.transfer import Sender
+
+# Timeout of a whole transfer. One that is stuck ends much earlier.
+TRANSFER_SECONDS = 3600.0
+FINISH = "finish_weight_update"
+
+log = structlog.get_logger()
+
+
+def check_transport(config: Config) -> None:
+    """Raises UserError if the trainer, on this machine, cannot send by `weights.transport`."""
+    backend = config.weights.backend
+    if backend == "nccl" and not visible_devices():
+        raise UserError("weights.transport=nccl needs GPUs, and this machine has none: set it to folder or stream.")
+    if backend == "ipc" and not (len(visible_devices()) == 1 and is_loopback(host_of(config.master.address))):
+        raise UserError(
+            "weights.transport=ipc needs a trainer and a generator that share one GPU of one machine: set it to nccl "
+            "or folder."
+        )
+
+
+class DirectSender:
+    """The trainer's end. It offers the last `kept` versions."""
+
+    def __init__(self, trainer: Actor, kept: int) -> None:
+        self.bytes_sent = 0
+        self._trainer = trainer
+        self._kept = kept
+        self._folders: dict[tuple[int, int], Path] = {}
+        self._links: dict[str, _Link] = {}
+
+    async def start(self) -> None:
+        """Load vLLM's part, which takes seconds. Raises UserError if this machine cannot send by the run's backend."""
+        check_transport(self._trainer.config)
+        if self._trainer.config.weights.backend:
+            await asyncio.to_thread(importlib.import_module, "areal.weights.transfer")
+
+    def offer(self, policy: Policy) -> None:
+        """Send this version to generators that ask for it."""
+        self._folders[policy.identity] = Path(policy.folder)
+        for old in sorted(self._folders)[: -self._kept]:
+            del self._folders[old]
+
+    async def serve(self, request: Request[SendWeights]) -> AsyncGenerator[TransferCall, None]:
+        """The answer to SendWeights: the calls, each once the one before is done. Raises RefusedError for a version
+        that is not offered, StreamBrokenError if it cannot be sent."""
+        asked, sender = request.message, request.sender
+        link = self._link(sender, asked.workers)
+        folder = self._folders.get((asked.lineage, asked.version))
+        if folder is None:
+            raise RefusedError(f"this trainer does not have version {asked.version}")
+        sent = link.send(folder)
+        try:
+            while (call := await asyncio.wait_for(link.calls.get(), request.remaining)) is not None:
+                yield call
+            self.bytes_sent += sent.result()
+        except Exception as error:  # whatever vLLM or torch raises, it is this transfer that fails
+            log.warning("weights were not sent", version=asked.version, to=sender, error=str(error) or "timeout")
+            raise StreamBrokenError(f"version {asked.version} was not sent: {error}"[:1000]) from None
+        finally:
+            if link.busy or sent.cancelled() or sent.exception():
+                self._drop(sender, link)
+
+    def _link(self, sender: str, workers: int) -> _Link:
+        """The link to this generator: that of its last transfer, or a new one. Raises RefusedError."""
+        backend = self._trainer.config.weights.backend
+        if backend is None:
+            raise RefusedError("weights.transport of this run sends nothing directly")
+        if sender not in self._trainer.directory:
+            raise RefusedError(f"{sender} is no member of this run")
+        for identity, link in [*self._links.items()]:
+            # If a generator asks while its last transfer is open, it has given that one up.
+            if identity not in self._trainer.directory or (identity == sender and link.busy):
+                self._drop(identity, link)
+        if sender not in self._links:
+            host = host_of(self._trainer.door.reached_at("")).strip("[]")
+            self._links[sender] = _Link(backend, host, workers)
+        return self._links[sender]
+
+    def done(self, request: Request[TransferDone]) -> Done:
+        """The asker's engine has done a call."""
+        if link := self._links.get(request.sender):
+            link.acknowledge(request.message.number)
+        return Done()
+
+    def close(self) -> None:
+        """End all transfers."""
+        for identity, link in [*self._links.items()]:
+            self._drop(identity, link)
+
+    def _drop(self, identity: str, link: _Link) -> None:
+        link.close()
+        if self._links.get(identity) is link:
+            del self._links[identity]
+
+
+class _Link:
+    """The trainer's end of one generator's group, used by one thread."""
+
+    def __init__(self, backend: str, host: str, workers: int) -> None:
+        self.calls: asyncio.Queue[TransferCall | None] = asyncio.Queue()
+        self._backend, self._host, self._workers = backend, host, workers
+        self._loop = asyncio.get_running_loop()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._sender: Sender | None = None
+        self._sent: asyncio.Future[int] | None = None
+        self._pending: dict[int, concurrent.futures.Future[None]] = {}
+        self._number = 0
+        self._closed = False
+
+    @property
+    def busy(self) -> bool:
+        return self._sent is not None and not self._sent.done()
+
+    def send(self, folder: Path) -> asyncio.Future[int]:
+        """Begin to send the version in `folder`: `calls` then has the calls to make, and None at the end. Returns the
+        bytes sent, once they are."""
+        self._sent = self._loop.run_in_executor(self._thread, self._send, folder)
+        self._sent.add_done_callback(lambda _: self.calls.put_nowait(None))
+        return self._sent
+
+    def acknowledge(self, number: int) -> None:
+        if done := self._pending.pop(number, None):
+            done.set_result(None)
+
+    def close(self) -> None:
+        """End the group. A thread that is in a collective is left behind if that does not end."""
+        self._closed = True
+        for done in self._pending.values():
+            done.set_exception(StreamBrokenError("the generator ended the transfer"))
+        self._pending.clear()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._sender is not None:
+            # In a thread of its own: leaving a group may take as long as its collective.
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights").submit(self._sender.close)
+
+    def _send(self, folder: Path) -> int:
+        from areal.weights.transfer import Sender
+
+        if self._sender is None:
+            self._sender = Sender(self._backend, self._host, self._workers, self._call)
+        return self._sender.send(folder)
+
+    def _call(self, call: str, info: dict[str, Any]) -> None:
+        """Called in threads of the sender."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        text = json.dumps(info)
+        self._loop.call_soon_threadsafe(self._ask, call, text, done)
+        done.result(TRANSFER_SECONDS)
+
+    def _ask(self, call: Any, info: str, done: concurrent.futures.Future[None]) -> None:
+        if self._closed:
+            return done.set_exception(StreamBrokenError("the generator ended the transfer"))
+        self._number += 1
+        self._pending[self._number] = done
+        self.calls.put_nowait(TransferCall(number=self._number, call=call, info=info))
+
+
+class DirectReceiver:
+    """The generator's end."""
+
+    def __init__(self, generator: Actor) -> None:
+        self._generator = generator
+
+    async def calls(self, policy: Policy) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
+        """Ask the trainer for the weights of `policy`. Yields the calls that its end makes, each with its argument,
+        once the one before is done. Raises WeightLoadError if the transfer fails before the last one is."""
+        trainers = [m for m in self._generator.with_role("trainer", healthy=False) if m.state != "draining"]
+        if not trainers:
+            raise WeightLoadError("the run has no trainer now")
+        address, config = trainers[0].address, self._generator.config
+        ask = SendWeights(lineage=policy.lineage, version=policy.version, workers=config.generator.devices)
+        whole = False
+        try:
+            stream = self._generator.bus.peer(address).stream(ask, TRANSFER_SECONDS)
+            async with contextlib.aclosing(stream) as parts:
+                async for part in parts:
+                    if not isinstance(part, TransferCall):
+                        raise StreamBrokenError(f"expected a call, got {part.kind!r}")
+                    yield part.call, _info(part)
+                    whole = part.call == FINISH
+                    await self._generator.ask(address, TransferDone(number=part.number), Done)
+        except BusError as error:
+            if not whole:
+                raise WeightLoadError(f"the trainer did not send version {policy.version}: {error}") from None
+
+
+def _info(part: TransferCall) -> dict[str, Any]:
+    """Raises StreamBrokenError if the argument is not one."""
+    try:
+        info = json.loads(part.info)
+    except ValueError as error:
+        raise StreamBrokenError(f"a call whose argument cannot be read: {error}") from None
+    if not isinstance(info, dict):
+        raise StreamBrokenError("a call whose argument is no mapping")
+    return info

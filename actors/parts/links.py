@@ -1,0 +1,209 @@
+"""What a node's links can do: weights over the bus, keys and ports, and the way to a master. For `areal selftest`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, cast
+
+from actors.parts.weight_service import WeightFetcher, WeightServer
+from actors.runtime.actor import Actor, incarnation
+from actors.runtime.addresses import Door, find_master, open_network
+from actors.runtime.preflight import check_port
+from actors.watching.health import status_of
+from areal.config import Config, UserError, WeightsConfig
+from areal.processes import KEYS
+from areal.selftest.disk import check_folder
+from areal.selftest.findings import Finding, judged
+from areal.storage.claim import ADDRESS
+from areal.weights.chunks import Holding, Manifest
+from areal.weights.folders import WEIGHTS_FILE
+from protocols.addresses import host_of, is_loopback
+from protocols.errors import BusError
+from protocols.messages import AskConfig, Configuration, Member, Policy
+from protocols.network import ZmqNetwork
+from protocols.security import Keys, KeysError, make_keys
+from protocols.transport import Bus, Request
+
+LOOPBACK = "tcp://127.0.0.1:*"
+SLOWEST = 20e6
+"""Bytes a second over loopback, below which streaming counts as broken."""
+ANSWER_SECONDS, ASKS = 10.0, 10
+CLOCK_SECONDS = 1.0
+"""Most that the clocks of two nodes may differ: their logs and traces would not fit together."""
+
+Ask = Callable[..., Any]
+
+
+class Receiver:
+    """The generator's end of a stream of weights, in a process of its own."""
+
+    async def receive(self, sender: str, keys: str | None, policy: str, folder: str) -> dict[str, float]:
+        """Fetch the policy's weights as a generator does. Returns seconds and bytes."""
+        bus = Bus("generator/0#selftest", _network(keys))
+        members = [Member(identity="trainer/0#selftest", role="trainer", index=0, address=sender, state="healthy")]
+        generator = SimpleNamespace(
+            bus=bus,
+            index=0,
+            config=SimpleNamespace(weights=WeightsConfig(transport="stream", delta=False), weights_folder=Path(folder)),
+            with_role=lambda role, healthy: [member for member in members if member.role == role],
+        )
+        fetcher = WeightFetcher(cast(Actor, generator))
+        try:
+            started = time.perf_counter()
+            await fetcher.fetch(Policy.model_validate_json(policy))
+            return {"seconds": time.perf_counter() - started, "bytes": fetcher.bytes_received}
+        finally:
+            await bus.close()
+            fetcher.close()
+
+
+def check_streams(ask: Ask, folder: Path, size: int) -> list[Finding]:
+    """Send a file of `size` random bytes to the process behind `ask`, a `Receiver`, without and with keys."""
+    with tempfile.TemporaryDirectory(dir=folder) as parent:
+        version, keys = Path(parent, "version"), Path(parent, "keys")
+        version.mkdir()
+        (version / WEIGHTS_FILE).write_bytes(os.urandom(size))
+        make_keys(keys)
+        return [
+            asyncio.run(_stream(name, ask, version, kept))
+            for name, kept in (("stream", None), ("stream with keys", str(keys)))
+        ]
+
+
+async def _stream(name: str, ask: Ask, version: Path, keys: str | None) -> Finding:
+    server, crashes = WeightServer(2), []  # type: tuple[WeightServer, list[BaseException]]
+    bus = Bus("trainer/0#selftest", _network(keys))
+    try:
+        address = bus.serve(
+            LOOPBACK, lambda request: cast(Any, server.serve(cast(Request[Any], request))), crashes.append
+        )
+        manifest = Manifest.of(version)
+        server.offer((0, 1), Holding(version, manifest))
+        policy = Policy(lineage=0, version=1, folder=str(version), stamp=manifest.stamp)
+        found = await asyncio.to_thread(
+            ask, "receive", sender=address, keys=keys, policy=policy.model_dump_json(), folder=str(version.parent)
+        )
+    finally:
+        await bus.close()
+    rate = found["bytes"] / found["seconds"]
+    return judged(
+        name,
+        rate >= SLOWEST and found["bytes"] == manifest.size and not crashes,
+        f"{found['bytes'] / 1e9:.2g} GB in {found['seconds']:.2f} s, {rate / 1e9:.2f} GB/s over loopback",
+        "Weights hardly pass the bus on this machine: look for a firewall or a process that takes all cores.",
+        bytes_per_second=rate,
+    )
+
+
+def check_this_node(config: Config) -> list[Finding]:
+    """The keys and the ports that the configuration names, on this node."""
+    host = host_of(config.master.address)
+    return [_keys(config.network.keys or os.environ.get(KEYS), host), _port(config.master.address)]
+
+
+def _keys(keys: str | None, host: str) -> Finding:
+    if keys == "none":
+        return Finding("keys", "ok", "`none`: the links are open to anybody")
+    if keys is None and is_loopback(host):
+        return Finding("keys", "ok", "a run on one machine makes its own")
+    try:
+        open_network(host).close() if keys is None else Keys(Path(keys))
+    except (KeysError, UserError) as error:
+        return Finding("keys", "FAILED", "", str(error))
+    return Finding("keys", "ok", f"in {keys}")
+
+
+def _port(address: str) -> Finding:
+    try:
+        check_port(address)
+    except UserError as error:
+        return Finding("port", "FAILED", "", str(error))
+    return Finding("port", "ok", f"a master can listen at {address}")
+
+
+def check_way_to(master: str) -> list[Finding]:
+    """The way from this node to the master of a run: keys, round trip, clocks, ports, the shared folder."""
+    try:
+        address = find_master(master, ANSWER_SECONDS)
+        door = Door.towards(address)
+        network = open_network(host_of(address))
+    except UserError as error:
+        return [Finding("master", "FAILED", "", str(error))]
+    found = asyncio.run(_ask_master(address, network))
+    return [*found, _port(door.address.replace("*", "0"))]
+
+
+async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
+    bus = Bus(f"monitor/0#{incarnation()}", network)
+    trips, offsets = [], []
+    try:
+        for _ in range(ASKS):
+            begun, sent = time.perf_counter(), time.time()
+            status = await status_of(bus, master, ANSWER_SECONDS)
+            trips.append(time.perf_counter() - begun)
+            offsets.append(status["time"] - sent - trips[-1] / 2)
+        answer = await bus.peer(master).ask(AskConfig(), ANSWER_SECONDS)
+    except BusError as error:
+        return [
+            Finding(
+                "master",
+                "FAILED",
+                f"{master}: {error}",
+                "Start the master first, check the address and the firewall, and give both nodes the same keys "
+                "(AREAL_KEYS, docs/security.md).",
+            )
+        ]
+    finally:
+        await bus.close()
+    offset, trip = median(offsets), median(trips)
+    return [
+        Finding("master", "ok", f"{master} answers in {1000 * trip:.1f} ms", values={"round_trip_seconds": trip}),
+        judged(
+            "clock",
+            abs(offset) <= CLOCK_SECONDS,
+            f"{offset:+.3f} s ahead of this node's",
+            "Set both clocks by NTP (chrony): the nodes' logs and traces would not fit together.",
+            seconds=offset,
+        ),
+        _shared_folder(Config.model_validate(cast(Configuration, answer).values), master),
+    ]
+
+
+def _shared_folder(config: Config, master: str) -> Finding:
+    if (transport := config.weights.transport) != "folder":
+        return Finding(
+            "shared folder", "skipped", f"weights.transport is {transport}: only master and trainer share one"
+        )
+    folder = config.folder.absolute()
+    try:
+        there = (folder / ADDRESS).read_text().strip().rpartition(":")[2]
+    except OSError as error:
+        return Finding(
+            "shared folder",
+            "FAILED",
+            f"{folder}: {error.strerror}",
+            "Mount run_dir at the same path on this node as on the master's, for the same user, or set "
+            "weights.transport=stream.",
+        )
+    if there != master.rpartition(":")[2]:
+        return Finding(
+            "shared folder",
+            "FAILED",
+            f"{folder} is of another run",
+            "Mount the master's run_dir here: this node has a folder of its own at that path.",
+        )
+    try:
+        return check_folder("shared folder", folder, 0)
+    except OSError as error:
+        return Finding("shared folder", "FAILED", f"{folder}: {error.strerror}", "Let this node's user write to it.")
+
+
+def _network(keys: str | None) -> ZmqNetwork:
+    return ZmqNetwork(Keys(Path(keys)) if keys else None)

@@ -1,0 +1,36 @@
+"""What a check found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Result = Literal["ok", "FAILED", "skipped"]
+
+GAP = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
+"""Largest mean difference between log-probs that different code computes, in nats. Wrong code gives 0.3 and more. In
+bf16 a logit of 20 is rounded by up to 0.06, and by 0.03 in the mean."""
+SHARE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
+"""Largest norm of an error, as a share of the norm of the float64 reference. A wrong mask gives 0.3 and more."""
+LAYERS = 2
+"""How many times larger both may be where several layers add their errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of the check `name`. measured: the numbers, as shown. advice: what to do if it failed, in a sentence.
+    values: all numbers, for selftest.json."""
+
+    name: str
+    result: Result
+    measured: str
+    advice: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judged(name: str, passed: bool, measured: str, advice: str, **values: Any) -> Finding:
+    """A finding that is ok if `passed`. `advice` is kept only if it is not."""
+    return Finding(name, "ok" if passed else "FAILED", measured, "" if passed else advice, values)

@@ -1,0 +1,58 @@
+"""What kernels are compared with: the same numbers without packing, parts or kernels.
+
+They have the precision of the arguments; in float64 their errors are nothing beside those of any training dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from areal.training.head import Curve
+from areal.training.packed import Row
+
+PLAIN = Curve()
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, row: Row) -> Tensor:
+    """Attention in which each token of `row` sees itself and its ancestors, by a dense mask.
+
+    query: [1, heads, T, D], key and value: [1, kv heads, T, D]. Returns [1, T, heads, D].
+    """
+    seen = torch.zeros(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
+    for path in row.paths.split(row.lengths):
+        seen[path[:, None], path] |= torch.ones(len(path), len(path), dtype=torch.bool, device=seen.device).tril()
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = (query @ key.transpose(2, 3) / math.sqrt(query.shape[3])).masked_fill(~seen, -math.inf)
+    return (torch.softmax(scores, -1) @ value).transpose(1, 2)
+
+
+def curved(logits: Tensor, curve: Curve) -> Tensor:
+    """What `curve` makes of the products of a head."""
+    logits = curve.scale * logits
+    return logits if curve.cap == math.inf else curve.cap * torch.tanh(logits / curve.cap)
+
+
+def logprobs_of_whole_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    distribution: Tensor,
+    targets: Tensor,
+    temperature: float,
+    curve: Curve = PLAIN,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, as `areal.training.head.linear_logprobs`."""
+    logps = torch.log_softmax(curved(linear(hidden, weight, bias), curve) / temperature, -1)
+    return logps[distribution, targets], -(logps.exp() * logps).sum(-1)[distribution]
+
+
+def logprobs_alone(model: Any, tokens: Tensor, temperature: float) -> Tensor:
+    """log pi of every token but the first, [T - 1], from the sequence by itself. tokens: int64 [T]."""
+    logps = torch.log_softmax(model(input_ids=tokens[None]).logits[0, :-1] / temperature, -1)
+    return logps.gather(1, tokens[1:, None])[:, 0]

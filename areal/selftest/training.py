@@ -1,0 +1,285 @@
+"""The checks that need a trainer: kernels, log-probs of a generator's tokens, the longest row, publishing.
+
+All ranks call the methods of `Training` together; the findings of rank 0 count.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal.amx import avoid_broken_amx
+from areal.config import Config, UserError
+from areal.devices import ASK_SECONDS, visible_devices
+from areal.planning.command import read_model, read_modules
+from areal.planning.split import GIB, row_tokens, training_memory
+from areal.selftest import disk, kernels, sequences
+from areal.selftest.findings import GAP, LAYERS, Finding, judged
+from areal.selftest.memory import peak, resident
+from areal.selftest.synthetic import random_groups, sizes_of
+from areal.training.engine import TrainingEngine
+from areal.training.flops import Operations, peak_tflops
+from areal.training.packed import FlatBatch, pack
+
+MOVE, LORA_MOVE = 6.0, 60.0
+"""Learning rate of the step whose weights are published, times the root of the number of parameters. In its first step
+Adam moves each parameter by the learning rate, which changes log-probs by its product with the sum of the gradient's
+absolute values. That sum grows as the root. So models of any size are changed by about one nat."""
+PROMPT_TOKENS = 1024
+"""Tokens of the longest prompt, where the configuration does not limit them; as in `areal plan`."""
+BEYOND_PLAN = 1.1
+"""Most that a step may take of the memory that was planned for it."""
+
+
+class Training:
+    """The trainer of a self-test, on one rank. config: of the run, with a folder as its model."""
+
+    def __init__(self, config: Config) -> None:
+        trainer = config.trainer.on(cuda=torch.cuda.is_available())
+        self._config = config.model_copy(update={"trainer": trainer})
+        self._sizes = sizes_of(config.model)
+        self._device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        elif trainer.dtype == "bfloat16":
+            avoid_broken_amx()
+        self._engine: TrainingEngine | None = None
+        self._before = 0
+
+    def devices(self) -> list[Finding]:
+        """What torch sees of this machine."""
+        listed, trainer = visible_devices(), self._config.trainer
+        facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "listed": listed}
+        if not torch.cuda.is_available():
+            measured = f"CPU, torch {torch.__version__}, {torch.get_num_threads()} threads"
+            return [
+                judged(
+                    "devices",
+                    not listed,
+                    f"{measured}; nvidia-smi lists {len(listed)} GPUs" if listed else measured,
+                    f"torch {torch.__version__} does not see the GPU that nvidia-smi lists: install the build for CUDA "
+                    f"(`make setup EXTRA=cuda`), and a driver that is new enough for CUDA {torch.version.cuda}.",
+                    **facts,
+                )
+            ]
+        cards = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        facts |= {"names": [card.name for card in cards], "bytes": [card.total_memory for card in cards]}
+        facts |= {"driver": _driver(), "capability": [f"{card.major}.{card.minor}" for card in cards]}
+        bf16 = trainer.dtype != "bfloat16" or all(card.major >= 8 for card in cards)
+        return [
+            judged(
+                "devices",
+                bf16,
+                f"{len(cards)} x {cards[0].name}, {cards[0].total_memory / GIB:.0f} GiB, driver {facts['driver']}, "
+                f"torch {torch.__version__}",
+                "bfloat16 needs GPUs of compute capability 8.0 (Ampere) or later: take other GPUs, or set "
+                "trainer.dtype=float32 and generator.dtype=float32.",
+                **facts,
+            )
+        ]
+
+    def kernels(self, names: list[str]) -> list[Finding]:
+        """Attention, head and gradient, or some of them, on rank 0."""
+        if os.environ.get("RANK", "0") != "0":
+            return []
+        dtype, device = self._config.trainer.dtype, self._device
+        checks = {
+            "attention": lambda: kernels.check_attention(self._sizes, dtype, device),
+            "head": lambda: kernels.check_head(self._sizes, dtype, device),
+            "gradient": lambda: kernels.check_gradient(self._sizes, self._config.trainer, device),
+        }
+        found = [guarded(name, check) for name, check in checks.items() if name in names]
+        if device.type == "cuda":  # a generator may share this GPU
+            gc.collect()
+            torch.cuda.empty_cache()
+        return found
+
+    def disk(self, folder: str) -> list[Finding]:
+        """The folder that takes the weights of versions, and the one in memory, on rank 0."""
+        if os.environ.get("RANK", "0") != "0":
+            return []
+        size = sum(file.stat().st_size for file in Path(self._config.model).glob("*.safetensors"))
+        return [
+            guarded("folder", lambda: disk.check_folder("folder", Path(folder), size)),
+            guarded("/dev/shm", lambda: disk.check_memory_folder(size, gpus=self._device.type == "cuda")),
+        ]
+
+    def start(self) -> list[Finding]:
+        """Load the model."""
+        self._before = resident()
+        started = time.perf_counter()
+        config = self._config.trainer
+        count = sum(parameter.numel() for parameter in read_modules(self._config.model)[1].parameters())
+        changes = {
+            "minibatches": 1,
+            "microbatches": None,
+            "max_tokens_per_microbatch": self._row_tokens,
+            "lr": (LORA_MOVE if config.lora else MOVE) / count**0.5,
+            "warmup_steps": 0,
+            "lr_schedule": "constant",
+            "weight_decay": 0.0,
+        }
+        self._engine = TrainingEngine(Path(self._config.model), config.model_copy(update=changes), seed=0)
+        seconds = time.perf_counter() - started
+        measured = f"{self._engine.world_size} ranks, {config.dtype}, started in {seconds:.0f} s"
+        return [Finding("trainer", "ok", measured, values={"seconds": seconds, "ranks": self._engine.world_size})]
+
+    def logprobs(self, sampled: str, published: str) -> list[Finding]:
+        """Compare a generator's log-probs of version 0 with the trainer's, in a step on them, and publish the result.
+
+        sampled: a file of `sequences`. published: the folder for version 1.
+        """
+        assert self._engine is not None
+        batch = [sequences.as_group(sequences.read(Path(sampled)))] if self._engine.rank == 0 else None
+        temperature = self._config.sampling.temperature
+        result = self._engine.step(batch, version=0, temperature=temperature)
+        started = time.perf_counter()
+        folder = self._engine.publish(Path(published))
+        seconds = time.perf_counter() - started
+        gap = math.inf if result.logprob_gap is None else result.logprob_gap
+        most = self._most
+        size = sum(file.stat().st_size for file in folder.iterdir()) if self._engine.rank == 0 else 0
+        return [
+            judged(
+                "log-probs",
+                gap <= most,
+                f"trainer and generator differ by {gap:.1e} nats (at most {most:g})",
+                "Trainer and generator compute different log-probs on the same weights: look which of `gradient` and "
+                "`engine` failed; if neither did, compare trainer.dtype with generator.dtype.",
+                gap=gap,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                tokens=result.tokens_trained,
+            ),
+            judged(
+                "publish",
+                any(folder.glob("*.safetensors")),
+                f"{size / 1e9:.3g} GB in {seconds:.2f} s, {size / 1e9 / seconds:.3g} GB/s",
+                "The trainer published no weights.",
+                bytes=size,
+                seconds=seconds,
+            ),
+        ]
+
+    def longest(self) -> list[Finding]:
+        """Two steps on rows of the greatest length, on every rank: memory, tokens/s, and MFU in the second one."""
+        engine = self._engine
+        assert engine is not None
+        ranks = engine.world_size
+        together = ranks // self._config.trainer.sequence_parallel
+        longest, tokens = self._longest, self._row_tokens
+        rest = tokens % longest
+        lengths = [longest] * (tokens // longest) + [rest] * (rest > 1)
+        groups = random_groups(self._sizes.vocab_size, [lengths] * together, version=1)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        took = 0.0
+        for _ in range(2):  # the first one compiles kernels
+            before = resident() - self._before
+            try:
+                with peak() as rise:
+                    result = engine.step(
+                        groups if engine.rank == 0 else None, version=1, temperature=self._config.sampling.temperature
+                    )
+            except torch.OutOfMemoryError as error:
+                return [self._too_long(len(lengths), str(error))]
+            took = max(took, before + rise["bytes"])
+        if self._device.type == "cuda":
+            took = torch.cuda.max_memory_reserved()
+        trainer = self._config.trainer
+        stage = max(trainer.zero_stage, 1) if trainer.dtype == "bfloat16" else trainer.zero_stage
+        plan = training_memory(
+            self._config, read_model(self._config), ranks, stage, bool(trainer.gradient_checkpointing), longest
+        )
+        seconds = result.forward_seconds + result.backward_seconds + result.optimizer_seconds
+        rate = result.tokens_computed / seconds
+        mfu = "" if result.mfu is None else f", MFU {result.mfu:.0%}"
+        return [
+            judged(
+                "longest row",
+                took <= BEYOND_PLAN * plan.total,
+                f"{sum(lengths)} tokens: {took / GIB:.2f} GiB; the plan has {(plan.total - plan.other) / GIB:.2f}, and "
+                f"{plan.other / GIB:.0f} for libraries",
+                f"The step takes more memory than `areal plan` says: plan with a --device-memory smaller by "
+                f"{max(0.0, took - plan.total) / GIB:.1f} GiB, and report it.",
+                lengths=lengths,
+                bytes=took,
+                planned=plan.total,
+                planned_other=plan.other,
+            ),
+            judged(
+                "training",
+                math.isfinite(result.grad_norm),
+                f"{rate:,.0f} tokens/s, {result.tflops:.3g} TFLOP/s a device{mfu}",
+                "The gradient of a step on random tokens is not finite: if `gradient` failed too, begin with that.",
+                tokens_per_second=rate,
+                tflops=result.tflops,
+                mfu=result.mfu,
+                seconds=seconds,
+                grad_norm=result.grad_norm,
+            ),
+        ]
+
+    def operations(self) -> dict[str, Any]:
+        """What the tokens/s of a generator are made of: operations of a token, and what a device can do."""
+        _, module = read_modules(self._config.model)
+        groups = random_groups(self._sizes.vocab_size, [[128]])
+        flat = FlatBatch.of(groups, minibatches=1)
+        row = pack(flat, flat.trained(None), [0], torch.device("cpu"))
+        of_token = Operations(module).of(row, backward=False) / 128
+        return {"of_token": of_token, "peak_tflops": peak_tflops(self._device, self._config.generator.dtype)}
+
+    @property
+    def _most(self) -> float:
+        """Largest mean difference of log-probs in the coarser of the two dtypes."""
+        return LAYERS * max(GAP[self._config.trainer.dtype], GAP[self._config.generator.dtype])
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest sequence, its prompt included."""
+        config = self._config
+        most = (config.data.max_prompt_tokens or PROMPT_TOKENS) + config.sampling.max_new_tokens
+        limits = (config.generator.max_model_len, getattr(self._sizes, "max_position_embeddings", None))
+        return min(most, *(limit for limit in limits if limit))
+
+    @property
+    def _row_tokens(self) -> int:
+        return row_tokens(self._config, self._config.trainer.ranks, self._longest)
+
+    def _too_long(self, count: int, error: str) -> Finding:
+        return Finding(
+            "longest row",
+            "FAILED",
+            f"{self._row_tokens} tokens in {count} sequences do not fit: {error.splitlines()[0]}",
+            "Lower trainer.max_tokens_per_microbatch, set trainer.gradient_checkpointing=true, or take more "
+            "trainer.ranks with trainer.zero_stage=3 or trainer.sequence_parallel; if a generator shares the GPU, "
+            "lower generator.memory_share.",
+        )
+
+
+def guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    """What `check` finds. Whatever it raises is its failure, and not that of the checks after it."""
+    try:
+        return check()
+    except UserError as error:
+        return Finding(name, "FAILED", "", str(error))
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Finding(name, "FAILED", f"{type(error).__name__}: {first}", "Report this, with selftest.json attached.")
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return (said.splitlines() or ["unknown"])[0]

@@ -1,0 +1,121 @@
+"""What all ranks do beside training: they agree on the outcome of a task, and write folders together.
+
+Several folders may be written at a time, each in a thread and a process group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from areal.config import UserError
+from areal.weights.chunks import Manifest
+from areal.weights.folders import atomic_folder
+
+log = structlog.get_logger()
+
+SILENCE = timedelta(days=7)
+"""How long a rank waits for the others. A run may wait long for data or a disk; a lost peer is noticed at once."""
+
+
+def agree(task: Callable[[], str | None], group: dist.ProcessGroup | None) -> list[str]:
+    """Do `task` on every rank of a CPU process group, and return what it returned, by rank (all ranks).
+
+    If it fails on any rank, the same error is raised on all: UserError if a file cannot be read or written or `task`
+    raised UserError, else RuntimeError. group: None if there is one rank.
+    """
+    cause: Exception | None = None
+    try:
+        said = f"+{task() or ''}"
+    except (OSError, SafetensorError, UserError) as error:
+        said, cause = f"-{error}", error
+    except Exception as error:
+        log.exception("failed", rank=dist.get_rank())
+        said, cause = f"!{type(error).__name__}: {error}", error
+    everyone = [said] if group is None else _exchange(said, group)
+    for kind, raised in {"!": RuntimeError, "-": UserError}.items():
+        if failed := next((one for one in everyone if one[0] == kind), None):
+            raise raised(failed[1:]) from cause
+    return [one[1:] for one in everyone]
+
+
+def _exchange(text: str, group: dist.ProcessGroup) -> list[str]:
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    longest = int(max(sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = data
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=group)
+    return [bytes(text[:size].numpy()).decode() for text, size in zip(texts, sizes, strict=True)]
+
+
+class Contents(Protocol):
+    """The files of a folder that all ranks write."""
+
+    def prepare(self, folder: Path) -> None:
+        """Write what has to be there before the others (rank 0)."""
+
+    def write(self, folder: Path) -> str | None:
+        """Write this rank's files to disk. Returns what rank 0 has to know of them."""
+
+    def finish(self, folder: Path, told: list[str]) -> Manifest | None:
+        """Write what depends on the files of all ranks (rank 0). told: what `write` returned, by rank. Returns the
+        manifest of all files, if somebody asks for it."""
+
+
+class Writer:
+    """Writes folders, one after another, in a thread of its own on every rank (all ranks)."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=SILENCE) if dist.get_world_size() > 1 else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
+
+    def begin(self, folder: Path, contents: Contents) -> Future[Manifest | None]:
+        """Write `folder` beside what this thread does next (all ranks, in the same order).
+
+        It replaces a folder of that name. Once the result is there, it is complete and on disk; on rank 0 the result is
+        what `contents.finish` returned. If a file cannot be written, the result is a UserError on all ranks, and
+        nothing is changed.
+        """
+        return self._thread.submit(self._write, folder, contents)
+
+    def _write(self, folder: Path, contents: Contents) -> Manifest | None:
+        first = dist.get_rank() == 0
+        manifests: list[Manifest | None] = [None]
+        try:
+            with ExitStack() as stack:
+
+                def prepare() -> str | None:
+                    if not first:
+                        return None
+                    partial = stack.enter_context(atomic_folder(folder))
+                    contents.prepare(partial)
+                    return str(partial)
+
+                partial = Path(agree(prepare, self._group)[0])
+                told = agree(lambda: contents.write(partial), self._group)
+
+                def finish() -> None:
+                    if first:
+                        manifests[0] = contents.finish(partial, told)
+                        stack.close()
+
+                agree(finish, self._group)
+                return manifests[0]
+        except UserError as error:
+            raise UserError(f"{folder} cannot be written: {error}.") from error
+
+    def close(self) -> None:
+        """Wait until all folders are written."""
+        self._thread.shutdown()

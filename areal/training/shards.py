@@ -1,0 +1,136 @@
+"""The model's weights, shared out over the ranks that write them: the ranks of rank 0's host.
+
+Published weights may be in a folder of that host alone. Each of these ranks keeps and writes a shard; the tensors of a
+layer stay together, because in the files they may be cut and joined otherwise than in the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal.training.checkpoint import FOLDER as STATE
+from areal.training.checkpoint import STATE_FILE, Share
+from areal.weights.chunks import FileSums, Manifest
+from areal.weights.folders import copy_model_files, sums_of, sync, write_index, write_weights
+from areal.weights.lora import FOLDER as ADAPTER
+from areal.weights.lora import merged_tensors, write_adapter
+
+
+def ranks_of_this_host() -> int:
+    """The number of ranks on this rank's host: under torchrun, on that of rank 0 the first ones."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """The rank that writes each tensor, so that all write about as much. sizes: of the tensors, by name."""
+    layers: defaultdict[str, list[str]] = defaultdict(list)
+    for name in sizes:
+        numbered = re.match(r".*?\.\d+\.", name)
+        layers[numbered[0] if numbered else name].append(name)
+    weigh = {layer: sum(sizes[name] for name in names) for layer, names in layers.items()}
+    loads = [0] * ranks
+    found: dict[str, int] = {}
+    for layer in sorted(weigh, key=weigh.__getitem__, reverse=True):
+        rank = loads.index(min(loads))
+        loads[rank] += weigh[layer]
+        found |= dict.fromkeys(layers[layer], rank)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Weights that this rank has copied to host memory, by the names in `module`, and may write.
+
+    writers: the number of ranks that write. adapters: the weights are those of adapters, which rank 0 writes alone.
+    """
+
+    module: torch.nn.Module
+    tensors: Mapping[str, Tensor]
+    writers: int
+    adapters: bool
+
+    def stored(self) -> Mapping[str, Tensor]:
+        """The weights by their Hugging Face names."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self.module, dict(self.tensors))
+
+    def write_shard(self, tensors: Mapping[str, Tensor], folder: Path) -> Path | None:
+        """Write this rank's `tensors`, if there are any, to disk. Returns the file."""
+        if not tensors:
+            return None
+        file = write_weights(tensors, folder, dist.get_rank(), self.writers)
+        sync(file)
+        return file
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The files of weights for generators: shards, or an adapter in peft's format without the weights it belongs to."""
+
+    copied: Copied
+
+    def prepare(self, folder: Path) -> None:
+        if self.copied.adapters:
+            write_adapter(self.copied.module, self.copied.tensors, folder)
+
+    def write(self, folder: Path) -> str | None:
+        """Returns the file with its checksums: each rank computes those of what it writes."""
+        if self.copied.adapters:
+            return None
+        stored = self.copied.stored()
+        file = self.copied.write_shard(stored, folder)
+        return json.dumps(astuple(sums_of(file, stored))) if file else None
+
+    def finish(self, folder: Path, told: list[str]) -> Manifest:
+        if self.copied.adapters:
+            return Manifest.of(folder)
+        files = (json.loads(shard) for shard in told if shard)
+        return Manifest(tuple(FileSums(name, size, tuple(checksums)) for name, size, checksums in sorted(files)))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """The files of a model folder that loads by itself. Adapters are merged into the weights of `source`, and also
+    stored in a subfolder. dtype: of the weights. share: the training state, None for a model without it."""
+
+    copied: Copied
+    source: Path
+    dtype: str
+    share: Share | None
+
+    def prepare(self, folder: Path) -> None:
+        copy_model_files(self.source, folder, dtype=self.dtype)
+        if self.copied.adapters:
+            (folder / ADAPTER).mkdir()
+            write_adapter(self.copied.module, self.copied.tensors, folder / ADAPTER)
+        if self.share:
+            (folder / STATE).mkdir()
+            (folder / STATE / STATE_FILE).write_text(json.dumps(self.share.facts, indent=2) + "\n")
+
+    def write(self, folder: Path) -> str:
+        if self.share:
+            self.share.write(folder)
+        tensors = self._tensors(folder)
+        file = self.copied.write_shard(tensors, folder)
+        return json.dumps([file.name, list(tensors)]) if file else ""
+
+    def _tensors(self, folder: Path) -> Mapping[str, Tensor]:
+        if not self.copied.adapters:
+            return self.copied.stored()
+        merged = merged_tensors(self.source, folder / ADAPTER, dist.get_rank(), self.copied.writers)
+        return {name: tensor.to(getattr(torch, self.dtype)) for name, tensor in merged}
+
+    def finish(self, folder: Path, told: list[str]) -> None:
+        if self.copied.writers > 1:
+            write_index(dict(json.loads(shard) for shard in told if shard), folder)

@@ -1,0 +1,294 @@
+"""Sends weights straight into the engines of generators, by vLLM's weight transfer.
+
+vLLM's factories give the two ends for a backend: `nccl` and `ipc` are its own. `gloo` is defined here: it is `nccl`
+with another process group and without streams of a GPU, so that all else can run on the CPU. Each generator has a group
+of its own, with the trainer as rank 0 and one rank for each process of the engine.
+
+The trainer uses `Sender`. vLLM imports `GlooEngine` by name in its workers (`areal.generation.vllm_worker`).
+"""
+
+from __future__ import annotations
+
+import socket
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
+from vllm.distributed.utils import create_tcp_store
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+from areal.weights.lora import stored_tensors
+
+# Tensors are sent together until they have this size. Both ends hold a few times as much.
+PACKED_BYTES = 16 << 20
+# Timeout of one broadcast, and of joining a group. A peer that dies is noticed at once.
+COLLECTIVE_SECONDS = 30.0
+
+Call = Callable[[str, dict[str, Any]], None]
+"""Has the engine do a call of vLLM's weight transfer, and waits for it. Raises if it is not done."""
+
+
+class Sender:
+    """Sends versions into the engine of one generator. If it has failed once, a new one is needed.
+
+    host: the address of this machine at which the generator reaches it. workers: processes of the generator's engine.
+    """
+
+    def __init__(self, backend: str, host: str, workers: int, call: Call) -> None:
+        self._backend = backend
+        self._host = host
+        self._workers = workers
+        self._client = _Client(call)
+        self._engine: Any = None
+
+    def send(self, folder: Path) -> int:
+        """Send the weights in `folder`, which may be removed meanwhile. Returns their bytes. Raises whatever vLLM, the
+        process group or the call raises; a collective that does not end within COLLECTIVE_SECONDS raises RuntimeError
+        (gloo), and only `close` ends it otherwise (nccl)."""
+        source = self._client.source = _Stored(folder, "cpu" if self._backend == "gloo" else "cuda")
+        if self._engine is None:
+            info = self._init_info(max(PACKED_BYTES, source.largest))
+            self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
+        self._engine.source = source
+        self._engine.send_weights()
+        return source.size
+
+    def close(self) -> None:
+        """End the group, also while a thread is sending."""
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    def _init_info(self, packed_bytes: int) -> Any:
+        if self._backend == "ipc":
+            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=packed_bytes)
+        kind = {"nccl": NCCLTrainerInitInfo, "gloo": GlooTrainerInitInfo}[self._backend]
+        return kind(
+            rank=0, master_address=self._host, master_port=_free_port(self._host), world_size=1 + self._workers,
+            packed=True, packed_buffer_size_bytes=packed_bytes,
+        )  # fmt: skip
+
+
+class _Stored(WeightSource):
+    """The tensors of a folder. They are read from the page cache when they are sent."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self._tensors = list(stored_tensors(folder))  # views of the files' memory: nothing is read yet
+        self._device = device
+
+    @property
+    def size(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self._tensors)
+
+    @property
+    def largest(self) -> int:
+        return max(tensor.nbytes for _, tensor in self._tensors)
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor.to(self._device)) for name, tensor in self._tensors)
+
+
+class _Client:
+    """vLLM's VLLMWeightSyncClient."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.source: _Stored
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        """The engine compares the shapes with its model's before it stops for them."""
+        self._call("start_weight_update", {one.name: one.shape for one in self.source.metadata()})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        if handles := update_info.get("ipc_handles"):
+            update_info |= {"ipc_handles": {gpu: [_plain(part) for part in handle] for gpu, handle in handles.items()}}
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update", {})
+
+
+# The types in a handle of memory that `ipc` shares. vLLM itself would pickle handles.
+_NAMED = {
+    "Tensor": torch.Tensor, "TypedStorage": torch.storage.TypedStorage, "UntypedStorage": torch.UntypedStorage,
+    "uint8": torch.uint8,
+}  # fmt: skip
+
+
+def _plain(part: Any) -> Any:
+    """A part of a handle as JSON has it. Raises KeyError for a type that handles do not have."""
+    if isinstance(part, bytes):
+        return {"bytes": b64encode(part).decode()}
+    if isinstance(part, (type, torch.dtype)):
+        return {"type": {kind: name for name, kind in _NAMED.items()}[part]}
+    return list(part) if isinstance(part, tuple) else part
+
+
+def with_handles(info: dict[str, Any]) -> dict[str, Any]:
+    """The argument of `update_weights` as vLLM takes it, from that which came as JSON."""
+    if not (handles := info.get("ipc_handles")):
+        return info
+    return info | {"ipc_handles": {gpu: tuple(map(_part, handle)) for gpu, handle in handles.items()}}
+
+
+def _part(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return b64decode(plain["bytes"]) if "bytes" in plain else _NAMED[plain["type"]]
+    return tuple(plain) if isinstance(plain, list) else plain
+
+
+class GlooGroup:
+    """A process group of gloo, with the interface of vLLM's PyNcclCommunicator as far as it is used here."""
+
+    def __init__(self, host: str, port: int, rank: int, size: int) -> None:
+        """Rank 0 listens at the address. Returns once all ranks have joined; raises RuntimeError if they do not."""
+        timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+        listening = socket.create_server((host, port), family=_family(host)) if rank == 0 else None
+        store = create_tcp_store(
+            host, port, listening, world_size=size, is_master=rank == 0, timeout=timeout, wait_for_workers=False,
+            use_libuv=False,
+        )  # fmt: skip
+        options = ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(host, port))]
+        self._group = ProcessGroupGloo(PrefixStore("weights", store), rank, size, options)
+        self._store = store  # rank 0's is the server
+
+    def broadcast(self, tensor: torch.Tensor) -> Work:
+        """Begin to send rank 0's tensor, or to receive it. Waiting for the result raises RuntimeError if a rank dies or
+        does not join in time."""
+        options = BroadcastOptions()
+        options.rootRank = 0
+        return self._group.broadcast([tensor], options)
+
+    def destroy(self) -> None:
+        self._group.abort()
+
+
+@dataclass
+class GlooTrainerInitInfo(NCCLTrainerInitInfo):
+    backend: ClassVar[str] = "gloo"
+
+
+class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
+    """The trainer's end of `gloo`."""
+
+    init_info_cls = GlooTrainerInitInfo
+
+    @classmethod
+    def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any = None) -> GlooTrainerEngine:
+        geometry = {
+            "packed": init_info.packed, "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes,
+            "packed_num_buffers": init_info.packed_num_buffers,
+        }  # fmt: skip
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender, **geometry)
+        address, size = (init_info.master_address, init_info.master_port), init_info.world_size
+        workers = NCCLWeightTransferInitInfo(
+            master_address=address[0], master_port=address[1], rank_offset=1, world_size=size, **geometry
+        )
+        with ThreadPoolExecutor(max_workers=1) as thread:  # the workers answer once all have joined
+            joining = thread.submit(client.init_weight_transfer_engine, worker_init_payload(workers))
+            engine.model_update_group = GlooGroup(*address, 0, size)
+            joining.result()
+        return engine
+
+    def _broadcast(self, source: WeightSource, meta: list[ParamMeta]) -> None:
+        pairs = self._checked_iter(source, meta)
+        sending: Work | None = None  # while the next tensors are packed
+        while chunk := pack_tensors(pairs, itemgetter(1), self.packed_buffer_size_bytes):
+            if sending:
+                sending.wait()
+            sending = self.model_update_group.broadcast(chunk.packed_tensor)
+        if sending:
+            sending.wait()
+
+
+class GlooEngine(NCCLWeightTransferEngine):
+    """The end of `gloo` in each worker of an engine."""
+
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self.model_update_group = GlooGroup(init_info.master_address, init_info.master_port, rank, init_info.world_size)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))  # nothing is left to be waited for, as on a GPU
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        with disable_mtp_completeness_check():
+            for packed, names, shapes, dtypes, sizes in self._received(update_info):
+                self.model.load_weights(unpack_tensor(packed, names, shapes, dtypes, sizes))
+
+    def _received(self, info: NCCLWeightTransferUpdateInfo) -> Iterator[tuple[Any, ...]]:
+        """The packs, with their bytes. The next one arrives while one is loaded."""
+        coming: tuple[Work, tuple[Any, ...]] | None = None
+        for pack in self._packs(info):
+            packed = torch.empty(sum(pack[-1]), dtype=torch.uint8, device="cpu")
+            before, coming = coming, (self.model_update_group.broadcast(packed), (packed, *pack))
+            if before:
+                before[0].wait()
+                yield before[1]
+        if coming:
+            coming[0].wait()
+            yield coming[1]
+
+    def _packs(self, info: NCCLWeightTransferUpdateInfo) -> Iterator[tuple[list[Any], ...]]:
+        """The names, shapes, types and sizes in bytes of the tensors that `pack_tensors` packs together."""
+        pack: list[tuple[Any, ...]] = []
+        total = 0
+        for name, dtype_name, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+            dtype = getattr(torch, dtype_name)
+            size = prod(shape) * dtype.itemsize
+            pack.append((name, shape, dtype, size))
+            total += size
+            if total > self.packed_buffer_size_bytes:
+                yield tuple(map(list, zip(*pack, strict=True)))
+                pack, total = [], 0
+        if pack:
+            yield tuple(map(list, zip(*pack, strict=True)))
+
+
+WeightTransferTrainerFactory.register_engine("gloo", GlooTrainerEngine)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0), family=_family(host)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine on the way to `host`."""
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing: only asks the kernel for the route
+        address: str = probe.getsockname()[0]
+        return address

@@ -1,0 +1,85 @@
+"""Several runs are drawn by the setting in which they differ, and averaged over seeds."""
+
+import json
+import statistics
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from areal.__main__ import main
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """Writes the folder of a finished run and returns it."""
+
+    def write(accuracy, *, staleness=1.0, seed=0, **settings):
+        folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        config = {"name": folder.name, "seed": seed, "master": {"address": folder.name}} | settings
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        ages = [99.0, 99.0, staleness, staleness]  # the first steps do not count
+        records = [{"step": step, "staleness_mean": age} for step, age in enumerate(ages, 1)]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        (folder / "summary.json").write_text(json.dumps({"ok": True, "accuracy_after": accuracy}))
+        return str(folder)
+
+    return write
+
+
+def shown(capsys, tmp_path, *runs):
+    """The rows of the table, and the texts of the figure."""
+    figure = tmp_path / "figure.svg"
+    code = main(["report", "--figure", str(figure), *runs])
+    out, error = capsys.readouterr()
+    assert code == 0, error
+    texts = [text.text for text in ElementTree.parse(figure).iter("{http://www.w3.org/2000/svg}text")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if "│" in line], texts
+
+
+def test_runs_are_points_by_setting_with_a_line_for_each_other_setting(run_of, capsys, tmp_path):
+    accuracies = {
+        (0, "ppo"): (0.70, 0.72),
+        (16, "ppo"): (0.50, 0.58),
+        (0, "tis"): (0.69, 0.71),
+        (16, "tis"): (0.6, 0.7),
+    }
+    runs = [
+        run_of(
+            accuracy,
+            seed=seed,
+            staleness=eta / 2,
+            max_staleness=eta,
+            trainer={"objective": objective, "w": objective[:1]},
+        )
+        for (eta, objective), found in accuracies.items()
+        for seed, accuracy in enumerate(found)
+    ]
+    rows, texts = shown(capsys, tmp_path, *runs)
+    # Two standard errors of a mean of two, with the standard deviation over all pairs.
+    error = 2 * (statistics.fmean(statistics.variance(pair) for pair in accuracies.values()) / 2) ** 0.5
+    assert rows == [
+        ["ppo", "0", "2", f"0.710 ± {error:.3f}", "0.00"],
+        ["ppo", "16", "2", f"0.540 ± {error:.3f}", "8.00"],
+        ["tis", "0", "2", f"0.700 ± {error:.3f}", "0.00"],
+        ["tis", "16", "2", f"0.650 ± {error:.3f}", "8.00"],
+    ]
+    assert {"ppo", "tis", "max_staleness", "Held-out accuracy at the end", "Staleness, mean"} <= set(texts)
+
+
+def test_single_runs_have_no_interval(run_of, capsys, tmp_path):
+    rows, _ = shown(capsys, tmp_path, run_of(0.5, trainer={"lr": 1e-5}), run_of(0.75, trainer={"lr": 3e-5}))
+    assert rows == [["", "1e-05", "1", "0.500", "1.00"], ["", "3e-05", "1", "0.750", "1.00"]]
+
+
+def test_what_cannot_be_drawn_is_one_sentence(run_of, capsys, tmp_path):
+    first, other, unfinished = run_of(0.5, model="a"), run_of(0.6, model="b"), run_of(None, model="c")
+    figure = tmp_path / "figure.svg"
+    for runs, sentence in (
+        ([first, other], "differ in no setting that is a number"),
+        ([first, unfinished], unfinished),
+    ):
+        assert main(["report", "--figure", str(figure), *runs]) == 2
+        assert sentence in capsys.readouterr().err
+    assert not figure.exists()

@@ -1,0 +1,75 @@
+"""`python -m areal selftest` as a user starts it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from areal.__main__ import main
+from areal.selftest.command import CHECKS
+
+CONFIG = """
+name: mine
+model: none
+steps: 1
+batch_size: 4
+group_size: 2
+data: {source: none.jsonl}
+sampling: {max_new_tokens: 32}
+reward: {functions: [math]}
+"""
+
+
+def selftest(folder, *arguments, timeout=280):
+    """The exit code, what was printed, and the results by (model, check)."""
+    done = subprocess.run(
+        [sys.executable, "-m", "areal", "selftest", *arguments], cwd=folder, capture_output=True, text=True,
+        timeout=timeout, check=False,
+    )  # fmt: skip
+    file = folder / "selftest.json"
+    found = json.loads(file.read_text()) if file.exists() else {"findings": []}
+    results = {(each["model"], each["name"]): each["result"] for each in found["findings"]}
+    return done.returncode, done.stdout + done.stderr, results
+
+
+def test_a_check_that_is_not_known_is_a_mistake(capsys):
+    assert main(["selftest", "--only", "attentoin"]) == 2
+    assert "There is no check 'attentoin': known are" in capsys.readouterr().err
+
+
+def test_changes_without_a_configuration_are_a_mistake(capsys):
+    assert main(["selftest", "steps=3"]) == 2
+    assert "--config" in capsys.readouterr().err
+
+
+def test_some_checks_alone_pass_and_are_written_down(tmp_path):
+    code, said, results = selftest(tmp_path, "--only", "attention", "--only", "devices", "--only", "stream")
+    assert code == 0, said
+    assert results == {("", "devices"): "ok", ("", "stream"): "ok", ("tiny", "attention"): "ok"}
+    written = json.loads((tmp_path / "selftest.json").read_text())
+    assert written["ok"] and written["machine"]["packages"]["torch"]
+    assert [path.name for path in tmp_path.iterdir()] == ["selftest.json"]
+    assert "Nothing failed" in said
+
+
+def test_what_stands_in_the_way_of_a_run_fails_with_a_sentence(tmp_path, tiny_model):
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    settings = [f"model={tiny_model}", "master.address=tcp://*:0", "network.keys=nowhere"]
+    code, said, results = selftest(tmp_path, "--config", "mine.yaml", "--only", "keys", "--only", "port", *settings)
+    assert code == 1, said
+    assert results == {("", "keys"): "FAILED", ("", "port"): "ok"}
+    (advice,) = (each["advice"] for each in json.loads((tmp_path / "selftest.json").read_text())["findings"][:1])
+    assert "nowhere" in advice and "python -m areal keys" in advice
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_of_it_is_green_here_with_a_configuration_of_two_ranks(tmp_path, tiny_model):
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    settings = [f"model={tiny_model}", "master.address=tcp://127.0.0.1:0", "trainer.ranks=2", "trainer.zero_stage=2"]
+    settings += ["trainer.max_tokens_per_microbatch=512", "generator.kv_cache_gib=0.25", "generator.dtype=float32"]
+    code, said, results = selftest(tmp_path, "--config", "mine.yaml", *settings, timeout=560)
+    assert code == 0, said
+    assert {name for _, name in results} == CHECKS - {"master", "clock", "shared folder"}
+    assert set(results.values()) <= {"ok", "skipped"}

@@ -1,0 +1,39 @@
+"""Folders that are fast enough pass, a slow disk fails."""
+
+import os
+import time
+
+from areal.selftest import disk
+from areal.selftest.disk import check_folder
+
+
+def test_a_folder_is_written_checked_and_copied_and_left_empty(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "SLOWEST", 1.0)
+    found = check_folder("folder", tmp_path, 0)
+    assert found.result == "ok"
+    assert found.values["bytes"] == disk.LEAST
+    assert found.values["write_bytes_per_second"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_disk_fails(tmp_path, monkeypatch):
+    sync, rate = os.fsync, disk.SLOWEST / 2
+
+    def slowly(descriptor):
+        time.sleep(os.fstat(descriptor).st_size / rate)  # the fault itself: a disk of so many bytes a second
+        sync(descriptor)
+
+    monkeypatch.setattr(disk, "LEAST", 1 << 24)
+    monkeypatch.setattr(os, "fsync", slowly)
+    found = check_folder("folder", tmp_path, 0)
+    assert found.result == "FAILED"
+    assert found.values["write_bytes_per_second"] < disk.SLOWEST
+    assert str(tmp_path) in found.advice and "weights.folder" in found.advice
+
+
+def test_a_container_with_little_shared_memory_fails_if_there_are_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "MEMORY", tmp_path)
+    monkeypatch.setattr(disk, "SHARED_MEMORY", 1 << 60)
+    assert disk.check_memory_folder(0, gpus=True).result == "FAILED"
+    assert "--shm-size" in disk.check_memory_folder(0, gpus=True).advice
+    assert disk.check_memory_folder(1 << 62, gpus=False).result in ("ok", "skipped")

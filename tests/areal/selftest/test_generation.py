@@ -1,0 +1,128 @@
+"""The checks of a generator on a real engine: green, and red where versions or weights are wrong."""
+
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from areal.generation import engine as generation_engine
+from areal.selftest import generation, sequences
+from areal.selftest.generation import Generation, check_engine, check_versions
+from areal.selftest.synthetic import TINY, tiny_config, write_tiny_model
+from areal.weights.folders import WEIGHTS_FILE, write_weights
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """model, and published: other weights."""
+    folder = tmp_path_factory.mktemp("selftest")
+    write_tiny_model(folder / "model", "float32")
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(folder / "published")
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def generator(folder):
+    generator = Generation(tiny_config(folder / "model", "float32"))
+    await generator.start()
+    yield generator
+    await generator.close()
+
+
+async def interrupted(generator, folder, name):
+    """What the check finds after an interruption, and the sequences. The engine is at version 0 before."""
+    await generator._engine.load(folder / "model", 0)
+    for file in ("sampled", name):
+        (folder / f"{file}.npz").unlink(missing_ok=True)
+    await generator.sample(str(folder / "sampled.npz"))
+    await generator.interrupt(str(folder / "published"), str(folder / f"{name}.npz"))
+    scratch = folder / f"scratch-{name}"
+    scratch.mkdir()
+    files = [str(folder / file) for file in ("sampled.npz", f"{name}.npz", "published")]
+    return generator.compare(*files, str(scratch))
+
+
+async def test_an_engine_that_is_right_passes_and_tokens_of_the_wrong_version_fail(generator, folder):
+    engine, versions = await interrupted(generator, folder, "right")
+    assert (engine.result, versions.result) == ("ok", "ok")
+    assert versions.values["crossing"] >= 2
+
+    old = sequences.read(folder / "right.npz")
+    config = generator._config
+    under = [generation.reference_logprobs(folder / name, old, config) for name in ("model", "scratch-right")]
+
+    def judge(versions_of, logprobs_of=lambda s: s.logprobs):
+        changed = [sequences.Sampled(s.prompt, s.tokens, logprobs_of(s), versions_of(s)) for s in old]
+        return check_versions(changed, *under, "float32")
+
+    assert judge(lambda s: s.versions).result == "ok"
+    assert judge(lambda s: np.append(s.versions[:1], s.versions[:-1])).result == "FAILED"  # one token late
+    assert judge(lambda s: np.append(s.versions[1:], s.versions[-1:])).result == "FAILED"  # one token early
+    assert judge(lambda s: s.versions[::-1]).result == "FAILED"
+    assert judge(lambda s: s.versions * 0).result == "FAILED"
+    assert judge(lambda s: s.versions, lambda s: s.logprobs + 0.1).result == "FAILED"
+    wrong = [logps + 0.1 for logps in under[0]]
+    assert check_engine(old, wrong, "float32").result == "FAILED"
+
+
+async def test_an_engine_that_names_versions_one_off_fails(generator, folder, monkeypatch):
+    add = generation_engine._Stream.add
+    monkeypatch.setattr(
+        generation_engine._Stream, "add", lambda self, output, version: add(self, output, str(int(version) + 1))
+    )
+    _, versions = await interrupted(generator, folder, "off")
+    assert versions.result == "FAILED"
+
+
+@asynccontextmanager
+async def without_packing_the_head(engine, folder, monkeypatch):
+    """vLLM's own reload, which leaves a tied head on the CPU as it was."""
+    call = engine._core.collective_rpc_async
+
+    def reload(method, *arguments, **options):
+        if method == "load_policy":
+            return call("reload_weights", kwargs={"weights_path": str(folder)})
+        return call(method, *arguments, **options)
+
+    monkeypatch.setattr(engine._core, "collective_rpc_async", reload)
+    yield
+    monkeypatch.undo()
+
+
+async def test_a_head_that_is_not_packed_again_fails(generator, folder, monkeypatch):
+    await generator._engine.load(folder / "model", 0)
+    await generator.sample(str(folder / "sampled.npz"))
+    async with without_packing_the_head(generator._engine, folder / "published", monkeypatch):
+        await generator.interrupt(str(folder / "published"), str(folder / "torn.npz"))
+    (folder / "scratch-torn").mkdir()
+    files = [str(folder / file) for file in ("sampled.npz", "torn.npz", "published", "scratch-torn")]
+    engine, versions = generator.compare(*files)
+    assert (engine.result, versions.result) == ("ok", "FAILED")
+    assert "head" in versions.advice
+
+
+async def test_a_full_engine_has_a_speed(generator, monkeypatch):
+    monkeypatch.setattr(generation, "WARM_UP_SECONDS", 0.1)
+    monkeypatch.setattr(generation, "SPEED_SECONDS", 0.5)
+    (found,) = await generator.speed(of_token=1e6, peak_tflops=0.1)
+    assert found.values["tokens_per_second"] > 0
+    assert found.values["mfu"] == pytest.approx(found.values["tokens_per_second"] * 1e6 / 1e12 / 0.1)
+
+
+async def test_weights_that_several_ranks_have_published_make_a_model(tmp_path):
+    base, published, folder = (tmp_path / name for name in ("base", "published", "folder"))
+    write_tiny_model(base, "float32")
+    tensors = load_file(base / WEIGHTS_FILE)
+    published.mkdir()
+    folder.mkdir()
+    for shard, names in enumerate((list(tensors)[:5], list(tensors)[5:])):
+        write_weights({name: tensors[name] + 1 for name in names}, published, shard, 2)
+    model = AutoModelForCausalLM.from_pretrained(generation._model_of(base, published, folder))
+    assert all(torch.equal(model.state_dict()[name], tensor + 1) for name, tensor in tensors.items())

@@ -1,0 +1,92 @@
+"""The checks of kernels: green on what is right, red on planted faults."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from areal.config import TrainerConfig
+from areal.selftest import kernels
+from areal.selftest.findings import SHARE
+from areal.selftest.synthetic import TINY
+from areal.training import head, packed
+
+CPU = torch.device("cpu")
+SIZES = AutoConfig.for_model(**TINY)
+DTYPES = ["float32", "bfloat16"]
+FAR = 3
+"""How many times the tolerance an error is at least, so that no machine's rounding hides it."""
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Several parts of the head without millions of logits."""
+    monkeypatch.setattr(head, "AT_ONCE", 1 << 18)
+
+
+@pytest.fixture
+def attend(monkeypatch):
+    """Replace the attention for a test."""
+    yield lambda wrong: monkeypatch.setattr(packed, "packed_sdpa", wrong)
+    monkeypatch.undo()
+    packed.choose_attention("float32")  # registers the right one again
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_that_are_right_pass(dtype):
+    trainers = [TrainerConfig(dtype=dtype), TrainerConfig(dtype=dtype, prefix_tree=False, gradient_checkpointing=True)]
+    found = [
+        kernels.check_attention(SIZES, dtype, CPU),
+        kernels.check_head(SIZES, dtype, CPU),
+        *(kernels.check_gradient(SIZES, trainer, CPU) for trainer in trainers),
+    ]
+    assert [each.result for each in found] == ["ok"] * 4
+    assert [each.values["a_row_holds"] for each in found[2:]] == ["a prefix tree", "several sequences"]
+    assert not any(each.advice for each in found)
+
+
+def sees_the_sequence_before(module, query, key, value, attention_mask, *, row, mask, **others):
+    added = [row.added[0] + row.added[1], *row.added[2:]]
+    return packed_sdpa(module, query, key, value, None, row=dataclasses.replace(row, added=added, lengths=added),
+                       mask=mask, **others)  # fmt: skip
+
+
+def sees_the_future(module, query, key, value, attention_mask, *, row, mask, scaling=None, **others):
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(1, 2), None
+
+
+packed_sdpa = packed.packed_sdpa
+
+
+@pytest.mark.parametrize("wrong", [sees_the_sequence_before, sees_the_future])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_attention_with_a_wrong_mask_fails_by_far(attend, dtype, wrong):
+    attend(wrong)
+    found = kernels.check_attention(SIZES, dtype, CPU)
+    assert found.result == "FAILED"
+    assert min(found.values["forward"], found.values["backward"]) > FAR * SHARE[dtype]
+    assert "packed_sdpa" in found.advice
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_head_that_leaves_out_its_last_part_fails(monkeypatch, dtype):
+    parts = head._parts
+    monkeypatch.setattr(head, "_parts", lambda *arguments: list(parts(*arguments))[:-1] or parts(*arguments))
+    found = kernels.check_head(SIZES, dtype, CPU)
+    assert found.result == "FAILED"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_whose_tokens_are_predicted_one_place_off_fails(monkeypatch, dtype):
+    def packs(*arguments):
+        row = packed.pack(*arguments)
+        row.predicts = row.predicts + 1
+        return row
+
+    monkeypatch.setattr(kernels, "pack", packs)
+    found = kernels.check_gradient(SIZES, TrainerConfig(dtype=dtype, prefix_tree=False), CPU)
+    assert found.result == "FAILED"
+    assert found.values["gradients"] > FAR * SHARE[dtype]

@@ -1,0 +1,85 @@
+"""Where the models of a run come from."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+COMMIT = "c" * 40
+FILES = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": bytes(30_000_000), "notes.md": b"#"}
+FIND = """
+import sys
+from areal.models import find_model
+print(find_model(sys.argv[1], "model", print))
+"""
+
+
+@pytest.fixture
+def hub():
+    """The address of a server that has the model me/mine, as the Hugging Face hub answers for it."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path.startswith("/api/models/me/mine/revision/"):
+                files = [{"rfilename": name} for name in FILES]
+                self.answer(json.dumps({"id": "me/mine", "sha": COMMIT, "siblings": files}).encode())
+            elif self.path.startswith("/api/models/me/mine/tree/"):
+                files = [{"type": "file", "path": name, "size": len(body), "oid": name} for name, body in FILES.items()]
+                self.answer(json.dumps(files).encode())
+            elif self.path.startswith(f"/me/mine/resolve/{COMMIT}/"):
+                name = self.path.rpartition("/")[2]
+                self.answer(FILES[name], {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT})
+            else:
+                self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def answer(self, body, headers=()):
+            self.send_response(200)
+            for key, value in {"Content-Length": len(body), **dict(headers)}.items():
+                self.send_header(key, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def find(hub, cache, name):
+    environment = os.environ | {
+        "HF_ENDPOINT": hub,
+        "HF_HOME": str(cache),
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", FIND, name], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_model_of_the_hub_is_downloaded_and_the_progress_told(hub, tmp_path):
+    found = find(hub, tmp_path, "me/mine")
+    assert found.returncode == 0, found.stderr
+    told = [line for line in found.stdout.splitlines() if line.startswith("it ")]
+    assert told[0] == "it downloads me/mine"
+    assert told[-1] == "it downloads me/mine: 0.03 of 0.03 GB"
+    (folder,) = set(found.stdout.splitlines()) - set(told)
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "tokenizer_config.json"]
+    assert "%" not in found.stderr  # no bar is drawn
+
+
+def test_a_model_that_the_hub_does_not_have_is_told(hub, tmp_path):
+    found = find(hub, tmp_path, "me/yours")
+    assert "UserError: The model me/yours is not a folder here, and it could not be downloaded (" in found.stderr
