@@ -292,9 +292,7 @@ def _dashboard(options: argparse.Namespace) -> None:
 
 def _track(options: argparse.Namespace) -> None:
     from areal.observe.tracking import track
-    from areal.processes import die_with_parent
 
-    die_with_parent(signal.SIGTERM)
     track(options.folder)
 
 
@@ -502,9 +500,7 @@ def _keys(options: argparse.Namespace) -> None:
 
 def _quickstart_model(options: argparse.Namespace) -> None:
     from areal.data.quickstart import ensure
-    from areal.processes import die_with_parent
 
-    die_with_parent(signal.SIGTERM)
     print(ensure(options.folder, options.seed, lambda line: print(line, file=sys.stderr, flush=True)))
 
 

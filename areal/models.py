@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.config import Config, UserError
-from areal.processes import ROOT
+from areal.processes import ROOT, bound
 
 
 def quietly(doing: str) -> None:
@@ -73,7 +73,7 @@ def _make_quickstart(config: Config) -> Path:
     # A process of its own makes the model, because the master must not import torch.
     parent = str(config.run_dir.resolve() / "models")
     command = [sys.executable, "-m", "areal", "quickstart-model", parent, "--seed", str(config.seed)]
-    made = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    made = subprocess.run(bound(*command), stdout=subprocess.PIPE, text=True, cwd=ROOT)
     if made.returncode:
         raise UserError(f"The quickstart's model could not be made: {' '.join(command)} exited with {made.returncode}.")
     return Path(made.stdout.splitlines()[-1])

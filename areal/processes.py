@@ -38,6 +38,11 @@ def die_with_parent(sign: signal.Signals, parent: int | None = None) -> None:
         sys.exit("the process that started this one has ended")
 
 
+def bound(*command: str) -> list[str]:
+    """The command line of a program that is killed when this process ends, even if that is while the program starts."""
+    return [sys.executable, "-I", __file__, str(os.getpid()), *command]
+
+
 if __name__ == "__main__":  # PARENT PROGRAM ARGUMENT...: become a program that is killed when its parent ends
     die_with_parent(signal.SIGKILL, int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -20,8 +20,8 @@ from typing import Any
 import structlog
 
 from areal.config import Config, ObserveConfig, UserError, load_config
-from areal.processes import ROOT
-from areal.storage.run_folder import NewRecords, read_summary
+from areal.processes import ROOT, bound
+from areal.storage.run_folder import NewRecords, read_summary, replace
 
 POLL_SECONDS = 1.0
 # How long the process may take to end after the end of the run.
@@ -52,7 +52,7 @@ def start(config: Config) -> subprocess.Popen[bytes] | None:
     try:
         with (config.folder / "logs" / "track.out").open("a") as out:
             return subprocess.Popen(
-                [sys.executable, "-m", "areal", "track", str(config.folder)],
+                bound(sys.executable, "-m", "areal", "track", str(config.folder)),
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             )  # fmt: skip
     except OSError as error:
@@ -104,7 +104,7 @@ class Tracker:
                     told[file] = record[key]
         if told != self._told:
             self._told = told
-            self._state.write_text(json.dumps(told))
+            replace(self._state, json.dumps(told))
 
     def _tell(self, key: str, record: dict[str, Any]) -> None:
         prefix = "step" if key == "step" else "evaluation"

@@ -14,15 +14,14 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Mapping
 from typing import IO, Any
 
-from areal import processes
 from areal.config import UserError
 from areal.data.rows import Row
 from areal.plugins import load
+from areal.processes import bound
 from areal.trajectory import Trajectory
 from areal.workflows.openai_api import Access
 from areal.workflows.session import Session
@@ -110,7 +109,7 @@ async def _execute(command: str, api: Access, row: Row) -> float | None:
         given.write(json.dumps(row.fields).encode() + b"\n")
         given.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", processes.__file__, str(os.getpid()), *shlex.split(command)),
+            *bound(*shlex.split(command)),
             stdin=given, stdout=output, stderr=errors, env=environment, start_new_session=True,
         )  # fmt: skip
         try:

@@ -16,3 +16,23 @@ def test_the_limit_on_open_files_rises_to_what_is_allowed_and_no_further():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["700", "700"] * 2
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] != 700
+
+
+def test_a_program_whose_parent_ended_while_it_started_does_not_stay():
+    starts = "import subprocess as s; from areal.processes import bound; print(*bound('sleep', '600'), sep='\\n')"
+    command = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, check=True).stdout
+    late = subprocess.run(command.splitlines(), capture_output=True, text=True, timeout=60)
+    assert late.returncode == 1
+    assert "the process that started this one has ended" in late.stderr
+
+
+def test_a_program_ends_with_its_parent():
+    script = (
+        "import os, subprocess as s; from areal.processes import bound\n"
+        "s.Popen(bound('sh', '-c', 'echo started; exec sleep 600'))\n"
+        "input(); os.kill(os.getpid(), 9)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout.readline() == b"started\n"
+        # The output is at its end when whoever holds it has ended: the program as well.
+        parent.communicate(b"\n", timeout=60)
