@@ -25,11 +25,10 @@ from areal.config import Config, UserError, dump_config, load_config
 from areal.devices import deal_out_devices, visible_devices
 from areal.models import with_folders
 from areal.selftest.child import LINES, Child, ChildFailed, ChildGone, ChildSlow
-from areal.selftest.findings import Finding
+from areal.selftest.findings import REPORT, Finding
 from areal.selftest.synthetic import tiny_config
 from areal.text import shown
 
-REPORT = "Report it with selftest.json attached (docs/gpu.md)."
 SLOW = "Give it more time, --seconds N; if what it printed shows that it hangs, report it with selftest.json attached."
 STREAMED = 1 << 28
 """Bytes that are streamed over loopback."""
@@ -42,7 +41,8 @@ COMPARED = {"log-probs", "publish", "load", "engine", "interruption"}
 LONGEST = {"longest row", "training"}
 NODE = {"devices", "folder", "/dev/shm", "stream", "stream with keys", "keys", "port"}
 WAY = {"master", "clock", "shared folder"}
-CHECKS = KERNELS | STARTS | COMPARED | LONGEST | {"generation"} | NODE | WAY
+DIRECT = {"transport"}
+CHECKS = KERNELS | STARTS | COMPARED | LONGEST | DIRECT | {"generation"} | NODE | WAY
 
 
 class Links(Protocol):
@@ -123,7 +123,7 @@ class SelfTest:
         model = self._folder / "model"
         if (dtype := self._make_tiny_model(model)) is None:
             return
-        self._check_model("tiny", tiny_config(model, dtype), last=self._config is None)
+        self._check_model("tiny", tiny_config(model, dtype, _direct_transport()), last=self._config is None)
         if self._config:
             self._deadline = time.monotonic() + self._options.seconds
             self._check_model(self._config.name, self._config, last=True)
@@ -174,34 +174,52 @@ class SelfTest:
                 self._do("", trainer, "disk", {"folder", "/dev/shm"}, folder=str(folder))
                 self._stream(start)
             self._do(name, trainer, "kernels", KERNELS, names=sorted(KERNELS & self._only or KERNELS))
-            self._compare(name, trainer, start, folder)
+            self._compare(name, config, trainer, start, folder)
 
-    def _compare(self, name: str, trainer: Child, start: Callable[[str], Child], folder: Path) -> None:
+    def _compare(self, name: str, config: Config, trainer: Child, start: Callable[[str], Child], folder: Path) -> None:
         """The checks of both engines together, as they share the devices of this machine in a run."""
-        paths = {key: str(folder / key) for key in ("sampled", "interrupted", "published", "scratch")}
-        sampled, interrupted = paths["sampled"] + ".npz", paths["interrupted"] + ".npz"
+        names = ("sampled", "interrupted", "received", "published", "sent", "scratch", "scratch-sent")
+        paths = {key: str(folder / key) for key in names}
+        sampled, interrupted, received = (paths[key] + ".npz" for key in names[:3])
         published = paths["published"]
-        both, has_sampled, has_published = COMPARED | {"generation"}, False, False
-        if self._wanted(both | {"generator"}):
+        direct = DIRECT if config.weights.backend else set()
+        both, has_sampled, has_published, has_received = COMPARED | {"generation"}, False, False, False
+        if self._wanted(both | direct | {"generator"}):
             generator = start("generator")
-            self._do(name, generator, "start", {"generator"}, both)
+            self._do(name, generator, "start", {"generator"}, both | direct)
             has_sampled = self._do(name, generator, "sample", set(), COMPARED, file=sampled) is not None
             if (facts := self._do(name, trainer, "operations", set(), {"generation"})) is not None:
                 self._do(name, generator, "speed", {"generation"}, **facts)
-        self._do(name, trainer, "start", {"trainer"}, COMPARED | LONGEST)
-        names, compared = {"log-probs", "publish"}, {"engine", "interruption"}
-        if self._follows(name, names, has_sampled, COMPARED):
+        self._do(name, trainer, "start", {"trainer"}, COMPARED | LONGEST | direct)
+        names_published, compared = {"log-probs", "publish"}, {"engine", "interruption"}
+        if self._follows(name, names_published, has_sampled, COMPARED):
             files = {"sampled": sampled, "published": published}
-            has_published = self._do(name, trainer, "logprobs", names, COMPARED, **files) is not None
+            has_published = self._do(name, trainer, "logprobs", names_published, COMPARED, **files) is not None
         if self._follows(name, {"load"}, has_published, compared):
             self._do(name, generator, "interrupt", {"load"}, compared, published=published, file=interrupted)
-        self._do(name, trainer, "longest", LONGEST)
-        if self._follows(name, compared, has_published):
+        self._do(name, trainer, "longest", LONGEST, direct)  # its steps change the weights: others are sent than loaded
+        if direct and self._wanted(direct) and self._transfer(name, config, trainer, generator, paths["sent"]):
+            has_received = self._do(name, generator, "sample", set(), direct, file=received) is not None
+        if self._wanted(compared | direct) and (has_published or has_received):
             trainer.close()  # the reference needs its memory
-            self._do(name, generator, "close", set(), compared)
+            self._do(name, generator, "close", set(), compared | direct)
+        if self._follows(name, compared, has_published):
             Path(paths["scratch"]).mkdir()
             files = {"sampled": sampled, "interrupted": interrupted, "published": published}
             self._do(name, generator, "compare", compared, **files, scratch=paths["scratch"])
+        if has_received:
+            Path(paths["scratch-sent"]).mkdir()
+            files = {"received": received, "published": paths["sent"], "scratch": paths["scratch-sent"]}
+            self._do(name, generator, "compare_received", DIRECT, **files)
+
+    def _transfer(self, name: str, config: Config, trainer: Child, generator: Child, folder: str) -> bool:
+        """Have the trainer send its weights into the generator's engine, by way of `folder`. Returns whether it did."""
+        call = self._do(name, trainer, "send", DIRECT, folder=folder, workers=config.generator.devices)
+        while call and "call" in call:
+            if self._do(name, generator, "receive", DIRECT, **call) != []:
+                return False
+            call = self._do(name, trainer, "sent", DIRECT)
+        return call is not None
 
     def _stream(self, start: Callable[[str], Child]) -> None:
         names = {"stream", "stream with keys"}
@@ -277,6 +295,12 @@ class SelfTest:
             "config": dump_config(self._config) if self._config else None,
             "findings": [{"model": row.model} | row.finding.as_dict() for row in self._rows],
         }
+
+
+def _direct_transport() -> str:
+    """The `weights.transport` without files that this machine can do."""
+    devices = visible_devices()
+    return "nccl" if len(devices) > 1 else "ipc" if devices else "gloo"
 
 
 def machine() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+REPORT = "Report it with selftest.json attached (docs/gpu.md)."
 Result = Literal["ok", "FAILED", "skipped"]
 
 GAP = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from areal.config import Config
-from areal.generation.engine import Chunk, GenerationEngine, LoadTimes
-from areal.selftest.findings import GAP, LAYERS, Finding, judged
+from areal.generation.engine import Chunk, EngineError, GenerationEngine, LoadTimes, WeightLoadError
+from areal.selftest.findings import GAP, LAYERS, REPORT, Finding, judged
 from areal.selftest.sequences import Sampled, read, write
+from areal.selftest.transport import Receiving
 from areal.weights.folders import ADAPTER_FILE, copy_model_files, tensor_names, write_index, write_weights
 
 SEQUENCES, TOKENS, LONGEST = 8, 64, 1024
@@ -42,6 +43,7 @@ class Generation:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._engine: GenerationEngine | None = None
+        self._receiving: Receiving | None = None
 
     async def start(self) -> list[Finding]:
         """Start the engine. Its KV cache is recomputed on new weights, whatever the run does: only then are log-probs
@@ -49,8 +51,9 @@ class Generation:
         started = time.perf_counter()
         generator = self._config.generator.model_copy(update={"kv_on_update": "recompute", "interrupt": True})
         self._engine = await GenerationEngine.start(
-            Path(self._config.model), generator, version=0, lora=self._config.trainer.lora
-        )
+            Path(self._config.model), generator, version=0, lora=self._config.trainer.lora,
+            transfer=self._config.weights.backend,
+        )  # fmt: skip
         seconds = time.perf_counter() - started
         measured = f"{generator.devices} devices, {generator.dtype}, started in {seconds:.0f} s"
         return [Finding("generator", "ok", measured, values={"seconds": seconds})]
@@ -66,16 +69,18 @@ class Generation:
         assert self._engine is not None
         sequences, times = await interrupt(self._engine, self._config, Path(published))
         write(sequences, Path(file))
-        size = _size(Path(published))
-        return [
-            Finding(
-                "load",
-                "ok",
-                f"{size / 1e9:.3g} GB in {times.load_seconds:.2f} s; paused in {times.pause_seconds:.3f} s, "
-                f"{times.sequences_interrupted} sequences",
-                values={"bytes": size, "pause_seconds": times.pause_seconds, "load_seconds": times.load_seconds},
-            )
-        ]
+        told, values = _took(times, _size(Path(published)))
+        return [Finding("load", "ok", f"{told}, {times.sequences_interrupted} sequences", values=values)]
+
+    async def receive(self, call: str, info: dict[str, Any]) -> list[Finding]:
+        """Do a call by which the trainer sends its weights as version 2. Returns what went wrong."""
+        assert self._engine is not None
+        self._receiving = self._receiving or Receiving(self._engine)
+        try:
+            await self._receiving.follow(call, info)
+        except (WeightLoadError, EngineError) as error:
+            return [Finding("transport", "FAILED", str(error), REPORT)]
+        return []
 
     async def speed(self, of_token: float, peak_tflops: float | None) -> list[Finding]:
         """Tokens/s of a full engine. of_token: operations of a token. peak_tflops: of one device."""
@@ -113,6 +118,19 @@ class Generation:
             check_engine(old, first[: len(old)], dtype),
             check_versions(new, first[len(old) :], second or [], dtype),
         ]
+
+    async def compare_received(self, received: str, published: str, scratch: str) -> list[Finding]:
+        """Compare the log-probs of sequences that were sampled by weights received from the trainer with those of the
+        reference. scratch: an empty folder."""
+        assert self._receiving is not None
+        sequences = read(Path(received))
+        model = _model_of(Path(self._config.model), Path(published), Path(scratch))
+        exact = reference_logprobs(model, sequences, self._config)
+        told, values = _took(await self._receiving.times(), _size(Path(published)))
+        told = f"{self._config.weights.backend}: {told}"
+        if exact is None:
+            return [Finding("transport", "ok", f"{told}; the model is too large to compare log-probs", values=values)]
+        return [check_received(sequences, exact, self._config.generator.dtype, told, values)]
 
 
 async def sample(engine: GenerationEngine, config: Config) -> list[Sampled]:
@@ -176,8 +194,7 @@ async def speed(engine: GenerationEngine, config: Config) -> float:
 
 def check_engine(sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtype: str) -> Finding:
     """Whether log-probs are those of the reference, `exact`, on weights that were never exchanged."""
-    gap = float(np.abs(np.concatenate([s.logprobs - e for s, e in zip(sequences, exact, strict=True)])).mean())
-    most = LAYERS * GAP[dtype]
+    gap, most = _gap(sequences, exact), LAYERS * GAP[dtype]
     return judged(
         "engine",
         gap <= most,
@@ -185,6 +202,23 @@ def check_engine(sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtyp
         "vLLM computes other log-probs than transformers: set generator.enforce_eager=true and try again; report it.",
         gap=gap,
         dtype=dtype,
+    )
+
+
+def check_received(
+    sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtype: str, told: str, values: dict[str, Any]
+) -> Finding:
+    """Whether log-probs are those of the reference, `exact`, on the weights that the trainer sent. told, values: what
+    the transfer took."""
+    gap, most = _gap(sequences, exact), LAYERS * GAP[dtype]
+    return judged(
+        "transport",
+        gap <= most,
+        f"{told}; log-probs after it: {gap:.1e} nats from the reference (at most {most:g})",
+        "After a direct transfer the engine does not have the trainer's weights: set weights.transport=folder, and "
+        "report it.",
+        gap=gap,
+        **values,
     )
 
 
@@ -318,6 +352,19 @@ def _prompts(config: Config) -> list[np.ndarray]:
 
     random, vocabulary = np.random.default_rng(0), sizes_of(config.model).vocab_size
     return [random.integers(2, vocabulary, 5 + 7 * n) for n in range(SEQUENCES)]
+
+
+def _gap(sequences: Sequence[Sampled], exact: Sequence[np.ndarray]) -> float:
+    """Mean difference of log-probs, in nats."""
+    return float(np.abs(np.concatenate([s.logprobs - e for s, e in zip(sequences, exact, strict=True)])).mean())
+
+
+def _took(times: LoadTimes, size: int) -> tuple[str, dict[str, Any]]:
+    """What loading `size` bytes took, as text and as values."""
+    seconds = times.load_seconds
+    rate, pause = size / 1e9 / seconds, times.pause_seconds
+    told = f"{size / 1e9:.3g} GB in {seconds:.2f} s, {rate:.3g} GB/s; paused {pause:.3f} s"
+    return told, {"bytes": size, "pause_seconds": times.pause_seconds, "load_seconds": seconds}
 
 
 def _size(folder: Path) -> int:

@@ -32,7 +32,7 @@ def write_tiny_model(folder: Path, dtype: str | None = None) -> None:
     model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
-def tiny_config(model: Path, dtype: str) -> Config:
+def tiny_config(model: Path, dtype: str, transport: str = "folder") -> Config:
     """A run that trains the tiny model."""
     return Config.model_validate(
         {
@@ -46,6 +46,7 @@ def tiny_config(model: Path, dtype: str) -> Config:
             "sampling": {"max_new_tokens": 1536},
             "generator": {"dtype": dtype, "kv_cache_gib": 0.5},
             "trainer": {"dtype": dtype, "minibatches": 1, "max_tokens_per_microbatch": 4096},
+            "weights": {"transport": transport},
         }
     )
 

@@ -25,6 +25,7 @@ from areal.selftest import disk, kernels, sequences
 from areal.selftest.findings import GAP, LAYERS, Finding, judged
 from areal.selftest.memory import peak, resident
 from areal.selftest.synthetic import random_groups, sizes_of
+from areal.selftest.transport import Sending
 from areal.training.engine import TrainingEngine
 from areal.training.flops import Operations, peak_tflops
 from areal.training.packed import FlatBatch, pack
@@ -52,6 +53,7 @@ class Training:
         elif trainer.dtype == "bfloat16":
             avoid_broken_amx()
         self._engine: TrainingEngine | None = None
+        self._sending: Sending | None = None
         self._before = 0
 
     def devices(self) -> list[Finding]:
@@ -227,6 +229,24 @@ class Training:
                 grad_norm=result.grad_norm,
             ),
         ]
+
+    def send(self, folder: str, workers: int) -> dict[str, Any] | None:
+        """Publish the weights that the trainer has now, and begin to send them to an engine of `workers` processes.
+        Returns the first call that the engine has to do."""
+        assert self._engine is not None
+        published = self._engine.publish(Path(folder))
+        backend = self._config.weights.backend
+        if self._engine.rank != 0 or backend is None:
+            return None
+        self._sending = Sending(backend, workers, published)
+        return self._sending.next_call()
+
+    def sent(self) -> dict[str, Any] | None:
+        """The engine has done a call. Returns the next one, or the bytes sent."""
+        if self._sending is None:
+            return None
+        self._sending.done()
+        return self._sending.next_call()
 
     def operations(self) -> dict[str, Any]:
         """What the tokens/s of a generator are made of: operations of a token, and what a device can do."""

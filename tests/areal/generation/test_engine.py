@@ -38,6 +38,7 @@ import areal.generation.engine
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
 from areal.devices import SHARES
 from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, WeightLoadError
+from areal.selftest.transport import Receiving, Sending
 from areal.weights.folders import published_shapes
 from areal.weights.lora import add_adapters, write_adapter
 
@@ -253,7 +254,8 @@ async def check_interruption(engine: GenerationEngine, models: Models) -> tuple[
 async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have_the_logprobs_of_their_version(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folders: str, changes: dict[str, Any]
 ) -> None:
-    """By vLLM's own reload, and with the next step scheduled while one is computed, on one worker or two."""
+    """By vLLM's own reload, and with the next step scheduled while one is computed, on one worker or two. And after
+    a direct transfer."""
 
     def as_on_gpus(*arguments: Any) -> Any:
         from vllm.platforms.cpu import CpuPlatform
@@ -272,9 +274,20 @@ async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have
     engine_args = areal.generation.engine._engine_args
     monkeypatch.setattr(areal.generation.engine, "_engine_args", as_on_gpus)
     policies: Models = request.getfixturevalue(folders)
-    engine = await GenerationEngine.start(policies[0], CONFIG.model_copy(update=changes), version=0)
-    assert await engine._core.collective_rpc_async("schedules_ahead") == [True] * changes.get("tensor_parallel", 1)
+    workers = changes.get("tensor_parallel", 1)
+    engine = await GenerationEngine.start(
+        policies[0], CONFIG.model_copy(update=changes), version=0, transfer="gloo"
+    )  # fmt: skip
+    assert await engine._core.collective_rpc_async("schedules_ahead") == [True] * workers
     await check_interruption(engine, policies)
+
+    sending, receiving = Sending("gloo", workers, policies[1]), Receiving(engine)
+    while "call" in (call := await asyncio.to_thread(sending.next_call)):
+        await receiving.follow(**call)
+        sending.done()
+    sequence = await collect(engine.generate("sent", PROMPT, SAMPLING))
+    exact = reference(policies[1], PROMPT, sequence.tokens, SAMPLING.temperature)
+    assert np.abs(exact - sequence.logprobs).max() < 1e-4
     await engine.close()
 
 

@@ -1,5 +1,6 @@
 """The checks of a generator on a real engine: green, and red where versions or weights are wrong."""
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -13,6 +14,8 @@ from areal.generation import engine as generation_engine
 from areal.selftest import generation, sequences
 from areal.selftest.generation import Generation, check_engine, check_versions
 from areal.selftest.synthetic import TINY, tiny_config, write_tiny_model
+from areal.selftest.transport import Sending
+from areal.weights import transfer
 from areal.weights.folders import WEIGHTS_FILE, write_weights
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -30,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def generator(folder):
-    generator = Generation(tiny_config(folder / "model", "float32"))
+    generator = Generation(tiny_config(folder / "model", "float32", "gloo"))
     await generator.start()
     yield generator
     await generator.close()
@@ -106,6 +109,47 @@ async def test_a_head_that_is_not_packed_again_fails(generator, folder, monkeypa
     engine, versions = generator.compare(*files)
     assert (engine.result, versions.result) == ("ok", "FAILED")
     assert "head" in versions.advice
+
+
+async def received(generator, folder, name):
+    """What the check finds after a transfer of other weights by gloo."""
+    generator._receiving = None
+    sending = Sending("gloo", 1, folder / "published")
+    while "call" in (call := await asyncio.to_thread(sending.next_call)):
+        assert await generator.receive(**call) == []
+        sending.done()
+    await generator.sample(str(folder / f"{name}.npz"))
+    (folder / f"scratch-{name}").mkdir()
+    files = [str(folder / file) for file in (f"{name}.npz", "published", f"scratch-{name}")]
+    (found,) = await generator.compare_received(*files)
+    return found
+
+
+async def test_weights_that_are_sent_directly_are_the_trainers(generator, folder):
+    await generator._engine.load(folder / "model", 0)
+    found = await received(generator, folder, "sent")
+    assert found.result == "ok"
+    assert found.values["bytes"] == pytest.approx(4 * 1_444_096, rel=0.01)
+    assert found.measured.startswith("gloo: ")
+
+
+async def test_a_tensor_that_is_lost_on_the_way_fails(generator, folder, monkeypatch):
+    await generator._engine.load(folder / "model", 0)
+    pairs = transfer._Stored.__iter__
+    lost = "model.layers.1.mlp.down_proj.weight"
+    monkeypatch.setattr(
+        transfer._Stored, "__iter__", lambda self: ((name, t * (name != lost)) for name, t in pairs(self))
+    )
+    found = await received(generator, folder, "lost")
+    assert found.result == "FAILED"
+    assert found.values["gap"] > 0.01
+
+
+async def test_a_transfer_that_does_not_fit_the_model_fails(generator):
+    generator._receiving = None
+    (found,) = await generator.receive("start_weight_update", {"model.norm.weight": [3]})
+    assert (found.name, found.result) == ("transport", "FAILED")
+    assert "does not fit the model" in found.measured
 
 
 async def test_a_full_engine_has_a_speed(generator, monkeypatch):
