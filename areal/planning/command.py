@@ -27,6 +27,8 @@ def plan_run(options: argparse.Namespace, console: Console) -> None:
             "Say which run to plan: give --config FILE.yaml, or --from RUN_FOLDER, which also supplies the rates."
         )
     config: Config = load_config(options.config or options.run / "config.yaml", options.overrides)
+    if config.colocate:
+        raise UserError("A plan divides devices between trainer and generators, which colocate shares: colocate=false.")
     dtype = config.trainer.on(cuda=True).dtype  # whether to checkpoint is for the plan to say
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"dtype": dtype})})
     run: Config | None = load_config(options.run / "config.yaml") if options.run else None

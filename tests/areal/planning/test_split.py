@@ -265,6 +265,7 @@ def test_rates_come_from_a_finished_run(file, tmp_path, capsys):
         (["--config", "FILE", "--devices", "4", "--device-memory", "nan", *RATES], "--device-memory is nan"),
         (["--config", "FILE", *SIZES, *RATES, "sampling.max_new_tokens=100"], "longer than sampling.max_new_tokens"),
         (["--config", "FILE", *SIZES, *RATES, "model=quickstart"], "plan with --from runs/quickstart"),
+        (["--config", "FILE", *SIZES, *RATES, "colocate=true"], "colocate=false"),
         (["--config", "FILE", *SIZES, *RATES, "model=./nowhere"], "cannot be read"),
         (["--config", "FILE", *SIZES, *RATES, "generator.count=0"], "generator.count"),
     ],
