@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -69,14 +70,27 @@ def check_heads(folder: Path, ranks: int) -> None:
         )
 
 
+def quickstart_folder(parent: Path, seed: int = 0) -> Path:
+    """The folder of the quickstart's model in `parent`, whether it exists or not.
+
+    Its name has a hash of the seed and of the source files that shape the model: a change of one makes another model.
+    """
+    shaped_by = hashlib.sha256(f"{seed}".encode())
+    for source in ("quickstart.py", "addition.py"):
+        shaped_by.update((ROOT / "areal" / "data" / source).read_bytes())
+    return parent / f"quickstart-{shaped_by.hexdigest()[:12]}"
+
+
 def _make_quickstart(config: Config) -> Path:
+    parent = config.run_dir.resolve() / "models"
+    if (folder := quickstart_folder(parent, config.seed)).exists():
+        return folder
     # A process of its own makes the model, because the master must not import torch.
-    parent = str(config.run_dir.resolve() / "models")
-    command = [sys.executable, "-m", "areal", "quickstart-model", parent, "--seed", str(config.seed)]
-    made = subprocess.run(bound(*command), stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    command = [sys.executable, "-m", "areal", "quickstart-model", str(parent), "--seed", str(config.seed)]
+    made = subprocess.run(bound(*command), stdout=subprocess.DEVNULL, cwd=ROOT)
     if made.returncode:
         raise UserError(f"The quickstart's model could not be made: {' '.join(command)} exited with {made.returncode}.")
-    return Path(made.stdout.splitlines()[-1])
+    return folder
 
 
 def _checked(folder: Path) -> Path:

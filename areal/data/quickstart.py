@@ -7,14 +7,12 @@ Reinforcement learning finds this change from the outcome alone. It would learn 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -24,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from areal.data import addition
+from areal.models import quickstart_folder
 
 EOS, PAD = "<eos>", "<pad>"
 MAX_LENGTH = 512
@@ -54,15 +53,8 @@ RECIPE = Recipe()
 
 
 def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None = None) -> Path:
-    """Return the model's folder in `parent`, and build the model if the folder does not exist.
-
-    The folder's name has a hash of the seed, the recipe and the source files. If one of them changes, the model is
-    built again.
-    """
-    shaped_by = hashlib.sha256(json.dumps([seed, asdict(RECIPE)]).encode())
-    for source in (Path(__file__), Path(addition.__file__)):
-        shaped_by.update(source.read_bytes())
-    folder = parent / f"quickstart-{shaped_by.hexdigest()[:12]}"
+    """Return the model's folder in `parent`, and build the model if the folder does not exist."""
+    folder = quickstart_folder(parent, seed)
     if not folder.exists():
         build(folder, seed, progress)
     return folder

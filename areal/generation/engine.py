@@ -20,6 +20,7 @@ import ctypes
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ import numpy as np
 
 from areal.amx import avoid_broken_amx
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
-from areal.devices import SHARES
+from areal.devices import SHARES, visible_devices
+from areal.generation.forking import forking, import_early
 from areal.trajectory import Finish
 from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
 
@@ -604,25 +606,31 @@ def _check_libraries() -> None:
         ) from error
 
 
-def _set_cpu_environment() -> None:
+def _set_cpu_environment(config: GeneratorConfig) -> None:
     # Otherwise the sampler compiles a helper at the first request, which takes 3 to 28 s and is useless on the CPU.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Otherwise the memory of each step's activations is allocated from the operating system and returned to it, which
     # makes long prefills a third slower.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 * 2**20))
+    if config.dtype == "bfloat16":
+        avoid_broken_amx()
 
 
 def _start_core(
     model: Path, config: GeneratorConfig, seed: int, lora: LoraConfig | None, sleeps: bool, transfer: str | None
 ) -> tuple[AsyncMPClient, list[int]]:
+    forks = sys.platform == "linux" and not visible_devices()
+    if forks:
+        _set_cpu_environment(config)
+        import_early()
     from vllm.platforms import current_platform
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
     if current_platform.is_cpu():
         _check_libraries()
-        _set_cpu_environment()
+        _set_cpu_environment(config)
         if (ranks := config.engine_options.get("data_parallel_size", 1)) > 1:
             raise UserError(
                 f"generator.engine_options.data_parallel_size is {ranks}, but vLLM's data-parallel ranks cannot "
@@ -632,8 +640,6 @@ def _start_core(
             raise UserError(
                 f"weights.transport={transfer} needs GPUs, and this machine has none: set it to folder or stream."
             )
-        if config.dtype == "bfloat16":
-            avoid_broken_amx()
     try:
         arguments = _engine_args(model, config, seed, lora, sleeps, current_platform.is_cpu(), transfer)
         vllm_config = arguments.create_engine_config()
@@ -641,7 +647,8 @@ def _start_core(
         reason = " ".join(str(error).split())
         raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {reason}") from error
     try:
-        core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
+        with forking() if forks else contextlib.nullcontext():
+            core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
     except RuntimeError as error:
         raise EngineError(f"vLLM did not start on {model}; its own log, above, says why: {error}") from error
     stop_tokens = vllm_config.model_config.try_get_generation_config().get("eos_token_id") or []

@@ -31,6 +31,7 @@ from actors.parts.direct_weights import DirectReceiver, DirectSender
 from actors.runtime.addresses import Door
 from areal.config import GeneratorConfig, SamplingConfig, UserError, WeightsConfig
 from areal.generation.engine import Chunk, EngineError, GenerationEngine, WeightLoadError
+from areal.generation.forking import IMPORTED
 from areal.weights.chunks import Manifest
 from protocols.errors import RefusedError
 from protocols.messages import Member, Policy, SendWeights, TransferDone
@@ -196,7 +197,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def context() -> Iterator:
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["areal.weights.transfer"])
+    found.set_forkserver_preload([*IMPORTED, "areal.weights.transfer"])
     return found
 
 
@@ -434,7 +435,7 @@ async def test_a_trainer_outlives_an_engine_that_dies_while_tensors_land(cluster
         asyncio.get_running_loop().call_later(1.0, cluster.trainer.kill, signal.SIGCONT)
 
     def kill_engine():
-        for child in psutil.Process().children():
+        for child in psutil.Process().children(recursive=True):
             if child.status() != psutil.STATUS_ZOMBIE and "EngineCore" in " ".join(child.cmdline()):
                 child.send_signal(signal.SIGKILL)
 

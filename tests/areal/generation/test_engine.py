@@ -883,7 +883,7 @@ async def test_the_death_of_the_engine_is_told_and_what_was_sampled_before_is_ke
     progress: list[Chunk] = []
     running = asyncio.create_task(collect(engine.generate("r", PROMPT, ENDLESS), progress))
     await until(lambda: bool(progress))
-    for child in psutil.Process().children():
+    for child in psutil.Process().children(recursive=True):
         if child.status() != psutil.STATUS_ZOMBIE and "EngineCore" in " ".join(child.cmdline()):
             child.send_signal(signal.SIGKILL)
     with pytest.raises(EngineError, match="The vLLM engine process died"):

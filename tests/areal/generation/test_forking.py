@@ -1,0 +1,46 @@
+"""vLLM's engine process is forked where it can be, and has the environment of the process that starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from areal.generation import forking as module
+from areal.generation.forking import forking, import_early
+
+
+def write_facts(file: str) -> None:
+    Path(file).write_text(json.dumps([os.getppid(), os.environ.get("AREAL_LATE")]))
+
+
+def facts_of_a_process(file: Path) -> list:
+    """The parent and the variable AREAL_LATE of a process that is started as vLLM starts its engine."""
+    from vllm.v1.engine import utils
+
+    process = utils.get_mp_context().Process(target=write_facts, name="engine", kwargs={"file": str(file)})
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    return json.loads(file.read_text())
+
+
+def test_an_engine_process_is_forked_unless_the_environment_has_changed(tmp_path, monkeypatch):
+    from vllm.v1.engine import utils
+
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    import_early()
+    monkeypatch.setattr(module, "_environment", module._read_early())
+    monkeypatch.setenv("AREAL_LATE", "set after the fork server was started")
+    usual = utils.get_mp_context
+    with forking():
+        parent, late = facts_of_a_process(tmp_path / "forked")
+    assert parent != os.getpid()
+    assert late == "set after the fork server was started"
+    assert utils.get_mp_context is usual
+
+    for name, value in {"OMP_NUM_THREADS": "3", "LD_PRELOAD": ""}.items():
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            with forking():
+                assert facts_of_a_process(tmp_path / name) == [os.getpid(), late]
