@@ -20,7 +20,7 @@ IMPORTED = ["vllm.v1.engine.core", "areal.generation.vllm_worker"]
 
 PRELOAD = "LD_PRELOAD"
 # The environment variables that are read when libraries are loaded begin with one of these.
-READ_EARLY = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_", "TORCH_", "TORCHDYNAMO_", "HF_", "PYTHON")
+READ_EARLY = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_", PRELOAD, "TORCH_", "TORCHDYNAMO_", "HF_", "PYTHON")
 
 _environment: dict[str, str] = {}  # of these, as they were when the fork server was started
 

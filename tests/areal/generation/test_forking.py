@@ -4,10 +4,39 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from areal.generation import forking as module
 from areal.generation.forking import forking, import_early
+from areal.selftest.synthetic import write_tiny_model
+
+
+SCRIPT = """
+import asyncio, psutil, sys
+from pathlib import Path
+from areal.generation.engine import GenerationEngine
+from areal.selftest.synthetic import tiny_config
+
+async def main(model):
+    engine = await GenerationEngine.start(model, tiny_config(model, "float32").generator, version=0)
+    (core,) = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    print("forked" if "forkserver" in " ".join(core.parent().cmdline()) else core.parent().cmdline())
+    await engine.close()
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_the_first_engine_of_a_process_is_forked(tmp_path):
+    """Whatever vLLM and its packages do to the environment when they are imported."""
+    write_tiny_model(tmp_path / "model", "float32")
+    (tmp_path / "start.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "start.py"), str(tmp_path / "model")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines()[-1] == "forked"
 
 
 def write_facts(file: str) -> None:
