@@ -12,7 +12,6 @@ from areal.generation import forking as module
 from areal.generation.forking import forking, import_early
 from areal.selftest.synthetic import write_tiny_model
 
-
 SCRIPT = """
 import asyncio, psutil, sys
 from pathlib import Path
