@@ -454,10 +454,12 @@ class GenerationEngine:
             self._loads[outputs.engine_index] = stats.num_running_reqs, stats.kv_cache_usage
         for output in outputs.outputs:
             self._tokens_generated += len(output.new_token_ids)
-            if (stream := self._streams.get(output.request_id)) is not None:
-                if output.events and stream.version == outputs.weight_version:  # loading weights preempts all
+            key, _, version = output.request_id.partition("@")  # tokens of earlier steps name their version
+            version = version or outputs.weight_version
+            if (stream := self._streams.get(key)) is not None:
+                if output.events and stream.version == version:  # loading weights preempts all
                     self._preemptions += sum(event.type == PREEMPTED for event in output.events)
-                stream.add(output, outputs.weight_version)
+                stream.add(output, version)
 
     def _fail(self, error: EngineError) -> EngineError:
         """End all sequences with the first error that occurred, and return that error."""
@@ -643,6 +645,10 @@ def _start_core(
     try:
         arguments = _engine_args(model, config, seed, lora, sleeps, current_platform.is_cpu(), transfer)
         vllm_config = arguments.create_engine_config()
+        scheduler = vllm_config.scheduler_config
+        name = "AsyncGatheringScheduler" if scheduler.async_scheduling else "GatheringScheduler"
+        name = "KeepingScheduler" if config.kv_on_update == "keep" else name
+        scheduler.scheduler_cls = f"areal.generation.vllm_worker.{name}"
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {reason}") from error
@@ -680,7 +686,7 @@ def _engine_args(
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "distributed_executor_backend": f"areal.generation.vllm_worker.{executor}",
-        "scheduler_cls": "areal.generation.vllm_worker.KeepingScheduler" if config.kv_on_update == "keep" else None,
+        "stream_interval": config.stream_interval,
         "worker_extension_cls": "areal.generation.vllm_worker.PolicyWorker",
         "use_tqdm_on_load": False,
         "weight_transfer_config": {"backend": transfer} if transfer else None,

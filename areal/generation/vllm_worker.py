@@ -13,9 +13,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from vllm import ir
@@ -35,8 +37,11 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.executor import multiproc_executor, uniproc_executor
-from vllm.v1.request import Request
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample import rejection_sampler
 
 from areal.amx import without_amx
@@ -266,7 +271,63 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-class KeepingScheduler(AsyncScheduler):
+class _Gathers:
+    """A scheduler that sends the tokens of a sequence once there are `stream_interval` of them, or the last one.
+
+    vLLM labels what it sends with the version of the last step. So tokens of the steps before go in outputs of their
+    own, one for each version, whose request id ends in `@VERSION`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: dict[str, list[tuple[EngineCoreOutput, EngineCoreOutputs]]] = {}
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        steps: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        for step in steps.values():
+            step.outputs = [ready for output in step.outputs for ready in self._ready(output, step)]
+        return steps
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        ended: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        for request in ended:
+            self._held.pop(request.request_id, None)
+        return ended
+
+    def _ready(self, output: EngineCoreOutput, step: EngineCoreOutputs) -> list[EngineCoreOutput]:
+        """What to send of this output's sequence now."""
+        held = self._held.setdefault(output.request_id, [])
+        held.append((output, step))
+        tokens = sum(len(one.new_token_ids) for one, _ in held)
+        if output.finish_reason is None and tokens < self.scheduler_config.stream_interval:  # type: ignore[attr-defined]
+            return []
+        del self._held[output.request_id]
+        # vLLM has labelled the steps before this one.
+        versions = groupby(held[:-1], key=lambda one: one[1].weight_version)
+        return [*(_joined([one for one, _ in group], version) for version, group in versions), output]
+
+
+def _joined(outputs: list[EngineCoreOutput], version: str | None) -> EngineCoreOutput:
+    """The tokens of one sequence under one version, with what the generator reads of them."""
+    logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
+    columns = (np.concatenate([getattr(one, name) for one in logprobs]) for name in LogprobsLists._fields[:3])
+    return EngineCoreOutput(
+        request_id=f"{outputs[0].request_id}@{version}",
+        new_token_ids=[token for output in outputs for token in output.new_token_ids],
+        new_logprobs=LogprobsLists(*columns),
+        events=[event for output in outputs for event in output.events or ()] or None,
+    )
+
+
+class GatheringScheduler(_Gathers, Scheduler):
+    """Without asynchronous scheduling."""
+
+
+class AsyncGatheringScheduler(_Gathers, AsyncScheduler):
+    """With asynchronous scheduling."""
+
+
+class KeepingScheduler(AsyncGatheringScheduler):
     """The scheduler for `kv_on_update: keep`. Each pause begins an epoch, whose number salts the hashes of prefixes. So
     a sequence without KV cache shares none of an earlier epoch. A salt inside the request would not do: it would be
     that of the time of sending, too old for a request that still waits in the engine's queue."""

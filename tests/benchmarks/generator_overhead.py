@@ -140,7 +140,7 @@ def engine_arguments(config: Config) -> tuple[Any, Any]:
 
     generation._set_environment(config.generator)
     if current_platform.is_cpu():
-        generation._set_cpu_environment()
+        generation._set_cpu_environment(config.generator)
     arguments = generation._engine_args(
         Path(config.model), config.generator, config.seed, None, False, current_platform.is_cpu()
     )

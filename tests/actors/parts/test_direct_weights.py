@@ -482,7 +482,8 @@ async def test_handles_of_shared_memory_travel_as_json():
 
 
 @pytest.mark.slow
-async def test_two_workers_of_an_engine_each_take_their_part_of_135_million_parameters(context, tmp_path):
+async def test_two_workers_of_an_engine_each_take_their_part_of_135_million_parameters(context, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # vLLM sets it, and the trainers of later tests read it
     shape = SHAPE | {
         "vocab_size": 49152, "hidden_size": 640, "intermediate_size": 1536, "num_hidden_layers": 26,
         "num_attention_heads": 10, "initializer_range": 0.05,

@@ -271,6 +271,7 @@ async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have
         found.worker_extension_cls = "reloading_worker.ReloadingWorker"
         return found
 
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # vLLM sets it, and the trainers of later tests read it
     engine_args = areal.generation.engine._engine_args
     monkeypatch.setattr(areal.generation.engine, "_engine_args", as_on_gpus)
     policies: Models = request.getfixturevalue(folders)
@@ -394,6 +395,23 @@ async def test_at_temperature_zero_every_token_is_the_likeliest_one(engine: Gene
     assert first.tokens.tolist() == logits.argmax(-1).tolist()
 
 
+async def test_the_engine_sends_tokens_together(engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of earlier steps and that of the last one, for each chunk."""
+    sent = 0
+    deliver = engine._deliver
+
+    def count(outputs: Any) -> None:
+        nonlocal sent
+        sent += len(outputs.outputs)
+        deliver(outputs)
+
+    monkeypatch.setattr(engine, "_deliver", count)
+    streams = [engine.generate(f"r{i}", PROMPT, SamplingConfig(max_new_tokens=64, min_new_tokens=64)) for i in range(8)]
+    sequences = await asyncio.gather(*map(collect, streams))
+    assert sum(len(sequence.tokens) for sequence in sequences) == 8 * 64
+    assert sent <= 8 * 64 / CONFIG.stream_interval * 2
+
+
 async def test_chunks_are_typed_and_about_as_long_as_the_stream_interval(engine: GenerationEngine) -> None:
     chunks = [chunk async for chunk in engine.generate("r", PROMPT, SAMPLING, max_new_tokens=10)]
     assert [chunk.finish for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -434,7 +452,7 @@ async def test_a_reader_that_leaves_aborts_its_sequence_in_the_engine(engine: Ge
     before = engine.stats().tokens_generated
     readers = [asyncio.create_task(read_one()) for _ in range(8)]
     if way == "cancel":
-        await until(lambda: engine.stats().running == 8)
+        await until(lambda: engine.stats().running == 8 and engine.stats().tokens_generated > before)
         assert engine.stats().kv_use > 0
         for reader in readers:
             reader.cancel()
