@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal.config import Config, UserError
-from areal.processes import ROOT, bound
+from areal.processes import ROOT, tied
 
 
 def quietly(doing: str) -> None:
@@ -87,7 +87,7 @@ def _make_quickstart(config: Config) -> Path:
         return folder
     # A process of its own makes the model, because the master must not import torch.
     command = [sys.executable, "-m", "areal", "quickstart-model", str(parent), "--seed", str(config.seed)]
-    made = subprocess.run(bound(*command), stdout=subprocess.DEVNULL, cwd=ROOT)
+    made = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT)
     if made.returncode:
         raise UserError(f"The quickstart's model could not be made: {' '.join(command)} exited with {made.returncode}.")
     return folder

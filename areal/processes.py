@@ -38,7 +38,7 @@ def die_with_parent(sign: signal.Signals, parent: int | None = None) -> None:
         sys.exit("the process that started this one has ended")
 
 
-def bound(*command: str) -> list[str]:
+def tied(*command: str) -> list[str]:
     """The command line of a program that is killed when this process ends, even if that is while the program starts."""
     return [sys.executable, "-I", __file__, str(os.getpid()), *command]
 

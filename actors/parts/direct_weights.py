@@ -27,7 +27,7 @@ import structlog
 from actors.runtime.actor import Actor
 from areal.config import Config, UserError
 from areal.devices import visible_devices
-from areal.generation.engine import WeightLoadError
+from areal.generation.engine import FINISH, WeightLoadError
 from protocols.addresses import host_of, is_loopback
 from protocols.errors import BusError, RefusedError, StreamBrokenError
 from protocols.messages import Done, Policy, SendWeights, TransferCall, TransferDone
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 # Timeout of a whole transfer. One that is stuck ends much earlier.
 TRANSFER_SECONDS = 3600.0
-FINISH = "finish_weight_update"
 
 log = structlog.get_logger()
 

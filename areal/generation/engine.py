@@ -57,6 +57,7 @@ OWN, TURNS, SHARED = 0.9, 0.8, 0.3
 CLOSE_SECONDS = 10
 
 HEAD = "lm_head.weight"
+FINISH = "finish_weight_update"  # the last call of a direct transfer
 FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 
 # vllm.v1.engine.EngineCoreEventType
@@ -255,7 +256,7 @@ class GenerationEngine:
                         pause = await self._pause()
                         self._torn_since = pause.start
                     await self._transfer(patience, "transfer", call, info)
-                    if call == "finish_weight_update" and pause:
+                    if call == FINISH and pause:
                         times = await self._go_on(pause, version)
             except WeightLoadError:
                 await self._end_transfer()

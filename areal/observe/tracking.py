@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 
 from areal.config import Config, ObserveConfig, UserError, load_config
-from areal.processes import ROOT, bound
+from areal.processes import ROOT, tied
 from areal.storage.run_folder import NewRecords, read_summary, replace
 
 POLL_SECONDS = 1.0
@@ -52,7 +52,7 @@ def start(config: Config) -> subprocess.Popen[bytes] | None:
     try:
         with (config.folder / "logs" / "track.out").open("a") as out:
             return subprocess.Popen(
-                bound(sys.executable, "-m", "areal", "track", str(config.folder)),
+                tied(sys.executable, "-m", "areal", "track", str(config.folder)),
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             )  # fmt: skip
     except OSError as error:

@@ -114,6 +114,11 @@ def read_modules(model: str) -> tuple[Any, Any]:
         raise UserError(f"The model {model} cannot be read ({first}): set model=FOLDER.") from None
 
 
+def count_parameters(model: str) -> int:
+    """The number of parameters of a model. Raises UserError."""
+    return sum(parameter.numel() for parameter in read_modules(model)[1].parameters())
+
+
 def _adapters(lora: LoraConfig, module: Any) -> int:
     """The number of parameters in A and B of all linear layers that get an adapter."""
     import torch

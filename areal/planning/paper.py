@@ -18,7 +18,7 @@ from rich.table import Table
 
 from areal.config import Config, UserError, checked, load_config, overridden, read_values
 from areal.observe.report import read_run
-from areal.planning.command import read_modules
+from areal.planning.command import count_parameters
 from areal.processes import ROOT
 from areal.storage.run_folder import SPEED_ONLY, STEADY, differences, within
 
@@ -225,7 +225,7 @@ def _tell_differences(
 def _size(parameters: float, run: Found) -> list[tuple[str, str, str]]:
     """The number of parameters, if it is not that of the paper's model of this name."""
     try:
-        ours = sum(p.numel() for p in read_modules(run.config.model)[1].parameters())
+        ours = count_parameters(run.config.model)
     except UserError:  # its folder is gone
         return [("parameters of the model", f"{parameters:.2e}", "unknown")]
     if abs(ours / parameters - 1) < SIZE_TOLERANCE:

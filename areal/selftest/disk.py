@@ -21,6 +21,11 @@ SHARED_MEMORY = 1 << 30
 MEMORY = Path("/dev/shm")
 
 
+def size_of(folder: Path) -> int:
+    """Bytes of the files in `folder`."""
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
 def check_folder(name: str, folder: Path, size: int) -> Finding:
     """Write weights of `size` bytes, within LEAST and MOST, as the trainer publishes them, and check them as a
     generator does; beside it, a plain copy of the file. All of it is on disk before the clock stops."""

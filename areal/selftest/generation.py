@@ -18,6 +18,7 @@ import numpy as np
 
 from areal.config import Config
 from areal.generation.engine import Chunk, EngineError, GenerationEngine, LoadTimes, WeightLoadError
+from areal.selftest.disk import size_of
 from areal.selftest.findings import GAP, LAYERS, REPORT, Finding, judged
 from areal.selftest.sequences import Sampled, read, write
 from areal.selftest.transport import Receiving
@@ -69,7 +70,7 @@ class Generation:
         assert self._engine is not None
         sequences, times = await interrupt(self._engine, self._config, Path(published))
         write(sequences, Path(file))
-        told, values = _took(times, _size(Path(published)))
+        told, values = _took(times, size_of(Path(published)))
         return [Finding("load", "ok", f"{told}, {times.sequences_interrupted} sequences", values=values)]
 
     async def receive(self, call: str, info: dict[str, Any]) -> list[Finding]:
@@ -126,7 +127,7 @@ class Generation:
         sequences = read(Path(received))
         model = _model_of(Path(self._config.model), Path(published), Path(scratch))
         exact = reference_logprobs(model, sequences, self._config)
-        told, values = _took(await self._receiving.times(), _size(Path(published)))
+        told, values = _took(await self._receiving.times(), size_of(Path(published)))
         told = f"{self._config.weights.backend}: {told}"
         if exact is None:
             return [Finding("transport", "ok", f"{told}; the model is too large to compare log-probs", values=values)]
@@ -282,10 +283,10 @@ def reference_logprobs(folder: Path, sequences: Sequence[Sampled], config: Confi
     import torch
     from transformers import AutoModelForCausalLM
 
-    from areal.planning.command import read_modules
+    from areal.planning.command import count_parameters
     from areal.selftest.references import logprobs_alone
 
-    size = 4 * sum(parameter.numel() for parameter in read_modules(str(folder))[1].parameters())
+    size = 4 * count_parameters(str(folder))
     device = torch.device("cpu")
     if torch.cuda.is_available() and size <= GPU_SHARE * torch.cuda.mem_get_info()[0]:
         device = torch.device("cuda")
@@ -365,10 +366,6 @@ def _took(times: LoadTimes, size: int) -> tuple[str, dict[str, Any]]:
     rate, pause = size / 1e9 / seconds, times.pause_seconds
     told = f"{size / 1e9:.3g} GB in {seconds:.2f} s, {rate:.3g} GB/s; paused {pause:.3f} s"
     return told, {"bytes": size, "pause_seconds": times.pause_seconds, "load_seconds": seconds}
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def _mean(values: np.ndarray) -> Any:

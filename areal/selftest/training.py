@@ -19,7 +19,7 @@ import torch
 from areal.amx import avoid_broken_amx
 from areal.config import Config, UserError
 from areal.devices import ASK_SECONDS, visible_devices
-from areal.planning.command import read_model, read_modules
+from areal.planning.command import count_parameters, read_model, read_modules
 from areal.planning.split import GIB, row_tokens, training_memory
 from areal.selftest import disk, kernels, sequences
 from areal.selftest.findings import GAP, LAYERS, Finding, judged
@@ -119,7 +119,7 @@ class Training:
         self._before = resident()
         started = time.perf_counter()
         config = self._config.trainer
-        count = sum(parameter.numel() for parameter in read_modules(self._config.model)[1].parameters())
+        count = count_parameters(self._config.model)
         changes = {
             "minibatches": 1,
             "microbatches": None,
@@ -148,7 +148,7 @@ class Training:
         seconds = time.perf_counter() - started
         gap = math.inf if result.logprob_gap is None else result.logprob_gap
         most = self._most
-        size = sum(file.stat().st_size for file in folder.iterdir()) if self._engine.rank == 0 else 0
+        size = disk.size_of(folder) if self._engine.rank == 0 else 0
         return [
             judged(
                 "log-probs",

@@ -13,12 +13,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from areal.generation.engine import GenerationEngine, LoadTimes
+from areal.generation.engine import FINISH, GenerationEngine, LoadTimes
 
 VERSION = 2
 """Of the weights that are sent. Version 1 was loaded from a folder."""
 HOST = "127.0.0.1"
-FINISH = "finish_weight_update"
 
 
 class Sending:

@@ -21,7 +21,7 @@ from typing import IO, Any
 from areal.config import UserError
 from areal.data.rows import Row
 from areal.plugins import load
-from areal.processes import bound
+from areal.processes import tied
 from areal.trajectory import Trajectory
 from areal.workflows.openai_api import Access
 from areal.workflows.session import Session
@@ -109,7 +109,7 @@ async def _execute(command: str, api: Access, row: Row) -> float | None:
         given.write(json.dumps(row.fields).encode() + b"\n")
         given.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *bound(*shlex.split(command)),
+            *tied(*shlex.split(command)),
             stdin=given, stdout=output, stderr=errors, env=environment, start_new_session=True,
         )  # fmt: skip
         try:

@@ -19,7 +19,7 @@ def test_the_limit_on_open_files_rises_to_what_is_allowed_and_no_further():
 
 
 def test_a_program_whose_parent_ended_while_it_started_does_not_stay():
-    starts = "import subprocess as s; from areal.processes import bound; print(*bound('sleep', '600'), sep='\\n')"
+    starts = "import subprocess as s; from areal.processes import tied; print(*tied('sleep', '600'), sep='\\n')"
     command = subprocess.run([sys.executable, "-c", starts], capture_output=True, text=True, check=True).stdout
     late = subprocess.run(command.splitlines(), capture_output=True, text=True, timeout=60)
     assert late.returncode == 1
@@ -28,8 +28,8 @@ def test_a_program_whose_parent_ended_while_it_started_does_not_stay():
 
 def test_a_program_ends_with_its_parent():
     script = (
-        "import os, subprocess as s; from areal.processes import bound\n"
-        "s.Popen(bound('sh', '-c', 'echo started; exec sleep 600'))\n"
+        "import os, subprocess as s; from areal.processes import tied\n"
+        "s.Popen(tied('sh', '-c', 'echo started; exec sleep 600'))\n"
         "input(); os.kill(os.getpid(), 9)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
