@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import structlog
 
 from actors.parts.direct_weights import DirectReceiver
+from actors.parts.flows import Flows
 from actors.parts.weight_service import WeightFetcher
 from actors.runtime.actor import CONTROL_SECONDS, Actor, Signal, handles
 from areal.config import SamplingConfig
@@ -33,15 +36,19 @@ from areal.generation.routing import Concurrency
 from areal.weights.chunks import TornWeights
 from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
 from protocols.messages import (
+    FINISHES,
     Done,
+    EndJobs,
     Engagement,
     FetchWeights,
     Generate,
-    HandOver,
+    JobFailed,
     Message,
+    NewSequence,
+    OpenFlow,
     Policy,
     TakeDevices,
-    TokenChunk,
+    TokenColumns,
     YieldDevices,
 )
 from protocols.transport import Request
@@ -87,12 +94,12 @@ class Generator(Actor):
         self._yields = 0  # requests to yield the devices, which may come before `setup`
         self._device = asyncio.Lock()  # held while the engine starts, falls asleep and wakes
         self._asleep = False
+        self._flows = Flows[_Tokens](lambda tokens: 12 * len(tokens.chunk.tokens) + 16, self.spawn)
 
     async def setup(self) -> None:
         self._fetcher = WeightFetcher(self)
         self._receiver = DirectReceiver(self)
         self._loaded = Signal()
-        self._idle = Signal()
         self._sequences: dict[str, str] = {}  # identity of the asking actor, by the request id in the engine
         self._leaving: set[str] = set()
         self._concurrency = Concurrency(self.config.generator.max_concurrent_rollouts)
@@ -124,7 +131,7 @@ class Generator(Actor):
         """Hand over every sequence: its asker continues it on another generator, from the tokens sampled so far."""
         self._engine.hand_over()
         self._loaded.notify()
-        await self._idle.until(lambda: not self._sequences)
+        await self._flows.emptied()
 
     async def teardown(self) -> None:
         if self._fetcher is not None:
@@ -170,16 +177,6 @@ class Generator(Actor):
         assert self._fetcher is not None
         return self._fetcher
 
-    @handles(HandOver)
-    async def hand_over_some(self, request: Request[HandOver]) -> Done:
-        if self._started is None:
-            return Done()
-        names = {_name(request.sender, sequence) for sequence in request.message.sequences}
-        self._leaving |= names & self._sequences.keys()
-        self._engine.hand_over(names)
-        self._loaded.notify()
-        return Done()
-
     @handles(YieldDevices)
     async def yield_devices(self, request: Request[YieldDevices]) -> Done:
         self._yields += 1
@@ -213,35 +210,54 @@ class Generator(Actor):
                 if yields == self._yields:  # otherwise the trainer has taken the devices again since it answered
                     return await use()
 
+    @handles(OpenFlow)
+    async def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[TokenColumns]:
+        async with contextlib.aclosing(self._flows.serve(request)) as parts:
+            async for tokens, failed in parts:
+                yield _columns(tokens, failed)
+
     @handles(Generate)
-    async def generate(self, request: Request[Generate]) -> AsyncIterator[TokenChunk]:
-        asked = request.message
+    async def generate(self, request: Request[Generate]) -> Done:
         if self._started is None or self.state == "draining":
             raise BusyError("this generator accepts no sequences: it is starting or draining")
+        asked, sender = request.message, request.sender
+        prompts = [prompt.tolist() for prompt in asked.prompts]
+        for new in asked.sequences:
+            work = functools.partial(self._sample, _name(sender, new.job), sender, new, prompts[new.prompt])
+            self._flows.begin(sender, asked.flow, new.job, work)
+        return Done()
+
+    @handles(EndJobs)
+    async def end_jobs(self, request: Request[EndJobs]) -> Done:
+        if self._started is not None:
+            names = {_name(request.sender, job) for job in request.message.jobs.tolist()}
+            self._leaving |= names & self._sequences.keys()
+            self._engine.hand_over(names)
+            self._loaded.notify()
+        return Done()
+
+    async def _sample(
+        self, name: str, sender: str, new: NewSequence, prompt: list[int], add: Callable[[_Tokens], None]
+    ) -> None:
+        """Sample a sequence. `name`: its name in the engine. Raises BusError, or EngineError if the engine died."""
         sampling = SamplingConfig(
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            max_new_tokens=asked.max_new_tokens,
-            min_new_tokens=min(asked.min_new_tokens, asked.max_new_tokens),
+            temperature=new.temperature,
+            top_p=new.top_p,
+            max_new_tokens=new.max_new_tokens,
+            min_new_tokens=min(new.min_new_tokens, new.max_new_tokens),
         )
-        name = _name(request.sender, asked.sequence)
-        if name in self._sequences:
-            raise RefusedError(f"sequence {asked.sequence!r} of {request.sender} is already running on this generator")
-        self._sequences[name] = request.sender
+        self._sequences[name] = sender
         try:
             await self._loaded.until(
-                lambda: self._engine.version >= asked.min_version or self._leaves(name) or self.state == "stale"
+                lambda: self._engine.version >= new.min_version or self._leaves(name) or self.state == "stale"
             )
             if self._leaves(name):
                 raise StreamBrokenError("the generator handed the sequence over before it started")
-            if self._engine.version < asked.min_version:
+            if self._engine.version < new.min_version:
                 raise StreamBrokenError("the generator could not load newer weights, and tries again")
-            parts = self._engine.generate(name, asked.tokens.tolist(), sampling)
-            async with contextlib.aclosing(parts):
-                async for part in parts:
-                    yield TokenChunk(
-                        tokens=part.tokens, logprobs=part.logprobs, versions=part.versions, finish=part.finish
-                    )
+            async with contextlib.aclosing(self._engine.generate(name, prompt, sampling)) as chunks:
+                async for chunk in chunks:
+                    add(_Tokens(new.job, chunk))
         except ValueError as error:
             raise RefusedError(str(error)) from None
         except EngineError as error:
@@ -251,7 +267,6 @@ class Generator(Actor):
         finally:
             del self._sequences[name]
             self._leaving.discard(name)
-            self._idle.notify()
 
     @handles(FetchWeights)
     def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:
@@ -336,5 +351,25 @@ class Generator(Actor):
             return await self._engine.load(folder, policy.version)
 
 
-def _name(asker: str, sequence: str) -> str:
-    return f"{asker} {sequence}"
+class _Tokens(NamedTuple):
+    """The next tokens of a sequence."""
+
+    job: int
+    chunk: Chunk
+
+
+def _columns(tokens: Sequence[_Tokens], failed: Sequence[JobFailed]) -> TokenColumns:
+    chunks = [one.chunk for one in tokens]
+    return TokenColumns(
+        jobs=np.array([one.job for one in tokens], np.int64),
+        counts=np.array([len(chunk.tokens) for chunk in chunks], np.int32),
+        finishes=np.array([FINISHES.index(chunk.finish) for chunk in chunks], np.int32),
+        tokens=np.concatenate([np.zeros(0, np.int32), *(chunk.tokens for chunk in chunks)]),
+        logprobs=np.concatenate([np.zeros(0, np.float32), *(chunk.logprobs for chunk in chunks)]),
+        versions=np.concatenate([np.zeros(0, np.int32), *(chunk.versions for chunk in chunks)]),
+        failed=tuple(failed),
+    )
+
+
+def _name(asker: str, job: int) -> str:
+    return f"{asker} {job}"

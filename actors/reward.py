@@ -5,18 +5,21 @@ A call that fails gives an error, never a score.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol, Self
 
 import structlog
 
-from actors.runtime.actor import Actor, Signal, handles
+from actors.parts.flows import PART_BYTES, Flows
+from actors.runtime.actor import Actor, handles
 from areal.devices import CORES, settle
 from areal.rewards.pool import RewardFailed, RewardPool
 from areal.rewards.result import Result
 from areal.trajectory import Tokens
 from protocols.errors import BusyError, HarmfulError, RefusedError
-from protocols.messages import Score, Scored
+from protocols.messages import Completion, CompletionsScored, Done, EndJobs, OpenFlow, Score, Scored
 from protocols.transport import Request
 
 log = structlog.get_logger()
@@ -45,8 +48,8 @@ class Reward(Actor):
         super().__init__(*args, **kwargs)
         self._functions = functions
         self._make_pool = make_pool
-        self._idle = Signal()
-        self._scoring = self._scored = self._failed = 0
+        self._flows = Flows[Scored](_size, self.spawn)
+        self._scored = self._failed = 0
 
     def serves(self) -> tuple[str, ...]:
         return self._functions or tuple(self.config.rewards)
@@ -61,7 +64,7 @@ class Reward(Actor):
         self.activity = f"scoring with {', '.join(self.serves())}"
 
     async def hand_over(self) -> None:
-        await self._idle.until(lambda: not self._scoring)
+        await self._flows.emptied()
 
     async def teardown(self) -> None:
         if self._pool is not None:
@@ -70,30 +73,50 @@ class Reward(Actor):
     def stats(self) -> dict[str, float]:
         return {"scored": self._scored, "failed": self._failed}
 
+    @handles(OpenFlow)
+    async def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[CompletionsScored]:
+        async with contextlib.aclosing(self._flows.serve(request)) as parts:
+            async for scored, failed in parts:
+                yield CompletionsScored(scored=tuple(scored), failed=tuple(failed))
+
     @handles(Score)
-    async def score(self, request: Request[Score]) -> AsyncIterator[Scored]:
-        """One part, the score. It is a stream because a stream has no deadline while this actor is alive, however long
-        its queue is, and because an asker that gives up cancels it, and so removes the job from the queue."""
-        asked = request.message
+    async def score(self, request: Request[Score]) -> Done:
+        """The scores have no deadline while this actor is alive, however long its queue is."""
         if self._pool is None or self.state != "healthy":
             raise BusyError("this reward actor accepts no completions: it is starting or draining")
+        asked = request.message
+        for one in asked.completions:
+            work = functools.partial(self._score, self._pool, one, asked.rows[one.row])
+            self._flows.begin(request.sender, asked.flow, one.job, work)
+        return Done()
+
+    @handles(EndJobs)
+    async def end_jobs(self, request: Request[EndJobs]) -> Done:
+        self._flows.cancel(request.sender, request.message.flow, request.message.jobs.tolist())
+        return Done()
+
+    async def _score(
+        self, pool: Pool, asked: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
+    ) -> None:
+        """Score a completion. Raises RefusedError."""
         if asked.function not in self.serves():
             raise RefusedError(
                 f"this reward actor does not serve reward {asked.function!r}, only {', '.join(self.serves())}"
             )
-        self._scoring += 1
         try:
             with self.working(f"scoring with {asked.function}"):
-                score, parts = await self._pool.score(
-                    asked.function, asked.prompt, asked.completion, asked.row, asked.tokens
-                )
+                score, parts = await pool.score(asked.function, asked.prompt, asked.completion, row, asked.tokens)
         except RewardFailed as error:
             self._failed += 1
             log.warning("reward failed", function=asked.function, error=str(error))
             harmful = error.kind in ("timeout", "died", "quarantined")
             raise (HarmfulError if harmful else RefusedError)(str(error)) from None
-        finally:
-            self._scoring -= 1
-            self._idle.notify()
+        scored = Scored(job=asked.job, score=score, parts=parts)
+        if _size(scored) > PART_BYTES:
+            raise RefusedError(f"its {len(parts)} parts are too large to be sent")
         self._scored += 1
-        yield Scored(score=score, parts=parts)
+        add(scored)
+
+
+def _size(scored: Scored) -> int:
+    return 64 + sum(16 + 4 * len(part) for part in scored.parts)

@@ -7,7 +7,6 @@ index, so a rollout manager has no state that another one could not rebuild. It 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -26,10 +25,8 @@ from protocols.messages import (
     Done,
     GroupFailed,
     GroupStarted,
-    HandOver,
     LoadTold,
     LostLeases,
-    Member,
     Permit,
     Permits,
     RenewLeases,
@@ -116,19 +113,10 @@ class RolloutManager(Sampler):
             generators = {m.identity: m for m in self.with_role("generator") if m.identity in self._router.told}
             loads = {identity: self._router.told[identity] for identity in generators}
             running = {s.sequence: s for sessions in self._sessions.values() for s in sessions if s.sequence}
-            leaving: dict[str, list[str]] = {}
-            for sequence, target in plan_moves(loads, running, self._router.askers, asyncio.get_running_loop().time()):
+            moves = plan_moves(loads, running, self._router.askers, asyncio.get_running_loop().time())
+            for sequence, target in moves:
                 running[sequence].move(generators[target])
-                leaving.setdefault(sequence.generator, []).append(sequence.name)
-            for source, names in leaving.items():
-                self.spawn(self._hand_over(generators[source], names), "hand over")
-
-    async def _hand_over(self, generator: Member, names: list[str]) -> None:
-        """Ask a generator to hand over these sequences. If the request fails, their streams break or run to their
-        end."""
-        self._moved += len(names)
-        with contextlib.suppress(BusError):
-            await self.ask(generator.address, HandOver(sequences=tuple(names)), Done)
+            self._moved += len(moves)
 
     @property
     def _samples(self) -> int:

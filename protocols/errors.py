@@ -75,3 +75,8 @@ _BY_CODE = {
 def from_code(code: str, text: str) -> BusError:
     """The error that a `Failure` message stands for."""
     return _BY_CODE.get(code, BusError)(text)
+
+
+def text_of(error: BusError) -> str:
+    """The text of an error as a message can hold it: a path in it may not be Unicode."""
+    return str(error).encode(errors="replace").decode()[:4096]

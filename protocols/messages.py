@@ -10,9 +10,11 @@
 | rollout_manager | master | AskPermits | Permits |
 | rollout_manager | master | RenewLeases | LostLeases |
 | rollout_manager | master | GroupStarted, GroupFailed | Done |
-| rollout_manager | generator | Generate | stream of TokenChunk |
-| rollout_manager | generator | HandOver | Done |
-| rollout_manager | reward | Score | Scored |
+| rollout_manager, evaluator | generator | OpenFlow | stream of TokenColumns |
+| rollout_manager, evaluator | reward | OpenFlow | stream of CompletionsScored |
+| rollout_manager, evaluator | generator | Generate | Done |
+| rollout_manager, evaluator | reward | Score | Done |
+| rollout_manager, evaluator | generator, reward | EndJobs | Done |
 | rollout_manager | trainer | StoreGroup | Done |
 | generator | trainer | TakeDevices | Done |
 | trainer | generator | YieldDevices | Done |
@@ -45,7 +47,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
-PROTOCOL_VERSION = 12
+from protocols.errors import BusError, text_of
+
+PROTOCOL_VERSION = 13
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -331,11 +335,37 @@ class ScoringFailed(Message):
     reason: Annotated[str, Field(max_length=4096)]
 
 
-class Generate(Message):
-    """Continue `tokens` (int32 [T]); answered by a stream of TokenChunk. `sequence`: the asker's name for it."""
+class OpenFlow(Message):
+    """Asks for the results of the jobs that the sender will begin on its flow with this number: sequences at a
+    generator, completions at a reward actor. The answer is a stream without an end; the jobs end with it."""
 
-    sequence: Name
-    tokens: Int32s
+    flow: int
+
+
+class EndJobs(Message):
+    """Ends jobs of a flow (int64 [n]) where they are. Of a sequence, the tokens sampled so far still come."""
+
+    flow: int
+    jobs: Int64s
+
+
+class JobFailed(Part):
+    """A job of a flow has ended with an error."""
+
+    job: int
+    code: Name
+    text: Annotated[str, Field(max_length=4096)]
+
+    @classmethod
+    def of(cls, job: int, error: BusError) -> Self:
+        return cls(job=job, code=error.code, text=text_of(error))
+
+
+class NewSequence(Part):
+    """A sequence to sample. `job`: the asker's name for it. `prompt`: the number of its prompt in the message."""
+
+    job: int
+    prompt: int
     temperature: Annotated[Number, Field(ge=0)]
     top_p: Annotated[Number, Field(gt=0, le=1)]
     max_new_tokens: Annotated[int, Field(ge=1)]
@@ -343,23 +373,48 @@ class Generate(Message):
     min_version: int
 
 
-class TokenChunk(Message):
-    """tokens int32, logprobs float32, versions int32, all [n]; `finish` on the last chunk only."""
+class Generate(Message):
+    """Sample sequences, each of which continues one of `prompts` (int32 [T]). Their tokens come on the flow, as
+    TokenColumns."""
 
+    flow: int
+    prompts: Several[Int32s]
+    sequences: Several[NewSequence]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if not all(0 <= sequence.prompt < len(self.prompts) for sequence in self.sequences):
+            raise ValueError("a sequence names a prompt that is not there")
+        return self
+
+
+FINISHES: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
+
+
+class TokenColumns(Message):
+    """New tokens of several sequences: of sequence `jobs[i]` the next `counts[i]` tokens, which follow those of
+    `jobs[i - 1]` in the columns. `finishes[i]`: the number in FINISHES of how the sequence ended with them.
+
+    jobs int64, counts and finishes int32, all [sequences]; tokens and versions int32, logprobs float32, all [tokens].
+    """
+
+    jobs: Int64s
+    counts: Int32s
+    finishes: Int32s
     tokens: Int32s
     logprobs: Float32s
     versions: Int32s
-    finish: Literal["stop", "length"] | None
+    failed: Several[JobFailed] = ()
 
-    @property
-    def ends_stream(self) -> bool:
-        return self.finish is not None
-
-
-class HandOver(Message):
-    """The asker continues these sequences on another generator. Their streams end after the tokens sampled so far."""
-
-    sequences: Several[Name]
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if not len(self.jobs) == len(self.counts) == len(self.finishes):
+            raise ValueError(f"{len(self.jobs)} jobs, {len(self.counts)} counts and {len(self.finishes)} finishes")
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions) == self.counts.sum(dtype=np.int64):
+            raise ValueError("the columns are not as long as the counts say")
+        if (self.counts < 0).any() or (self.finishes < 0).any() or (self.finishes >= len(FINISHES)).any():
+            raise ValueError("a count or a finish is out of range")
+        return self
 
 
 class TakeDevices(Message):
@@ -371,25 +426,43 @@ class YieldDevices(Message):
     sleeps until TakeDevices is answered."""
 
 
-class Score(Message):
-    """`tokens`: those of the completion, int32 [n], if the workflow passes them."""
+class Completion(Part):
+    """A completion to score. `job`: the asker's name for it. `row`: the number of its row in the message. `tokens`:
+    those of the completion, int32 [n], if the workflow passes them."""
 
+    job: int
     function: Name
     prompt: str
     completion: str
-    row: dict[str, Any]
+    row: int
     tokens: Int32s | None = None
 
 
-class Scored(Message):
-    """The only part of the stream that answers `Score`. `parts`: the scores of parts of the reward, by name."""
+class Score(Message):
+    """Score completions of `rows`. The scores come on the flow, as CompletionsScored."""
 
+    flow: int
+    rows: Several[dict[str, Any]]
+    completions: Several[Completion]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if not all(0 <= completion.row < len(self.rows) for completion in self.completions):
+            raise ValueError("a completion names a row that is not there")
+        return self
+
+
+class Scored(Part):
+    """The score of a completion. `parts`: the scores of parts of the reward, by name."""
+
+    job: int
     score: Number
     parts: dict[str, Number] = {}
 
-    @property
-    def ends_stream(self) -> bool:
-        return True
+
+class CompletionsScored(Message):
+    scored: Several[Scored]
+    failed: Several[JobFailed] = ()
 
 
 class TrajectoryPart(Part):

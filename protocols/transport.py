@@ -27,6 +27,7 @@ from protocols.errors import (
     RefusedError,
     StreamBrokenError,
     from_code,
+    text_of,
 )
 from protocols.messages import Cancel, Credit, Failure, KeepAlive, Message, StreamEnd
 from protocols.network import Full, Network, OnCrash, Unreachable
@@ -622,8 +623,7 @@ def _size(frames: list[Frame]) -> int:
 
 
 def _failure(error: BusError) -> Failure:
-    text = str(error).encode(errors="replace").decode()  # a path in it may not be Unicode
-    return Failure(code=error.code, text=text[:4096])
+    return Failure(code=error.code, text=text_of(error))
 
 
 def _raise_failure(message: Message) -> Message:

@@ -11,18 +11,20 @@ import contextlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import structlog
 
+from actors.parts.flows import Flow, Job
 from actors.runtime.actor import Actor, Signal
 from areal.config import DataConfig, SamplingConfig, UserError
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_source
 from areal.generation import routing
+from areal.generation.engine import Chunk
 from areal.generation.routing import Load, fullness
 from areal.rewards.pool import Quarantine, RewardFailed, digest
 from areal.rewards.result import Result, combined
@@ -33,13 +35,25 @@ from areal.workflows.builtin import resolve_workflow
 from areal.workflows.conversation import Generation, Keep, begin, first_of, keep_until_text
 from areal.workflows.openai_api import Access
 from protocols.errors import BusError, FencedError, HarmfulError, MalformedError, RefusedError
-from protocols.messages import Cause, Done, Generate, Member, Message, Score, Scored, ScoringFailed, TokenChunk
+from protocols.messages import (
+    FINISHES,
+    Cause,
+    Completion,
+    CompletionsScored,
+    Done,
+    Generate,
+    JobFailed,
+    Member,
+    Message,
+    NewSequence,
+    Score,
+    ScoringFailed,
+    TokenColumns,
+)
 
 if TYPE_CHECKING:
     from actors.parts.openai_endpoint import OpenAIEndpoint
 
-# Timeout of one sequence, and of one scoring request. A stream breaks much earlier if its server falls silent.
-STREAM_SECONDS = 30 * 24 * 3600.0
 # Time to wait for a reward actor that serves a reward which only rows name. For the rewards of the configuration the
 # run waits without a deadline: the master says what is missing.
 NO_REWARD_SECONDS = 60.0
@@ -169,6 +183,7 @@ class SampleSession:
         self.tokens_sampled = 0
         self.reward_parts: dict[str, float] = {}
         self.sequence: routing.Sequence | None = None
+        self._job: _SequenceJob | None = None
         self._target: Member | None = None
         self._place: Member | None = None
         self._waits = 0
@@ -185,7 +200,7 @@ class SampleSession:
         Raises SampleFailed if a generator refuses the first prompt of the sample.
         """
         prompt = np.asarray(tokens, np.int32)
-        parts: list[TokenChunk] = []
+        parts: list[Chunk] = []
         room = self._sampling.max_new_tokens - self.tokens_sampled
         most = room if max_new_tokens is None else min(room, max_new_tokens)
         if most <= 0:
@@ -198,7 +213,7 @@ class SampleSession:
         finally:
             self.close()
 
-    async def _sampled(self, prompt: np.ndarray, parts: list[TokenChunk], most: int, keep: Keep | None) -> Generation:
+    async def _sampled(self, prompt: np.ndarray, parts: list[Chunk], most: int, keep: Keep | None) -> Generation:
         while True:
             generator = self._home or await self._router.choose("generator", min_version=self.min_version)
             self._stand(generator)
@@ -239,12 +254,14 @@ class SampleSession:
             self._router.actor.own_code.pop(self, None)
 
     def move(self, target: Member) -> None:
-        """Continue on `target` once the current generator has handed the running sequence over."""
+        """Have the current generator hand the running sequence over, and continue it on `target`."""
         self._target = target
+        if self._job is not None:
+            self._job.stop()
 
     def close(self) -> None:
         """Stop counting towards any generator's load."""
-        self.sequence = self._target = None
+        self.sequence = self._job = self._target = None
         self._stand(None)
 
     def _stand(self, generator: Member | None) -> None:
@@ -254,7 +271,7 @@ class SampleSession:
             self._router.enter(generator)
         self._place = generator
 
-    async def _leave(self, generator: Member, parts: list[TokenChunk], error: BusError) -> None:
+    async def _leave(self, generator: Member, parts: list[Chunk], error: BusError) -> None:
         """Leave a generator whose stream broke, or which handed the sequence over. Chooses where to continue."""
         self._home, self._target = self._target, None
         if self._home is None:
@@ -268,51 +285,44 @@ class SampleSession:
             self._home = None
 
     async def _continue_on(
-        self, generator: Member, prompt: np.ndarray, parts: list[TokenChunk], most: int, keep: Keep | None
+        self, generator: Member, prompt: np.ndarray, parts: list[Chunk], most: int, keep: Keep | None
     ) -> Generation:
         sampled = sum(len(part.tokens) for part in parts)
-        self.sequence = sequence = routing.Sequence(
-            name=f"{next(self._router.actor.sequences)}",
+        self._job = job = _SequenceJob(
+            next(self._router.actor.jobs),
+            np.concatenate([prompt, *(part.tokens for part in parts)]),
+            self._sampling,
+            most - sampled,
+            max(0, self._sampling.min_new_tokens - self.tokens_sampled),
+            self.min_version,
+            lambda part: self._take(part, parts, keep),
+        )
+        self.sequence = routing.Sequence(
+            number=job.number,
             generator=generator.identity,
             since=asyncio.get_running_loop().time(),
-            prefix=len(prompt) + sampled,
+            prefix=len(job.prompt),
             sampled=sampled,
             left=most - sampled,
             min_version=self.min_version,
         )
-        request = Generate(
-            sequence=sequence.name,
-            tokens=np.concatenate([prompt, *(part.tokens for part in parts)]),
-            temperature=self._sampling.temperature,
-            top_p=self._sampling.top_p,
-            max_new_tokens=most - sampled,
-            min_new_tokens=max(0, self._sampling.min_new_tokens - self.tokens_sampled),
-            min_version=self.min_version,
-        )
-        stream = self._router.actor.bus.peer(generator.address).stream(request, STREAM_SECONDS)
-        async with contextlib.aclosing(stream):
-            return await self._take(stream, sequence, parts, keep)
+        done: Generation = await self._router.actor.do(generator, job)
+        return done
 
-    async def _take(
-        self, stream: AsyncIterator[Message], sequence: routing.Sequence, parts: list[TokenChunk], keep: Keep | None
-    ) -> Generation:
-        """Add the chunks that arrive to `parts`, until the sequence is finished or `keep` ends it. `keep` gets all
-        tokens of the completion so far, and returns how many of them to keep, or None to continue."""
-        async for part in stream:
-            if not isinstance(part, TokenChunk):
-                raise BusError(f"{sequence.generator} sent {part.kind!r} instead of tokens")
-            parts.append(part)
-            self.tokens_sampled += len(part.tokens)
-            self.sequence = sequence = sequence.grown(len(part.tokens), self.min_version)
-            if not self.started and len(part.versions):
-                self.started = True
-                self._on_start(int(part.versions[0]))
-            end = keep(np.concatenate([part.tokens for part in parts])) if keep else None
-            if end is not None:
-                return _joined(parts, "stop", end)
-            if part.finish is not None:  # an error later in the stream must not undo this
-                return _joined(parts, part.finish)
-        raise BusError(f"{sequence.generator} ended the stream of a sequence that is not finished")
+    def _take(self, part: Chunk, parts: list[Chunk], keep: Keep | None) -> Generation | None:
+        """Add a chunk that has arrived to `parts`. Returns the completion if the chunk finishes it or `keep` ends it.
+        `keep` gets all tokens of the completion so far, and returns how many of them to keep, or None to continue."""
+        parts.append(part)
+        self.tokens_sampled += len(part.tokens)
+        if self.sequence is not None:
+            self.sequence = self.sequence.grown(len(part.tokens), self.min_version)
+        if not self.started and len(part.versions):
+            self.started = True
+            self._on_start(int(part.versions[0]))
+        end = keep(np.concatenate([part.tokens for part in parts])) if keep else None
+        if end is not None:
+            return _joined(parts, "stop", end)
+        return _joined(parts, part.finish) if part.finish else None
 
     async def run_python(self, code: str) -> str:
         """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""
@@ -340,11 +350,9 @@ class SampleSession:
 
     async def _score_by(self, name: str, completion: str, tokens: Tokens | None) -> Result:
         actor = self._router.actor
-        request = Score(
-            function=name, prompt=prompt_text(self._row.prompt), completion=completion, row=self._row.fields,
-            tokens=None if tokens is None else np.asarray(tokens, np.int32),
-        )  # fmt: skip
-        key = digest(name, request.prompt, completion, request.row)
+        prompt, row = prompt_text(self._row.prompt), self._row.fields
+        own_tokens = None if tokens is None else np.asarray(tokens, np.int32)
+        key = digest(name, prompt, completion, row)
         refused = lost = 0
         while True:
             try:
@@ -359,7 +367,9 @@ class SampleSession:
                 ) from None
             try:
                 with self._router.using(member):
-                    return await _scored(actor.bus.peer(member.address).stream(request, STREAM_SECONDS))
+                    job = _ScoreJob(next(actor.jobs), name, prompt, completion, row, own_tokens)
+                    result: Result = await actor.do(member, job)
+                    return result
             except MalformedError as error:  # this row cannot travel, to no actor and at no time
                 raise SampleFailed("row", f"reward {name!r}: {error}") from None
             except BusError as error:
@@ -376,15 +386,113 @@ class SampleSession:
                 await self._router.avoid(member)
 
 
-async def _scored(stream: AsyncGenerator[Message, None]) -> Result:
-    async with contextlib.aclosing(stream):
-        async for part in stream:
-            if isinstance(part, Scored):
-                return Result(part.score, part.parts)
-    raise BusError("the reward actor ended its answer without a score")
+class _SequenceJob(Job):
+    """A sequence to sample. `taken` gets each chunk, and returns the completion if that ends with it."""
+
+    def __init__(
+        self, number: int, prompt: np.ndarray, sampling: SamplingConfig, max_new_tokens: int, min_new_tokens: int,
+        min_version: int, taken: Callable[[Chunk], Generation | None],
+    ) -> None:  # fmt: skip
+        super().__init__(number)
+        self.prompt = prompt
+        self.sampling = sampling
+        self.max_new_tokens = max_new_tokens
+        self.min_new_tokens = min_new_tokens
+        self.min_version = min_version
+        self._taken = taken
+
+    def take(self, part: Chunk) -> None:
+        if self.done.done():
+            return
+        try:
+            if (completion := self._taken(part)) is not None:
+                self.succeed(completion)
+        except Exception as error:  # of the workflow's `keep`, to which it belongs
+            self.fail(error)
 
 
-def _joined(parts: Sequence[TokenChunk], finish: Finish, end: int | None = None) -> Generation:
+class _Sequences:
+    """Jobs of generators. Those with the same prompt send it once."""
+
+    @staticmethod
+    def request(flow: int, jobs: Sequence[_SequenceJob]) -> Generate:
+        prompts = {job.prompt.tobytes(): job.prompt for job in jobs}
+        numbers = {prompt: number for number, prompt in enumerate(prompts)}
+        new = (
+            NewSequence(
+                job=job.number,
+                prompt=numbers[job.prompt.tobytes()],
+                temperature=job.sampling.temperature,
+                top_p=job.sampling.top_p,
+                max_new_tokens=job.max_new_tokens,
+                min_new_tokens=job.min_new_tokens,
+                min_version=job.min_version,
+            )
+            for job in jobs
+        )
+        return Generate(flow=flow, prompts=tuple(prompts.values()), sequences=tuple(new))
+
+    @staticmethod
+    def take(part: Message, jobs: dict[int, _SequenceJob]) -> Sequence[JobFailed]:
+        if not isinstance(part, TokenColumns):
+            raise BusError(f"a generator sent {part.kind!r} instead of tokens")
+        start = 0
+        rows = zip(part.jobs.tolist(), np.cumsum(part.counts).tolist(), part.finishes.tolist(), strict=True)
+        for number, end, finish in rows:
+            own, start = slice(start, end), end
+            if job := jobs.get(number):
+                job.take(Chunk(part.tokens[own], part.logprobs[own], part.versions[own], FINISHES[finish]))
+                if finish:
+                    del jobs[number]
+        return part.failed
+
+
+class _ScoreJob(Job):
+    """A completion to score; the result is a Result."""
+
+    def __init__(
+        self, number: int, function: str, prompt: str, completion: str, row: Mapping[str, Any],
+        tokens: np.ndarray | None,
+    ) -> None:  # fmt: skip
+        super().__init__(number)
+        self.function = function
+        self.prompt = prompt
+        self.completion = completion
+        self.row = row
+        self.tokens = tokens
+
+
+class _Completions:
+    """Jobs of reward actors. Those of the same row send it once."""
+
+    @staticmethod
+    def request(flow: int, jobs: Sequence[_ScoreJob]) -> Score:
+        rows = {id(job.row): job.row for job in jobs}
+        numbers = {row: number for number, row in enumerate(rows)}
+        completions = (
+            Completion(
+                job=job.number,
+                function=job.function,
+                prompt=job.prompt,
+                completion=job.completion,
+                row=numbers[id(job.row)],
+                tokens=job.tokens,
+            )
+            for job in jobs
+        )
+        return Score(flow=flow, rows=tuple(dict(row) for row in rows.values()), completions=tuple(completions))
+
+    @staticmethod
+    def take(part: Message, jobs: dict[int, _ScoreJob]) -> Sequence[JobFailed]:
+        if not isinstance(part, CompletionsScored):
+            raise BusError(f"a reward actor sent {part.kind!r} instead of scores")
+        for scored in part.scored:
+            if job := jobs.pop(scored.job, None):
+                job.succeed(Result(scored.score, scored.parts))
+        return part.failed
+
+
+def _joined(parts: Sequence[Chunk], finish: Finish, end: int | None = None) -> Generation:
     return Generation(
         tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)])[:end],
         logprobs=np.concatenate([np.zeros(0, np.float32), *(part.logprobs for part in parts)])[:end],
@@ -402,8 +510,8 @@ class Prompts(Protocol):
 
 class Sampler(Actor):
     """Base class of the roles that run the workflow on rows of the run's data. `scored`: number of scores from rewards,
-    plus number of trajectories from workflows. `sequences`: numbers the sequences of all its routers. A number is never
-    used again, because a generator may still be busy with an abandoned sequence."""
+    plus number of trajectories from workflows. `jobs`: numbers all its jobs and flows. A number is never used again,
+    because a server may still be busy with an abandoned one."""
 
     def __init__(
         self, *args: Any, open_source: Callable[[DataConfig, int], Prompts] = open_source,
@@ -413,7 +521,8 @@ class Sampler(Actor):
         self._open_source = open_source
         self._load_tokenizer = load_tokenizer
         self.scored = 0
-        self.sequences = itertools.count()
+        self.jobs = itertools.count()
+        self._flows: dict[str, Flow[Any]] = {}  # to generators and reward actors, by identity
         self.own_code: dict[SampleSession, float] = {}  # samples in their workflow's own code, and since when
         self._endpoint: OpenAIEndpoint | None = None
         self._sandbox: asyncio.Task[Sandbox] | None = None
@@ -427,6 +536,16 @@ class Sampler(Actor):
         self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model)
         own = self.config.rollout_manager
         self._workflow = resolve_workflow(own.workflow, own.workflow_options)
+
+    async def do(self, member: Member, job: _SequenceJob | _ScoreJob) -> Any:
+        """The result of a job that a generator or a reward actor does. Raises BusError."""
+        flow = self._flows.get(member.identity)
+        if flow is None or flow.broken:
+            self._flows = {identity: other for identity, other in self._flows.items() if not other.broken}
+            kind: Any = _Sequences if member.role == "generator" else _Completions
+            flow = Flow(self.bus.peer(member.address), next(self.jobs), kind, self.spawn)
+            self._flows[member.identity] = flow
+        return await flow.do(job)
 
     def too_long(self, row: Row) -> str | None:
         """A sentence if the row's prompt has more tokens than `data.max_prompt_tokens`; None if it has not."""

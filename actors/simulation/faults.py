@@ -22,8 +22,8 @@ HANDLERS: dict[str, tuple[str, ...]] = {
         "evaluation_abandoned", "scoring_failed",
     ),
     "trainer": ("store_group", "take_devices"),
-    "generator": ("generate", "hand_over", "yield_devices"),
-    "reward": ("score",),
+    "generator": ("open_flow", "generate", "end_jobs", "yield_devices"),
+    "reward": ("open_flow", "score", "end_jobs"),
 }  # fmt: skip
 
 Point = Literal["before", "working", "worked", "handled", "answered"]

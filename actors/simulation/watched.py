@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sqlite3
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +36,23 @@ class Disk(sqlite3.Connection):
 
 class WatchedBus(Bus):
     """The real bus. `watch` wraps its handlers, and may kill the process in them. `on_start` is called with (sender,
-    id) of each request whose handler is called. `on_stream`, if it is set, is called with each request for a stream
-    before it is sent."""
+    id) of each request whose handler is called. `on_ask`, if it is set, is called with each request before it is
+    sent."""
 
     watch: Callable[[Callable[..., Any]], Callable[..., Any]]
     on_start: Callable[[tuple[str, str]], None]
-    on_stream: Callable[[Message], None] | None = None
+    on_ask: Callable[[Message], None] | None = None
 
     def peer(self, address: str) -> Peer:
-        new, peer, on_stream = address not in self._peers, super().peer(address), self.on_stream
-        if new and on_stream is not None:
-            stream = peer.stream
+        new, peer, on_ask = address not in self._peers, super().peer(address), self.on_ask
+        if new and on_ask is not None:
+            ask = peer.ask
 
-            def watched(message: Message, timeout: float) -> AsyncGenerator[Message, None]:
-                on_stream(message)
-                return stream(message, timeout)
+            async def watched(message: Message, timeout: float) -> Message:
+                on_ask(message)
+                return await ask(message, timeout)
 
-            peer.stream = watched  # type: ignore[method-assign]
+            peer.ask = watched  # type: ignore[method-assign]
         return peer
 
     def serve(self, address: str, handle: Callable[..., Any], on_crash: Callable[..., Any]) -> str:

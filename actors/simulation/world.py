@@ -238,7 +238,7 @@ class World:
         one.bus.watch = functools.partial(self._points.watched, one)
         one.bus.on_start = functools.partial(self.oracle.called, one.loop.name)
         if one.role == "rollout_manager":
-            one.bus.on_stream = functools.partial(self._asks, one)
+            one.bus.on_ask = functools.partial(self._asks, one)
         one.actor = self._make(one)
         ending: Ending = await one.actor.run()
         return ending
@@ -297,11 +297,13 @@ class World:
         return SimRewards(self.model.pace, self.plan.mishaps, self.random, one.toil, self.model.reward_parts)
 
     def _asks(self, one: Incarnation, message: Message) -> None:
-        """A rollout manager asks for a stream."""
+        """A rollout manager sends a request."""
         if isinstance(message, Generate):
+            asked = {new.job: new.min_version for new in message.sequences}
             for group, sessions in one.actor._sessions.items():
-                if any(own.sequence and own.sequence.name == message.sequence for own in sessions):
-                    self.oracle.asked(group, message.min_version)
+                for own in sessions:
+                    if own.sequence and own.sequence.number in asked:
+                        self.oracle.asked(group, asked[own.sequence.number])
 
     def _see_generators(self) -> None:
         """A policy was published a moment ago: each generator that knows of it has loaded it, or is about to."""

@@ -102,11 +102,11 @@ def fullness(load: Load, own: int, askers: int, min_version: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A sequence of the asker. `generator` has had it since `since` (seconds on the caller's clock). `prefix`: tokens
-    to prefill on another generator, including the prompt. `sampled`: tokens sampled so far. `left`: the most tokens
-    that may follow."""
+    """A sequence of the asker, with its number. `generator` has had it since `since` (seconds on the caller's clock).
+    `prefix`: tokens to prefill on another generator, including the prompt. `sampled`: tokens sampled so far. `left`:
+    the most tokens that may follow."""
 
-    name: str
+    number: int
     generator: str
     since: float
     prefix: int

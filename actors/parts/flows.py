@@ -1,0 +1,261 @@
+"""Flows: jobs for another actor and their results, in batches. A job is a sequence to sample, or a completion to score.
+
+An asker opens one flow to each server that it uses. New jobs go out in one request, which has everything that was begun
+since the last request. Results come back as the parts of one stream, each with all results of a moment. So what a job
+costs in messages falls as more of them run.
+
+Jobs live and die with their flow. If its stream ends or a part of it is lost, the server ends all its jobs, and each
+one fails at the asker, who begins it again elsewhere. The asker may also end single jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from actors.runtime.actor import CONTROL_SECONDS, Signal
+from protocols.errors import BusError, DeadlineError, MalformedError, RefusedError, StreamBrokenError, from_code
+from protocols.messages import EndJobs, JobFailed, Message, OpenFlow
+from protocols.transport import Peer, Request
+
+# Timeout of a flow's stream, which breaks much earlier if its server falls silent.
+FLOW_SECONDS = 30 * 24 * 3600.0
+# Least time between two parts of a flow. The first result after a pause does not wait.
+GATHER_SECONDS = 0.01
+# Most jobs in a request, and bytes of results in a part.
+JOBS, PART_BYTES = 256, 512 << 10
+
+J = TypeVar("J", bound="Job")
+R = TypeVar("R")
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+
+
+class Job:
+    """A job of an asker. `number`: its name, which the asker never uses again. `done`: set or failed when it ends."""
+
+    flow: Flow[Any] | None = None  # from the time at which it is begun
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def succeed(self, result: Any) -> None:
+        if not self.done.done():
+            self.done.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def stop(self) -> None:
+        """Have the server end the job where it is. Its results so far still come, and then it fails."""
+        if self.flow is not None:
+            self.flow.stop(self)
+
+
+class Kind(Protocol[J]):
+    """A kind of jobs, as the asker sees it."""
+
+    def request(self, flow: int, jobs: Sequence[J]) -> Message:
+        """The request to begin these jobs on a flow."""
+
+    def take(self, part: Message, jobs: dict[int, J]) -> Sequence[JobFailed]:
+        """Give the results in a part of the stream to their jobs, and remove the jobs that have ended. Jobs that are
+        missing in `jobs` are not wanted any more. Returns the failures in the part. Raises BusError for another
+        part."""
+
+
+class Flow(Generic[J]):
+    """The asker's end of a flow to the server behind `peer`. `number`: its name, which the asker never uses again.
+    `broken`: it has ended, and takes no more jobs."""
+
+    def __init__(self, peer: Peer, number: int, kind: Kind[J], spawn: Spawn) -> None:
+        self._peer = peer
+        self._number = number
+        self._kind = kind
+        self._jobs: dict[int, J] = {}
+        self._new: list[J] = []
+        self._stopped: list[int] = []
+        self._told = asyncio.Event()
+        self.broken = False
+        spawn(self._live(), f"flow to {peer.address}")
+
+    async def do(self, job: J) -> Any:
+        """The result of a job. If this is cancelled, the server ends the job. Raises a BusError if the server refuses
+        it, if it fails there, or if the flow breaks."""
+        self._jobs[job.number] = job
+        self._new.append(job)
+        self._told.set()
+        job.flow = self
+        try:
+            return await job.done
+        finally:
+            if self._jobs.pop(job.number, None) is not None:
+                self.stop(job)
+
+    def stop(self, job: J) -> None:
+        """See `Job.stop`."""
+        self._stopped.append(job.number)
+        self._told.set()
+
+    async def _live(self) -> None:
+        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._send())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.broken = True
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+        errors = [end for end in ends if isinstance(end, Exception)]
+        if crash := next((error for error in errors if not isinstance(error, BusError)), None):
+            raise crash
+        for job in self._jobs.values():
+            job.fail(errors[0])
+        self._jobs.clear()
+
+    async def _read(self) -> None:
+        async with contextlib.aclosing(self._peer.stream(OpenFlow(flow=self._number), FLOW_SECONDS)) as parts:
+            async for part in parts:
+                for failure in self._kind.take(part, self._jobs):
+                    if job := self._jobs.pop(failure.job, None):
+                        job.fail(from_code(failure.code, failure.text))
+        raise StreamBrokenError(f"{self._peer.address} ended its flow")
+
+    async def _send(self) -> None:
+        """Send what is new, one request after another, so that a job is stopped only after the server has begun it."""
+        while True:
+            await self._told.wait()
+            self._told.clear()
+            new, self._new = self._new, []
+            stopped, self._stopped = self._stopped, []
+            for first in range(0, len(new), JOBS):
+                await self._begin([job for job in new[first : first + JOBS] if job.number in self._jobs])
+            if stopped:
+                await self._ask(EndJobs(flow=self._number, jobs=np.array(stopped, np.int64)))
+
+    async def _begin(self, jobs: Sequence[J]) -> None:
+        if not jobs:
+            return
+        try:
+            await self._ask(self._kind.request(self._number, jobs))
+        except (DeadlineError, StreamBrokenError):  # the server may or may not have begun them: the flow breaks
+            raise
+        except MalformedError as error:
+            if len(jobs) == 1:
+                self._fail(jobs, error)
+                return
+            middle = len(jobs) // 2  # one of them cannot travel, or all together are too large
+            await self._begin(jobs[:middle])
+            await self._begin(jobs[middle:])
+        except BusError as error:
+            self._fail(jobs, error)
+
+    def _fail(self, jobs: Sequence[J], error: BusError) -> None:
+        for job in jobs:
+            if self._jobs.pop(job.number, None) is not None:
+                job.fail(error)
+
+    async def _ask(self, message: Message) -> None:
+        await self._peer.ask(message, CONTROL_SECONDS)
+
+
+class Flows(Generic[R]):
+    """The server's end of all flows to an actor, whose results are of the type R. `size`: bytes of a result in a
+    message, about."""
+
+    def __init__(self, size: Callable[[R], int], spawn: Spawn) -> None:
+        self._size = size
+        self._spawn = spawn
+        self._open: dict[tuple[str, int], _Served[R]] = {}
+        self._emptied = Signal()
+
+    async def serve(self, request: Request[OpenFlow]) -> AsyncGenerator[tuple[list[R], list[JobFailed]], None]:
+        """The results on a flow, as they come, and the failures. Raises RefusedError if it is open already."""
+        key = request.sender, request.message.flow
+        if key in self._open:
+            raise RefusedError(f"flow {key[1]} of {key[0]} is open already")
+        served = self._open[key] = _Served[R]()
+        try:
+            while True:
+                results, failures = await self._gathered(served)
+                self._emptied.notify()
+                yield results, failures
+        finally:
+            del self._open[key]
+            for task in served.jobs.values():
+                task.cancel()
+            self._emptied.notify()
+
+    def begin(self, sender: str, flow: int, job: int, work: Callable[[Callable[[R], None]], Awaitable[None]]) -> None:
+        """Run `work` as a job on a flow. It gets the function that adds results. A BusError of it is the job's failure.
+        A job that is already running is not begun again. Raises StreamBrokenError if the flow is not open."""
+        served = self._open.get((sender, flow))
+        if served is None:
+            raise StreamBrokenError(f"flow {flow} of {sender} is not open")
+        if job not in served.jobs:
+            served.jobs[job] = task = self._spawn(_done(served, job, work), f"job {job} of {sender}")
+            # Not in the task itself: a task that is cancelled before its first step never runs.
+            task.add_done_callback(lambda _: self._ended(served, job))
+
+    def cancel(self, sender: str, flow: int, jobs: Iterable[int]) -> None:
+        """End jobs. Nothing more comes of them."""
+        if served := self._open.get((sender, flow)):
+            for job in jobs:
+                if task := served.jobs.get(job):
+                    task.cancel()
+
+    async def emptied(self) -> None:
+        """Wait until no job runs and all results are sent."""
+        await self._emptied.until(lambda: not any(one.jobs or one.results for one in self._open.values()))
+
+    def _ended(self, served: _Served[R], job: int) -> None:
+        del served.jobs[job]
+        self._emptied.notify()
+
+    async def _gathered(self, served: _Served[R]) -> tuple[list[R], list[JobFailed]]:
+        """What is in the next part."""
+        loop = asyncio.get_running_loop()
+        await served.filled.wait()
+        # Also without a pause this lets the other jobs of this moment add their results.
+        await asyncio.sleep(max(0.0, served.sent + GATHER_SECONDS - loop.time()))
+        served.sent = loop.time()
+        results: list[R] = []
+        failures: list[JobFailed] = []
+        room = PART_BYTES
+        while served.results:
+            result = served.results[0]
+            room -= 64 + 4 * len(result.text) if isinstance(result, JobFailed) else self._size(result)
+            if room < 0 and (results or failures):
+                break
+            served.results.popleft()
+            failures.append(result) if isinstance(result, JobFailed) else results.append(result)
+        if not served.results:
+            served.filled.clear()
+        return results, failures
+
+
+class _Served(Generic[R]):
+    """A flow at its server: the running `jobs`, the `results` to be sent, and when a part was last `sent`."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, asyncio.Task[None]] = {}
+        self.results: deque[R | JobFailed] = deque()
+        self.filled = asyncio.Event()
+        self.sent = -GATHER_SECONDS
+
+    def add(self, result: R | JobFailed) -> None:
+        self.results.append(result)
+        self.filled.set()
+
+
+async def _done(served: _Served[R], job: int, work: Callable[[Callable[[R], None]], Awaitable[None]]) -> None:
+    try:
+        await work(served.add)
+    except BusError as error:
+        served.add(JobFailed.of(job, error))
