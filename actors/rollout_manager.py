@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import structlog
 
 from actors.parts.sessions import SampleFailed, Sampler, SampleSession
@@ -20,6 +21,7 @@ from areal.rewards.result import mean_parts, overlong_penalty
 from areal.trajectory import Group, Trajectory
 from protocols.errors import BusError, FencedError, RefusedError
 from protocols.messages import (
+    FINISHES,
     AskPermits,
     Cause,
     Done,
@@ -31,7 +33,6 @@ from protocols.messages import (
     Permits,
     RenewLeases,
     StoreGroup,
-    TrajectoryPart,
 )
 
 ASK_PERMITS_SECONDS = 20.0
@@ -112,7 +113,8 @@ class RolloutManager(Sampler):
             await asyncio.sleep(BALANCE_SECONDS)
             generators = {m.identity: m for m in self.with_role("generator") if m.identity in self._router.told}
             loads = {identity: self._router.told[identity] for identity in generators}
-            running = {s.sequence: s for sessions in self._sessions.values() for s in sessions if s.sequence}
+            sessions = (session for sessions in self._sessions.values() for session in sessions)
+            running = {sequence: session for session in sessions if (sequence := session.sequence)}
             moves = plan_moves(loads, running, self._router.askers, asyncio.get_running_loop().time())
             for sequence, target in moves:
                 running[sequence].move(generators[target])
@@ -223,25 +225,26 @@ class RolloutManager(Sampler):
         """Run the workflow for one sample, and lower its reward if the completion is too long
         (`reward.overlong_tokens`). Only training samples get this penalty, not those of an evaluation."""
         done = await super().run_workflow(session, row)
-        penalty = overlong_penalty(
-            int(done.sampled.sum()), self.config.sampling.max_new_tokens, self.config.reward.overlong_tokens
-        )
+        if not (overlong := self.config.reward.overlong_tokens):
+            return done
+        penalty = overlong_penalty(int(done.sampled.sum()), self.config.sampling.max_new_tokens, overlong)
         return replace(done, reward=done.reward - penalty)
 
     async def _store(self, group: Group, discarded: int, reward_parts: dict[str, float]) -> None:
         """Send the group to the trainer, until the trainer has stored it. Repeats are harmless, because a group is
         identified by its id. Raises _GroupFailed if the trainer refuses the group."""
+        samples = group.trajectories
         request = StoreGroup(
             group=group.id,
             prompt_index=group.prompt_index,
             discarded=discarded,
             reward_parts=reward_parts,
-            trajectories=tuple(
-                TrajectoryPart(
-                    tokens=t.tokens, logprobs=t.logprobs, versions=t.versions, reward=t.reward, finish=t.finish
-                )
-                for t in group.trajectories
-            ),
+            lengths=np.array([len(t) for t in samples], np.int32),
+            rewards=np.array([t.reward for t in samples], np.float64),
+            finishes=np.array([FINISHES.index(t.finish) for t in samples], np.int32),
+            tokens=np.concatenate([t.tokens for t in samples]),
+            logprobs=np.concatenate([t.logprobs for t in samples]),
+            versions=np.concatenate([t.versions for t in samples]),
         )
         while True:
             await self.until(lambda: bool(self.with_role("trainer")))

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import structlog
 
@@ -33,10 +33,11 @@ from areal.config import Config, UserError
 from areal.devices import shares_devices
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Finish, Group, Trajectory
 from areal.weights.chunks import Holding, Manifest
 from protocols.errors import BusError, BusyError, FencedError, RefusedError
 from protocols.messages import (
+    FINISHES,
     AskBatch,
     AskRecovery,
     BatchAnswer,
@@ -236,10 +237,7 @@ class Trainer(Actor):
         if not self._takes_groups:
             raise BusyError("this trainer is not ready yet")
         try:
-            trajectories = tuple(
-                Trajectory(part.tokens, part.logprobs, part.versions, part.reward, part.finish).checked()
-                for part in stored.trajectories
-            )
+            trajectories = tuple(_trajectories(stored))
             _check(trajectories, self._learner.vocab_size)
             group = Group(stored.group, stored.prompt_index, trajectories)
             start_version = group.start_version
@@ -471,6 +469,17 @@ class Trainer(Actor):
 
     def _checkpoint(self, version: int) -> Path:
         return self.config.folder / "checkpoints" / f"step_{version:06}"
+
+
+def _trajectories(stored: StoreGroup) -> Iterator[Trajectory]:
+    """Raises ValueError for one that cannot be trained."""
+    end = 0
+    for length, reward, finish in zip(
+        stored.lengths.tolist(), stored.rewards.tolist(), stored.finishes.tolist(), strict=True
+    ):
+        own = slice(end, end := end + length)
+        columns = stored.tokens[own], stored.logprobs[own], stored.versions[own]
+        yield Trajectory(*columns, reward, cast(Finish, FINISHES[finish])).checked()
 
 
 def _check(trajectories: Sequence[Trajectory], vocab_size: int) -> None:

@@ -408,13 +408,20 @@ class TokenColumns(Message):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if not len(self.jobs) == len(self.counts) == len(self.finishes):
-            raise ValueError(f"{len(self.jobs)} jobs, {len(self.counts)} counts and {len(self.finishes)} finishes")
-        if not len(self.tokens) == len(self.logprobs) == len(self.versions) == self.counts.sum(dtype=np.int64):
-            raise ValueError("the columns are not as long as the counts say")
-        if (self.counts < 0).any() or (self.finishes < 0).any() or (self.finishes >= len(FINISHES)).any():
-            raise ValueError("a count or a finish is out of range")
+        _check_columns(self.counts, self.finishes, self.tokens, self.logprobs, self.versions)
+        if len(self.jobs) != len(self.counts):
+            raise ValueError(f"{len(self.counts)} counts and {len(self.jobs)} jobs")
         return self
+
+
+def _check_columns(counts: Vector, finishes: Vector, tokens: Vector, logprobs: Vector, versions: Vector) -> None:
+    """Raises ValueError if the columns cannot be divided into parts of these lengths."""
+    if len(counts) != len(finishes):
+        raise ValueError(f"{len(counts)} counts and {len(finishes)} finishes")
+    if not len(tokens) == len(logprobs) == len(versions) == counts.sum(dtype=np.int64):
+        raise ValueError("the columns are not as long as the counts say")
+    if (counts < 0).any() or (finishes < 0).any() or (finishes >= len(FINISHES)).any():
+        raise ValueError("a count or a finish is out of range")
 
 
 class TakeDevices(Message):
@@ -465,26 +472,32 @@ class CompletionsScored(Message):
     failed: Several[JobFailed] = ()
 
 
-class TrajectoryPart(Part):
-    """One sample: arrays [T] as in areal.trajectory."""
-
-    tokens: Int32s
-    logprobs: Float32s
-    versions: Int32s
-    reward: Number
-    finish: Literal["stop", "length"]
-
-
 class StoreGroup(Message):
-    """A finished group for the spool of trainer rank 0; the answer says that it is on disk. `discarded`: number of
-    tokens that were sampled for the group and are in none of its trajectories. `reward_parts`: the mean of each part of
-    the rewards."""
+    """A finished group for the spool of trainer rank 0; the answer says that it is on disk. The samples follow each
+    other in the columns: `lengths` int32 and `rewards` float64 [samples], and `finishes` as numbers in FINISHES, int32
+    [samples]; `tokens` int32, `logprobs` float32 and `versions` int32 [tokens], as in areal.trajectory. `discarded`:
+    number of tokens that were sampled for the group and are in none of its trajectories. `reward_parts`: the mean of
+    each part of the rewards."""
 
     group: Name
     prompt_index: int
-    trajectories: Several[TrajectoryPart]
+    lengths: Int32s
+    rewards: Float64s
+    finishes: Int32s
+    tokens: Int32s
+    logprobs: Float32s
+    versions: Int32s
     discarded: Count = 0
     reward_parts: dict[str, Number] = {}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _check_columns(self.lengths, self.finishes, self.tokens, self.logprobs, self.versions)
+        if len(self.rewards) != len(self.lengths):
+            raise ValueError(f"{len(self.lengths)} lengths and {len(self.rewards)} rewards")
+        if (self.finishes == 0).any() or not (np.abs(self.rewards) <= 1e100).all():
+            raise ValueError("a sample has no finish, or a reward is out of range")
+        return self
 
 
 # --- weights

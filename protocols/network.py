@@ -30,6 +30,9 @@ DRAIN = 256
 HIGH_WATER_MARK = 10_000
 # From this size on, sharing a frame's memory with libzmq costs less than copying it.
 SHARED_BYTES = 64 << 10
+# Flags as plain numbers: the operators of pyzmq's enums cost more than a send.
+NOW, MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
+READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 # Sockets of a process. libzmq's default limit is 1023, and with keys a link takes three sockets.
 MAX_SOCKETS = 16_384
 # Subscribers only say hello, and handshakes take a few hundred bytes.
@@ -323,9 +326,11 @@ class ZmqLink:
         return self._socket.closed
 
     def send(self, frames: list[Frame]) -> None:
-        small = all(len(frame) < SHARED_BYTES for frame in frames)
+        *first, last = frames
         try:
-            self._socket.send_multipart(frames, zmq.DONTWAIT, copy=small)
+            for frame in first:
+                self._socket.send(frame, MORE, copy=len(frame) < SHARED_BYTES)
+            self._socket.send(last, NOW, copy=len(last) < SHARED_BYTES)
         except zmq.Again:
             raise Full("no peer is connected, or the queue is full") from None
         except zmq.ZMQError as error:
@@ -363,10 +368,10 @@ class ZmqLink:
                     break
                 self._receive(frames)
             # Reading the events also finds messages that libzmq has not announced.
-            events: Any = self._socket.events
-            if events & zmq.POLLOUT:
+            events: Any = self._socket.getsockopt(zmq.EVENTS)
+            if events & WRITABLE:
                 self._writable.set()
-            if events & zmq.POLLIN:
+            if events & READABLE:
                 self._woken.set()
             await asyncio.sleep(0)
 
@@ -377,7 +382,7 @@ class ZmqLink:
         """
         frames: list[Frame] = []
         while True:
-            frame = self._socket.recv(zmq.DONTWAIT, copy=False)
+            frame = self._socket.recv(NOW, copy=False)
             frames.append(frame.bytes if len(frame) < SHARED_BYTES else frame.buffer.toreadonly())
             if not frame.more:
                 return frames

@@ -182,7 +182,8 @@ class SampleSession:
         self.started = False
         self.tokens_sampled = 0
         self.reward_parts: dict[str, float] = {}
-        self.sequence: routing.Sequence | None = None
+        self._asked: routing.Sequence | None = None
+        self._taken = 0  # tokens of the sequence since it was asked for
         self._job: _SequenceJob | None = None
         self._target: Member | None = None
         self._place: Member | None = None
@@ -253,6 +254,11 @@ class SampleSession:
             self._in_workflow = False
             self._router.actor.own_code.pop(self, None)
 
+    @property
+    def sequence(self) -> routing.Sequence | None:
+        """The sequence that a generator has now."""
+        return self._asked and self._asked.grown(self._taken, self.min_version)
+
     def move(self, target: Member) -> None:
         """Have the current generator hand the running sequence over, and continue it on `target`."""
         self._target = target
@@ -261,7 +267,7 @@ class SampleSession:
 
     def close(self) -> None:
         """Stop counting towards any generator's load."""
-        self.sequence = self._job = self._target = None
+        self._asked = self._job = self._target = None
         self._stand(None)
 
     def _stand(self, generator: Member | None) -> None:
@@ -297,7 +303,8 @@ class SampleSession:
             self.min_version,
             lambda part: self._take(part, parts, keep),
         )
-        self.sequence = routing.Sequence(
+        self._taken = 0
+        self._asked = routing.Sequence(
             number=job.number,
             generator=generator.identity,
             since=asyncio.get_running_loop().time(),
@@ -314,8 +321,7 @@ class SampleSession:
         `keep` gets all tokens of the completion so far, and returns how many of them to keep, or None to continue."""
         parts.append(part)
         self.tokens_sampled += len(part.tokens)
-        if self.sequence is not None:
-            self.sequence = self.sequence.grown(len(part.tokens), self.min_version)
+        self._taken += len(part.tokens)
         if not self.started and len(part.versions):
             self.started = True
             self._on_start(int(part.versions[0]))
@@ -352,11 +358,15 @@ class SampleSession:
         actor = self._router.actor
         prompt, row = prompt_text(self._row.prompt), self._row.fields
         own_tokens = None if tokens is None else np.asarray(tokens, np.int32)
-        key = digest(name, prompt, completion, row)
+
+        def key() -> bytes:
+            return digest(name, prompt, completion, row)
+
         refused = lost = 0
         while True:
             try:
-                actor.quarantine.check(key)
+                if actor.quarantine:
+                    actor.quarantine.check(key())
                 async with asyncio.timeout(None if name in actor.config.rewards else NO_REWARD_SECONDS):
                     member = await self._router.choose("reward", name)
             except RewardFailed as error:
@@ -380,7 +390,7 @@ class SampleSession:
                 else:
                     lost += 1
                 if isinstance(error, HarmfulError):
-                    actor.quarantine.lost(key)
+                    actor.quarantine.lost(key())
                 if refused > actor.config.reward.retries or lost > REWARDS_LOST:
                     raise SampleFailed("reward", f"reward {name!r}: {error}") from None
                 await self._router.avoid(member)

@@ -453,14 +453,18 @@ class GenerationEngine:
         if outputs.scheduler_stats is not None:
             stats = outputs.scheduler_stats
             self._loads[outputs.engine_index] = stats.num_running_reqs, stats.kv_cache_usage
+        first = outputs.outputs[0].new_logprobs if outputs.outputs else None
+        logprobs = [] if first is None else first.logprobs.tolist()  # of all outputs, one after another
+        end = 0
         for output in outputs.outputs:
-            self._tokens_generated += len(output.new_token_ids)
+            begin, end = end, end + len(output.new_token_ids)
+            self._tokens_generated += end - begin
             key, _, version = output.request_id.partition("@")  # tokens of earlier steps name their version
             version = version or outputs.weight_version
             if (stream := self._streams.get(key)) is not None:
                 if output.events and stream.version == version:  # loading weights preempts all
                     self._preemptions += sum(event.type == PREEMPTED for event in output.events)
-                stream.add(output, version)
+                stream.add(output, logprobs[begin:end], version)
 
     def _fail(self, error: EngineError) -> EngineError:
         """End all sequences with the first error that occurred, and return that error."""
@@ -529,13 +533,13 @@ class _Stream:
         """True if the sequence is finished and the reader has received all of its tokens."""
         return self.finished and not self._tokens
 
-    def add(self, output: EngineCoreOutput, version: str | None) -> None:
+    def add(self, output: EngineCoreOutput, logprobs: list[float], version: str | None) -> None:
         if output.new_token_ids:
             assert version is not None  # it is set before anything is sampled
             self.sampled += len(output.new_token_ids)
             self.version = version
             self._tokens += output.new_token_ids
-            self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # column 0: the sampled token
+            self._logprobs += logprobs
             self._versions += [int(version)] * len(output.new_token_ids)
         if output.finish_reason is not None:
             self._end(str(output.finish_reason))

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ from areal.weights.lora import stored_tensors
 
 # The kernels' vectors hold 8 or 16 elements.
 NORM_LANES = 16
+NOTHING = np.zeros(0, np.float32)
 
 # Up to this size, an engine on the CPU keeps its linear weights twice: as in the files, and packed.
 SMALL_BYTES = 2**30
@@ -272,20 +273,30 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 class _Gathers:
-    """A scheduler that sends the tokens of a sequence once there are `stream_interval` of them, or the last one.
+    """A scheduler that sends the tokens of a sequence once there are `stream_interval` of them, or the last one. All
+    log-probs of a step's message are in its first output, one after another: an array each would cost more than they.
 
-    vLLM labels what it sends with the version of the last step. So tokens of the steps before go in outputs of their
-    own, one for each version, whose request id ends in `@VERSION`.
+    vLLM labels what it sends with the version of the last step. Weights change only in a pause, so tokens from before
+    the last pause go in outputs of their own, whose request id ends in `@VERSION`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._held: dict[str, list[tuple[EngineCoreOutput, EngineCoreOutputs]]] = {}
+        self._held: dict[str, list[_Held]] = {}
+        self._pauses = 0
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)  # type: ignore[misc]
+        if pause_state == PauseState.UNPAUSED:  # and not when it begins: steps in flight are finished in it
+            self._pauses += 1
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         steps: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         for step in steps.values():
-            step.outputs = [ready for output in step.outputs for ready in self._ready(output, step)]
+            ready = [part for output in step.outputs for part in self._ready(output, step)]
+            step.outputs = [output for output, _ in ready]
+            if logprobs := [one for _, several in ready for one in several]:
+                step.outputs[0].new_logprobs = LogprobsLists(NOTHING, np.concatenate(logprobs), NOTHING)
         return steps
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
@@ -294,29 +305,36 @@ class _Gathers:
             self._held.pop(request.request_id, None)
         return ended
 
-    def _ready(self, output: EngineCoreOutput, step: EngineCoreOutputs) -> list[EngineCoreOutput]:
-        """What to send of this output's sequence now."""
+    def _ready(
+        self, output: EngineCoreOutput, step: EngineCoreOutputs
+    ) -> Iterator[tuple[EngineCoreOutput, list[np.ndarray]]]:
+        """What to send of this output's sequence now, and the log-probs of its tokens."""
         held = self._held.setdefault(output.request_id, [])
-        held.append((output, step))
-        tokens = sum(len(one.new_token_ids) for one, _ in held)
+        held.append(_Held(output, step, self._pauses))
+        tokens = sum(len(one.output.new_token_ids) for one in held)
         if output.finish_reason is None and tokens < self.scheduler_config.stream_interval:  # type: ignore[attr-defined]
-            return []
+            return
         del self._held[output.request_id]
-        # vLLM has labelled the steps before this one.
-        versions = groupby(held[:-1], key=lambda one: one[1].weight_version)
-        return [*(_joined([one for one, _ in group], version) for version, group in versions), output]
+        for pauses, group in groupby(held, key=lambda one: one.pauses):
+            parts = list(group)
+            outputs = [one.output for one in parts]
+            if pauses == self._pauses:
+                whole = output
+            else:  # vLLM has labelled these steps
+                whole = EngineCoreOutput(f"{output.request_id}@{parts[0].step.weight_version}", [])
+            logprobs = [one.new_logprobs.logprobs[:, 0] for one in outputs if one.new_logprobs is not None]
+            whole.new_token_ids = [token for one in outputs for token in one.new_token_ids]
+            whole.events = [event for one in outputs for event in one.events or ()] or None
+            whole.new_logprobs = None
+            yield whole, logprobs
 
 
-def _joined(outputs: list[EngineCoreOutput], version: str | None) -> EngineCoreOutput:
-    """The tokens of one sequence under one version, with what the generator reads of them."""
-    logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
-    columns = (np.concatenate([getattr(one, name) for one in logprobs]) for name in LogprobsLists._fields[:3])
-    return EngineCoreOutput(
-        request_id=f"{outputs[0].request_id}@{version}",
-        new_token_ids=[token for output in outputs for token in output.new_token_ids],
-        new_logprobs=LogprobsLists(*columns),
-        events=[event for output in outputs for event in output.events or ()] or None,
-    )
+class _Held(NamedTuple):
+    """An output that is not sent yet, of a step after so many pauses."""
+
+    output: EngineCoreOutput
+    step: EngineCoreOutputs
+    pauses: int
 
 
 class GatheringScheduler(_Gathers, Scheduler):

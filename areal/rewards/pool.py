@@ -72,6 +72,9 @@ class Recent(Generic[T]):
         self._size = size
         self._values: dict[bytes, T] = {}
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def get(self, key: bytes) -> T | None:
         if key in self._values:
             self._values[key] = self._values.pop(key)
@@ -90,6 +93,10 @@ class Quarantine:
     def __init__(self, after: int) -> None:
         self._after = after
         self._losses = Recent[int](SUSPECTS)
+
+    def __bool__(self) -> bool:
+        """True if a worker was lost at all."""
+        return bool(self._losses)
 
     def lost(self, key: bytes) -> None:
         """Counts a worker that died or timed out on this input."""

@@ -37,8 +37,8 @@ async def single_turn(session: Session, row: Row) -> Trajectory:
     """Samples one completion of the prompt and scores it."""
     talk, messages = begin(session.tokenizer, row.prompt)
     sampled = await session.generate(talk.prompt(messages))
-    talk.add(sampled)
-    return talk.trajectory(await session.score(talk.text(sampled), sampled.tokens))
+    completion = talk.add(sampled)["content"]
+    return talk.trajectory(await session.score(completion, sampled.tokens))
 
 
 async def multi_turn(

@@ -125,7 +125,7 @@ class Conversation:
 
     def text(self, sampled: Generation) -> str:
         """The sampled text, without special tokens."""
-        return self._tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True)
+        return _decoded(self._tokenizer, sampled.tokens)
 
     def trajectory(self, reward: float) -> Trajectory:
         """All turns as one sample to train on. Raises ValueError if nothing was sampled, or the reward is not a valid
@@ -244,7 +244,7 @@ class _GrownText:
 
 
 def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
-    text: str = tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)  # transformers looks at each item of a list
     return text
 
 
