@@ -148,6 +148,8 @@ class Generator(Actor):
             "waiting": stats.waiting,
             "kv_use": stats.kv_use,
             "preemptions": stats.preemptions,
+            "prefix_cache_queries": stats.prefix_cache_queries,
+            "prefix_cache_hits": stats.prefix_cache_hits,
             "limit": self._concurrency.limit,
             "tokens_generated": stats.tokens_generated,
             "version": self._engine.version,

@@ -98,11 +98,6 @@ class Message(Part):
 
     kind: ClassVar[str]
 
-    @property
-    def ends_stream(self) -> bool:
-        """True if nothing follows this message in a stream, not even StreamEnd."""
-        return False
-
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
@@ -131,11 +126,11 @@ class Cancel(Message):
 
 
 class KeepAlive(Message):
-    """The stream's server is alive but has nothing to send yet."""
+    """The stream's server is alive but has nothing to send yet. Its header has the number of parts sent so far."""
 
 
 class StreamEnd(Message):
-    """The stream is complete. Sent after a last part that does not say so itself (`ends_stream`)."""
+    """The stream is complete."""
 
 
 class Done(Message):

@@ -199,7 +199,7 @@ class Server:
             self._answer_bytes -= _size(self._answers.popitem(last=False)[1])
 
     async def _stream(self, call: _Call, parts: _Parts) -> Message:
-        """Send the parts, except one that says it is the last. Returns that part, or StreamEnd if there is none."""
+        """Send the parts. Returns what ends the stream."""
         self._keep_alive_later(call)
         try:
             async with contextlib.aclosing(parts):
@@ -207,8 +207,6 @@ class Server:
                     if not call.room:
                         await call.wait_for_room()
                     call.room -= 1
-                    if part.ends_stream:
-                        return part
                     if error := self._send(call.route, part, call.id, call.sent):
                         raise StreamBrokenError(f"part {call.sent} could not be sent: {error}")
                     call.sent += 1
@@ -223,7 +221,7 @@ class Server:
         if call.sent != call.known:  # parts were sent since: no keep-alive is needed
             call.known = call.sent
             self._keep_alive_later(call)
-        elif isinstance(self._send(call.route, KeepAlive(), call.id), Unreachable):
+        elif isinstance(self._send(call.route, KeepAlive(), call.id, call.sent), Unreachable):
             call.task.cancel()  # the asker is gone: it would never grant credit again
         else:
             self._keep_alive_later(call)
@@ -330,20 +328,17 @@ class Peer:
             expected, taken = 0, 0
             while True:
                 header, part = inbox.take() or await self._next_part(inbox, message, deadline)
-                if isinstance(part, KeepAlive):
-                    continue
                 if isinstance(part, Failure):
                     complete = True
                     _raise_failure(part)
-                if header.part != expected:
+                if header.part != expected:  # also in a keep-alive: the lost part may have been the last for long
                     raise StreamBrokenError(f"part {expected} of {message.kind!r} from {self.address} was lost")
+                if isinstance(part, KeepAlive):
+                    continue
                 if isinstance(part, StreamEnd):
                     complete = True
                     return
-                complete = part.ends_stream  # before the yield, at which the stream may be closed
                 yield part
-                if complete:
-                    return
                 expected, taken = expected + 1, taken + 1
                 if taken >= STREAM_CREDIT // 2:
                     self._send_now(Credit(parts=taken), sender, id)

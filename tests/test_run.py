@@ -32,7 +32,7 @@ METRICS = {
     "trainer_wait_seconds", "train_seconds", "publish_wait_seconds", "write_seconds", "logprob_gap", "loss",
     "grad_norm", "entropy", "clip_fraction", "reward_mean_all", "groups_filtered", "staleness_histogram",
     "reloads", "pause_seconds", "load_seconds", "resume_seconds",
-    "sequences_interrupted", "tokens_recomputed", "reward_parts",
+    "sequences_interrupted", "tokens_recomputed", "prefix_cache_queries", "prefix_cache_hits", "reward_parts",
 }  # fmt: skip
 SUMMARY = {
     "steps", "accuracy_before", "accuracy_after", "staleness_max", "max_staleness", "logprob_gap_max",

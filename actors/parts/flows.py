@@ -81,6 +81,7 @@ class Flow(Generic[J]):
         self._jobs: dict[int, J] = {}
         self._new: list[J] = []
         self._stopped: list[int] = []
+        self._opened = asyncio.Event()
         self._told = asyncio.Event()
         self.broken = False
         spawn(self._live(), f"flow to {peer.address}")
@@ -122,6 +123,7 @@ class Flow(Generic[J]):
     async def _read(self) -> None:
         async with contextlib.aclosing(self._peer.stream(OpenFlow(flow=self._number), FLOW_SECONDS)) as parts:
             async for part in parts:
+                self._opened.set()
                 for failure in self._kind.take(part, self._jobs):
                     if job := self._jobs.pop(failure.job, None):
                         job.fail(from_code(failure.code, failure.text))
@@ -129,6 +131,7 @@ class Flow(Generic[J]):
 
     async def _send(self) -> None:
         """Send what is new, one request after another, so that a job is stopped only after the server has begun it."""
+        await self._opened.wait()
         while True:
             await self._told.wait()
             self._told.clear()
@@ -176,12 +179,14 @@ class Flows(Generic[R]):
         self._emptied = Signal()
 
     async def serve(self, request: Request[OpenFlow]) -> AsyncGenerator[tuple[list[R], list[JobFailed]], None]:
-        """The results on a flow, as they come, and the failures. Raises RefusedError if it is open already."""
+        """The results on a flow, as they come, and the failures. The first part has none: it says that the flow is
+        open. Raises RefusedError if it was open already."""
         key = request.sender, request.message.flow
         if key in self._open:
             raise RefusedError(f"flow {key[1]} of {key[0]} is open already")
         served = self._open[key] = _Served[R]()
         try:
+            yield [], []
             while True:
                 results, failures = await self._gathered(served)
                 self._emptied.notify()

@@ -88,7 +88,7 @@ class FailPoints:
 
     async def _stream(self, one: Incarnation, parts: Any, point: FailPoint) -> AsyncIterator[Message]:
         async for part in parts:
-            if point.point == "handled" and part.ends_stream:
+            if point.point == "handled":
                 break
             if point.point == "answered":
                 one.network.on_answer = functools.partial(self._die, one, point)

@@ -40,7 +40,7 @@ class FailPoint:
     * `working`, `worked`: right before and right after the handler's work on its disk, that is, before and after the
       commit;
     * `handled`: after the handler, before the answer is sent;
-    * `answered`: right after the answer is sent (of a stream: after its first part).
+    * `answered`: right after the answer is sent. The answer of a stream is its first part.
     """
 
     role: str

@@ -7,13 +7,14 @@ with MUTANTS["no batch gate"]():
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from actors import generator
 from actors.generator import Generator
 from actors.master import Master
-from actors.parts.sessions import SampleSession
+from actors.parts.sessions import SampleSession, _Sequences
 from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
 from actors.simulation.engines import SimLearner
@@ -24,8 +25,8 @@ from areal.storage.spool import Spool
 from areal.training.guard import Guard
 from areal.trajectory import Group
 from protocols.codec import Frame, decode_header, encode_header
-from protocols.messages import AskRecovery, Done, GroupStarted, Message, Recovery
-from protocols.transport import Peer, Server
+from protocols.messages import AskRecovery, Done, GroupStarted, JobFailed, KeepAlive, Message, Recovery, TokenColumns
+from protocols.transport import STREAM_SILENCE_SECONDS, Peer, Server
 
 Mutant = Callable[[], AbstractContextManager[None]]
 
@@ -282,6 +283,43 @@ def old_trainers_give_devices() -> AbstractContextManager[None]:
     return replaced(Trainer, give_devices=give)
 
 
+def failures_in_parts_are_lost() -> AbstractContextManager[None]:
+    """An asker does not look at the failed sequences in the parts of a flow."""
+    take = _Sequences.take
+
+    def take_tokens(part: Message, jobs: Any) -> Sequence[JobFailed]:
+        take(part, jobs)
+        return ()
+
+    return replaced(_Sequences, take=staticmethod(take_tokens))
+
+
+def columns_mixed_up() -> AbstractContextManager[None]:
+    """Where a message has tokens of several sequences, the first two are exchanged."""
+    columns = generator._columns
+
+    def exchanged(tokens: Sequence[Any], failed: Sequence[JobFailed]) -> TokenColumns:
+        if len(tokens) > 1 and not tokens[0].chunk.finish and not tokens[1].chunk.finish:
+            first, second, *rest = tokens
+            tokens = [first._replace(job=second.job), second._replace(job=first.job), *rest]
+        return columns(tokens, failed)
+
+    return replaced(generator, _columns=exchanged)
+
+
+def keep_alives_count_nothing() -> AbstractContextManager[None]:
+    """A keep-alive does not tell how many parts were sent, so that a lost part is noticed only with the next one."""
+    receive = Peer._receive
+
+    def receive_uncounted(peer: Peer, frames: list[Frame]) -> None:
+        if decode_header(frames).kind != KeepAlive.kind:
+            receive(peer, frames)
+        elif inbox := peer._waiting.get(decode_header(frames).reply_to):
+            inbox._until = asyncio.get_running_loop().time() + STREAM_SILENCE_SECONDS
+
+    return replaced(Peer, _receive=receive_uncounted)
+
+
 @contextmanager
 def _added(owner: type, name: str, value: Any) -> Iterator[None]:
     """Like `replaced`, for a method that the class inherits."""
@@ -321,4 +359,7 @@ MUTANTS: dict[str, Mutant] = {
     "work not reported": work_not_reported,
     "awake in a turn": awake_in_a_turn,
     "old trainers give devices": old_trainers_give_devices,
+    "failures in parts are lost": failures_in_parts_are_lost,
+    "columns mixed up": columns_mixed_up,
+    "keep-alives count nothing": keep_alives_count_nothing,
 }

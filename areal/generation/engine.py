@@ -115,13 +115,17 @@ class LoadTimes:
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """running, waiting: number of sequences. kv_use: share of the KV cache in use, 0 to 1. tokens_generated: since the
-    start. preemptions: since the start, of sequences for which no KV cache was left (not those stopped by `load`)."""
+    start. preemptions: since the start, of sequences for which no KV cache was left (not those stopped by `load`).
+    prefix_cache_queries, prefix_cache_hits: prompt tokens since the start, and those whose KV cache was there already.
+    """
 
     running: int
     waiting: int
     kv_use: float
     tokens_generated: int
     preemptions: int
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ class GenerationEngine:
         self._error: EngineError | None = None
         self._torn_since: float | None = None
         self._handed_over = False
-        self._tokens_generated = self._preemptions = 0
+        self._tokens_generated = self._preemptions = self._queries = self._hits = 0
         self._loads: dict[int, tuple[int, float]] = {}  # running sequences and KV use, by data-parallel rank
         self._pump = asyncio.create_task(self._deliver_outputs(), name="engine outputs")
 
@@ -314,8 +318,6 @@ class GenerationEngine:
 
     async def wake(self) -> None:
         """Undo `sleep`: sequences go on where they stopped."""
-        for stream in self._streams.values():
-            stream.version = None  # that they were stopped is no preemption
         if self._core.vllm_config.model_config.enable_sleep_mode:
             await self._call(self._core.wake_up_async())
         else:
@@ -339,7 +341,9 @@ class GenerationEngine:
         unfinished = len(self._streams)
         running = min(sum(running for running, _ in self._loads.values()), unfinished)
         kv_use = max((used for _, used in self._loads.values()), default=0.0) if unfinished else 0.0
-        return EngineStats(running, unfinished - running, kv_use, self._tokens_generated, self._preemptions)
+        return EngineStats(
+            running, unfinished - running, kv_use, self._tokens_generated, self._preemptions, self._queries, self._hits
+        )
 
     async def close(self) -> None:
         """Stop the engine process. Sequences still streaming end with an EngineError."""
@@ -453,6 +457,8 @@ class GenerationEngine:
         if outputs.scheduler_stats is not None:
             stats = outputs.scheduler_stats
             self._loads[outputs.engine_index] = stats.num_running_reqs, stats.kv_cache_usage
+            self._queries += stats.prefix_cache_stats.queries
+            self._hits += stats.prefix_cache_stats.hits
         first = outputs.outputs[0].new_logprobs if outputs.outputs else None
         logprobs = [] if first is None else first.logprobs.tolist()  # of all outputs, one after another
         end = 0
@@ -462,8 +468,7 @@ class GenerationEngine:
             key, _, version = output.request_id.partition("@")  # tokens of earlier steps name their version
             version = version or outputs.weight_version
             if (stream := self._streams.get(key)) is not None:
-                if output.events and stream.version == version:  # loading weights preempts all
-                    self._preemptions += sum(event.type == PREEMPTED for event in output.events)
+                self._preemptions += sum(event.type == PREEMPTED for event in output.events or ())
                 stream.add(output, logprobs[begin:end], version)
 
     def _fail(self, error: EngineError) -> EngineError:
@@ -516,7 +521,6 @@ class _Stream:
         self._versions: list[int] = []
         self._finish: Finish | None = None
         self._error: EngineError | None = None
-        self.version: str | None = None
 
     @property
     def ended(self) -> bool:
@@ -537,7 +541,6 @@ class _Stream:
         if output.new_token_ids:
             assert version is not None  # it is set before anything is sampled
             self.sampled += len(output.new_token_ids)
-            self.version = version
             self._tokens += output.new_token_ids
             self._logprobs += logprobs
             self._versions += [int(version)] * len(output.new_token_ids)

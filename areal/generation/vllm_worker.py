@@ -277,12 +277,14 @@ class _Gathers:
     log-probs of a step's message are in its first output, one after another: an array each would cost more than they.
 
     vLLM labels what it sends with the version of the last step. Weights change only in a pause, so tokens from before
-    the last pause go in outputs of their own, whose request id ends in `@VERSION`.
+    the last pause go in outputs of their own, whose request id ends in `@VERSION`. A pause preempts every sequence;
+    the events that tell of it are left out, so that those which remain tell of a KV cache that was full.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[str, list[_Held]] = {}
+        self._seen: dict[str, int] = {}  # pauses before the last output, by request
         self._pauses = 0
 
     def set_pause_state(self, pause_state: PauseState) -> None:
@@ -303,18 +305,24 @@ class _Gathers:
         ended: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         for request in ended:
             self._held.pop(request.request_id, None)
+            self._seen.pop(request.request_id, None)
         return ended
 
     def _ready(
         self, output: EngineCoreOutput, step: EngineCoreOutputs
     ) -> Iterator[tuple[EngineCoreOutput, list[np.ndarray]]]:
         """What to send of this output's sequence now, and the log-probs of its tokens."""
+        if self._seen.get(output.request_id) != self._pauses:
+            output.events = None
+        self._seen[output.request_id] = self._pauses
         held = self._held.setdefault(output.request_id, [])
         held.append(_Held(output, step, self._pauses))
         tokens = sum(len(one.output.new_token_ids) for one in held)
         if output.finish_reason is None and tokens < self.scheduler_config.stream_interval:  # type: ignore[attr-defined]
             return
         del self._held[output.request_id]
+        if output.finish_reason is not None:
+            del self._seen[output.request_id]
         for pauses, group in groupby(held, key=lambda one: one.pauses):
             parts = list(group)
             outputs = [one.output for one in parts]

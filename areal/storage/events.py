@@ -32,7 +32,7 @@ GONE = "gone"
 # Counters of a generator since its start. The metrics of a step contain the sums over all generators.
 COUNTERS = (
     "tokens_generated", "reloads", "pause_seconds", "load_seconds", "resume_seconds", "sequences_interrupted",
-    "tokens_recomputed",
+    "tokens_recomputed", "prefix_cache_queries", "prefix_cache_hits",
 )  # fmt: skip
 # The numbers in heartbeats that never decrease while an actor runs.
 TOTALS = frozenset(COUNTERS) | {

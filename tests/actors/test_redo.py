@@ -19,7 +19,7 @@ from areal.config import Config
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
 from areal.training.engine import TrainingEngine
-from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreGroup, TrajectoryPart
+from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreGroup
 from protocols.network import ZmqNetwork
 from protocols.transport import Bus
 
@@ -47,14 +47,16 @@ def group_of(permit: Permit, poison: float = 0.0) -> StoreGroup:
     """Samples that depend on the permit alone, with mixed rewards; `poison` is added to their log-probs."""
     rng = np.random.default_rng([permit.prompt_index, permit.min_version])
     samples = []
-    for sample in range(2):
+    for _ in range(2):
         tokens = rng.integers(1, 16, 10, dtype=np.int32)
         versions = np.where(np.arange(10) < 4, -1, permit.min_version).astype(np.int32)
         logprobs = np.where(versions < 0, 0, poison - rng.random(10)).astype(np.float32)
-        samples.append(
-            TrajectoryPart(tokens=tokens, logprobs=logprobs, versions=versions, reward=float(sample), finish="stop")
-        )
-    return StoreGroup(group=permit.group, prompt_index=permit.prompt_index, trajectories=tuple(samples))
+        samples.append((tokens, logprobs, versions))
+    tokens, logprobs, versions = map(np.concatenate, zip(*samples, strict=True))
+    return StoreGroup(
+        group=permit.group, prompt_index=permit.prompt_index, lengths=np.full(2, 10, np.int32),
+        rewards=np.arange(2.0), finishes=np.ones(2, np.int32), tokens=tokens, logprobs=logprobs, versions=versions,
+    )  # fmt: skip
 
 
 class Manager:

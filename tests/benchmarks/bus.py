@@ -34,7 +34,7 @@ import zmq
 import zmq.asyncio
 from results import ratio, show, write
 
-from protocols.messages import Generate, Heartbeat, HeartbeatAnswer, Message, Policy, TokenChunk
+from protocols.messages import FetchWeights, Heartbeat, HeartbeatAnswer, Message, Policy, WeightChunk
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, make_keys
 from protocols.transport import Bus, Request
@@ -46,8 +46,7 @@ except ImportError:
 
 ASKERS = 64
 DEADLINE = 60.0
-MEBIBYTE = np.arange(1 << 18, dtype=np.int32)
-NOTHING, UNLIKELY = np.zeros(0, np.int32), np.zeros(0, np.float32)
+MEBIBYTE = (np.arange(1 << 20) % 251).astype(np.uint8)
 STATS = {f"gauge_{i}": float(i) for i in range(6)}
 HEARTBEAT = {"state": "healthy", "serves": ("addition",), "activity": "generating", "stats": STATS}
 POLICY = {"lineage": 0, "version": 3, "folder": "/run/weights/v3"}
@@ -99,11 +98,11 @@ class Ours(Contestant):
         return await self._peer.ask(Heartbeat(**HEARTBEAT), DEADLINE)
 
     async def fetch(self) -> np.ndarray:
-        return (await self._peer.ask(_generate(1), DEADLINE)).tokens
+        return (await self._peer.ask(_fetch(1), DEADLINE)).data
 
     async def stream(self, count: int) -> AsyncIterator[np.ndarray]:
-        async for part in self._peer.stream(_generate(count), DEADLINE):
-            yield part.tokens
+        async for part in self._peer.stream(_fetch(count), DEADLINE):
+            yield part.data
 
 
 class WithKeys(Ours):
@@ -118,8 +117,8 @@ class WithKeys(Ours):
         self._folder.cleanup()
 
 
-def _generate(parts: int) -> Generate:
-    return Generate(tokens=NOTHING, temperature=1.0, top_p=1.0, max_new_tokens=parts, min_version=0, sequence="0")
+def _fetch(parts: int) -> FetchWeights:
+    return FetchWeights(lineage=0, version=parts, first=0, base=None)
 
 
 def _serve_bus(ready: Connection, keys: Path | None) -> None:
@@ -134,18 +133,18 @@ def _serve_bus(ready: Connection, keys: Path | None) -> None:
 def _handle(request: Request) -> Awaitable[Message] | AsyncIterator[Message]:
     if isinstance(request.message, Heartbeat):
         return _beat()
-    return _chunk() if request.message.max_new_tokens == 1 else _chunks(request.message.max_new_tokens)
+    return _chunk() if request.message.version == 1 else _chunks(request.message.version)
 
 
 async def _beat() -> HeartbeatAnswer:
     return HeartbeatAnswer(policy=Policy(**POLICY), sequence=7, ended=False)
 
 
-async def _chunk() -> TokenChunk:
-    return TokenChunk(tokens=MEBIBYTE, logprobs=UNLIKELY, versions=NOTHING, finish=None)
+async def _chunk() -> WeightChunk:
+    return WeightChunk(number=0, data=MEBIBYTE, difference=False)
 
 
-async def _chunks(count: int) -> AsyncIterator[TokenChunk]:
+async def _chunks(count: int) -> AsyncIterator[WeightChunk]:
     for _ in range(count):
         yield await _chunk()
 
@@ -214,7 +213,7 @@ def _serve_pyzmq(ready: Connection) -> None:
             if "parts" not in asked:
                 await socket.send_multipart([route, id, pack(ANSWER)])
             for _ in range(asked.get("parts", 0)):
-                await socket.send_multipart([route, id, pack({"dtype": "int32"}), MEBIBYTE], copy=False)
+                await socket.send_multipart([route, id, pack({"dtype": "uint8"}), MEBIBYTE], copy=False)
 
     asyncio.run(main())
 

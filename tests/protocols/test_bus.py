@@ -7,7 +7,7 @@ import pytest
 
 from protocols.codec import decode_header
 from protocols.errors import DeadlineError, FencedError, RefusedError, StreamBrokenError
-from protocols.messages import AskStatus, Done, Generate, Policy, PolicyPublished, Score, Scored, TokenChunk
+from protocols.messages import AskStatus, Done, FetchWeights, Policy, PolicyPublished, Status, WeightChunk
 from protocols.network import Full, Unreachable
 from protocols.transport import RESEND_SECONDS, STREAM_SILENCE_SECONDS, Bus
 
@@ -127,20 +127,21 @@ def counting(runs):
 
     async def handle(request):
         runs.append(request)
-        return Scored(score=len(runs))
+        return scored(len(runs))
 
     return handle
 
 
-def generate():
-    return Generate(
-        sequence="0", tokens=np.arange(3, dtype=np.int32), temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0
-    )
+def scored(number):
+    return Status(values={"score": number})
+
+
+def fetch():
+    return FetchWeights(lineage=0, version=1, first=0, base=None)
 
 
 def part():
-    none = np.array([], np.int32)
-    return TokenChunk(tokens=none, logprobs=none.astype(np.float32), versions=none, finish=None)
+    return WeightChunk(number=0, data=np.zeros(0, np.uint8), difference=False)
 
 
 def lose_first(count, belongs):
@@ -164,11 +165,11 @@ def test_a_lost_answer_is_repeated_from_what_was_kept():
         runs = []
         bus = serve(network, counting(runs))
         network.loses = lose_first(2, lambda header: header.reply_to)
-        answer = await bus_of(network).peer(DOOR).ask(Score(function="f", prompt="p", completion="c", row={}), PATIENCE)
+        answer = await bus_of(network).peer(DOOR).ask(AskStatus(), PATIENCE)
         return answer, len(runs), bus.server.counts["repeated"], network.carried
 
     answer, runs, repeated, carried = run(behaviour)
-    assert (answer, runs, repeated) == (Scored(score=1), 1, 2)
+    assert (answer, runs, repeated) == (scored(1), 1, 2)
     requests = [(time, header.attempt, header.remaining_ms) for time, header in carried if not header.reply_to]
     assert requests == [(n * RESEND_SECONDS, n, 1000 * int(PATIENCE - n * RESEND_SECONDS)) for n in range(3)]
     assert len({header.id for _, header in carried if not header.reply_to}) == 1
@@ -233,7 +234,7 @@ def test_a_request_waits_for_a_server_that_starts_late():
         serve(network, counting([]))
         return await asking, now()
 
-    assert run(behaviour) == (Scored(score=1), 10.0)
+    assert run(behaviour) == (scored(1), 10.0)
 
 
 def test_each_bus_counts_its_own_requests():
@@ -256,7 +257,7 @@ def test_one_bus_counts_over_all_its_links():
         bus.forget(DOOR)
         return first, await bus.peer(DOOR).ask(AskStatus(), PATIENCE)
 
-    assert run(behaviour) == (Scored(score=1), Scored(score=2))
+    assert run(behaviour) == (scored(1), scored(2))
 
 
 def test_forgetting_a_link_tells_all_who_wait_there_at_once():
@@ -266,7 +267,7 @@ def test_forgetting_a_link_tells_all_who_wait_there_at_once():
         bus = bus_of(network)
         peer = bus.peer(DOOR)
         asking = [asyncio.create_task(peer.ask(AskStatus(), PATIENCE)) for _ in range(3)]
-        streaming = asyncio.create_task(anext(peer.stream(generate(), PATIENCE)))
+        streaming = asyncio.create_task(anext(peer.stream(fetch(), PATIENCE)))
         await asyncio.sleep(1.0)
         bus.forget(DOOR)
         bus.forget(DOOR)
@@ -301,7 +302,7 @@ def test_a_stream_of_slow_parts_is_not_silent():
 
         serve(network, handle)
         network.loses = lambda header: header.kind == "keep_alive"
-        parts = [got async for got in bus_of(network).peer(DOOR).stream(generate(), PATIENCE)]
+        parts = [got async for got in bus_of(network).peer(DOOR).stream(fetch(), PATIENCE)]
         return len(parts), now()
 
     assert run(behaviour) == (5, pytest.approx(4.5 * STREAM_SILENCE_SECONDS))
@@ -318,7 +319,7 @@ def test_a_stream_is_silent_some_time_after_its_last_part():
         serve(network, handle)
         network.loses = lambda header: header.kind == "keep_alive"
         with pytest.raises(StreamBrokenError, match="stopped responding"):
-            async for _ in bus_of(network).peer(DOOR).stream(generate(), PATIENCE):
+            async for _ in bus_of(network).peer(DOOR).stream(fetch(), PATIENCE):
                 pass
         return now()
 
@@ -333,7 +334,7 @@ def test_a_stream_that_is_kept_alive_ends_at_its_deadline():
 
         bus = serve(network, handle)
         with pytest.raises(DeadlineError, match="did not end in time"):
-            await anext(bus_of(network).peer(DOOR).stream(generate(), PATIENCE))
+            await anext(bus_of(network).peer(DOOR).stream(fetch(), PATIENCE))
         ended = now()
         await asyncio.sleep(1.0)
         return ended, bus.server._calls

@@ -18,25 +18,25 @@ from protocols.codec import MAX_BODY_BYTES, MAX_FRAME_BYTES, Header, decode_body
 from protocols.errors import MalformedError, ProtocolVersionError
 from protocols.messages import (
     PROTOCOL_VERSION,
+    Completion,
     Generate,
     GroupFailed,
     Join,
+    Leave,
     Member,
+    NewSequence,
     Policy,
     RowScores,
     RowsScored,
     Score,
-    Scored,
     Snapshot,
     StoreGroup,
-    TokenChunk,
-    TrajectoryPart,
+    TokenColumns,
     Welcome,
 )
 
 WITHOUT_NUMBERS = {
-    "scored": {},
-    "store_group": {"group": "g", "prompt_index": 0, "trajectories": ()},
+    "group_ready": {"group": "g", "start_version": 0, "signal": True, "reward_mean": 0.0},
     "heartbeat": {"state": "healthy", "serves": (), "activity": ""},
 }
 REFUSALS = (MalformedError, ProtocolVersionError)
@@ -59,32 +59,41 @@ def decode(frames):
     return decode_body(decode_header(frames).kind, frames)
 
 
-def chunk(n, finish=None):
-    return TokenChunk(
-        tokens=np.arange(n, dtype=np.int32),
-        logprobs=np.linspace(-3, 0, n, dtype=np.float32),
-        versions=np.full(n, 5, np.int32),
-        finish=finish,
+def columns(*lengths):
+    n = sum(lengths)
+    return {
+        "finishes": np.ones(len(lengths), np.int32),
+        "tokens": np.arange(n, dtype=np.int32),
+        "logprobs": np.linspace(-3, 0, n, dtype=np.float32),
+        "versions": np.full(n, 5, np.int32),
+    }
+
+
+def tokens(*counts):
+    numbers = np.arange(len(counts))
+    return TokenColumns(jobs=numbers, counts=np.array(counts, np.int32), **columns(*counts))
+
+
+def group(*lengths):
+    rewards = np.full(len(lengths), 0.5)
+    return StoreGroup(
+        group="g", prompt_index=3, lengths=np.array(lengths, np.int32), rewards=rewards, **columns(*lengths)
     )
 
 
-def trajectory(n):
-    part = chunk(n)
-    return TrajectoryPart(
-        tokens=part.tokens, logprobs=part.logprobs, versions=part.versions, reward=0.5, finish="stop"
-    )  # fmt: skip
+def score(row=None, prompt="p"):
+    one = Completion(job=0, function="f", prompt=prompt, completion="c", row=0)
+    return Score(flow=0, rows=(row or {},), completions=(one,))
+
+
+def generate(*prompts):
+    new = NewSequence(job=0, prompt=0, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0)
+    return Generate(flow=0, prompts=prompts, sequences=(new,))
 
 
 def body_with_array(index=0, dtype="int32", shape=(2,)):
     description = msgpack.packb([index, dtype, shape])
-    body = {
-        "sequence": "0",
-        "tokens": msgpack.ExtType(1, description),
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "max_new_tokens": 1,
-        "min_version": 0,
-    }
+    body = {"flow": 0, "prompts": [msgpack.ExtType(1, description)], "sequences": []}
     return msgpack.packb(body)
 
 
@@ -96,22 +105,22 @@ def generate_frames(body, *arrays):
 
 
 def test_an_array_arrives_as_a_view_on_its_frame():
-    frames = frames_of(chunk(1000, "stop"))
+    message = tokens(600, 400)
+    frames = frames_of(message)
     got = decode(frames)
-    for name, frame in zip(("tokens", "logprobs", "versions"), frames[2:], strict=True):
+    for name, frame in zip(("jobs", "counts", "finishes", "tokens", "logprobs", "versions"), frames[2:], strict=True):
         assert np.shares_memory(getattr(got, name), np.frombuffer(frame, np.uint8))
-        np.testing.assert_array_equal(getattr(got, name), getattr(chunk(1000), name))
-    assert got.finish == "stop"
+        np.testing.assert_array_equal(getattr(got, name), getattr(message, name))
 
 
 def test_an_array_leaves_as_a_view_on_itself():
-    message = chunk(1000)
-    frames = encode(header("token_chunk"), message)
-    assert np.shares_memory(message.tokens, np.frombuffer(frames[2], np.uint8))
+    message = generate(np.arange(1000, dtype=np.int32))
+    frames = encode(header("generate"), message)
+    assert np.shares_memory(message.prompts[0], np.frombuffer(frames[2], np.uint8))
 
 
 def test_an_empty_array_keeps_its_type():
-    got = there_and_back(chunk(0))
+    got = there_and_back(tokens())
     assert (got.tokens.shape, got.tokens.dtype, got.logprobs.dtype) == ((0,), np.int32, np.float32)
 
 
@@ -119,24 +128,21 @@ def test_an_empty_array_keeps_its_type():
 @pytest.mark.parametrize("shape", [(), (1,), (3, 4), (2, 0, 3), (2, 3, 4, 5)])
 def test_every_dtype_and_shape_that_may_travel_does(dtype, shape):
     array = (np.arange(np.prod(shape, dtype=int)) % 2).astype(dtype).reshape(shape)
-    got = there_and_back(Score(function="f", prompt="p", completion="c", row={"array": array})).row["array"]
+    got = there_and_back(score({"array": array})).rows[0]["array"]
     assert got.dtype == array.dtype
     np.testing.assert_array_equal(got, array)
 
 
 def test_a_strided_array_arrives_in_order():
     array = np.arange(12, dtype=np.int64).reshape(3, 4).T[::-1]
-    got = there_and_back(Score(function="f", prompt="p", completion="c", row={"array": array}))
-    np.testing.assert_array_equal(got.row["array"], array)
+    got = there_and_back(score({"array": array}))
+    np.testing.assert_array_equal(got.rows[0]["array"], array)
 
 
 def test_nested_parts_keep_their_own_arrays():
-    group = StoreGroup(group="g", prompt_index=3, trajectories=tuple(trajectory(n) for n in (4, 0, 9)))
-    got = there_and_back(group)
-    for sent, received in zip(group.trajectories, got.trajectories, strict=True):
-        np.testing.assert_array_equal(received.tokens, sent.tokens)
-        np.testing.assert_array_equal(received.logprobs, sent.logprobs)
-        assert received.finish == "stop"
+    prompts = [np.arange(n, dtype=np.int32) for n in (4, 0, 9)]
+    for sent, received in zip(prompts, there_and_back(generate(*prompts)).prompts, strict=True):
+        np.testing.assert_array_equal(received, sent)
 
 
 def test_nested_models_and_maps_come_back_equal():
@@ -153,25 +159,25 @@ def test_nested_models_and_maps_come_back_equal():
 
 def test_long_texts_of_a_large_message_travel_as_frames_of_their_own():
     tests = [{"input": "1\n" * 700_000, "output": "é" * 40_000}, {"input": "2", "output": None}]
-    message = Score(function="f", prompt="p" * MAX_BODY_BYTES, completion="c", row={"tests": tests, "n": 3})
+    message = score({"tests": tests, "n": 3}, "p" * MAX_BODY_BYTES)
     frames = frames_of(message)
     assert len(frames[1]) < 1000
     got = there_and_back(message)
-    assert (got.prompt, got.completion) == (message.prompt, "c")
-    assert json.loads(json.dumps(got.row)) == {"tests": tests, "n": 3}
+    assert got.completions == message.completions
+    assert json.loads(json.dumps(got.rows[0])) == {"tests": tests, "n": 3}
 
 
 def test_a_small_message_has_no_frame_for_its_texts():
-    assert len(frames_of(Score(function="f", prompt="p" * 100_000, completion="c", row={}))) == 2
+    assert len(frames_of(score(prompt="p" * 100_000))) == 2
 
 
 @pytest.mark.parametrize(
     ("index", "frame", "sentence"), [(0, b"\xff\xfe", "not UTF-8"), (1, b"a", "malformed"), ("0", b"a", "malformed")]
 )
 def test_a_text_apart_that_is_broken_is_refused(index, frame, sentence):
-    frames = frames_of(Score(function="f", prompt="p" * MAX_BODY_BYTES, completion="c", row={}))
+    frames = frames_of(score(prompt="p" * MAX_BODY_BYTES))
     place = msgpack.ExtType(2, msgpack.packb(index))
-    frames[1] = msgpack.packb({"function": "f", "prompt": place, "completion": "c", "row": {}})
+    frames[1] = msgpack.packb({"flow": 0, "rows": [place], "completions": []})
     frames[2] = frame
     with pytest.raises(MalformedError, match=sentence):
         decode(frames)
@@ -193,46 +199,46 @@ def test_a_text_apart_that_is_broken_is_refused(index, frame, sentence):
 )
 def test_an_array_the_receiver_would_refuse_does_not_leave(array):
     with pytest.raises(MalformedError, match="cannot be sent"):
-        frames_of(Score(function="f", prompt="p", completion="c", row={"array": array}))
+        frames_of(score({"array": array}))
 
 
 @pytest.mark.parametrize("value", [{1, 2}, 1 << 70, "\udc80", np.float32(1), print], ids=repr)
 def test_a_value_that_is_no_message_part_does_not_leave(value):
     with pytest.raises(MalformedError):
-        frames_of(Score(function="f", prompt="p", completion="c", row={"x": value}))
+        frames_of(score({"x": value}))
 
 
 def test_nesting_without_end_does_not_leave():
     row = {}
     row["again"] = row
     with pytest.raises(MalformedError):
-        frames_of(Score(function="f", prompt="p", completion="c", row=row))
+        frames_of(score(row))
 
 
 def test_a_message_too_large_does_not_leave(monkeypatch):
     with pytest.raises(MalformedError, match="bytes of body"):
-        frames_of(Score(function="f", prompt="p", completion="", row={"tests": ["x" * 1000] * 1100}))
+        frames_of(score({"tests": ["x" * 1000] * 1100}))
     with pytest.raises(MalformedError, match="arrays"):
-        frames_of(StoreGroup(group="g", prompt_index=0, trajectories=tuple(trajectory(1) for _ in range(1400))))
+        frames_of(generate(*[np.zeros(1, np.int32)] * 4200))
     with pytest.raises(MalformedError, match="cannot be sent"):
         huge = np.broadcast_to(np.int32(0), (MAX_FRAME_BYTES,))
-        frames_of(Generate(sequence="0", tokens=huge, temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0))
+        frames_of(generate(huge))
 
 
 # --- what is refused on arrival
 
 
 def test_another_protocol_version_is_its_own_error():
-    frames = frames_of(Scored(score=1.0))
-    frames[0] = msgpack.packb(header("scored")._asdict() | {"v": PROTOCOL_VERSION + 1, "new_field": 1})
+    frames = frames_of(Leave(reason="x"))
+    frames[0] = msgpack.packb(header("leave")._asdict() | {"v": PROTOCOL_VERSION + 1, "new_field": 1})
     with pytest.raises(ProtocolVersionError, match="install the same version"):
         decode(frames)
 
 
 @pytest.mark.parametrize("version", [None, "1", 1.0, True, [[1]]], ids=repr)
 def test_a_version_that_is_no_number_is_no_version(version):
-    frames = frames_of(Scored(score=1.0))
-    frames[0] = msgpack.packb(header("scored")._asdict() | {"v": version})
+    frames = frames_of(Leave(reason="x"))
+    frames[0] = msgpack.packb(header("leave")._asdict() | {"v": version})
     with pytest.raises(MalformedError):
         decode(frames)
 
@@ -260,7 +266,7 @@ def test_a_header_over_its_limit_is_refused_unread():
 
 
 def test_too_few_and_too_many_frames_are_refused():
-    frames = frames_of(Scored(score=1.0))
+    frames = frames_of(Leave(reason="x"))
     with pytest.raises(MalformedError):
         decode_header(frames[:1])
     with pytest.raises(MalformedError):
@@ -269,12 +275,12 @@ def test_too_few_and_too_many_frames_are_refused():
 
 def test_a_body_over_its_limit_is_refused_unread():
     with pytest.raises(MalformedError, match="a frame of"):
-        decode_body("scored", [b"", b"\xc1" * (MAX_BODY_BYTES + 1)])
+        decode_body("leave", [b"", b"\xc1" * (MAX_BODY_BYTES + 1)])
 
 
 def test_an_unknown_kind_is_refused():
     with pytest.raises(MalformedError, match="unknown kind"):
-        decode_body("no_such_kind", frames_of(Scored(score=1.0)))
+        decode_body("no_such_kind", frames_of(Leave(reason="x")))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +310,7 @@ def test_an_unknown_kind_is_refused():
 )
 def test_a_wrong_body_is_refused(body):
     with pytest.raises(MalformedError):
-        decode_body("scored", [b"", body])
+        decode_body("leave", [b"", body])
 
 
 @pytest.mark.parametrize(
@@ -337,21 +343,21 @@ def test_a_wrongly_described_array_is_refused(described):
 def test_an_array_of_another_type_than_the_field_s_is_refused(dtype_and_shape):
     dtype, shape = dtype_and_shape
     data = np.zeros(shape, dtype).tobytes()
-    with pytest.raises(MalformedError, match="tokens: .*not of int32 with one"):
+    with pytest.raises(MalformedError, match="prompts.0: .*not of int32 with one"):
         decode(generate_frames(body_with_array(0, dtype, shape), data))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_is_refused(number):
     with pytest.raises(MalformedError, match="finite"):
-        decode_body("scored", [b"", msgpack.packb({"score": number})])
+        decode_body("group_ready", [b"", msgpack.packb(WITHOUT_NUMBERS["group_ready"] | {"reward_mean": number})])
 
 
 @pytest.mark.parametrize(
     ("kind", "field", "value"),
     [
-        ("scored", "score", 1.7e308),
-        ("store_group", "reward_parts", {"form": 1.7e308}),
+        ("group_ready", "reward_mean", 1.7e308),
+        ("group_ready", "reward_parts", {"form": 1.7e308}),
         ("heartbeat", "stats", {"tokens_generated": 1.7e308}),
     ],
     ids=str,
@@ -392,13 +398,13 @@ def test_an_array_without_its_frame_is_refused():
 @pytest.mark.parametrize("code", [0, 3, 5, 127])
 def test_an_unknown_extension_is_refused(code):
     with pytest.raises(MalformedError, match="extension"):
-        decode_body("scored", [b"", msgpack.packb({"score": msgpack.ExtType(code, b"x" * 8)})])
+        decode_body("leave", [b"", msgpack.packb({"score": msgpack.ExtType(code, b"x" * 8)})])
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b"\xd4\x01\x00" * 3])
 def test_an_extension_with_rubbish_inside_is_refused(data):
     with pytest.raises(MalformedError):
-        decode_body("scored", [b"", msgpack.packb({"score": msgpack.ExtType(1, data)})])
+        decode_body("leave", [b"", msgpack.packb({"score": msgpack.ExtType(1, data)})])
 
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\xdd\x00\x00\x00\x01"])
@@ -419,20 +425,20 @@ def test_deep_nesting_does_not_break_the_reader(opening, depth):
 def test_a_length_that_the_frame_cannot_hold_is_refused(head):
     for length in (1 << 10, MAX_BODY_BYTES - 100, (1 << 32) - 1):
         with pytest.raises(MalformedError):
-            decode_body("scored", [b"", b"\x81\xa5score" + head + struct.pack(">I", length)])
+            decode_body("leave", [b"", b"\x81\xa5score" + head + struct.pack(">I", length)])
 
 
 def test_a_map_of_a_million_unknown_keys_is_refused_before_it_is_built():
     body = b"\xdf" + struct.pack(">I", 200_000) + b"".join(b"\xa5%05x\x00" % i for i in range(140_000))
     assert len(body) < MAX_BODY_BYTES
     with pytest.raises(MalformedError, match="not msgpack"):
-        decode_body("scored", [b"", body])
+        decode_body("leave", [b"", body])
 
 
 def test_the_text_of_a_refusal_stays_short():
     body = msgpack.packb({"x" * 500_000: 1})
     with pytest.raises(MalformedError) as refusal:
-        decode_body("scored", [b"", body])
+        decode_body("leave", [b"", body])
     assert len(str(refusal.value)) < 1000
 
 
@@ -450,11 +456,12 @@ def test_nothing_in_the_protocol_can_execute_what_it_reads():
 EXAMPLES = [
     frames_of(message)
     for message in (
-        chunk(5),
-        StoreGroup(group="g", prompt_index=3, trajectories=(trajectory(3), trajectory(2))),
+        tokens(3, 2),
+        group(3, 2),
+        generate(np.arange(5, dtype=np.int32)),
         Join(role="reward", index=None, address="tcp://a:1"),
         Snapshot(policy=Policy(lineage=0, version=2, folder="f"), members=(), sequence=9, events="tcp://a:2"),
-        Score(function="f", prompt="p", completion="c", row={"a": [1, {"b": None}]}),
+        score({"a": [1, {"b": None}]}),
         GroupFailed(group="g", cause="reward", reason="é"),
     )
 ]
@@ -529,11 +536,32 @@ def test_every_message_stands_in_the_table_or_in_a_list():
 
 
 def test_every_message_is_known_by_its_kind():
-    assert messages.KINDS["token_chunk"] is TokenChunk
+    assert messages.KINDS["token_columns"] is TokenColumns
     assert all(cls.kind == kind for kind, cls in messages.KINDS.items())
 
 
 # --- scores of rows
+
+
+def test_columns_that_do_not_fit_together_are_refused():
+    frames = frames_of(tokens(3, 2))
+    body = msgpack.unpackb(frames[1], strict_map_key=False)
+    for field in ("jobs", "counts", "finishes", "tokens", "logprobs", "versions"):
+        with pytest.raises(MalformedError):
+            decode(
+                [frames[0], msgpack.packb({**body, field: body["jobs" if field != "jobs" else "tokens"]}), *frames[2:]]
+            )
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"counts": [3, -1]}, {"lengths": [3, -1]}, {"finishes": [1, -1]}, {"finishes": [1, 3]}], ids=str
+)
+def test_a_count_or_finish_out_of_range_is_refused(wrong):
+    for message in (tokens(1, 1), group(1, 1)):
+        fields = {name: np.array(value, np.int32) for name, value in wrong.items() if hasattr(message, name)}
+        if fields:
+            with pytest.raises(MalformedError, match="out of range"):
+                there_and_back(message.model_copy(update=fields))
 
 
 def test_scores_of_rows_arrive_as_they_were_sent():

@@ -12,7 +12,7 @@ import zmq
 from protocols import network, security
 from protocols.codec import Header, encode
 from protocols.errors import DeadlineError
-from protocols.messages import AskStatus, Done, Score, Scored, Shutdown
+from protocols.messages import AskStatus, Completion, Done, Leave, Score, Shutdown, Status
 from protocols.network import SHARED_BYTES, ZmqNetwork
 from protocols.security import Generation, Keys, KeysError, Refusals, make_keys, retire_keys, rotate_keys
 from protocols.transport import Bus
@@ -136,14 +136,14 @@ async def test_what_was_overheard_can_be_neither_read_nor_said_again(bus, serve,
         await asyncio.gather(copy(reader, back, overheard.append), copy(there, writer, len))
 
     between = await asyncio.start_server(carry, "127.0.0.1", 0)
-    secret = Score(function="f", prompt="a very particular prompt", completion="c", row={})
+    secret = Leave(reason="a very particular reason")
     asker = bus("reward/0#b", folder)
     await asker.peer(f"tcp://127.0.0.1:{between.sockets[0].getsockname()[1]}").ask(secret, PATIENCE)
     await asker.close()
     between.close()
     await asyncio.gather(*carrying)
     said = b"".join(overheard)
-    assert b"particular" not in said and b"score" not in said
+    assert b"particular" not in said and b"leave" not in said
     with raw(address) as peer:
         peer.sendall(said)
         await hears_until_cut_off(peer)
@@ -169,12 +169,13 @@ async def test_who_connects_before_the_server_is_there_is_let_in_later(bus, serv
 
 async def test_a_large_array_arrives_whole(bus, folder):
     async def handle(request):
-        return Scored(score=float(len(request.message.completion)))
+        return Status(values={"length": len(request.message.completions[0].completion)})
 
     address = bus("master/0#a", folder).serve(LOOPBACK, handle, pytest.fail)
     text = "x" * (4 * SHARED_BYTES)
-    message = Score(function="f", prompt="p", completion=text, row={})
-    assert await bus("reward/0#b", folder).peer(address).ask(message, PATIENCE) == Scored(score=len(text))
+    one = Completion(job=0, function="f", prompt="p", completion=text, row=0)
+    message = Score(flow=0, rows=({},), completions=(one,))
+    assert await bus("reward/0#b", folder).peer(address).ask(message, PATIENCE) == Status(values={"length": len(text)})
 
 
 # --- keys that change

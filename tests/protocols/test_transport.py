@@ -29,12 +29,11 @@ from protocols.messages import (
     Credit,
     Done,
     Failure,
-    Generate,
+    FetchWeights,
     Permits,
-    Score,
-    Scored,
     Shutdown,
-    TokenChunk,
+    Status,
+    WeightChunk,
 )
 from protocols.network import DRAIN, SHARED_BYTES, ZmqNetwork
 from protocols.transport import STREAM_CREDIT, Bus
@@ -51,22 +50,23 @@ async def until(condition):
 
 
 def score(number=0):
-    return Score(function="f", prompt="p", completion=str(number), row={})
+    return AskStatus(since=number)
 
 
-def generate():
-    return Generate(
-        sequence="0", tokens=np.arange(3, dtype=np.int32), temperature=1.0, top_p=1.0, max_new_tokens=1, min_version=0
-    )  # fmt: skip
+def scored(number):
+    return Status(values={"score": number})
 
 
-def chunk(number, finish=None):
-    one = np.array([number], np.int32)
-    return TokenChunk(tokens=one, logprobs=one.astype(np.float32), versions=one, finish=finish)
+def fetch():
+    return FetchWeights(lineage=0, version=1, first=0, base=None)
+
+
+def chunk(number):
+    return WeightChunk(number=number, data=np.zeros(1, np.uint8), difference=False)
 
 
 def number_of(part):
-    return int(part.tokens[0])
+    return part.number
 
 
 class Net:
@@ -126,7 +126,7 @@ def frames(message, **fields):
 
 
 async def echo(request):
-    return Scored(score=float(request.message.completion))
+    return scored(request.message.since)
 
 
 def numbers(count):
@@ -147,7 +147,7 @@ async def test_an_answer_comes_back_to_the_one_who_asked(net):
     peers = [net.peer(address, f"reward/{i}#x") for i in range(3)]
     asked = [(peer.ask(score(10 * i + j), PATIENCE), 10 * i + j) for i, peer in enumerate(peers) for j in range(10)]
     answers = await asyncio.gather(*(answer for answer, _ in asked))
-    assert [answer.score for answer in answers] == [number for _, number in asked]
+    assert answers == [scored(number) for _, number in asked]
 
 
 async def test_the_handler_sees_who_asks_and_how_long_he_waits(net):
@@ -187,10 +187,10 @@ async def test_a_request_sent_again_runs_the_handler_once(net, monkeypatch):
     async def handle(request):
         runs.append(request)
         await until(lambda: bus.server.counts["repeated"] >= 2)
-        return Scored(score=len(runs))
+        return scored(len(runs))
 
     bus, address = net.serve(handle)
-    assert await net.peer(address).ask(score(), PATIENCE) == Scored(score=1)
+    assert await net.peer(address).ask(score(), PATIENCE) == scored(1)
     assert len(runs) == 1
 
 
@@ -199,7 +199,7 @@ async def test_a_repeated_request_gets_the_first_answer(net):
 
     async def handle(request):
         runs.append(request)
-        return Scored(score=len(runs))
+        return scored(len(runs))
 
     bus, address = net.serve(handle)
     socket = net.raw(zmq.DEALER, address)
@@ -207,7 +207,7 @@ async def test_a_repeated_request_gets_the_first_answer(net):
         socket.send_multipart(frames(score(), id="5", attempt=attempt))
         answer = await received(socket)
         assert decode_header(answer).reply_to == "5"
-        assert decode_body("scored", answer) == Scored(score=1)
+        assert decode_body("status", answer) == scored(1)
     assert len(runs) == 1
 
 
@@ -216,7 +216,7 @@ async def test_the_same_id_of_another_sender_is_another_request(net):
     socket = net.raw(zmq.DEALER, address)
     for number, sender in enumerate(("reward/0#b", "reward/0#c")):
         socket.send_multipart(frames(score(number), id="5", sender=sender))
-        assert decode_body("scored", await received(socket)).score == number
+        assert decode_body("status", await received(socket)) == scored(number)
 
 
 async def test_nobody_there_is_a_deadline_error(net):
@@ -254,7 +254,7 @@ async def test_a_bug_of_the_handler_is_told_to_the_asker_and_to_the_actor(net, t
 
 async def test_an_answer_that_cannot_travel_is_told_to_the_asker(net):
     async def handle(request):
-        return Score(function="f", prompt="p", completion="c", row={"x": object()})
+        return Status(values={"x": object()})
 
     _, address = net.serve(handle)
     with pytest.raises(MalformedError, match="cannot be sent"):
@@ -297,8 +297,8 @@ async def test_a_request_of_another_run_is_refused(net):
     _, address = net.serve(echo, run="mine")
     with pytest.raises(RefusedError, match="this is run 'mine', not 'yours'"):
         await net.peer(address, run="yours").ask(score(), PATIENCE)
-    assert await net.peer(address, "reward/1#b", run="mine").ask(score(1), PATIENCE) == Scored(score=1)
-    assert await net.peer(address, "reward/2#b").ask(score(2), PATIENCE) == Scored(score=2)  # it has yet to learn it
+    assert await net.peer(address, "reward/1#b", run="mine").ask(score(1), PATIENCE) == scored(1)
+    assert await net.peer(address, "reward/2#b").ask(score(2), PATIENCE) == scored(2)  # it has yet to learn it
 
 
 async def test_a_server_restarted_on_its_port_is_asked_again(net, monkeypatch):
@@ -314,7 +314,7 @@ async def test_a_server_restarted_on_its_port_is_asked_again(net, monkeypatch):
     await asked.wait()
     await first.close()
     net.serve(echo, address, identity="master/0#b")
-    assert await asking == Scored(score=7)
+    assert await asking == scored(7)
 
 
 async def test_too_many_open_requests_of_one_peer_are_busy(net, monkeypatch):
@@ -358,7 +358,7 @@ async def test_whoever_waits_on_a_link_that_is_closed_is_told(net, connected):
     bus = net.bus("reward/0#b")
     peer = bus.peer(address)
     asking = asyncio.create_task(peer.ask(AskStatus(), PATIENCE))
-    streaming = asyncio.create_task(anext(peer.stream(generate(), PATIENCE)))
+    streaming = asyncio.create_task(anext(peer.stream(fetch(), PATIENCE)))
     if connected:
         await received(socket)
     await asyncio.sleep(0)
@@ -393,7 +393,7 @@ async def test_a_flood_of_garbage_is_counted_and_a_proper_request_still_gets_its
     for message in refused:
         socket.send_multipart(message)
         assert decode_body("failure", await received(socket)).code == MalformedError.code
-    assert await net.peer(address).ask(score(5), PATIENCE) == Scored(score=5)
+    assert await net.peer(address).ask(score(5), PATIENCE) == scored(5)
     assert bus.server.counts[MalformedError.code] == 100 * len(garbage) + 1 + len(refused)
     assert not net.crashes
 
@@ -424,7 +424,7 @@ async def test_a_server_of_another_version_is_noticed_by_the_asker(net):
     socket = net.raw(zmq.ROUTER, LOOPBACK)
     peer = net.peer(socket.last_endpoint.decode())
     asking = asyncio.create_task(peer.ask(AskStatus(), PATIENCE))
-    streaming = asyncio.create_task(anext(peer.stream(generate(), PATIENCE)))
+    streaming = asyncio.create_task(anext(peer.stream(fetch(), PATIENCE)))
     route, *_ = await received(socket)
     socket.send_multipart([route, msgpack.packb({"v": PROTOCOL_VERSION + 1, "of": "another kind"}), b""])
     for task in (asking, streaming):
@@ -469,7 +469,7 @@ async def test_a_flood_does_not_starve_the_other_tasks(net):
 
 async def test_a_stream_arrives_whole_and_in_order(net):
     _, address = net.serve(numbers(5 * STREAM_CREDIT + 1))
-    got = [number_of(part) async for part in net.peer(address).stream(generate(), PATIENCE)]
+    got = [number_of(part) async for part in net.peer(address).stream(fetch(), PATIENCE)]
     assert got == list(range(5 * STREAM_CREDIT + 1))
 
 
@@ -478,49 +478,14 @@ async def test_many_streams_share_a_link(net):
     peer = net.peer(address)
 
     async def take():
-        return [number_of(part) async for part in peer.stream(generate(), PATIENCE)]
+        return [number_of(part) async for part in peer.stream(fetch(), PATIENCE)]
 
     assert await asyncio.gather(*(take() for _ in range(10))) == [list(range(2 * STREAM_CREDIT))] * 10
 
 
 async def test_an_empty_stream_ends(net):
     _, address = net.serve(numbers(0))
-    assert [part async for part in net.peer(address).stream(generate(), PATIENCE)] == []
-
-
-async def test_after_a_part_that_says_it_is_the_last_nothing_is_said_of_the_stream(net):
-    async def handle(request):
-        yield chunk(0)
-        yield chunk(1, "stop")
-        raise AssertionError("asked for more")
-
-    bus, address = net.serve(handle)
-    asker = net.raw(zmq.DEALER, address)
-    for id in ("1", "2"):
-        asker.send_multipart(frames(generate(), id=id))
-    heard = [decode_header(await received(asker)) for _ in range(4)]
-    assert {(header.reply_to, header.part) for header in heard} == {(id, part) for id in ("1", "2") for part in (0, 1)}
-    await until(lambda: not bus.server._calls)
-    asker.send_multipart(frames(generate(), id="1"))  # a repeated request is told how the first one ended
-    again = await received(asker)
-    assert decode_header(again).part == 1 and decode_body("token_chunk", again).finish == "stop"
-
-    server = net.raw(zmq.ROUTER, LOOPBACK)
-    peer = net.peer(server.last_endpoint.decode())
-    async with contextlib.aclosing(peer.stream(generate(), PATIENCE)) as parts:
-        taking = asyncio.ensure_future(anext(parts))
-        route, *request = await received(server)
-        server.send_multipart([route, *frames(chunk(0, "length"), reply_to=decode_header(request).id)])
-        assert (await taking).finish == "length"
-    async with contextlib.aclosing(peer.stream(generate(), PATIENCE)) as parts:
-        taking = asyncio.ensure_future(anext(parts))
-        _, *request = await received(server)
-        assert decode_header(request).kind == Generate.kind  # and not Cancel
-        server.send_multipart([route, *frames(chunk(0, "stop"), reply_to=decode_header(request).id)])
-        await taking
-        with pytest.raises(StopAsyncIteration):
-            await anext(parts)
-    assert not net.crashes
+    assert [part async for part in net.peer(address).stream(fetch(), PATIENCE)] == []
 
 
 async def test_a_slow_consumer_holds_the_server_back(net):
@@ -528,7 +493,7 @@ async def test_a_slow_consumer_holds_the_server_back(net):
 
     async def handle(request):
         nonlocal sent
-        if isinstance(request.message, Score):
+        if isinstance(request.message, AskStatus):
             return
         for number in range(6 * STREAM_CREDIT):
             yield chunk(number)
@@ -540,7 +505,7 @@ async def test_a_slow_consumer_holds_the_server_back(net):
 
     _, address = net.serve(handle)
     peer = net.peer(address)
-    async for _ in peer.stream(generate(), PATIENCE):
+    async for _ in peer.stream(fetch(), PATIENCE):
         if taken % STREAM_CREDIT == 0:
             await until(lambda: outstanding() > STREAM_CREDIT // 2)
             for _ in range(5):  # time enough for what should not come
@@ -561,7 +526,7 @@ async def test_an_asker_cannot_grant_itself_more_parts_than_anybody_else(net):
 
     _, address = net.serve(endless)
     socket = net.raw(zmq.DEALER, address)
-    socket.send_multipart(frames(generate(), id="1"))
+    socket.send_multipart(frames(fetch(), id="1"))
     await until(lambda: produced > STREAM_CREDIT)
     socket.send_multipart(frames(Credit(parts=1_000_000), reply_to="1"))
     await until(lambda: produced > 2 * STREAM_CREDIT)
@@ -583,7 +548,7 @@ async def test_closing_a_stream_cancels_the_handler(net):
 
     bus, address = net.serve(handle)
     peer = net.peer(address)
-    async with contextlib.aclosing(peer.stream(generate(), PATIENCE)) as parts:
+    async with contextlib.aclosing(peer.stream(fetch(), PATIENCE)) as parts:
         assert number_of(await anext(parts)) == 0
     await until(lambda: ended and not bus.server._calls)
     assert not peer._waiting and not net.crashes
@@ -597,7 +562,7 @@ async def test_a_server_that_dies_in_the_middle_breaks_the_stream(net, monkeypat
         await asyncio.Event().wait()
 
     bus, address = net.serve(handle)
-    parts = net.peer(address).stream(generate(), PATIENCE)
+    parts = net.peer(address).stream(fetch(), PATIENCE)
     assert number_of(await anext(parts)) == 0
     await bus.close()
     with pytest.raises(StreamBrokenError, match="stopped responding"):
@@ -607,7 +572,7 @@ async def test_a_server_that_dies_in_the_middle_breaks_the_stream(net, monkeypat
 async def test_a_server_that_cannot_be_reached_breaks_the_stream(net, monkeypatch):
     monkeypatch.setattr(transport, "STREAM_SILENCE_SECONDS", 0.1)
     with pytest.raises(StreamBrokenError, match="cannot be reached"):
-        await anext(net.peer(unused_address()).stream(generate(), PATIENCE))
+        await anext(net.peer(unused_address()).stream(fetch(), PATIENCE))
 
 
 async def test_a_server_with_nothing_to_say_yet_keeps_the_stream_alive(net, monkeypatch):
@@ -620,7 +585,7 @@ async def test_a_server_with_nothing_to_say_yet_keeps_the_stream_alive(net, monk
         yield chunk(0)
 
     _, address = net.serve(handle)
-    assert [number_of(part) async for part in net.peer(address).stream(generate(), PATIENCE)] == [0]
+    assert [number_of(part) async for part in net.peer(address).stream(fetch(), PATIENCE)] == [0]
 
 
 async def test_a_stream_that_does_not_end_in_time_is_a_deadline_error(net):
@@ -629,7 +594,7 @@ async def test_a_stream_that_does_not_end_in_time_is_a_deadline_error(net):
         await asyncio.Event().wait()
 
     bus, address = net.serve(handle)
-    parts = net.peer(address).stream(generate(), 2.0)
+    parts = net.peer(address).stream(fetch(), 2.0)
     await anext(parts)
     with pytest.raises(DeadlineError, match="did not end in time"):
         await anext(parts)
@@ -639,7 +604,7 @@ async def test_a_stream_that_does_not_end_in_time_is_a_deadline_error(net):
 @pytest.mark.parametrize("lost", [0, 1, 2])
 async def test_a_lost_part_breaks_the_stream(net, lost):
     socket = net.raw(zmq.ROUTER, LOOPBACK)
-    parts = net.peer(socket.last_endpoint.decode()).stream(generate(), PATIENCE)
+    parts = net.peer(socket.last_endpoint.decode()).stream(fetch(), PATIENCE)
     taking = asyncio.create_task(collect(parts))
     route, *request = await received(socket)
     id = decode_header(request).id
@@ -669,7 +634,7 @@ async def test_an_asker_that_vanishes_ends_the_handler(net, monkeypatch):
 
     bus, address = net.serve(handle)
     socket = net.raw(zmq.DEALER, address)
-    socket.send_multipart(frames(generate(), id="1"))
+    socket.send_multipart(frames(fetch(), id="1"))
     await received(socket)
     socket.close()
     await until(lambda: ended and not bus.server._calls)
@@ -686,7 +651,7 @@ async def test_an_error_in_a_stream_comes_after_its_parts(net, error):
     _, address = net.serve(handle)
     got = []
     with pytest.raises(RefusedError if isinstance(error, RefusedError) else BusError):
-        async for part in net.peer(address).stream(generate(), PATIENCE):
+        async for part in net.peer(address).stream(fetch(), PATIENCE):
             got.append(number_of(part))
     assert got == [0, 1]
     assert net.crashes == ([] if isinstance(error, RefusedError) else [error])
@@ -697,7 +662,7 @@ async def test_a_stream_goes_on_under_the_name_it_was_asked_with(net):
     _, address = net.serve(numbers(3 * STREAM_CREDIT))
     bus = net.bus("generator/?#b")
     got = []
-    async for part in bus.peer(address).stream(generate(), PATIENCE):
+    async for part in bus.peer(address).stream(fetch(), PATIENCE):
         bus.identity.name = "generator/4#b"
         got.append(number_of(part))
     assert got == list(range(3 * STREAM_CREDIT))
@@ -825,15 +790,13 @@ def test_a_failure_of_an_unknown_code_is_still_a_bus_error():
 
 
 async def test_a_large_array_arrives_whole_and_cannot_be_changed(net):
-    sent = np.arange(SHARED_BYTES, dtype=np.int32)
+    sent = np.arange(SHARED_BYTES) % 251
+    sent = sent.astype(np.uint8)
 
     async def handle(request):
-        none = sent[:0]
-        logprobs = none.astype(np.float32)
-        return TokenChunk(tokens=request.message.tokens[::-1], logprobs=logprobs, versions=none, finish=None)
+        return request.message.model_copy(update={"data": request.message.data[::-1]})
 
     _, address = net.serve(handle)
-    asked = generate().model_copy(update={"tokens": sent})
-    answer = await net.peer(address).ask(asked, PATIENCE)
-    assert np.array_equal(answer.tokens, sent[::-1])
-    assert not answer.tokens.flags.writeable
+    answer = await net.peer(address).ask(WeightChunk(number=0, data=sent, difference=False), PATIENCE)
+    assert np.array_equal(answer.data, sent[::-1])
+    assert not answer.data.flags.writeable

@@ -12,12 +12,14 @@ from helpers import needs_namespaces
 from actors.parts.sessions import Router, SampleFailed, Sampler, SampleSession
 from areal.config import Config, UserError
 from areal.data.rows import Row
+from areal.generation.engine import Chunk
 from areal.generation.routing import Load
 from areal.rewards.pool import Quarantine
+from areal.rewards.result import Result
 from areal.sandbox.outside import Outcome, open_sandbox
 from areal.trajectory import Trajectory
 from protocols.errors import BusyError, FencedError, HarmfulError, RefusedError, StreamBrokenError
-from protocols.messages import Member, Policy, Scored, TokenChunk
+from protocols.messages import Member, Policy
 
 
 class Cluster:
@@ -34,7 +36,7 @@ class Cluster:
         self.scored = 0
         self.failures = []
         self.own_code = {}
-        self.sequences = itertools.count()
+        self.jobs = itertools.count()
         self.quarantine = Quarantine(3)
         self.program_slots = asyncio.Semaphore(2)
 
@@ -46,6 +48,9 @@ class Cluster:
 
     async def until(self, condition) -> None:
         assert condition()
+
+    async def do(self, member: Member, job):
+        return await self.servers.do(member, job)
 
 
 def generator(index: int, held: int | None = None) -> Member:
@@ -77,30 +82,26 @@ async def test_what_others_have_there_counts_too():
 
 
 class Streams:
-    """In the place of the bus: streams that a test writes, by generator; what was asked of each is kept."""
+    """In the place of generators: streams that a test writes, by generator; what was asked of each is kept."""
 
     def __init__(self, **streams: list) -> None:
         self.streams = streams
         self.asked = []
 
-    def peer(self, address: str):
-        self.address = address
-        return self
-
-    async def stream(self, request, seconds):
-        self.asked.append((self.address[-1], request))
-        for part in self.streams[f"at{self.address[-1]}"].pop(0):
+    async def do(self, member: Member, job):
+        self.asked.append((member.address[-1], job))
+        for part in self.streams[f"at{member.address[-1]}"].pop(0):
             if isinstance(part, Exception):
                 raise part
-            yield part() if callable(part) else part
+            job.take(part() if callable(part) else part)
+            if job.done.done():
+                return job.done.result()
+        raise AssertionError("the test wrote too little")
 
 
-def chunk(*tokens: int, version: int, finish: str | None = None) -> TokenChunk:
+def chunk(*tokens: int, version: int, finish: str | None = None) -> Chunk:
     n = len(tokens)
-    return TokenChunk(
-        tokens=np.array(tokens, np.int32), logprobs=np.zeros(n, np.float32),
-        versions=np.full(n, version, np.int32), finish=finish,
-    )  # fmt: skip
+    return Chunk(np.array(tokens, np.int32), np.zeros(n, np.float32), np.full(n, version, np.int32), finish)
 
 
 class Characters:
@@ -125,20 +126,24 @@ async def test_a_sequence_that_moves_goes_on_at_its_target_from_the_tokens_so_fa
         session.move(generator(2))
         return chunk(5, 6, version=3)
 
-    cluster.bus = Streams(at0=[[moves, StreamBrokenError("handed over")]], at2=[[chunk(7, version=4, finish="stop")]])
+    cluster.servers = Streams(
+        at0=[[moves, StreamBrokenError("handed over")]], at2=[[chunk(7, version=4, finish="stop")]]
+    )
     done = await session.generate([1, 2])
     assert (done.tokens.tolist(), done.versions.tolist()) == ([5, 6, 7], [3, 3, 4])
-    (_, first), (where, second) = cluster.bus.asked
-    assert (where, second.tokens.tolist(), second.max_new_tokens) == ("2", [1, 2, 5, 6], 8)
+    (_, first), (where, second) = cluster.servers.asked
+    assert (where, second.prompt.tolist(), second.max_new_tokens) == ("2", [1, 2, 5, 6], 8)
     assert second.min_version == 3
-    assert first.sequence != second.sequence
+    assert first.number != second.number
     assert (session.tokens_sampled, dict(router.load)) == (3, {})
 
 
 async def test_a_sequence_may_be_ended_early():
     cluster = Cluster(generator(0))
     router, session = session_at(cluster, generator(0))
-    cluster.bus = Streams(at0=[[chunk(5, 6, version=3), chunk(7, 8, version=4), chunk(9, version=4, finish="length")]])
+    cluster.servers = Streams(
+        at0=[[chunk(5, 6, version=3), chunk(7, 8, version=4), chunk(9, version=4, finish="length")]]
+    )
     done = await session.generate([1], keep=lambda tokens: 3 if 7 in tokens else None)
     assert (done.tokens.tolist(), done.versions.tolist(), done.finish) == ([5, 6, 7], [3, 3, 4], "stop")
     assert (len(done.logprobs), session.tokens_sampled, dict(router.load)) == (3, 4, {})
@@ -149,7 +154,7 @@ async def test_a_stop_text_of_the_run_ends_a_turn_and_remains_in_it(keep, end):
     cluster = Cluster(generator(0), generator(1))
     _, session = session_at(cluster, generator(0), stop=["!!", "bye"])
     first = [chunk(*b"ab!", version=3), StreamBrokenError("handed over")]
-    cluster.bus = Streams(at0=[first], at1=[[chunk(*b"c!", version=4), chunk(*b"!d", version=4)]])
+    cluster.servers = Streams(at0=[first], at1=[[chunk(*b"c!", version=4), chunk(*b"!d", version=4)]])
     session.move(generator(1))
     own = None if keep is None else lambda tokens: keep if len(tokens) >= keep else None
     done = await session.generate([1], keep=own)
@@ -160,22 +165,22 @@ async def test_the_tokens_that_a_sample_needs_at_least_count_over_its_turns():
     cluster = Cluster(generator(0), generator(1))
     _, session = session_at(cluster, generator(0), min_new_tokens=6)
     first = [chunk(5, 6, version=3), StreamBrokenError("handed over")]
-    cluster.bus = Streams(
+    cluster.servers = Streams(
         at0=[first], at1=[[chunk(7, version=3, finish="length")], [chunk(1, 2, 3, version=3, finish="stop")]]
     )
     session.move(generator(1))
     for most in (3, None):
         await session.generate([1], max_new_tokens=most)
-    assert [request.min_new_tokens for _, request in cluster.bus.asked] == [6, 4, 3]
+    assert [request.min_new_tokens for _, request in cluster.servers.asked] == [6, 4, 3]
 
 
 @pytest.mark.parametrize(("wanted", "asked"), [(None, 10), (4, 4), (40, 10)])
 async def test_a_call_may_ask_for_fewer_tokens_than_the_run_s(wanted, asked):
     cluster = Cluster(generator(0))
     _, session = session_at(cluster, generator(0))
-    cluster.bus = Streams(at0=[[chunk(5, version=3, finish="length")]])
+    cluster.servers = Streams(at0=[[chunk(5, version=3, finish="length")]])
     await session.generate([1], max_new_tokens=wanted)
-    assert cluster.bus.asked[0][1].max_new_tokens == asked
+    assert cluster.servers.asked[0][1].max_new_tokens == asked
 
 
 async def test_a_place_is_taken_while_a_sequence_is_to_come_or_runs():
@@ -183,7 +188,7 @@ async def test_a_place_is_taken_while_a_sequence_is_to_come_or_runs():
     router, session = session_at(cluster, generator(0))
     assert router.load == {"generator/0#x": 1}
     room = asyncio.create_task(router.room.until(lambda: not router.load))
-    cluster.bus = Streams(at0=[[lambda: chunk(len(router.load), version=3, finish="stop")]])
+    cluster.servers = Streams(at0=[[lambda: chunk(len(router.load), version=3, finish="stop")]])
     assert (await session.generate([1])).tokens.tolist() == [1]
     assert not router.load
     await asyncio.wait_for(room, 60)
@@ -198,7 +203,7 @@ async def test_the_target_of_a_move_may_be_gone():
         return chunk(5, version=3)
 
     broken = [moves, StreamBrokenError("handed over")]
-    cluster.bus = Streams(
+    cluster.servers = Streams(
         at0=[broken, [chunk(6, version=3, finish="stop")]], at1=[[chunk(6, version=3, finish="stop")]]
     )
     async with asyncio.timeout(60):
@@ -214,17 +219,13 @@ class Rewards(Cluster):
                      serves=tuple(answers)) for i in range(2))
         )  # fmt: skip
         self.answers, self.asked = answers, []
-        self.bus = self
 
-    def peer(self, address: str):
-        return self
-
-    async def stream(self, request, seconds):
-        self.asked.append(request)
-        answer = self.answers[request.function].pop(0)
+    async def do(self, member: Member, job):
+        self.asked.append(job)
+        answer = self.answers[job.function].pop(0)
         if isinstance(answer, Exception):
             raise answer
-        yield answer
+        return answer
 
     def session(self, reward: dict[str, float] | None = None, **settings) -> SampleSession:
         settings = self.config.reward.model_copy(update=settings)
@@ -239,7 +240,7 @@ def unhurried(monkeypatch):
 
 
 async def test_the_score_is_the_weighted_sum_of_the_rows_rewards_and_each_is_a_part():
-    cluster = Rewards(math=[Scored(score=1.0, parts={"answer": 0.5})], brief=[Scored(score=0.25)])
+    cluster = Rewards(math=[Result(1.0, {"answer": 0.5})], brief=[Result(0.25, {})])
     session = cluster.session({"math": 2.0, "brief": -1.0})
     assert await session.score("done", np.array([5, 6])) == 1.75
     assert session.reward_parts == {"math": 1.0, "brief": 0.25, "math/answer": 0.5}
@@ -248,7 +249,7 @@ async def test_the_score_is_the_weighted_sum_of_the_rows_rewards_and_each_is_a_p
 
 
 async def test_a_single_reward_is_the_score_and_no_part_of_it():
-    cluster = Rewards(addition=[Scored(score=0.5, parts={"answer": 0.25})])
+    cluster = Rewards(addition=[Result(0.5, {"answer": 0.25})])
     session = cluster.session()
     assert await session.score("done") == 0.5
     assert session.reward_parts == {"addition/answer": 0.25}
@@ -256,7 +257,7 @@ async def test_a_single_reward_is_the_score_and_no_part_of_it():
 
 
 async def test_a_failure_is_told_once_a_completion_and_a_lost_actor_is_none(unhurried):
-    answers = [BusyError("later"), RefusedError("KeyError"), RefusedError("KeyError"), Scored(score=1.0)]
+    answers = [BusyError("later"), RefusedError("KeyError"), RefusedError("KeyError"), Result(1.0, {})]
     cluster = Rewards(addition=answers)
     assert await cluster.session(retries=2).score("done") == 1.0
     assert cluster.failures == ["reward 'addition': KeyError"]
@@ -276,7 +277,7 @@ async def test_what_has_cost_too_many_workers_on_any_actor_is_asked_no_more(unhu
 
 
 async def test_a_reward_that_only_a_later_actor_serves_is_waited_for(monkeypatch):
-    cluster = Rewards(addition=[], late=[Scored(score=1.0)])
+    cluster = Rewards(addition=[], late=[Result(1.0, {})])
     members, cluster.members = cluster.members, ()
 
     async def until(condition):
@@ -298,7 +299,7 @@ async def test_all_turns_of_a_sample_share_its_tokens_and_none_is_older_than_its
     router, session = session_at(cluster, generator(0))
     started = []
     session._on_start = started.append
-    cluster.bus = Streams(
+    cluster.servers = Streams(
         at0=[[chunk(5, 6, 7, version=3, finish="stop")], [chunk(*range(7), version=5, finish="length")]]
     )
     await session.generate([1, 2])
@@ -307,7 +308,7 @@ async def test_all_turns_of_a_sample_share_its_tokens_and_none_is_older_than_its
     await session.generate([1, 2, 5, 6, 7, 9])
     nothing = await session.generate([1])
     assert (len(nothing.tokens), nothing.finish) == (0, "length")
-    (first_at, first), (second_at, second) = cluster.bus.asked
+    (first_at, first), (second_at, second) = cluster.servers.asked
     assert (first_at, second_at) == ("0", "0"), "the prefix is there"
     assert (first.max_new_tokens, second.max_new_tokens) == (10, 7)
     assert (first.min_version, second.min_version) == (3, 4)
@@ -317,22 +318,24 @@ async def test_all_turns_of_a_sample_share_its_tokens_and_none_is_older_than_its
 async def test_a_turn_may_have_a_limit_of_its_own():
     cluster = Cluster(generator(0))
     _, session = session_at(cluster, generator(0))
-    cluster.bus = Streams(at0=[[chunk(5, 6, version=3, finish="length")], [chunk(7, version=3, finish="stop")]])
+    cluster.servers = Streams(at0=[[chunk(5, 6, version=3, finish="length")], [chunk(7, version=3, finish="stop")]])
     assert (await session.generate([1], 2)).finish == "length"
     await session.generate([1], 20)
-    assert [request.max_new_tokens for _, request in cluster.bus.asked] == [2, 8]
+    assert [request.max_new_tokens for _, request in cluster.servers.asked] == [2, 8]
 
 
 async def test_a_conversation_that_outgrows_the_model_is_cut_but_a_first_prompt_that_does_fails():
     cluster = Cluster(generator(0))
     _, session = session_at(cluster, generator(0))
-    cluster.bus = Streams(at0=[[chunk(5, version=3, finish="stop")], [RefusedError("too long")], [FencedError("gone")]])
+    cluster.servers = Streams(
+        at0=[[chunk(5, version=3, finish="stop")], [RefusedError("too long")], [FencedError("gone")]]
+    )
     await session.generate([1])
     assert (await session.generate([1, 2])).finish == "length"
     with pytest.raises(SampleFailed):
         await session.generate([1, 2])
     _, fresh = session_at(cluster, generator(0))
-    cluster.bus = Streams(at0=[[RefusedError("too long")]])
+    cluster.servers = Streams(at0=[[RefusedError("too long")]])
     with pytest.raises(SampleFailed):
         await fresh.generate([1])
 

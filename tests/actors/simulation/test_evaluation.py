@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -140,12 +140,12 @@ def test_version_0_has_no_result_if_its_generator_leaves_for_good() -> None:
 
 def test_no_sequence_has_the_name_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A generator may still be busy with a sequence whose evaluation was abandoned."""
-    names: Counter[tuple[str, str]] = Counter()
+    names: Counter[tuple[str, int]] = Counter()
     generate = Generator.generate
 
-    def noted(self: Generator, request: Any) -> AsyncIterator[Any]:
-        names[request.sender, request.message.sequence] += 1
-        return generate(self, request)
+    async def noted(self: Generator, request: Any) -> Any:
+        names.update((request.sender, new.job) for new in request.message.sequences)
+        return await generate(self, request)
 
     monkeypatch.setattr(Generator, "generate", noted)
     settings = model(eval_size=8, samples=1, every=1, max_staleness=2)

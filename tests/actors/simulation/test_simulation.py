@@ -27,7 +27,7 @@ from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.simulation import faults
 from actors.simulation.engines import Mishaps, Pace, SimEngine, SimLearner, stem
-from actors.simulation.faults import HANDLERS, FailPoint, Kill, Plan
+from actors.simulation.faults import HANDLERS, FailPoint, Kill, Plan, Storm
 from actors.simulation.loop import ProcessLoop, Scheduler, Stuck
 from actors.simulation.model import OPERATIONS, draw_model
 from actors.simulation.mutants import MUTANTS
@@ -316,7 +316,7 @@ def test_in_a_run_that_moves_and_over_samples_every_token_is_accounted_for() -> 
     world.oracle.trained = sum_up
     result = world.run()
     assert result.ok, result.story
-    assert any("-> generator-1: hand_over(" in line for line in result.trace)
+    assert any("-> generator-1: end_jobs(" in line for line in result.trace)
     assert world.summary["tokens_trained"] == sum(trained)
     assert world.summary["tokens_discarded"] > 0
     assert world.summary["tokens_generated"] >= world.summary["tokens_trained"] + world.summary["tokens_discarded"]
@@ -559,12 +559,12 @@ def test_a_starting_trainer_takes_no_group_before_it_has_dropped_old_ones(monkey
 # A seed that catches it soon, and how many are tried from there on, since every change to the actors draws other
 # simulations.
 CAUGHT_BY = {
-    "capacity from a counter": (6, 40),
-    "no de-duplication": (2, 20),
-    "no batch gate": (5, 200),
-    "no lease expiry": (12, 500),
+    "capacity from a counter": (2, 40),
+    "no de-duplication": (4, 20),
+    "no batch gate": (101, 200),
+    "no lease expiry": (2, 500),
     "replies not matched": (0, 10),
-    "version kept on roll-back": (15, 120),
+    "version kept on roll-back": (16, 120),
     "payloads dropped once trained": (0, 120),
     "answers before the commit": (0, 10),
     "no fencing": (52, 300),
@@ -573,19 +573,21 @@ CAUGHT_BY = {
     "checkpoints in a streak": (0, 120),
     "hold ignored": (90, 400),
     "published before it is written": (0, 10),
-    "no wait for the write": (4, 10),
+    "no wait for the write": (27, 10),
     "checkpoint before it is written": (0, 10),
     "tokens twice after a break": (6, 160),
     "start versions not reported": (0, 10),
-    "min_version stays": (84, 300),
+    "min_version stays": (10, 300),
     "rejected payloads kept": (6, 60),
-    "payloads not dropped at a start": (192, 240),
+    "payloads not dropped at a start": (16, 240),
     "spool never emptied": (0, 10),
-    "lineages ignored": (152, 200),
+    "lineages ignored": (89, 200),
     "leases not renewed at a start": (46, 300),
     "work not reported": (16, 120),
     "awake in a turn": (5, 30),
-    "old trainers give devices": (384, 500),
+    "old trainers give devices": (52, 500),
+    "failures in parts are lost": (6, 120),
+    "columns mixed up": (6, 120),
 }
 
 
@@ -609,8 +611,20 @@ def test_a_lease_that_nobody_knows_of_has_to_expire() -> None:
     assert "no progress" in result.violation
 
 
+def test_the_last_part_of_a_stream_for_long_may_be_lost() -> None:
+    """Everything is lost for a moment, which is the wrong one if nothing follows on a flow."""
+    for moment in range(40):
+        plan = Plan(until=3.0, faults=[Storm(0.2 + 0.02 * moment, Weather(loss=1.0), 0.02)])
+        assert simulate(1, Model(), plan).ok
+        with MUTANTS["keep-alives count nothing"]():
+            if (result := simulate(1, Model(), plan)).violation:
+                assert "no progress" in result.violation
+                return
+    pytest.fail("no moment is the wrong one")
+
+
 def test_all_mutants_are_tested_and_listed() -> None:
-    assert set(MUTANTS) == {*CAUGHT_BY, "leases nobody knows of"}
+    assert set(MUTANTS) == {*CAUGHT_BY, "leases nobody knows of", "keep-alives count nothing"}
     table = (Path(__file__).parents[3] / "docs" / "recovery.md").read_text().partition("| mutant | bug |")[2]
     assert re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", table, re.MULTILINE) == list(MUTANTS)
 

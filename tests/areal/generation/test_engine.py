@@ -37,7 +37,7 @@ from transformers import (
 import areal.generation.engine
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
 from areal.devices import SHARES
-from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, WeightLoadError
+from areal.generation.engine import CPU_BLOCK_SIZE, Chunk, EngineError, EngineStats, GenerationEngine, WeightLoadError
 from areal.selftest.transport import Receiving, Sending
 from areal.weights.folders import published_shapes
 from areal.weights.lora import add_adapters, write_adapter
@@ -870,6 +870,16 @@ async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing
     after = await stats_at_rest(engine)
     assert after.tokens_generated - begun.tokens_generated < 8 * (MAX_LEN - len(PROMPT))
     assert after.preemptions == begun.preemptions  # what new weights stop is none
+
+
+async def test_prompt_tokens_are_counted_and_those_that_an_earlier_sequence_left(engine: GenerationEngine) -> None:
+    prompt = PROMPT[: 2 * CPU_BLOCK_SIZE + 5]
+    before = engine.stats()
+    for name in ("first", "second"):
+        await collect(engine.generate(name, prompt, SAMPLING))
+    after = engine.stats()
+    assert after.prefix_cache_queries - before.prefix_cache_queries == 2 * len(prompt)
+    assert after.prefix_cache_hits - before.prefix_cache_hits == 2 * CPU_BLOCK_SIZE
 
 
 async def test_one_sequence_can_be_handed_over_while_the_others_go_on(engine: GenerationEngine) -> None:

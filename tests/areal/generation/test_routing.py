@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from areal.generation.routing import (
 
 # ------------------------------------------------------------------------------------ a model of engines with little KV
 
+NUMBERS = itertools.count()
 PROMPT = 50
 
 
@@ -79,12 +81,10 @@ class Engine:
     def take(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def remove(self, name: str) -> Request:
-        line = self.running if any(request.name == name for request in self.running) else self.waiting
-        request = next(request for request in line if request.name == name)
+    def remove(self, request: Request) -> None:
+        line = self.running if request in self.running else self.waiting
         line.remove(request)
         self.used -= (PROMPT + request.sampled) * (line is self.running)
-        return request
 
 
 def generate(kv: int, limit: Concurrency | int, seconds: float = 40.0) -> Engine:
@@ -182,8 +182,7 @@ def test_older_weights_count_as_load():
 
 def on(generator: str, n: int, sampled: int = 500, left: int = 1500, since: float = 0.0, needs: int = 0):
     return [
-        Sequence(f"{generator}-{i}", generator, since, PROMPT + sampled, sampled, left, min_version=needs)
-        for i in range(n)
+        Sequence(next(NUMBERS), generator, since, PROMPT + sampled, sampled, left, min_version=needs) for i in range(n)
     ]
 
 
@@ -198,7 +197,7 @@ BOTH = {"a": 64, "b": 64}
 def moved(sequences: list[Sequence], limits: dict[str, int] = BOTH, askers: int = 1, version: int = 0) -> int:
     plan = plan_moves(loads_of(sequences, limits, version), sequences, askers, now=REST_SECONDS)
     assert all(sequence.generator != target for sequence, target in plan)
-    assert len({sequence.name for sequence, _ in plan}) == len(plan)
+    assert len({sequence.number for sequence, _ in plan}) == len(plan)
     return len(plan)
 
 
@@ -262,11 +261,13 @@ def run_to_the_end(lengths: dict[str, list[int]], moves: bool) -> tuple[float, i
 def move(engines: dict[str, Engine], now: float) -> int:
     here = [(name, request) for name, engine in engines.items() for request in engine.running + engine.waiting]
     sequences = [
-        Sequence(r.name, name, r.since, PROMPT + r.sampled, r.sampled, 4000 - r.sampled, 0) for name, r in here
+        Sequence(number, name, r.since, PROMPT + r.sampled, r.sampled, 4000 - r.sampled, 0)
+        for number, (name, r) in enumerate(here)
     ]
     plan = plan_moves(loads_of(sequences, dict.fromkeys(engines, 32)), sequences, 1, now)
     for sequence, target in plan:
-        request = engines[sequence.generator].remove(sequence.name)
+        request = here[sequence.number][1]
+        engines[sequence.generator].remove(request)
         request.since = now
         engines[target].take(request)
         engines[target].seconds = max(engines[target].seconds, now)

@@ -1,0 +1,240 @@
+"""Flows over real links: what travels together, how jobs end, and that none is left when a flow breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+
+import pytest
+
+from actors.parts import flows
+from actors.parts.flows import Flow, Flows, Job
+from protocols.errors import BusError, HarmfulError, MalformedError, RefusedError, StreamBrokenError
+from protocols.messages import Completion, CompletionsScored, Done, EndJobs, OpenFlow, Score, Scored
+from protocols.network import ZmqNetwork
+from protocols.transport import Bus
+
+PATIENCE = 60.0
+
+
+class Task(Job):
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(number)
+        self.text = text
+        self.heard: list[float] = []
+
+
+class Kind:
+    """Jobs that answer with the length of their text; a negative score is not the last."""
+
+    def request(self, flow, jobs):
+        some = (Completion(job=job.number, function="f", prompt="", completion=job.text, row=0) for job in jobs)
+        return Score(flow=flow, rows=({},), completions=tuple(some))
+
+    def take(self, part, jobs):
+        for scored in part.scored:
+            if job := jobs.get(scored.job):
+                job.heard.append(scored.score)
+                if scored.score >= 0:
+                    jobs.pop(scored.job).succeed(scored.score)
+        return part.failed
+
+
+class Server:
+    """What it does with a job stands in the job's text. `parts`, `requests`: what travelled, by number of jobs."""
+
+    def __init__(self) -> None:
+        self.flows = Flows(lambda scored: 1000, lambda work, name: asyncio.create_task(work, name=name))
+        self.goes_on = asyncio.Event()
+        self.running, self.parts, self.requests = set(), [], []
+        self.bus = Bus("reward/0#s", ZmqNetwork())
+        self.address = self.bus.serve("tcp://127.0.0.1:*", self.handle, pytest.fail)
+
+    def handle(self, request):
+        return self.stream(request) if isinstance(request.message, OpenFlow) else self.answer(request)
+
+    async def stream(self, request):
+        async with contextlib.aclosing(self.flows.serve(request)) as parts:
+            async for scored, failed in parts:
+                if scored or failed:
+                    self.parts.append(len(scored) + len(failed))
+                yield CompletionsScored(scored=tuple(scored), failed=tuple(failed))
+
+    async def answer(self, request):
+        asked = request.message
+        if isinstance(asked, EndJobs):
+            self.flows.cancel(request.sender, asked.flow, asked.jobs.tolist())
+            return Done()
+        self.requests.append(len(asked.completions))
+        for one in asked.completions:
+            if one.completion == "refuse all":
+                raise RefusedError("not these")
+            self.flows.begin(request.sender, asked.flow, one.job, lambda add, one=one: self.work(one, add))
+        return Done()
+
+    async def work(self, one, add):
+        self.running.add(one.completion)
+        try:
+            if one.completion == "harm":
+                raise HarmfulError("it does harm")
+            if one.completion.startswith("wait"):
+                add(Scored(job=one.job, score=-1.0))
+                await self.goes_on.wait()
+            add(Scored(job=one.job, score=float(len(one.completion))))
+        finally:
+            self.running.discard(one.completion)
+
+
+class Pair:
+    """A server and an asker."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self.server = Server()
+        self.bus = Bus("rollout_manager/0#a", ZmqNetwork())
+        self.flow = self.opened()
+
+    def opened(self) -> Flow:
+        peer = self.bus.peer(self.server.address)
+        return Flow(peer, next(self._numbers), Kind(), lambda work, name: asyncio.create_task(work, name=name))
+
+    def do(self, text: str) -> asyncio.Task:
+        self.last = Task(next(self._numbers), text)
+        return asyncio.create_task(self.flow.do(self.last))
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not condition():  # noqa: ASYNC110 - what is waited for is a plain value
+                await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def pair():
+    pair = Pair()
+    yield pair
+    await pair.bus.close()
+    await pair.server.bus.close()
+
+
+async def test_jobs_of_a_moment_go_together_and_so_do_their_results(pair):
+    jobs = [pair.do("x" * n) for n in range(100)]
+    assert await asyncio.gather(*jobs) == list(range(100))
+    assert pair.server.requests == [100]
+    assert len(pair.server.parts) == 1
+
+
+async def test_a_request_and_a_part_have_a_limit(pair, monkeypatch):
+    monkeypatch.setattr(flows, "JOBS", 30)
+    monkeypatch.setattr(flows, "PART_BYTES", 4000)
+    await asyncio.gather(*(pair.do("x") for _ in range(100)))
+    assert pair.server.requests == [30, 30, 30, 10]
+    assert max(pair.server.parts) == 4 and sum(pair.server.parts) == 100
+
+
+async def test_results_that_come_quickly_gather(pair, monkeypatch):
+    monkeypatch.setattr(flows, "GATHER_SECONDS", 0.2)
+    for _ in range(2):
+        await asyncio.gather(*(pair.do("x") for _ in range(3)))
+    first = pair.do("x")
+    await pair.until(lambda: len(pair.server.requests) == 3)
+    await asyncio.gather(first, *(pair.do("x") for _ in range(3)))
+    assert pair.server.parts[2:] == [4]
+
+
+async def test_a_failure_arrives_as_the_error_it_was_and_harms_no_other_job(pair):
+    harm, other = pair.do("harm"), pair.do("abc")
+    with pytest.raises(HarmfulError, match="it does harm"):
+        await harm
+    assert await other == 3
+
+
+async def test_jobs_that_the_server_refuses_fail_and_the_flow_goes_on(pair):
+    with pytest.raises(RefusedError, match="not these"):
+        await pair.do("refuse all")
+    assert await pair.do("ab") == 2
+    assert not pair.flow.broken
+
+
+async def test_a_job_that_cannot_travel_fails_alone(pair):
+    jobs = [pair.do(text) for text in ("a", "\udc80", "abc", "abcd")]
+    ends = await asyncio.gather(*jobs, return_exceptions=True)
+    assert isinstance(ends.pop(1), MalformedError)
+    assert ends == [1, 3, 4]
+
+
+async def test_jobs_too_large_for_one_request_go_in_several(pair):
+    texts = ["y" * 16_000] * 100  # too short to travel as frames of their own
+    assert await asyncio.gather(*map(pair.do, texts)) == [16_000] * 100
+    assert len(pair.server.requests) > 1
+
+
+async def test_a_job_that_is_cancelled_ends_at_the_server(pair):
+    waits, other = pair.do("wait"), pair.do("wait too")
+    await pair.until(lambda: len(pair.server.running) == 2)
+    waits.cancel()
+    await pair.until(lambda: pair.server.running == {"wait too"})
+    pair.server.goes_on.set()
+    assert await other == 8
+
+
+async def test_a_job_that_is_cancelled_at_once_never_begins(pair):
+    job = pair.do("wait")
+    await asyncio.sleep(0)
+    job.cancel()
+    assert await pair.do("a") == 1
+    assert not pair.server.running
+
+
+async def test_results_arrive_before_the_last_one(pair):
+    job = pair.do("wait")
+    task = pair.last
+    await pair.until(lambda: task.heard)
+    pair.server.goes_on.set()
+    assert await job == 4
+    assert task.heard == [-1, 4]
+
+
+async def test_where_a_server_is_lost_all_its_jobs_fail(pair):
+    jobs = [pair.do(f"wait {n}") for n in range(5)]
+    await pair.until(lambda: len(pair.server.running) == 5)
+    pair.bus.forget(pair.server.address)
+    for job in jobs:
+        with pytest.raises(StreamBrokenError):
+            await job
+    assert pair.flow.broken
+    pair.flow = pair.opened()
+    assert await pair.do("ab") == 2
+
+
+async def test_where_the_asker_leaves_the_server_ends_its_jobs(pair):
+    jobs = [pair.do(f"wait {n}") for n in range(5)]
+    await pair.until(lambda: len(pair.server.running) == 5)
+    await pair.bus.close()
+    await asyncio.gather(*jobs, return_exceptions=True)
+    await pair.until(lambda: not pair.server.running)
+
+
+async def test_a_job_needs_an_open_flow(pair):
+    with pytest.raises(StreamBrokenError, match="flow 99 of rollout_manager/0#a is not open"):
+        await pair.bus.peer(pair.server.address).ask(Kind().request(99, [Task(0, "a")]), PATIENCE)
+
+
+async def test_a_flow_that_the_server_gives_up_breaks(pair):
+    job = pair.do("wait")
+    await pair.until(lambda: pair.server.running)
+    await pair.server.bus.close()
+    with pytest.raises(BusError):
+        await job
+    assert pair.flow.broken and not pair.server.running
+
+
+async def test_a_server_knows_when_everything_is_sent(pair):
+    job = pair.do("wait")
+    await pair.until(lambda: pair.server.running)
+    emptied = asyncio.create_task(pair.server.flows.emptied())
+    await asyncio.sleep(0.05)
+    assert not emptied.done()
+    pair.server.goes_on.set()
+    await asyncio.wait_for(emptied, PATIENCE)
+    assert await job == 4
