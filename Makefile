@@ -8,7 +8,7 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-all paper-mini coverage lint docs setup clean
+.PHONY: run test test-all paper-mini bench coverage lint docs setup clean
 
 run: setup
 	$(BIN)/python run.py $(ARGS)
@@ -22,6 +22,11 @@ test-all: setup
 # The experiments of configs/paper in miniature, on two CPU cores. Prints the paper's tables with their rows.
 paper-mini: setup
 	$(BIN)/python tests/benchmarks/paper_mini.py $(ARGS)
+
+# The benchmarks of docs/benchmarks.md, for hours; continues where it was stopped. Prints their ratios.
+bench: setup
+	$(PIP) --editable '.[bench]'
+	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 # All tests, slower, and in build/coverage what it runs of the project, in all processes but those that are killed.
 coverage:

@@ -224,9 +224,11 @@ class Generator(Actor):
             raise BusyError("this generator accepts no sequences: it is starting or draining")
         asked, sender = request.message, request.sender
         prompts = [prompt.tolist() for prompt in asked.prompts]
-        for new in asked.sequences:
-            work = functools.partial(self._sample, _name(sender, new.job), sender, new, prompts[new.prompt])
-            self._flows.begin(sender, asked.flow, new.job, work)
+        sequences = {
+            new.job: functools.partial(self._sample, _name(sender, new.job), sender, new, prompts[new.prompt])
+            for new in asked.sequences
+        }
+        self._flows.begin(sender, asked.flow, sequences)
         return Done()
 
     @handles(EndJobs)

@@ -85,9 +85,10 @@ class Reward(Actor):
         if self._pool is None or self.state != "healthy":
             raise BusyError("this reward actor accepts no completions: it is starting or draining")
         asked = request.message
-        for one in asked.completions:
-            work = functools.partial(self._score, self._pool, one, asked.rows[one.row])
-            self._flows.begin(request.sender, asked.flow, one.job, work)
+        completions = {
+            one.job: functools.partial(self._score, self._pool, one, asked.rows[one.row]) for one in asked.completions
+        }
+        self._flows.begin(request.sender, asked.flow, completions)
         return Done()
 
     @handles(EndJobs)

@@ -12,14 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from actors.runtime.actor import CONTROL_SECONDS, Signal
-from protocols.errors import BusError, DeadlineError, MalformedError, RefusedError, StreamBrokenError, from_code
+from protocols.errors import (
+    BusError,
+    BusyError,
+    DeadlineError,
+    MalformedError,
+    RefusedError,
+    StreamBrokenError,
+    from_code,
+)
 from protocols.messages import EndJobs, JobFailed, Message, OpenFlow
 from protocols.transport import Peer, Request
 
@@ -29,10 +38,14 @@ FLOW_SECONDS = 30 * 24 * 3600.0
 GATHER_SECONDS = 0.02
 # Most jobs in a request, and bytes of results in a part.
 JOBS, PART_BYTES = 256, 512 << 10
+# What a server takes from one sender: flows, and jobs on each.
+MAX_FLOWS, MAX_JOBS = 64, 16_384
 
 J = TypeVar("J", bound="Job")
 R = TypeVar("R")
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+Work = Callable[[Callable[[R], None]], Awaitable[None]]
+"""A job at its server: gets the function that adds results, and may raise a BusError."""
 
 
 class Job:
@@ -180,10 +193,12 @@ class Flows(Generic[R]):
 
     async def serve(self, request: Request[OpenFlow]) -> AsyncGenerator[tuple[list[R], list[JobFailed]], None]:
         """The results on a flow, as they come, and the failures. The first part has none: it says that the flow is
-        open. Raises RefusedError if it was open already."""
+        open. Raises RefusedError if it was open already, BusyError if the sender has too many."""
         key = request.sender, request.message.flow
         if key in self._open:
             raise RefusedError(f"flow {key[1]} of {key[0]} is open already")
+        if sum(sender == request.sender for sender, _ in self._open) >= MAX_FLOWS:
+            raise BusyError(f"{MAX_FLOWS} flows of {request.sender} are open already")
         served = self._open[key] = _Served[R]()
         try:
             yield [], []
@@ -197,16 +212,20 @@ class Flows(Generic[R]):
                 task.cancel()
             self._emptied.notify()
 
-    def begin(self, sender: str, flow: int, job: int, work: Callable[[Callable[[R], None]], Awaitable[None]]) -> None:
-        """Run `work` as a job on a flow. It gets the function that adds results. A BusError of it is the job's failure.
-        A job that is already running is not begun again. Raises StreamBrokenError if the flow is not open."""
+    def begin(self, sender: str, flow: int, jobs: Mapping[int, Work[R]]) -> None:
+        """Begin jobs on a flow, by their numbers. Those that are already running are not begun again. Raises
+        StreamBrokenError if the flow is not open, BusyError if it has too many jobs."""
         served = self._open.get((sender, flow))
         if served is None:
             raise StreamBrokenError(f"flow {flow} of {sender} is not open")
-        if job not in served.jobs:
+        if len(served.jobs) + len(jobs) > MAX_JOBS:
+            raise BusyError(f"{len(served.jobs)} jobs of {sender} are running already")
+        for job, work in jobs.items():
+            if job in served.jobs:
+                continue
             served.jobs[job] = task = self._spawn(_done(served, job, work), f"job {job} of {sender}")
             # Not in the task itself: a task that is cancelled before its first step never runs.
-            task.add_done_callback(lambda _: self._ended(served, job))
+            task.add_done_callback(functools.partial(self._ended, served, job))
 
     def cancel(self, sender: str, flow: int, jobs: Iterable[int]) -> None:
         """End jobs. Nothing more comes of them."""
@@ -219,7 +238,7 @@ class Flows(Generic[R]):
         """Wait until no job runs and all results are sent."""
         await self._emptied.until(lambda: not any(one.jobs or one.results for one in self._open.values()))
 
-    def _ended(self, served: _Served[R], job: int) -> None:
+    def _ended(self, served: _Served[R], job: int, task: asyncio.Task[None]) -> None:
         del served.jobs[job]
         self._emptied.notify()
 
@@ -259,7 +278,7 @@ class _Served(Generic[R]):
         self.filled.set()
 
 
-async def _done(served: _Served[R], job: int, work: Callable[[Callable[[R], None]], Awaitable[None]]) -> None:
+async def _done(served: _Served[R], job: int, work: Work[R]) -> None:
     try:
         await work(served.add)
     except BusError as error:

@@ -451,7 +451,11 @@ class GenerationEngine:
             except Exception as error:  # whatever ended vLLM's receiving task ends this engine
                 self._fail(_death(error))
                 return
-            self._deliver(outputs)
+            try:
+                self._deliver(outputs)
+            except Exception as error:  # otherwise every sequence would wait for ever
+                self._fail(EngineError(f"What the vLLM engine sent cannot be used: {error!r}"))
+                return
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
         if outputs.scheduler_stats is not None:

@@ -22,8 +22,9 @@ KNOWN = {
     "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,
     "RTX 4090": 165, "RTX 3090": 71, "MI300X": 1307,
 }  # fmt: skip
-MATMUL, REPEATS = 1024, 5
-"""Side of the matrices whose product measures a CPU, and how often it is tried; the fastest counts."""
+SMALLEST, LARGEST, LEAST_SECONDS, REPEATS = 64, 1024, 0.01, 5
+"""A product of matrices measures a CPU: their sides, how long it takes at least unless they are the largest, and how
+often it is tried; the fastest counts."""
 
 
 class Operations:
@@ -78,10 +79,14 @@ def peak_tflops(device: torch.device, dtype: str) -> float | None:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return next((float(peak) for part, peak in KNOWN.items() if part in name and dtype == "bfloat16"), None)
-    matrix = torch.ones(MATMUL, MATMUL, dtype=getattr(torch, dtype))
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        torch.mm(matrix, matrix)
-        seconds.append(time.perf_counter() - started)
-    return 2 * MATMUL**3 / min(seconds) / 1e12
+    size = SMALLEST  # in bf16, a CPU without instructions for it takes a hundred times as long
+    while size < LARGEST and _seconds_of_product(size, dtype) < LEAST_SECONDS:
+        size *= 2
+    return 2 * size**3 / min(_seconds_of_product(size, dtype) for _ in range(REPEATS)) / 1e12
+
+
+def _seconds_of_product(size: int, dtype: str) -> float:
+    matrix = torch.ones(size, size, dtype=getattr(torch, dtype))
+    started = time.perf_counter()
+    torch.mm(matrix, matrix)
+    return time.perf_counter() - started

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 
 import pytest
 
 from actors.parts import flows
 from actors.parts.flows import Flow, Flows, Job
-from protocols.errors import BusError, HarmfulError, MalformedError, RefusedError, StreamBrokenError
+from protocols.errors import BusError, BusyError, HarmfulError, MalformedError, RefusedError, StreamBrokenError
 from protocols.messages import Completion, CompletionsScored, Done, EndJobs, OpenFlow, Score, Scored
 from protocols.network import ZmqNetwork
 from protocols.transport import Bus
@@ -67,10 +68,10 @@ class Server:
             self.flows.cancel(request.sender, asked.flow, asked.jobs.tolist())
             return Done()
         self.requests.append(len(asked.completions))
-        for one in asked.completions:
-            if one.completion == "refuse all":
-                raise RefusedError("not these")
-            self.flows.begin(request.sender, asked.flow, one.job, lambda add, one=one: self.work(one, add))
+        if any(one.completion == "refuse all" for one in asked.completions):
+            raise RefusedError("not these")
+        jobs = {one.job: functools.partial(self.work, one) for one in asked.completions}
+        self.flows.begin(request.sender, asked.flow, jobs)
         return Done()
 
     async def work(self, one, add):
@@ -227,6 +228,23 @@ async def test_a_flow_that_the_server_gives_up_breaks(pair):
     with pytest.raises(BusError):
         await job
     assert pair.flow.broken and not pair.server.running
+
+
+async def test_a_sender_has_a_limit_of_flows_and_of_jobs_on_each(pair, monkeypatch):
+    monkeypatch.setattr(flows, "MAX_FLOWS", 2)
+    monkeypatch.setattr(flows, "MAX_JOBS", 3)
+    jobs = [pair.do("wait") for _ in range(3)]
+    await pair.until(lambda: len(pair.server.requests) == 1)
+    with pytest.raises(BusyError, match="3 jobs of rollout_manager/0#a are running already"):
+        await pair.do("a")
+    pair.flow, first = pair.opened(), pair.flow
+    assert await pair.do("a") == 1
+    pair.flow = pair.opened()
+    with pytest.raises(BusyError, match="2 flows"):
+        await pair.do("a")
+    pair.server.goes_on.set()
+    assert await asyncio.gather(*jobs) == [4, 4, 4]
+    assert pair.flow.broken and not first.broken
 
 
 async def test_a_server_knows_when_everything_is_sent(pair):

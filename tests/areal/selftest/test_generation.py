@@ -77,9 +77,11 @@ async def test_an_engine_that_is_right_passes_and_tokens_of_the_wrong_version_fa
 
 async def test_an_engine_that_names_versions_one_off_fails(generator, folder, monkeypatch):
     add = generation_engine._Stream.add
-    monkeypatch.setattr(
-        generation_engine._Stream, "add", lambda self, output, version: add(self, output, str(int(version) + 1))
-    )
+
+    def one_off(stream, output, logprobs, version):
+        add(stream, output, logprobs, str(int(version) + 1))
+
+    monkeypatch.setattr(generation_engine._Stream, "add", one_off)
     _, versions = await interrupted(generator, folder, "off")
     assert versions.result == "FAILED"
 
