@@ -273,6 +273,6 @@ def test_an_evaluation_that_reaches_its_limit_reports_what_it_has() -> None:
 
 
 def test_engines_that_die_while_they_load_are_started_again() -> None:
-    world, _ = run(model(steps=6), Plan(until=100.0, mishaps=Mishaps(load_tears=0.3)))
+    world, _ = run(model(steps=16), Plan(until=100.0, mishaps=Mishaps(load_tears=0.4)))
     assert world.processes["generator-0"].lives > 1
     assert issubclass(WeightLoadError, Exception) and not issubclass(WeightLoadError, EngineError)
