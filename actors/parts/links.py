@@ -25,7 +25,7 @@ from areal.storage.claim import ADDRESS
 from areal.weights.chunks import Holding, Manifest
 from areal.weights.folders import WEIGHTS_FILE
 from protocols.addresses import host_of, is_loopback
-from protocols.errors import BusError
+from protocols.errors import BusError, PreparingError
 from protocols.messages import AskConfig, Configuration, Member, Policy
 from protocols.network import ZmqNetwork
 from protocols.security import Keys, KeysError, make_keys
@@ -34,7 +34,7 @@ from protocols.transport import Bus, Request
 LOOPBACK = "tcp://127.0.0.1:*"
 SLOWEST = 20e6
 """Bytes a second over loopback, below which streaming counts as broken."""
-ANSWER_SECONDS, ASKS = 10.0, 10
+ANSWER_SECONDS, ASKS, PREPARING_SECONDS = 10.0, 10, 0.2
 CLOCK_SECONDS = 1.0
 """Most that the clocks of two nodes may differ: their logs and traces would not fit together."""
 
@@ -144,6 +144,7 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
     bus = Bus(f"monitor/0#{incarnation()}", network)
     trips, offsets = [], []
     try:
+        await _prepared(bus, master)
         for _ in range(ASKS):
             begun, sent = time.perf_counter(), time.time()
             status = await status_of(bus, master, ANSWER_SECONDS)
@@ -174,6 +175,20 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
         ),
         _shared_folder(Config.model_validate(cast(Configuration, answer).values), master),
     ]
+
+
+async def _prepared(bus: Bus, master: str) -> None:
+    """Wait until the master has prepared the run. Raises BusError after ANSWER_SECONDS."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + ANSWER_SECONDS
+    while True:
+        try:
+            await status_of(bus, master, ANSWER_SECONDS)
+            return
+        except PreparingError:
+            if loop.time() + PREPARING_SECONDS > deadline:
+                raise
+            await asyncio.sleep(PREPARING_SECONDS)
 
 
 def _shared_folder(config: Config, master: str) -> Finding:
