@@ -59,6 +59,7 @@ from protocols.messages import (
     TrainingFinished,
     TransferDone,
     YieldDevices,
+    slices,
 )
 from protocols.transport import Request
 
@@ -473,11 +474,9 @@ class Trainer(Actor):
 
 def _trajectories(stored: StoreGroup) -> Iterator[Trajectory]:
     """Raises ValueError for one that cannot be trained."""
-    end = 0
-    for length, reward, finish in zip(
-        stored.lengths.tolist(), stored.rewards.tolist(), stored.finishes.tolist(), strict=True
+    for own, reward, finish in zip(
+        slices(stored.lengths), stored.rewards.tolist(), stored.finishes.tolist(), strict=True
     ):
-        own = slice(end, end := end + length)
         columns = stored.tokens[own], stored.logprobs[own], stored.versions[own]
         yield Trajectory(*columns, reward, cast(Finish, FINISHES[finish])).checked()
 

@@ -41,7 +41,7 @@ Arrays are numpy arrays and are sent as raw frames. Times are in seconds unless 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
@@ -409,6 +409,12 @@ class TokenColumns(Message):
         return self
 
 
+def slices(counts: Vector) -> Iterator[slice]:
+    """The places of parts of these lengths in columns, in which they follow each other."""
+    ends = np.cumsum(counts, dtype=np.int64).tolist()
+    return map(slice, [0, *ends], ends)
+
+
 def _check_columns(counts: Vector, finishes: Vector, tokens: Vector, logprobs: Vector, versions: Vector) -> None:
     """Raises ValueError if the columns cannot be divided into parts of these lengths."""
     if len(counts) != len(finishes):
@@ -680,8 +686,7 @@ class RowScores(Part):
 
     def by_row(self) -> dict[int, tuple[list[float], int]]:
         """The scores and the number of tokens of each row."""
-        ends = np.cumsum(self.counts, dtype=np.int64).tolist()
-        scores = [self.scores[end - n : end].tolist() for n, end in zip(self.counts.tolist(), ends, strict=True)]
+        scores = [self.scores[own].tolist() for own in slices(self.counts)]
         return dict(zip(self.rows.tolist(), zip(scores, self.tokens.tolist(), strict=True), strict=True))
 
 

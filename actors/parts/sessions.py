@@ -11,14 +11,15 @@ import contextlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import structlog
 
-from actors.parts.flows import Flow, Job
+from actors.parts.flows import Flow
+from actors.parts.jobs import Completions, ScoreJob, SequenceJob, Sequences
 from actors.runtime.actor import Actor, Signal
 from areal.config import DataConfig, SamplingConfig, UserError
 from areal.data.rows import Row, prompt_text
@@ -36,19 +37,10 @@ from areal.workflows.conversation import Generation, Keep, begin, first_of, keep
 from areal.workflows.openai_api import Access
 from protocols.errors import BusError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
-    FINISHES,
     Cause,
-    Completion,
-    CompletionsScored,
     Done,
-    Generate,
-    JobFailed,
     Member,
-    Message,
-    NewSequence,
-    Score,
     ScoringFailed,
-    TokenColumns,
 )
 
 if TYPE_CHECKING:
@@ -184,7 +176,7 @@ class SampleSession:
         self.reward_parts: dict[str, float] = {}
         self._asked: routing.Sequence | None = None
         self._taken = 0  # tokens of the sequence since it was asked for
-        self._job: _SequenceJob | None = None
+        self._job: SequenceJob | None = None
         self._target: Member | None = None
         self._place: Member | None = None
         self._waits = 0
@@ -294,7 +286,7 @@ class SampleSession:
         self, generator: Member, prompt: np.ndarray, parts: list[Chunk], most: int, keep: Keep | None
     ) -> Generation:
         sampled = sum(len(part.tokens) for part in parts)
-        self._job = job = _SequenceJob(
+        self._job = job = SequenceJob(
             next(self._router.actor.jobs),
             np.concatenate([prompt, *(part.tokens for part in parts)]),
             self._sampling,
@@ -377,7 +369,7 @@ class SampleSession:
                 ) from None
             try:
                 with self._router.using(member):
-                    job = _ScoreJob(next(actor.jobs), name, prompt, completion, row, own_tokens)
+                    job = ScoreJob(next(actor.jobs), name, prompt, completion, row, own_tokens)
                     result: Result = await actor.do(member, job)
                     return result
             except MalformedError as error:  # this row cannot travel, to no actor and at no time
@@ -394,112 +386,6 @@ class SampleSession:
                 if refused > actor.config.reward.retries or lost > REWARDS_LOST:
                     raise SampleFailed("reward", f"reward {name!r}: {error}") from None
                 await self._router.avoid(member)
-
-
-class _SequenceJob(Job):
-    """A sequence to sample. `taken` gets each chunk, and returns the completion if that ends with it."""
-
-    def __init__(
-        self, number: int, prompt: np.ndarray, sampling: SamplingConfig, max_new_tokens: int, min_new_tokens: int,
-        min_version: int, taken: Callable[[Chunk], Generation | None],
-    ) -> None:  # fmt: skip
-        super().__init__(number)
-        self.prompt = prompt
-        self.sampling = sampling
-        self.max_new_tokens = max_new_tokens
-        self.min_new_tokens = min_new_tokens
-        self.min_version = min_version
-        self._taken = taken
-
-    def take(self, part: Chunk) -> None:
-        if self.done.done():
-            return
-        try:
-            if (completion := self._taken(part)) is not None:
-                self.succeed(completion)
-        except Exception as error:  # of the workflow's `keep`, to which it belongs
-            self.fail(error)
-
-
-class _Sequences:
-    """Jobs of generators. Those with the same prompt send it once."""
-
-    @staticmethod
-    def request(flow: int, jobs: Sequence[_SequenceJob]) -> Generate:
-        prompts = {job.prompt.tobytes(): job.prompt for job in jobs}
-        numbers = {prompt: number for number, prompt in enumerate(prompts)}
-        new = (
-            NewSequence(
-                job=job.number,
-                prompt=numbers[job.prompt.tobytes()],
-                temperature=job.sampling.temperature,
-                top_p=job.sampling.top_p,
-                max_new_tokens=job.max_new_tokens,
-                min_new_tokens=job.min_new_tokens,
-                min_version=job.min_version,
-            )
-            for job in jobs
-        )
-        return Generate(flow=flow, prompts=tuple(prompts.values()), sequences=tuple(new))
-
-    @staticmethod
-    def take(part: Message, jobs: dict[int, _SequenceJob]) -> Sequence[JobFailed]:
-        if not isinstance(part, TokenColumns):
-            raise BusError(f"a generator sent {part.kind!r} instead of tokens")
-        start = 0
-        rows = zip(part.jobs.tolist(), np.cumsum(part.counts).tolist(), part.finishes.tolist(), strict=True)
-        for number, end, finish in rows:
-            own, start = slice(start, end), end
-            if job := jobs.get(number):
-                job.take(Chunk(part.tokens[own], part.logprobs[own], part.versions[own], FINISHES[finish]))
-                if finish:
-                    del jobs[number]
-        return part.failed
-
-
-class _ScoreJob(Job):
-    """A completion to score; the result is a Result."""
-
-    def __init__(
-        self, number: int, function: str, prompt: str, completion: str, row: Mapping[str, Any],
-        tokens: np.ndarray | None,
-    ) -> None:  # fmt: skip
-        super().__init__(number)
-        self.function = function
-        self.prompt = prompt
-        self.completion = completion
-        self.row = row
-        self.tokens = tokens
-
-
-class _Completions:
-    """Jobs of reward actors. Those of the same row send it once."""
-
-    @staticmethod
-    def request(flow: int, jobs: Sequence[_ScoreJob]) -> Score:
-        rows = {id(job.row): job.row for job in jobs}
-        numbers = {row: number for number, row in enumerate(rows)}
-        completions = (
-            Completion(
-                job=job.number,
-                function=job.function,
-                prompt=job.prompt,
-                completion=job.completion,
-                row=numbers[id(job.row)],
-                tokens=job.tokens,
-            )
-            for job in jobs
-        )
-        return Score(flow=flow, rows=tuple(dict(row) for row in rows.values()), completions=tuple(completions))
-
-    @staticmethod
-    def take(part: Message, jobs: dict[int, _ScoreJob]) -> Sequence[JobFailed]:
-        if not isinstance(part, CompletionsScored):
-            raise BusError(f"a reward actor sent {part.kind!r} instead of scores")
-        for scored in part.scored:
-            if job := jobs.pop(scored.job, None):
-                job.succeed(Result(scored.score, scored.parts))
-        return part.failed
 
 
 def _joined(parts: Sequence[Chunk], finish: Finish, end: int | None = None) -> Generation:
@@ -547,12 +433,12 @@ class Sampler(Actor):
         own = self.config.rollout_manager
         self._workflow = resolve_workflow(own.workflow, own.workflow_options)
 
-    async def do(self, member: Member, job: _SequenceJob | _ScoreJob) -> Any:
+    async def do(self, member: Member, job: SequenceJob | ScoreJob) -> Any:
         """The result of a job that a generator or a reward actor does. Raises BusError."""
         flow = self._flows.get(member.identity)
         if flow is None or flow.broken:
             self._flows = {identity: other for identity, other in self._flows.items() if not other.broken}
-            kind: Any = _Sequences if member.role == "generator" else _Completions
+            kind: Any = Sequences if member.role == "generator" else Completions
             flow = Flow(self.bus.peer(member.address), next(self.jobs), kind, self.spawn)
             self._flows[member.identity] = flow
         return await flow.do(job)

@@ -14,7 +14,8 @@ from typing import Any
 from actors import generator
 from actors.generator import Generator
 from actors.master import Master
-from actors.parts.sessions import SampleSession, _Sequences
+from actors.parts.jobs import Sequences
+from actors.parts.sessions import SampleSession
 from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
 from actors.simulation.engines import SimLearner
@@ -285,13 +286,13 @@ def old_trainers_give_devices() -> AbstractContextManager[None]:
 
 def failures_in_parts_are_lost() -> AbstractContextManager[None]:
     """An asker does not look at the failed sequences in the parts of a flow."""
-    take = _Sequences.take
+    take = Sequences.take
 
     def take_tokens(part: Message, jobs: Any) -> Sequence[JobFailed]:
         take(part, jobs)
         return ()
 
-    return replaced(_Sequences, take=staticmethod(take_tokens))
+    return replaced(Sequences, take=staticmethod(take_tokens))
 
 
 def columns_mixed_up() -> AbstractContextManager[None]:
