@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import structlog
 
 from actors.parts.sessions import SampleFailed, Sampler, SampleSession
 from areal.data.rows import Row
 from areal.generation.routing import Load, groups_that_fit, plan_moves
 from areal.rewards.result import mean_parts, overlong_penalty
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Group, Trajectory, columns
 from protocols.errors import BusError, FencedError, RefusedError
 from protocols.messages import (
-    FINISHES,
     AskPermits,
     Cause,
     Done,
@@ -113,8 +110,8 @@ class RolloutManager(Sampler):
             await asyncio.sleep(BALANCE_SECONDS)
             generators = {m.identity: m for m in self.with_role("generator") if m.identity in self._router.told}
             loads = {identity: self._router.told[identity] for identity in generators}
-            sessions = (session for sessions in self._sessions.values() for session in sessions)
-            running = {sequence: session for session in sessions if (sequence := session.sequence)}
+            calls = (call for sessions in self._sessions.values() for session in sessions for call in session.running)
+            running = {sequence: call for call in calls if (sequence := call.sequence)}
             moves = plan_moves(loads, running, self._router.askers, asyncio.get_running_loop().time())
             for sequence, target in moves:
                 running[sequence].move(generators[target])
@@ -228,23 +225,17 @@ class RolloutManager(Sampler):
         if not (overlong := self.config.reward.overlong_tokens):
             return done
         penalty = overlong_penalty(int(done.sampled.sum()), self.config.sampling.max_new_tokens, overlong)
-        return replace(done, reward=done.reward - penalty)
+        return done.lowered(penalty)
 
     async def _store(self, group: Group, discarded: int, reward_parts: dict[str, float]) -> None:
         """Send the group to the trainer, until the trainer has stored it. Repeats are harmless, because a group is
         identified by its id. Raises _GroupFailed if the trainer refuses the group."""
-        samples = group.trajectories
         request = StoreGroup(
             group=group.id,
             prompt_index=group.prompt_index,
             discarded=discarded,
             reward_parts=reward_parts,
-            lengths=np.array([len(t) for t in samples], np.int32),
-            rewards=np.array([t.reward for t in samples], np.float64),
-            finishes=np.array([FINISHES.index(t.finish) for t in samples], np.int32),
-            tokens=np.concatenate([t.tokens for t in samples]),
-            logprobs=np.concatenate([t.logprobs for t in samples]),
-            versions=np.concatenate([t.versions for t in samples]),
+            **columns(group.trajectories),
         )
         while True:
             await self.until(lambda: bool(self.with_role("trainer")))

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 import structlog
 
@@ -33,11 +33,10 @@ from areal.config import Config, UserError
 from areal.devices import shares_devices
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
-from areal.trajectory import Finish, Group, Trajectory
+from areal.trajectory import Group, Trajectory, trajectories
 from areal.weights.chunks import Holding, Manifest
 from protocols.errors import BusError, BusyError, FencedError, RefusedError
 from protocols.messages import (
-    FINISHES,
     AskBatch,
     AskRecovery,
     BatchAnswer,
@@ -59,7 +58,6 @@ from protocols.messages import (
     TrainingFinished,
     TransferDone,
     YieldDevices,
-    slices,
 )
 from protocols.transport import Request
 
@@ -238,9 +236,9 @@ class Trainer(Actor):
         if not self._takes_groups:
             raise BusyError("this trainer is not ready yet")
         try:
-            trajectories = tuple(_trajectories(stored))
-            _check(trajectories, self._learner.vocab_size)
-            group = Group(stored.group, stored.prompt_index, trajectories)
+            samples = tuple(sample.checked() for sample in trajectories(stored.columns))
+            _check(samples, self._learner.vocab_size)
+            group = Group(stored.group, stored.prompt_index, samples)
             start_version = group.start_version
         except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
@@ -249,9 +247,9 @@ class Trainer(Actor):
         ready = GroupReady(
             group=group.id,
             start_version=start_version,
-            reward_mean=sum(t.reward for t in trajectories) / len(trajectories),
+            reward_mean=sum(t.reward for t in samples) / len(samples),
             signal=group.has_signal,
-            tokens=sum(int(t.sampled.sum()) for t in trajectories),
+            tokens=sum(int(t.sampled.sum()) for t in samples),
             discarded=stored.discarded,
             reward_parts=stored.reward_parts,
         )
@@ -472,27 +470,19 @@ class Trainer(Actor):
         return self.config.folder / "checkpoints" / f"step_{version:06}"
 
 
-def _trajectories(stored: StoreGroup) -> Iterator[Trajectory]:
-    """Raises ValueError for one that cannot be trained."""
-    for own, reward, finish in zip(
-        slices(stored.lengths), stored.rewards.tolist(), stored.finishes.tolist(), strict=True
-    ):
-        columns = stored.tokens[own], stored.logprobs[own], stored.versions[own]
-        yield Trajectory(*columns, reward, cast(Finish, FINISHES[finish])).checked()
-
-
-def _check(trajectories: Sequence[Trajectory], vocab_size: int) -> None:
+def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:
     """Raises ValueError if a token is outside the vocabulary, because the training step would fail on it."""
-    if not all(one.tokens.min() >= 0 and one.tokens.max() < vocab_size for one in trajectories):
+    if not all(one.tokens.min() >= 0 and one.tokens.max() < vocab_size for one in samples):
         raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
 
 
 def _metrics(groups: list[Group]) -> dict[str, Any]:
-    trajectories = [t for group in groups for t in group.trajectories]
-    sampled = [int(t.sampled.sum()) for t in trajectories]
+    samples = [t for group in groups for t in group.trajectories]
+    sampled = [int(t.sampled.sum()) for t in samples]
     return {
         "completion_tokens_mean": sum(sampled) / len(sampled),
         "completion_tokens_max": max(sampled),
-        "cut_share": sum(t.finish == "length" for t in trajectories) / len(trajectories),
+        "cut_share": sum(t.finish == "length" for t in samples) / len(samples),
+        "branches_mean": sum(max(1, len(t.branches)) for t in samples) / len(samples),
         "mixed_groups": sum(group.has_signal for group in groups) / len(groups),
     }

@@ -241,6 +241,9 @@ class SamplingConfig(Section):
         return self
 
 
+Credit = Literal["sample", "return_to_go", "call"]
+
+
 class RewardConfig(Section):
     """`functions` names the rewards of the run (areal.rewards.functions lists the built-in ones), with weights if you
     like: the score is the weighted sum. A row of the data may name its own rewards in the same way."""
@@ -260,6 +263,15 @@ class RewardConfig(Section):
     )
     memory_gib: float | None = Field(None, gt=0, description="memory limit of one worker, GiB; default: no limit")
     cache_size: int = Field(4096, ge=0, description="number of scores that each reward actor caches; 0: off")
+    credit: Credit = Field(
+        "sample",
+        description="what sampled tokens are credited with. sample: the sample's reward, which includes those of all "
+        "calls. return_to_go: the rewards of their call and of later ones, and at the end that of the sample. call: "
+        "the reward of their call and that of the sample",
+    )
+    turn_discount: float = Field(
+        1.0, ge=0, le=1, description="credit return_to_go: factor on a reward for each call between"
+    )
     overlong_tokens: int = Field(
         0,
         ge=0,

@@ -5,9 +5,10 @@ A token that the policy did not sample (the prompt, a tool's answer) has version
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,13 @@ Finish = Literal["stop", "length"]
 Tokens = Sequence[int] | np.ndarray
 
 
+class Branch(NamedTuple):
+    """A branch of a trajectory: the first `shared` tokens of the branch before it, then `own` tokens of its own."""
+
+    shared: int
+    own: int
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One sample of a group. All arrays have the same length T.
@@ -28,6 +36,9 @@ class Trajectory:
     versions: int32, the policy version that sampled each token; -1 where not sampled.
     reward: the score of the whole trajectory.
     finish: "stop" (the policy ended it) or "length" (cut at `max_new_tokens`).
+    branches: empty for one conversation that only grew. Otherwise the sample is a prefix tree, or several, written
+    branch by branch: the arrays hold the own tokens of one branch after another, so each sampled token once.
+    returns: float64, what each sampled token is credited with; None: all of them with `reward`.
     """
 
     tokens: np.ndarray
@@ -35,6 +46,8 @@ class Trajectory:
     versions: np.ndarray
     reward: float
     finish: Finish
+    branches: tuple[Branch, ...] = ()
+    returns: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
@@ -42,6 +55,10 @@ class Trajectory:
                 f"tokens, logprobs and versions differ in length: "
                 f"{len(self.tokens)}, {len(self.logprobs)}, {len(self.versions)}"
             )
+        if self.returns is not None and len(self.returns) != len(self.tokens):
+            raise ValueError(f"{len(self.returns)} returns for {len(self.tokens)} tokens")
+        if self.branches:
+            _check_branches(self.branches, len(self.tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -53,15 +70,26 @@ class Trajectory:
         message could not carry it, or a training step would fail on it, again after each restart.
         """
         tokens, versions = np.asarray(self.tokens, np.int32), np.asarray(self.versions, np.int32)
-        same = Trajectory(tokens, np.asarray(self.logprobs, np.float32), versions, float(self.reward), self.finish)
+        same = replace(
+            self,
+            tokens=tokens,
+            logprobs=np.asarray(self.logprobs, np.float32),
+            versions=versions,
+            reward=float(self.reward),
+            returns=None if self.returns is None else np.asarray(self.returns, np.float64),
+        )
         if not (tokens.ndim == same.logprobs.ndim == versions.ndim == 1):
             raise ValueError("tokens, logprobs and versions are not all one-dimensional")
         if not same.sampled.any():
             raise ValueError("nothing was sampled")
         if not np.isfinite(same.logprobs).all() or versions.min() < NOT_SAMPLED:
             raise ValueError("a log-prob is not finite, or a version is below that of a token that was not sampled")
+        if any(same.sampled[path[0]] for path in paths(same.branches or [Branch(0, len(tokens))])):
+            raise ValueError("a conversation begins with a sampled token: without a prompt it cannot be trained")
         if not abs(same.reward) <= LARGEST_REWARD:
             raise ValueError(f"a reward of {same.reward} is no score")
+        if same.returns is not None and not (np.abs(same.returns) <= LARGEST_REWARD).all():
+            raise ValueError("the return of a token is no score")
         if same.finish not in ("stop", "length"):
             raise ValueError(f"a finish of {same.finish!r} is neither 'stop' nor 'length'")
         return same
@@ -71,11 +99,95 @@ class Trajectory:
         """bool [T]: the tokens that the policy sampled."""
         return self.versions != NOT_SAMPLED
 
+    def sequences(self) -> Iterator[Trajectory]:
+        """Each branch as a trajectory without branches, from its first token on. Only the branch that owns a sampled
+        token has it as sampled."""
+        if not self.branches:
+            yield self
+            return
+        for branch, path in zip(self.branches, paths(self.branches), strict=True):
+            versions, logprobs = self.versions[path], self.logprobs[path]
+            versions[: branch.shared], logprobs[: branch.shared] = NOT_SAMPLED, 0.0
+            returns = None if self.returns is None else self.returns[path]
+            yield Trajectory(self.tokens[path], logprobs, versions, self.reward, self.finish, returns=returns)
+
+    def lowered(self, penalty: float) -> Trajectory:
+        """The same trajectory with a lower reward."""
+        returns = None if self.returns is None else self.returns - penalty
+        return replace(self, reward=self.reward - penalty, returns=returns)
+
     @property
     def start_version(self) -> int:
         """The oldest version among the sampled tokens. This is the version of the first one, unless a generator that
         continued the sequence had older weights. Raises ValueError if nothing was sampled."""
         return int(self.versions[self.sampled].min())
+
+
+def paths(branches: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
+    """The places of all tokens of each branch, int64 [shared + own], in arrays that hold their own tokens one branch
+    after another."""
+    path, end = np.zeros(0, np.int64), 0
+    for shared, own in branches:
+        path = np.concatenate([path[:shared], np.arange(end, end + own)])
+        end += own
+        yield path
+
+
+def columns(samples: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    """The samples as arrays, in which they follow each other. `trajectories` is the inverse.
+
+    lengths int32, rewards float64, cut uint8 (1 for the finish "length"): [samples]. tokens, logprobs, versions, as in
+    Trajectory: [tokens]. Only if a sample has returns: returns [tokens]. Only if a sample has branches: branch_counts
+    int32 [samples], branch_shared and branch_own int32 [branches].
+    """
+    found = {
+        "lengths": np.array([len(t) for t in samples], np.int32),
+        "rewards": np.array([t.reward for t in samples], np.float64),
+        "cut": np.array([t.finish == "length" for t in samples], np.uint8),
+        **{name: np.concatenate([getattr(t, name) for t in samples]) for name in ("tokens", "logprobs", "versions")},
+    }
+    if any(t.returns is not None for t in samples):
+        found["returns"] = np.concatenate([_returns(t) for t in samples])
+    if any(t.branches for t in samples):
+        branches = [branch for t in samples for branch in t.branches]
+        found["branch_counts"] = np.array([len(t.branches) for t in samples], np.int32)
+        found["branch_shared"] = np.array([branch.shared for branch in branches], np.int32)
+        found["branch_own"] = np.array([branch.own for branch in branches], np.int32)
+    return found
+
+
+def trajectories(found: Mapping[str, np.ndarray]) -> Iterator[Trajectory]:
+    """The samples of `columns`. Raises ValueError if the arrays do not fit each other."""
+    ends = np.cumsum(found["lengths"], dtype=np.int64)[:-1]
+    arrays = [np.split(found[name], ends) for name in ("tokens", "logprobs", "versions")]
+    none = [None] * len(found["lengths"])
+    returns = np.split(found["returns"], ends) if "returns" in found else none
+    branches: Sequence[tuple[Branch, ...]] = [()] * len(none)
+    if "branch_counts" in found:
+        pairs = zip(found["branch_shared"].tolist(), found["branch_own"].tolist(), strict=True)
+        every = [Branch(*pair) for pair in pairs]
+        stops = np.cumsum(found["branch_counts"], dtype=np.int64).tolist()
+        branches = [tuple(every[start:stop]) for start, stop in pairwise([0, *stops])]
+        if stops[-1:] != [len(every)]:
+            raise ValueError(f"{len(every)} branches, and counts for {sum(found['branch_counts'])}")
+    for tokens, logprobs, versions, reward, cut, its, own in zip(
+        *arrays, found["rewards"].tolist(), found["cut"].tolist(), branches, returns, strict=True
+    ):
+        yield Trajectory(tokens, logprobs, versions, reward, "length" if cut else "stop", its, own)
+
+
+def _returns(sample: Trajectory) -> np.ndarray:
+    return np.full(len(sample), sample.reward) if sample.returns is None else sample.returns
+
+
+def _check_branches(branches: Sequence[Branch], tokens: int) -> None:
+    before = 0
+    for shared, own in branches:
+        if not 0 <= shared <= before or own < 1:
+            raise ValueError(f"a branch cannot share {shared} of {before} tokens and have {own} of its own")
+        before = shared + own
+    if sum(branch.own for branch in branches) != tokens:
+        raise ValueError(f"the branches do not have {tokens} tokens together")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,5 +205,8 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """True if the rewards differ. If they are all the same, nothing distinguishes good samples from bad ones."""
-        return len({t.reward for t in self.trajectories}) > 1
+        """True if the rewards differ, or the returns of tokens. If they are all the same, nothing distinguishes good
+        samples from bad ones."""
+        rewards = {t.reward for t in self.trajectories if t.returns is None}
+        returns = [t.returns[t.sampled] for t in self.trajectories if t.returns is not None]
+        return len(rewards.union(*(np.unique(own).tolist() for own in returns))) > 1

@@ -49,7 +49,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -403,9 +403,11 @@ class TokenColumns(Message):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        _check_columns(self.counts, self.finishes, self.tokens, self.logprobs, self.versions)
-        if len(self.jobs) != len(self.counts):
-            raise ValueError(f"{len(self.counts)} counts and {len(self.jobs)} jobs")
+        _check_columns(self.counts, self.tokens, self.logprobs, self.versions)
+        if not len(self.jobs) == len(self.finishes) == len(self.counts):
+            raise ValueError(f"{len(self.counts)} counts, {len(self.finishes)} finishes and {len(self.jobs)} jobs")
+        if (self.finishes < 0).any() or (self.finishes >= len(FINISHES)).any():
+            raise ValueError("a finish is out of range")
         return self
 
 
@@ -415,14 +417,12 @@ def slices(counts: Vector) -> Iterator[slice]:
     return map(slice, [0, *ends], ends)
 
 
-def _check_columns(counts: Vector, finishes: Vector, tokens: Vector, logprobs: Vector, versions: Vector) -> None:
+def _check_columns(counts: Vector, tokens: Vector, logprobs: Vector, versions: Vector) -> None:
     """Raises ValueError if the columns cannot be divided into parts of these lengths."""
-    if len(counts) != len(finishes):
-        raise ValueError(f"{len(counts)} counts and {len(finishes)} finishes")
     if not len(tokens) == len(logprobs) == len(versions) == counts.sum(dtype=np.int64):
         raise ValueError("the columns are not as long as the counts say")
-    if (counts < 0).any() or (finishes < 0).any() or (finishes >= len(FINISHES)).any():
-        raise ValueError("a count or a finish is out of range")
+    if (counts < 0).any():
+        raise ValueError("a count is negative")
 
 
 class TakeDevices(Message):
@@ -474,31 +474,49 @@ class CompletionsScored(Message):
 
 
 class StoreGroup(Message):
-    """A finished group for the spool of trainer rank 0; the answer says that it is on disk. The samples follow each
-    other in the columns: `lengths` int32 and `rewards` float64 [samples], and `finishes` as numbers in FINISHES, int32
-    [samples]; `tokens` int32, `logprobs` float32 and `versions` int32 [tokens], as in areal.trajectory. `discarded`:
-    number of tokens that were sampled for the group and are in none of its trajectories. `reward_parts`: the mean of
-    each part of the rewards."""
+    """A finished group for the spool of trainer rank 0; the answer says that it is on disk. The columns have the
+    samples one after another: `lengths` int32, `rewards` float64 and `cut` uint8 [samples]; `tokens` int32, `logprobs`
+    float32 and `versions` int32 [tokens]; `returns` float64 [tokens], unless all tokens are credited with their
+    sample's reward; and if samples have several branches, `branch_counts` int32 [samples], `branch_shared` and
+    `branch_own` int32 [branches]. See areal.trajectory. `discarded`: number of tokens that were sampled for the group
+    and are in none of its trajectories. `reward_parts`: the mean of each part of the rewards."""
 
     group: Name
     prompt_index: int
     lengths: Int32s
     rewards: Float64s
-    finishes: Int32s
+    cut: Bytes
     tokens: Int32s
     logprobs: Float32s
     versions: Int32s
+    returns: Float64s | None = None
+    branch_counts: Int32s | None = None
+    branch_shared: Int32s | None = None
+    branch_own: Int32s | None = None
     discarded: Count = 0
     reward_parts: dict[str, Number] = {}
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        _check_columns(self.lengths, self.finishes, self.tokens, self.logprobs, self.versions)
-        if len(self.rewards) != len(self.lengths):
-            raise ValueError(f"{len(self.lengths)} lengths and {len(self.rewards)} rewards")
-        if (self.finishes == 0).any() or not (np.abs(self.rewards) <= 1e100).all():
-            raise ValueError("a sample has no finish, or a reward is out of range")
+        _check_columns(self.lengths, self.tokens, self.logprobs, self.versions)
+        if not len(self.cut) == len(self.rewards) == len(self.lengths):
+            raise ValueError(f"{len(self.lengths)} lengths, {len(self.rewards)} rewards and {len(self.cut)} finishes")
+        if not (np.abs(self.rewards) <= 1e100).all():
+            raise ValueError("a reward is out of range")
+        if self.returns is not None and len(self.returns) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens and {len(self.returns)} returns")
+        counts, shared, own = self.branch_counts, self.branch_shared, self.branch_own
+        if counts is None or shared is None or own is None:
+            if not counts is shared is own is None:
+                raise ValueError("the branches are not complete")
+        elif (counts < 0).any() or not len(shared) == len(own) == counts.sum(dtype=np.int64):
+            raise ValueError("the branches are not as many as the counts say")
         return self
+
+    @property
+    def columns(self) -> dict[str, Vector]:
+        """The columns that it has, by name."""
+        return {name: value for name in type(self).model_fields if isinstance(value := getattr(self, name), np.ndarray)}
 
 
 # --- weights

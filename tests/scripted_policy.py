@@ -6,7 +6,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from areal.config import Credit
+from areal.trajectory import Trajectory
 from areal.workflows.conversation import Generation
+from areal.workflows.forest import Forest
 
 EOS = 0
 END = "<end>"
@@ -40,12 +43,31 @@ class Characters:
         return "".join(chr(token) for token in tokens if token != EOS)
 
 
-class Session:
+class Recorded:
+    """The part of a session that keeps all calls."""
+
+    def __init__(self, credit: Credit = "sample", discount: float = 1.0) -> None:
+        self.forest = Forest()
+        self._credit = credit, discount
+
+    @property
+    def calls(self) -> list[Generation]:
+        return self.forest.calls
+
+    def reward(self, call: Generation, value: float) -> None:
+        self.forest.reward(call, value)
+
+    def trajectory(self, reward: float | None = None) -> Trajectory:
+        return self.forest.trajectory(reward, *self._credit)
+
+
+class Session(Recorded):
     """The policy says what the test has written down; a turn that ends in … is cut."""
 
     tokenizer = Characters()
 
     def __init__(self, *turns: str, scores: dict[str, float] | None = None) -> None:
+        super().__init__()
         self.turns = list(turns)
         self.scores = scores or {}
         self.prompts: list[str] = []
@@ -58,7 +80,10 @@ class Session:
         finish = "length" if text.endswith("…") else "stop"
         said = said[: keep and keep(np.array(said, np.int32))]
         n = len(said)
-        return Generation(np.array(said, np.int32), np.zeros(n, np.float32), np.full(n, 7, np.int32), finish)
+        versions = np.full(n, 7, np.int32)
+        sampled = Generation(np.array(said, np.int32), np.zeros(n, np.float32), versions, finish)
+        self.forest.add(np.array(tokens, np.int32), sampled)
+        return sampled
 
     async def score(self, completion: str, tokens=None) -> float:
         return self.scores.get(completion, 0.0)

@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from areal.workflows.openai_api import Access, ApiError, ChatRequest, ChatSession, chunks, completion
+from areal.workflows.openai_api import Access, ApiError, ChatRequest, ChatSession, chunks, completion, new_name
 from areal.workflows.session import Session
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -29,11 +29,12 @@ CLOSE_SECONDS = 1.0
 
 
 class Reward(BaseModel):
-    """The body of a POST to /v1/reward."""
+    """The body of a POST to /v1/reward. call: the id of an answer whose reward it is; None: it is the sample's."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     reward: float
+    call: str | None = None
 
 
 @dataclass(slots=True)
@@ -110,8 +111,9 @@ class OpenAIEndpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         sample = self._sample(request)
         asked = _parse(ChatRequest, await _body(request))
+        name = new_name()
         # A separate task, so that the end of the sample cancels it without closing the connection.
-        call = asyncio.create_task(sample.chat.complete(asked))
+        call = asyncio.create_task(sample.chat.complete(asked, name))
         sample.calls.add(call)
         try:
             await asyncio.wait([call])
@@ -122,12 +124,14 @@ class OpenAIEndpoint:
             call.cancel()
             sample.calls.discard(call)
         if not asked.stream:
-            return web.json_response(completion(answer, asked, sample.chat.tokenizer))
-        return await _stream(request, chunks(answer, asked, sample.chat.tokenizer))
+            return web.json_response(completion(name, answer, asked, sample.chat.tokenizer))
+        return await _stream(request, chunks(name, answer, asked, sample.chat.tokenizer))
 
     async def _reward(self, request: web.Request) -> web.Response:
-        self._sample(request).chat.reward = reward = _parse(Reward, await _body(request)).reward
-        return web.json_response({"reward": reward})
+        sample = self._sample(request)
+        given = _parse(Reward, await _body(request))
+        sample.chat.give_reward(given.reward, given.call)
+        return web.json_response({"reward": given.reward})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._sample(request)

@@ -34,6 +34,7 @@ from areal.tokens import load_tokenizer
 from areal.trajectory import Finish, Tokens, Trajectory
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.conversation import Generation, Keep, begin, first_of, keep_until_text
+from areal.workflows.forest import Forest
 from areal.workflows.openai_api import Access
 from protocols.errors import BusError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
@@ -150,106 +151,62 @@ class Router:
         await asyncio.sleep(RETRY_SECONDS)
 
 
-class SampleSession:
-    """The session that a workflow gets for one sample (areal.workflows.Session).
+class Place:
+    """A place in the load of a generator."""
 
-    `home`: the generator that all samples of the group start on, because they share the prompt prefix. The session
-    counts towards its load at once, until the first completion ends or `close` is called. `on_start` is called with the
-    version that sampled the first token. `min_version` rises to the group's start version once that is known, so that
-    no older version samples a later token. `tokens_sampled`: all tokens received, in all calls, trained or not.
-    `reward_parts`: of the last score.
-    """
+    def __init__(self, router: Router, generator: Member | None = None) -> None:
+        self._router = router
+        self._taken: Member | None = None
+        self.stand(generator)
+
+    def stand(self, generator: Member | None) -> None:
+        """Leave the place, and take one at `generator`."""
+        if self._taken is not None:
+            self._router.leave(self._taken)
+        if generator is not None:
+            self._router.enter(generator)
+        self._taken = generator
+
+
+class Call:
+    """A call of a sample to the policy: a sequence that runs on one generator after another, until it is complete."""
 
     def __init__(
-        self, router: Router, tokenizer: Any, row: Row, sampling: SamplingConfig, min_version: int, home: Member,
-        on_start: Callable[[int], None] = lambda version: None,
+        self, session: SampleSession, place: Place, prompt: np.ndarray, most: int, keep: Keep | None
     ) -> None:  # fmt: skip
-        self.tokenizer = tokenizer
-        self._router = router
-        self._row = row
-        self._sampling = sampling
-        self.min_version = min_version
-        self._home: Member | None = home
-        self._on_start = on_start
-        self.started = False
-        self.tokens_sampled = 0
-        self.reward_parts: dict[str, float] = {}
+        self._session = session
+        self._router = session.router
+        self._place = place
+        self._prompt = prompt
+        self._most = most
+        self._keep = keep
+        self._parts: list[Chunk] = []
+        self._home = session.home
+        self._target: Member | None = None
         self._asked: routing.Sequence | None = None
         self._taken = 0  # tokens of the sequence since it was asked for
         self._job: SequenceJob | None = None
-        self._target: Member | None = None
-        self._place: Member | None = None
-        self._waits = 0
-        self._in_workflow = False
-        self._stand(home)
 
-    async def generate(
-        self, tokens: Sequence[int], max_new_tokens: int | None = None, keep: Keep | None = None
-    ) -> Generation:
-        """Sample a completion of the prompt `tokens`, on several generators one after the other if necessary. It ends
-        where `keep` or one of `sampling.stop` ends it.
-
-        max_new_tokens: a limit for this call; the sample's own limit, over all calls, holds as well. keep: see `_take`.
-        Raises SampleFailed if a generator refuses the first prompt of the sample.
-        """
-        prompt = np.asarray(tokens, np.int32)
-        parts: list[Chunk] = []
-        room = self._sampling.max_new_tokens - self.tokens_sampled
-        most = room if max_new_tokens is None else min(room, max_new_tokens)
-        if most <= 0:
-            return _joined(parts, "length")
-        if self._sampling.stop:
-            keep = first_of(keep, keep_until_text(self.tokenizer, self._sampling.stop))
-        try:
-            with self._waiting():
-                return await self._sampled(prompt, parts, most, keep)
-        finally:
-            self.close()
-
-    async def _sampled(self, prompt: np.ndarray, parts: list[Chunk], most: int, keep: Keep | None) -> Generation:
+    async def sampled(self) -> Generation:
+        """Raises SampleFailed."""
+        session = self._session
         while True:
-            generator = self._home or await self._router.choose("generator", min_version=self.min_version)
-            self._stand(generator)
+            generator = self._home or await self._router.choose("generator", min_version=session.min_version)
+            self._place.stand(generator)
+            session.home = generator
             try:
-                return await self._continue_on(generator, prompt, parts, most, keep)
+                return await self._continue_on(generator)
             except RefusedError as error:
-                if self.tokens_sampled and not isinstance(error, FencedError):  # the prompt has become too long
-                    return _joined(parts, "length")
+                if session.tokens_sampled and not isinstance(error, FencedError):  # the prompt has become too long
+                    return _joined(self._parts, "length")
                 raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
             except BusError as error:
-                await self._leave(generator, parts, error)
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Mark the block as waiting for other actors. While a sample does not wait, its workflow's own code runs, which
-        counts as work of this actor."""
-        self._waits += 1
-        self._router.actor.own_code.pop(self, None)
-        try:
-            yield
-        finally:
-            self._waits -= 1
-            self._runs_own_code()
-
-    def _runs_own_code(self) -> None:
-        if self._in_workflow and not self._waits:
-            self._router.actor.own_code[self] = asyncio.get_running_loop().time()
-
-    @contextlib.contextmanager
-    def in_workflow(self) -> Iterator[None]:
-        """Mark the block as the run of this sample's workflow."""
-        self._in_workflow = True
-        self._runs_own_code()
-        try:
-            yield
-        finally:
-            self._in_workflow = False
-            self._router.actor.own_code.pop(self, None)
+                await self._leave(generator, error)
 
     @property
     def sequence(self) -> routing.Sequence | None:
         """The sequence that a generator has now."""
-        return self._asked and self._asked.grown(self._taken, self.min_version)
+        return self._asked and self._asked.grown(self._taken, self._session.min_version)
 
     def move(self, target: Member) -> None:
         """Have the current generator hand the running sequence over, and continue it on `target`."""
@@ -260,40 +217,32 @@ class SampleSession:
     def close(self) -> None:
         """Stop counting towards any generator's load."""
         self._asked = self._job = self._target = None
-        self._stand(None)
+        self._place.stand(None)
 
-    def _stand(self, generator: Member | None) -> None:
-        if self._place is not None:
-            self._router.leave(self._place)
-        if generator is not None:
-            self._router.enter(generator)
-        self._place = generator
-
-    async def _leave(self, generator: Member, parts: list[Chunk], error: BusError) -> None:
+    async def _leave(self, generator: Member, error: BusError) -> None:
         """Leave a generator whose stream broke, or which handed the sequence over. Chooses where to continue."""
         self._home, self._target = self._target, None
         if self._home is None:
-            sampled = sum(len(part.tokens) for part in parts)
             log.warning(
-                "the sequence continues on another generator", generator=generator.identity, sampled=sampled,
-                error=str(error),
+                "the sequence continues on another generator", generator=generator.identity,
+                sampled=_count(self._parts), error=str(error),
             )  # fmt: skip
             await self._router.avoid(generator)
         elif self._home.identity not in self._router.actor.directory:
             self._home = None
+        if self._session.home is generator:
+            self._session.home = self._home
 
-    async def _continue_on(
-        self, generator: Member, prompt: np.ndarray, parts: list[Chunk], most: int, keep: Keep | None
-    ) -> Generation:
-        sampled = sum(len(part.tokens) for part in parts)
+    async def _continue_on(self, generator: Member) -> Generation:
+        session, sampled = self._session, _count(self._parts)
         self._job = job = SequenceJob(
             next(self._router.actor.jobs),
-            np.concatenate([prompt, *(part.tokens for part in parts)]),
-            self._sampling,
-            most - sampled,
-            max(0, self._sampling.min_new_tokens - self.tokens_sampled),
-            self.min_version,
-            lambda part: self._take(part, parts, keep),
+            np.concatenate([self._prompt, *(part.tokens for part in self._parts)]),
+            session.sampling,
+            self._most - sampled,
+            max(0, session.sampling.min_new_tokens - session.tokens_sampled),
+            session.min_version,
+            self.take,
         )
         self._taken = 0
         self._asked = routing.Sequence(
@@ -302,29 +251,151 @@ class SampleSession:
             since=asyncio.get_running_loop().time(),
             prefix=len(job.prompt),
             sampled=sampled,
-            left=most - sampled,
-            min_version=self.min_version,
+            left=self._most - sampled,
+            min_version=session.min_version,
         )
         done: Generation = await self._router.actor.do(generator, job)
         return done
 
-    def _take(self, part: Chunk, parts: list[Chunk], keep: Keep | None) -> Generation | None:
-        """Add a chunk that has arrived to `parts`. Returns the completion if the chunk finishes it or `keep` ends it.
-        `keep` gets all tokens of the completion so far, and returns how many of them to keep, or None to continue."""
-        parts.append(part)
-        self.tokens_sampled += len(part.tokens)
+    def take(self, part: Chunk) -> Generation | None:
+        """Add a chunk that has arrived. Returns the completion if the chunk finishes it, if `keep` ends it, or if the
+        sample has no room for more, since its other calls sample too. `keep` gets all tokens of the completion so far,
+        and returns how many of them to keep, or None to continue."""
+        room = self._session.room
+        self._parts.append(part)
+        self._session.took(part.versions)
         self._taken += len(part.tokens)
-        if not self.started and len(part.versions):
-            self.started = True
-            self._on_start(int(part.versions[0]))
-        end = keep(np.concatenate([part.tokens for part in parts])) if keep else None
+        end = self._keep(np.concatenate([part.tokens for part in self._parts])) if self._keep else None
+        over = len(part.tokens) - room
+        if over > 0:
+            length = _count(self._parts) - over
+            return _joined(self._parts, "length", length) if end is None or end > length else self._kept(end)
         if end is not None:
-            return _joined(parts, "stop", end)
-        return _joined(parts, part.finish) if part.finish else None
+            return self._kept(end)
+        if part.finish:
+            return _joined(self._parts, part.finish)
+        return None if room > len(part.tokens) else _joined(self._parts, "length")
+
+    def _kept(self, end: int) -> Generation:
+        return _joined(self._parts, "stop", end)
+
+
+class SampleSession:
+    """The session that a workflow gets for one sample (areal.workflows.Session).
+
+    `home`: the generator that all samples of the group start on, because they share the prompt prefix. The session
+    counts towards its load at once, until the first call ends or `close` is called. `on_start` is called with the
+    version that sampled the first token. `min_version` rises to the group's start version once that is known, so that
+    no older version samples a later token. `running`: its calls in progress. `tokens_sampled`: all tokens received, in
+    all calls, trained or not. `reward_parts`: of the last score.
+    """
+
+    def __init__(
+        self, router: Router, tokenizer: Any, row: Row, sampling: SamplingConfig, min_version: int, home: Member,
+        on_start: Callable[[int], None] = lambda version: None,
+    ) -> None:  # fmt: skip
+        self.tokenizer = tokenizer
+        self.router = router
+        self._row = row
+        self.sampling = sampling
+        self.min_version = min_version
+        self.home: Member | None = home
+        self._on_start = on_start
+        self.started = False
+        self.tokens_sampled = 0
+        self.reward_parts: dict[str, float] = {}
+        self.running: set[Call] = set()
+        self._forest = Forest()
+        self._unused: Place | None = Place(router, home)  # until the first call
+        self._waits = 0
+        self._in_workflow = False
+
+    async def generate(
+        self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None
+    ) -> Generation:
+        """Sample a completion of the prompt `tokens`, on several generators one after the other if necessary. It ends
+        where `keep` or one of `sampling.stop` ends it. Calls at the same time run at the same time.
+
+        max_new_tokens: a limit for this call; the sample's own limit, over all calls, holds as well. keep: see
+        `Call.take`. Raises SampleFailed if a generator refuses the first prompt of the sample.
+        """
+        prompt = np.asarray(tokens, np.int32)
+        most = self.room if max_new_tokens is None else min(self.room, max_new_tokens)
+        if most <= 0:
+            return _joined([], "length")
+        if self.sampling.stop:
+            keep = first_of(keep, keep_until_text(self.tokenizer, self.sampling.stop))
+        place, self._unused = self._unused or Place(self.router), None
+        call = Call(self, place, prompt, most, keep)
+        self.running.add(call)
+        try:
+            with self._waiting():
+                sampled = await call.sampled()
+        finally:
+            self.running.discard(call)
+            call.close()
+        self._forest.add(prompt, sampled)
+        return sampled
+
+    def reward(self, call: Generation, value: float) -> None:
+        self._forest.reward(call, value)
+
+    def trajectory(self, reward: float | None = None) -> Trajectory:
+        own = self.router.actor.config.reward
+        return self._forest.trajectory(reward, own.credit, own.turn_discount)
+
+    @property
+    def calls(self) -> Sequence[Generation]:
+        return self._forest.calls
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that the sample may still sample."""
+        return max(0, self.sampling.max_new_tokens - self.tokens_sampled)
+
+    def took(self, versions: np.ndarray) -> None:
+        """New tokens have arrived, of these versions."""
+        self.tokens_sampled += len(versions)
+        if not self.started and len(versions):
+            self.started = True
+            self._on_start(int(versions[0]))
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Mark the block as waiting for other actors. While a sample does not wait, its workflow's own code runs, which
+        counts as work of this actor."""
+        self._waits += 1
+        self.router.actor.own_code.pop(self, None)
+        try:
+            yield
+        finally:
+            self._waits -= 1
+            self._runs_own_code()
+
+    def _runs_own_code(self) -> None:
+        if self._in_workflow and not self._waits:
+            self.router.actor.own_code[self] = asyncio.get_running_loop().time()
+
+    @contextlib.contextmanager
+    def in_workflow(self) -> Iterator[None]:
+        """Mark the block as the run of this sample's workflow."""
+        self._in_workflow = True
+        self._runs_own_code()
+        try:
+            yield
+        finally:
+            self._in_workflow = False
+            self.router.actor.own_code.pop(self, None)
+
+    def close(self) -> None:
+        """Stop counting towards any generator's load."""
+        if self._unused is not None:
+            self._unused.stand(None)
+            self._unused = None
 
     async def run_python(self, code: str) -> str:
         """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""
-        actor = self._router.actor
+        actor = self.router.actor
         try:
             with self._waiting():
                 async with actor.program_slots:
@@ -334,20 +405,20 @@ class SampleSession:
         return outcome.told
 
     def endpoint(self) -> AbstractAsyncContextManager[Access]:
-        return self._router.actor.endpoint.serve(self)
+        return self.router.actor.endpoint.serve(self)
 
     async def score(self, completion: str, tokens: Tokens | None = None) -> float:
         """The weighted sum of the row's rewards on this completion. Raises SampleFailed if a reward failed on every
         attempt."""
-        rewards = self._row.reward or self._router.actor.config.reward.functions
+        rewards = self._row.reward or self.router.actor.config.reward.functions
         with self._waiting():
             results = {name: await self._score_by(name, completion, tokens) for name in rewards}
-        self._router.actor.scored += 1
+        self.router.actor.scored += 1
         score, self.reward_parts = combined(rewards, results)
         return score
 
     async def _score_by(self, name: str, completion: str, tokens: Tokens | None) -> Result:
-        actor = self._router.actor
+        actor = self.router.actor
         prompt, row = prompt_text(self._row.prompt), self._row.fields
         own_tokens = None if tokens is None else np.asarray(tokens, np.int32)
 
@@ -360,7 +431,7 @@ class SampleSession:
                 if actor.quarantine:
                     actor.quarantine.check(key())
                 async with asyncio.timeout(None if name in actor.config.rewards else NO_REWARD_SECONDS):
-                    member = await self._router.choose("reward", name)
+                    member = await self.router.choose("reward", name)
             except RewardFailed as error:
                 raise SampleFailed("reward", f"reward {name!r}: {error}") from None
             except TimeoutError:
@@ -368,7 +439,7 @@ class SampleSession:
                     "reward", f"no reward actor serves {name!r} (waited {NO_REWARD_SECONDS:g} s)"
                 ) from None
             try:
-                with self._router.using(member):
+                with self.router.using(member):
                     job = ScoreJob(next(actor.jobs), name, prompt, completion, row, own_tokens)
                     result: Result = await actor.do(member, job)
                     return result
@@ -385,7 +456,11 @@ class SampleSession:
                     actor.quarantine.lost(key())
                 if refused > actor.config.reward.retries or lost > REWARDS_LOST:
                     raise SampleFailed("reward", f"reward {name!r}: {error}") from None
-                await self._router.avoid(member)
+                await self.router.avoid(member)
+
+
+def _count(parts: Sequence[Chunk]) -> int:
+    return sum(len(part.tokens) for part in parts)
 
 
 def _joined(parts: Sequence[Chunk], finish: Finish, end: int | None = None) -> Generation:

@@ -15,7 +15,7 @@ from actors import generator
 from actors.generator import Generator
 from actors.master import Master
 from actors.parts.jobs import Sequences
-from actors.parts.sessions import SampleSession
+from actors.parts.sessions import Call, SampleSession
 from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
 from actors.simulation.engines import SimLearner
@@ -153,13 +153,13 @@ def min_version_ignored() -> AbstractContextManager[None]:
 
 def tokens_twice_after_a_break() -> AbstractContextManager[None]:
     """A sequence that continues on another generator has its last tokens twice."""
-    leave = SampleSession._leave
+    leave = Call._leave
 
-    async def leave_with_more(session: SampleSession, generator: Any, parts: list[Any], error: Any) -> None:
-        parts.extend(parts[-1:])
-        await leave(session, generator, parts, error)
+    async def leave_with_more(call: Call, generator: Any, error: Any) -> None:
+        call._parts.extend(call._parts[-1:])
+        await leave(call, generator, error)
 
-    return replaced(SampleSession, _leave=leave_with_more)
+    return replaced(Call, _leave=leave_with_more)
 
 
 def hold_ignored() -> AbstractContextManager[None]:

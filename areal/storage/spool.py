@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 import threading
@@ -11,20 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 import safetensors.numpy
 
 from areal.storage.database import open_store, prepare
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Group, columns, trajectories
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files
 _SCHEMA = """
     CREATE TABLE groups (
-        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, description TEXT NOT NULL, arrays BLOB NOT NULL
+        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, prompt_index INTEGER NOT NULL, arrays BLOB NOT NULL
     );
 """
-_ARRAYS = ("tokens", "logprobs", "versions")
 
 
 class SpoolError(Exception):
@@ -54,7 +51,7 @@ class Spool:
         """Store a group. A group whose id is there already changes nothing."""
         row = (group.id, *_packed(group))
         with self._transaction() as connection:
-            connection.execute("INSERT OR IGNORE INTO groups (id, description, arrays) VALUES (?, ?, ?)", row)
+            connection.execute("INSERT OR IGNORE INTO groups (id, prompt_index, arrays) VALUES (?, ?, ?)", row)
 
     def get(self, ids: Sequence[str]) -> list[Group]:
         """Return the groups with these ids, in this order. Raises SpoolError with the ids that are missing."""
@@ -82,9 +79,9 @@ class Spool:
                 os.close(self._file_lock)
                 self._file_lock = None
 
-    def _row(self, group_id: str) -> tuple[str, bytes] | None:
+    def _row(self, group_id: str) -> tuple[int, bytes] | None:
         with self._transaction() as connection:
-            return connection.execute("SELECT description, arrays FROM groups WHERE id = ?", (group_id,)).fetchone()
+            return connection.execute("SELECT prompt_index, arrays FROM groups WHERE id = ?", (group_id,)).fetchone()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -96,23 +93,9 @@ class Spool:
                 raise SpoolError(f"the spool cannot be used: {error}") from error
 
 
-def _packed(group: Group) -> tuple[str, bytes]:
-    """Return the values that JSON represents exactly, and the arrays of all samples one after the other."""
-    samples = group.trajectories
-    description = {
-        "prompt_index": group.prompt_index,
-        "lengths": [len(sample) for sample in samples],
-        "rewards": [float(sample.reward) for sample in samples],
-        "finishes": [sample.finish for sample in samples],
-    }
-    arrays = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in _ARRAYS}
-    return json.dumps(description), safetensors.numpy.save(arrays)
+def _packed(group: Group) -> tuple[int, bytes]:
+    return group.prompt_index, safetensors.numpy.save(columns(group.trajectories))
 
 
-def _unpacked(group_id: str, description: str, arrays: bytes) -> Group:
-    about = json.loads(description)
-    ends = np.cumsum(about["lengths"])[:-1]
-    whole = safetensors.numpy.load(arrays)
-    columns = [np.split(whole[name], ends) for name in _ARRAYS]
-    samples = zip(*columns, about["rewards"], about["finishes"], strict=True)
-    return Group(group_id, about["prompt_index"], tuple(Trajectory(*sample) for sample in samples))
+def _unpacked(group_id: str, prompt_index: int, arrays: bytes) -> Group:
+    return Group(group_id, prompt_index, tuple(trajectories(safetensors.numpy.load(arrays))))

@@ -1,8 +1,9 @@
 """Advantages from rewards, without a critic.
 
-The reward is given at the last token. With gamma = lambda = 1 and no value function, every sampled token of a
-trajectory then has the same advantage: the trajectory's normalised reward. A penalty on a single token (`penalties`)
-lowers the return of that token and of the tokens before it, since later tokens did not cause it.
+By default the reward is given at the last token. With gamma = lambda = 1 and no value function, every sampled token of
+a sample then has the same advantage: the sample's normalised reward. A sample may also give each token a return of its
+own. A penalty on a single token (`penalties`) lowers the return of that token and of the tokens before it, since later
+tokens did not cause it.
 """
 
 from __future__ import annotations
@@ -16,30 +17,53 @@ EPS = 1e-6
 def advantages(
     rewards: np.ndarray,
     groups: np.ndarray,
-    lengths: np.ndarray,
+    samples: np.ndarray,
+    returns: np.ndarray | None = None,
     penalties: np.ndarray | None = None,
     *,
+    sampled: np.ndarray,
     mean: str,
     std: str,
 ) -> np.ndarray:
     """(return - mean) / (std + EPS) of every token, float64 [T].
 
-    The return of a token is its trajectory's reward minus the penalties of this token and of all later ones. mean and
-    std are taken over the returns of whole trajectories.
-    rewards, lengths: [N]. The T = sum(lengths) tokens are those of the trajectories, one trajectory after another.
-    penalties: [T], 0 by default. groups: int [N], the group of each trajectory. Groups may differ in size, and the
-    members of a group need not be adjacent. mean: "batch" (over all), "group", "leave_one_out" (over the others of the
-    group; a group of one uses its own return), "none" (0). std, of the population: "batch", "group", "none" (1, and no
-    EPS). Raises ValueError if a return is not finite.
+    rewards: [S], of each sample. groups: int [S], the group of each sample. Groups may differ in size. samples: int
+    [T], the sample of each token; the tokens of a sample are in the order in which they may have caused each other.
+    returns: [T], by default the reward of the token's sample. penalties: [T], 0 by default; the return of a token is
+    lowered by those of the token and of all later ones of its sample. sampled: bool [T]. mean and std are taken over
+    the samples' returns, lowered by all their penalties. If returns differ within a sample, all its sampled tokens
+    together have the weight of one sample.
+    mean: "batch" (over all), "group", "leave_one_out" (over the others of the group; a group of one uses its own
+    return), "none" (0). std, of the population: "batch", "group", "none" (1, and no EPS). Raises ValueError if a return
+    is not finite.
     """
-    penalties = np.zeros(int(lengths.sum())) if penalties is None else penalties
-    to_go = np.concatenate([p[::-1].cumsum()[::-1] for p in np.split(penalties, lengths.cumsum()[:-1])])
-    whole = np.asarray(rewards, dtype=np.float64) - to_go[lengths.cumsum() - lengths]
-    if not np.isfinite(whole).all():
-        raise ValueError(f"rewards and penalties must be finite, not {whole.tolist()}")
-    per_trajectory = rewards - _means(whole, groups, mean), _scales(whole, groups, std)
-    gains, scales = (np.repeat(values, lengths) for values in per_trajectory)
-    return (gains - to_go) / scales
+    whole, within = np.asarray(rewards, np.float64), np.zeros(len(rewards))
+    gains = whole[samples]
+    if returns is not None and len(returns):
+        gains = np.asarray(returns, np.float64)
+        whole = _mean_of(gains, samples, sampled)
+        within = _mean_of((gains - whole[samples]) ** 2, samples, sampled)
+    if penalties is not None:
+        to_go = _to_go(penalties, samples)
+        gains = gains - to_go
+        whole = whole - np.bincount(samples, penalties)
+    if not np.isfinite(whole).all() or not np.isfinite(gains).all():
+        raise ValueError(f"rewards, returns and penalties must be finite, not {whole.tolist()}")
+    return (gains - _means(whole, groups, mean)[samples]) / _scales(whole, within, groups, std)[samples]
+
+
+def _mean_of(values: np.ndarray, samples: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    """The mean over the sampled tokens of each sample, [S]."""
+    return np.bincount(samples, values * sampled) / np.bincount(samples, sampled)
+
+
+def _to_go(penalties: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """The sum of the penalties of each token and of all later ones of its sample, [T]."""
+    order = samples.argsort(kind="stable")
+    ends = np.bincount(samples).cumsum()
+    to_go = np.empty(len(penalties))
+    to_go[order] = np.concatenate([p[::-1].cumsum()[::-1] for p in np.split(penalties[order], ends[:-1])])
+    return to_go
 
 
 def _means(rewards: np.ndarray, groups: np.ndarray, of: str) -> np.ndarray:
@@ -57,12 +81,13 @@ def _means(rewards: np.ndarray, groups: np.ndarray, of: str) -> np.ndarray:
             return np.zeros(len(rewards))
 
 
-def _scales(rewards: np.ndarray, groups: np.ndarray, of: str) -> np.ndarray:
+def _scales(rewards: np.ndarray, within: np.ndarray, groups: np.ndarray, of: str) -> np.ndarray:
+    """within: [S], the variance of the returns in each sample."""
     match of:
         case "batch":
-            return np.full(len(rewards), rewards.std() + EPS)
+            return np.full(len(rewards), np.sqrt(rewards.var() + within.mean()) + EPS)
         case "group":
-            deviations = (rewards - _means(rewards, groups, "group")) ** 2
+            deviations = (rewards - _means(rewards, groups, "group")) ** 2 + within
             return np.sqrt(_means(deviations, groups, "group")) + EPS
         case _:
             return np.ones(len(rewards))

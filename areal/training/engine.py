@@ -46,7 +46,7 @@ from areal.training.separation import keeps_apart, only_attention_mixes
 from areal.training.shards import Copied, ModelFolder, Published, ranks_of_this_host, share_out
 from areal.training.tally import StepResult, Tally
 from areal.training.ulysses import Part, SequenceGroup, register
-from areal.trajectory import Group
+from areal.trajectory import NOT_SAMPLED, Group
 from areal.weights.chunks import Manifest
 from areal.weights.folders import saved_buffers
 from areal.weights.lora import add_adapters
@@ -511,11 +511,16 @@ class TrainingEngine:
     def _value(self, rows: list[Row], flat: FlatBatch, trained: np.ndarray) -> None:
         """Set the advantage and the loss weight of each token in this rank's rows (all ranks)."""
         config = self.config
-        gains = advantages(
+        order = flat.by_sample()
+        gains = np.empty(len(flat.tokens))
+        penalties = self._penalties(rows, len(flat.tokens))
+        gains[order] = advantages(
             flat.rewards,
             flat.groups,
-            flat.lengths,
-            self._penalties(rows, len(flat.tokens)),
+            np.repeat(flat.samples, flat.lengths)[order],
+            flat.returns[order] if len(flat.returns) else None,
+            None if penalties is None else penalties[order],
+            sampled=flat.versions[order] != NOT_SAMPLED,
             mean=config.advantage_mean,
             std=config.advantage_std,
         )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from areal.trajectory import NOT_SAMPLED, Group, Trajectory
+from areal.trajectory import NOT_SAMPLED, Group, Trajectory, paths
 
 log = structlog.get_logger()
 
@@ -37,54 +37,72 @@ MASK_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """A batch as arrays, trajectories one after another. T tokens, N trajectories.
+    """A batch as arrays, sequences one after another. T tokens, N sequences, S samples.
 
-    tokens, logprobs, versions: [T], as in `Trajectory`.
-    lengths, rewards, groups, minibatch: [N]; `groups` is the number of the trajectory's group, `minibatch` that of the
-    minibatch the group belongs to. cut: bool [N], trajectories that were cut at the limit of tokens.
-    shared: [N], number of first tokens that a trajectory has in common with the one before it; computed once.
+    A sequence is a branch of a sample, from its first token on; most samples have one branch.
+    tokens, logprobs, versions: [T], as in `Trajectory.sequences`. returns: float64 [T], as in `Trajectory`; empty if
+    all tokens are credited with the reward of their sample.
+    lengths, samples, branches, minibatch: [N]: the number of the sequence's sample, that of the branch in its sample,
+    and that of the minibatch which the group belongs to. shared: [N], number of first tokens that a sequence has in
+    common with the one before it; computed once.
+    rewards, groups, cut: [S]: the number of the sample's group, and whether it was cut at the limit of tokens.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
+    returns: np.ndarray
     lengths: np.ndarray
     shared: np.ndarray
+    samples: np.ndarray
+    branches: np.ndarray
+    minibatch: np.ndarray
     rewards: np.ndarray
     groups: np.ndarray
-    minibatch: np.ndarray
     cut: np.ndarray
 
     @classmethod
     def of(cls, groups: Sequence[Group], *, minibatches: int, prefix_tree: bool = False) -> FlatBatch:
         """Flatten `groups`. Whole groups are assigned to the minibatches in turn.
 
-        prefix_tree: share prefixes within each group; its trajectories are then sorted by their tokens, so that each
+        prefix_tree: share prefixes within each group; its sequences are then sorted by their tokens, so that each
         has its longest common prefix with a neighbour. With fewer groups than `minibatches`, each group is a minibatch.
-        Raises ValueError if there are no groups, a reward is not finite, or a trajectory's first token is a sampled one
+        Raises ValueError if there are no groups, a reward is not finite, or a sequence's first token is a sampled one
         (no token predicts it).
         """
         if not groups:
             raise ValueError("a batch without groups cannot be trained")
-        members = [(i, t) for i, group in enumerate(groups) for t in _ordered(group, prefix_tree)]
-        trajectories = [t for _, t in members]
-        lengths = np.array([len(t) for t in trajectories], dtype=np.int32)
-        versions = np.concatenate([t.versions for t in trajectories]).astype(np.int32)
+        trajectories = [t for group in groups for t in group.trajectories]
+        numbers = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group.trajectories) for group in groups])
         rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
-        for n in np.flatnonzero(versions[lengths.cumsum() - lengths] != NOT_SAMPLED):
-            raise ValueError(f"group {groups[members[n][0]].id}: a trajectory without a prompt cannot be trained")
         for n in np.flatnonzero(~np.isfinite(rewards)):
-            raise ValueError(f"group {groups[members[n][0]].id} has a reward that is not finite: {rewards[n]}")
-        numbers = np.array([i for i, _ in members], dtype=np.int32)
+            raise ValueError(f"group {groups[numbers[n]].id} has a reward that is not finite: {rewards[n]}")
+        members = [
+            _Member(int(numbers[sample]), sample, branch, own)
+            for sample, trajectory in enumerate(trajectories)
+            for branch, own in enumerate(trajectory.sequences())
+        ]
+        if prefix_tree:
+            members.sort(key=lambda m: (m.group, m.own.tokens.astype(np.int32).tobytes()))
+        own = [member.own for member in members]
+        lengths = np.array([len(t) for t in own], dtype=np.int32)
+        versions = np.concatenate([t.versions for t in own]).astype(np.int32)
+        for n in np.flatnonzero(versions[lengths.cumsum() - lengths] != NOT_SAMPLED):
+            raise ValueError(f"group {groups[members[n].group].id}: a sample without a prompt cannot be trained")
+        returns = [np.full(len(t), t.reward) if t.returns is None else t.returns for t in own]
+        alike = all(t.returns is None for t in own)
         return cls(
-            tokens=np.concatenate([t.tokens for t in trajectories]).astype(np.int32),
-            logprobs=np.concatenate([t.logprobs for t in trajectories]).astype(np.float32),
+            tokens=np.concatenate([t.tokens for t in own]).astype(np.int32),
+            logprobs=np.concatenate([t.logprobs for t in own]).astype(np.float32),
             versions=versions,
+            returns=np.zeros(0) if alike else np.concatenate(returns),
             lengths=lengths,
             shared=_shared(members) if prefix_tree else np.zeros_like(lengths),
+            samples=np.array([member.sample for member in members], dtype=np.int32),
+            branches=np.array([member.branch for member in members], dtype=np.int32),
+            minibatch=np.array([member.group for member in members], dtype=np.int32) % minibatches,
             rewards=rewards,
             groups=numbers,
-            minibatch=numbers % minibatches,
             cut=np.array([t.finish == "length" for t in trajectories]),
         )
 
@@ -92,39 +110,51 @@ class FlatBatch:
         """The arrays by name: `FlatBatch(**batch.arrays())` is the same batch."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    def by_sample(self) -> np.ndarray:
+        """The places of all tokens, int64 [T], sample by sample and in each sample branch by branch."""
+        ends = self.lengths.cumsum()
+        order = np.lexsort((self.branches, self.samples))
+        return np.concatenate([np.arange(ends[n] - self.lengths[n], ends[n]) for n in order])
+
     def trained(self, mask_older_than: int | None, *, mask_cut: bool = False) -> np.ndarray:
         """bool [T], the tokens in the loss: sampled tokens, without those of versions before `mask_older_than`, and
-        with `mask_cut` without those of trajectories that were cut at the limit."""
-        masked = np.repeat(self.cut & mask_cut, self.lengths)
+        with `mask_cut` without those of samples that were cut at the limit."""
+        masked = np.repeat(self.cut[self.samples] & mask_cut, self.lengths)
         return (self.versions >= max(0, mask_older_than or 0)) & ~masked
 
     def weights(self, trained: np.ndarray, mean: str, constant: int) -> np.ndarray:
         """The weight of each token in the loss of its minibatch, float64 [T].
 
-        mean: "token", the mean over the minibatch's tokens in the loss; "sequence", the mean over its sequences of
-        their means; "constant", the mean over its sequences of their sums divided by `constant`. trained: bool [T], the
-        tokens in the loss; sequences without such a token do not count.
+        mean: "token", the mean over the minibatch's tokens in the loss; "sequence", the mean over its samples of their
+        means; "constant", the mean over its samples of their sums divided by `constant`. trained: bool [T], the tokens
+        in the loss; samples without such a token do not count.
         """
-        ends = self.lengths.cumsum()
-        tokens = np.add.reduceat(trained, ends - self.lengths, dtype=np.int64)
+        starts = self.lengths.cumsum() - self.lengths
+        tokens = np.bincount(self.samples, np.add.reduceat(trained, starts, dtype=np.int64))
+        minibatch = np.empty(len(tokens), np.int64)
+        minibatch[self.samples] = self.minibatch
         per_minibatch = tokens if mean == "token" else tokens > 0
-        share = 1 / np.maximum(1, np.bincount(self.minibatch, per_minibatch))[self.minibatch]
-        own = {"token": 1.0, "sequence": 1 / np.maximum(1, tokens), "constant": 1 / constant}[mean]
-        return np.repeat(share * own, self.lengths)
+        share = 1 / np.maximum(1, np.bincount(minibatch, per_minibatch))[minibatch]
+        if mean != "token":
+            share = share / (np.maximum(1, tokens) if mean == "sequence" else constant)
+        return np.repeat(share[self.samples], self.lengths)
 
 
-def _ordered(group: Group, prefix_tree: bool) -> Sequence[Trajectory]:
-    if not prefix_tree:
-        return group.trajectories
-    return sorted(group.trajectories, key=lambda t: t.tokens.astype(np.int32).tobytes())
+class _Member(NamedTuple):
+    """A sequence of a batch, and the numbers of its group, sample and branch."""
+
+    group: int
+    sample: int
+    branch: int
+    own: Trajectory
 
 
-def _shared(members: Sequence[tuple[int, Trajectory]]) -> np.ndarray:
-    """`FlatBatch.shared` of pairs (number of the group, trajectory)."""
+def _shared(members: Sequence[_Member]) -> np.ndarray:
+    """`FlatBatch.shared`."""
     counts = [0]
-    for (group, one), (next_group, other) in pairwise(members):
-        length = min(len(one), len(other)) if group == next_group else 0
-        same = np.append(one.tokens[:length] == other.tokens[:length], False)
+    for one, other in pairwise(members):
+        length = min(len(one.own), len(other.own)) if one.group == other.group else 0
+        same = np.append(one.own.tokens[:length] == other.own.tokens[:length], False)
         counts.append(int(same.argmin()))
     return np.array(counts, dtype=np.int32)
 
@@ -181,25 +211,26 @@ class Row:
 
 
 def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: torch.device) -> Row:
-    """Pack the trajectories `members` into a row. trained: bool [T], the batch's tokens that are in the loss.
+    """Pack the sequences `members` into a row. trained: bool [T], the batch's tokens that are in the loss.
 
-    A trajectory shares a prefix only with its predecessor in the batch, if that one directly precedes it in `members`.
+    A sequence shares a prefix only with its predecessor in the batch, if that one directly precedes it in `members`.
     Without members it is an `empty_row`: a rank without work still takes part in the collectives.
     """
     if not members:
         return empty_row(device)
     lengths = batch.lengths[members].tolist()
     after = np.array([-2, *members[:-1]]) + 1 == members
-    added = (batch.lengths[members] - batch.shared[members] * after).tolist()
-    paths = np.concatenate(_paths(lengths, added))
+    shared = (batch.shared[members] * after).tolist()
+    added = (batch.lengths[members] - shared).tolist()
+    places = np.concatenate(list(paths(zip(shared, added, strict=True))))
     starts = np.cumsum(batch.lengths) - batch.lengths
     source = np.concatenate([np.arange(starts[i], starts[i] + batch.lengths[i]) for i in members])
     tokens, positions = np.empty((2, sum(added)), dtype=np.int64)
-    tokens[paths] = batch.tokens[source]
-    positions[paths] = np.concatenate([np.arange(length) for length in lengths])
+    tokens[places] = batch.tokens[source]
+    positions[places] = np.concatenate([np.arange(length) for length in lengths])
     in_loss = np.flatnonzero(trained[source])
     chosen = source[in_loss]
-    predicts, distribution = np.unique(paths[in_loss - 1], return_inverse=True)
+    predicts, distribution = np.unique(places[in_loss - 1], return_inverse=True)
 
     def on_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -209,7 +240,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
         positions=on_device(positions)[None],
         lengths=lengths,
         added=added,
-        paths=on_device(paths),
+        paths=on_device(places),
         places=chosen,
         sequence=on_device(np.repeat(np.arange(len(lengths)), lengths)[in_loss]),
         predicts=on_device(predicts),
@@ -227,15 +258,6 @@ def empty_row(device: torch.device, tokens: int = 1) -> Row:
     none = torch.zeros(0, device=device)
     no, places = none.long(), np.zeros(0, np.int64)
     return Row(zeros, positions[None], [tokens], [tokens], positions, places, no, no, no, no, none, none.int())
-
-
-def _paths(lengths: Sequence[int], added: Sequence[int]) -> list[np.ndarray]:
-    """The places in the row of each sequence's tokens: first those shared with the sequence before it, then its own."""
-    paths, end = [np.zeros(0, dtype=np.int64)], 0
-    for length, own in zip(lengths, added, strict=True):
-        paths.append(np.concatenate([paths[-1][: length - own], np.arange(end, end + own)]))
-        end += own
-    return paths[1:]
 
 
 def choose_attention(dtype: str) -> str:

@@ -39,8 +39,8 @@ class AgentFailed(Exception):
 async def agent(
     session: Session, row: Row, *, agent: str | None = None, command: str | None = None, timeout_seconds: float = 600.0
 ) -> Trajectory:
-    """Everything that an agent sampled, as one trajectory, with the reward that the agent reported. If it reported
-    none, the row's reward functions score its last answer.
+    """Everything that an agent sampled, with the rewards that the agent reported. If it reported none, the row's reward
+    functions score its last answer.
 
     agent: `package.module:function`. command: a program and its arguments. timeout_seconds: time limit of one sample.
     Raises AgentFailed, the exception that the agent raised, or the exception that was raised while it sampled.
@@ -61,14 +61,14 @@ async def agent(
             work.cancel()
             await asyncio.wait({work}, timeout=END_SECONDS)
         chat = api.chat
-    if not chat.conversation.generations:
+    if not session.calls:
         raise AgentFailed("the agent ended without a single call to the policy")
     reward = chat.reward if reward is None else reward
-    if reward is None:
+    if reward is None and not chat.rewarded:
         reward = await session.score(chat.last_text)
-    if not math.isfinite(reward):
+    if reward is not None and not math.isfinite(reward):
         raise AgentFailed(f"the agent reported the reward {reward}, which is not a finite number")
-    return chat.conversation.trajectory(float(reward))
+    return session.trajectory(reward)
 
 
 def check(options: Mapping[str, Any]) -> None:

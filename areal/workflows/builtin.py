@@ -38,7 +38,7 @@ async def single_turn(session: Session, row: Row) -> Trajectory:
     talk, messages = begin(session.tokenizer, row.prompt)
     sampled = await session.generate(talk.prompt(messages))
     completion = talk.add(sampled)["content"]
-    return talk.trajectory(await session.score(completion, sampled.tokens))
+    return session.trajectory(await session.score(completion, sampled.tokens))
 
 
 async def multi_turn(
@@ -51,11 +51,11 @@ async def multi_turn(
     talk, messages = begin(session.tokenizer, row.prompt)
     score = 0.0
     async for attempt in turns(session, talk, messages, max_turns):
-        score = await session.score(attempt, talk.generations[-1].tokens)
+        score = await session.score(attempt, session.calls[-1].tokens)
         if score >= pass_score:
             break
         messages.append(user(feedback.replace("{prompt}", prompt_text(row.prompt))))
-    return talk.trajectory(score * discount ** (len(talk.generations) - 1))
+    return session.trajectory(score * discount ** (len(session.calls) - 1))
 
 
 async def python_tool(
@@ -71,7 +71,7 @@ async def python_tool(
         if code is None:
             break
         messages.append(user(f"```output\n{_cut(await session.run_python(code), max_output)}\n```\n"))
-    return talk.trajectory(await session.score(answer, talk.generations[-1].tokens))
+    return session.trajectory(await session.score(answer, session.calls[-1].tokens))
 
 
 async def environment(
@@ -79,17 +79,16 @@ async def environment(
     max_turns: Turns = 8,
 ) -> Trajectory:  # fmt: skip
     """The policy acts in an environment (areal.workflows.environments) until it is done, or for `max_turns` turns. The
-    reward is the sum of the rewards of all steps."""
+    reward is the sum of the rewards of all steps, each of which is that of its turn (`reward.credit`)."""
     async with environments.opened(environment, environment_options or {}) as world:
         talk, messages = begin(session.tokenizer, await world.reset(row))
-        total = 0.0
         async for action in turns(session, talk, messages, max_turns):
             observation, reward, done = await world.step(action)
-            total += reward
+            session.reward(session.calls[-1], reward)
             if done:
                 break
             messages.append(user(observation))
-    return talk.trajectory(total)
+    return session.trajectory(0.0)
 
 
 async def verifiers(session: Session, row: Row) -> Trajectory:

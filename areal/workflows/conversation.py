@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from areal.data.rows import Prompt, prompt_text
-from areal.trajectory import NOT_SAMPLED, Finish, Trajectory
+from areal.trajectory import NOT_SAMPLED, Finish, Tokens, Trajectory
 
 Message = dict[str, Any]
 
@@ -54,7 +54,7 @@ class Policy(Protocol):
     tokenizer: Any
 
     async def generate(
-        self, tokens: Sequence[int], max_new_tokens: int | None = None, keep: Keep | None = None
+        self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None
     ) -> Generation:
         """Continue `tokens` with the policy, at the run's sampling settings.
 
@@ -85,6 +85,13 @@ class Conversation:
         self.messages: list[Message] = []
         self.generations: list[Generation] = []
 
+    def copy(self) -> Conversation:
+        """A conversation that goes on from here by itself."""
+        other = Conversation(self._tokenizer, self._tools, plain=self._plain)
+        other._parts, other.messages = self._parts.copy(), self.messages.copy()
+        other.generations = self.generations.copy()
+        return other
+
     def __len__(self) -> int:
         """The number of tokens so far."""
         return sum(len(part.tokens) for part in self._parts)
@@ -93,7 +100,7 @@ class Conversation:
         """True if `messages` begin with all messages so far, sampled turns included. Keys whose value is None are
         ignored, and so is whether a text comes whole or in parts."""
         begin = messages[: len(self.messages)]
-        return [_compared(m) for m in begin] == [_compared(m) for m in self.messages]
+        return [compared(m) for m in begin] == [compared(m) for m in self.messages]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens to generate the next assistant turn from. A second call before `add` replaces the first.
@@ -118,7 +125,7 @@ class Conversation:
         messages, new = self._asked
         self._asked = None
         message = message or {"role": "assistant", "content": self.text(sampled)}
-        self._parts += [_not_sampled(new), sampled]
+        self._parts += [not_sampled(new), sampled]
         self.generations.append(sampled)
         self.messages = [*messages, message]
         return message
@@ -188,7 +195,7 @@ def keep_until(tokenizer: Any, marks: Sequence[str], holds: Callable[[str], bool
     one of `marks` ends. So only new text is decoded and searched for these, and `holds` is asked when one is found. It
     has to be fast: a policy may write nothing but marks.
     """
-    grown = _GrownText(tokenizer)
+    grown = GrownText(tokenizer)
 
     def keep(tokens: np.ndarray) -> int | None:
         before = grown.add(tokens)
@@ -213,7 +220,7 @@ def first_of(one: Keep | None, other: Keep) -> Keep:
     return lambda tokens: min((end for keep in (one, other) if (end := keep(tokens)) is not None), default=None)
 
 
-class _GrownText:
+class GrownText:
     """The text of a turn, decoded as its tokens come."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -254,7 +261,8 @@ def _first_encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _not_sampled(tokens: Sequence[int]) -> Generation:
+def not_sampled(tokens: Tokens) -> Generation:
+    """Tokens that are not the policy's, in the form of those that are."""
     n = len(tokens)
     return Generation(
         np.asarray(tokens, np.int32), np.zeros(n, np.float32), np.full(n, NOT_SAMPLED, np.int32), finish="stop"
@@ -262,10 +270,11 @@ def _not_sampled(tokens: Sequence[int]) -> Generation:
 
 
 def _plain_text(messages: Sequence[Message]) -> str:
-    return prompt_text([_compared(message) for message in messages])
+    return prompt_text([compared(message) for message in messages])
 
 
-def _compared(message: Message) -> Message:
+def compared(message: Message) -> Message:
+    """What of a message counts when messages are compared."""
     content = message.get("content")
     if isinstance(content, list) and all(part.get("type") == "text" for part in content):
         content = "".join(part["text"] for part in content)

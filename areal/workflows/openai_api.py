@@ -1,27 +1,38 @@
-"""One sample as a chat in the format of OpenAI's API: answers an agent's requests as turns of one conversation.
-
-All calls of a sample are turns of one `Conversation`, and therefore one trajectory. A call that does not continue from
-the last answer is refused, because its tokens could not be trained together with the others.
-"""
+"""One sample in the format of OpenAI's API: answers an agent's calls, in one conversation or in many."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from hashlib import blake2b
+from typing import Annotated, Any, Literal, Protocol
 
+import numpy as np
 from pydantic import BaseModel, Field
 
-from areal.workflows.conversation import Conversation, Generation, Policy, keep_until_text
+from areal.workflows.conversation import (
+    Conversation,
+    Generation,
+    GrownText,
+    Keep,
+    Policy,
+    compared,
+    first_of,
+    keep_until_text,
+)
 
 Json = dict[str, Any]
 
 # Each of them is searched for in all new text. OpenAI allows four.
 MAX_STOPS = 16
+MAX_ANSWERS = 64
+"""The largest `n` of a request."""
 StopText = Annotated[str, Field(max_length=1024)]
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -33,6 +44,12 @@ class ApiError(Exception):
         super().__init__(message)
         self.code = code
         self.status = status
+
+
+class CallsPolicy(Policy, Protocol):
+    """The part of a session that an agent's calls need."""
+
+    def reward(self, call: Generation, value: float) -> None: ...
 
 
 class ResponseFormat(BaseModel):
@@ -50,7 +67,7 @@ class ChatRequest(BaseModel):
     model: str = "policy"
     tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
     tool_choice: Any = None
-    n: Literal[1] | None = 1
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = 1
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -68,7 +85,8 @@ class ChatRequest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A turn: the message for the agent, the finish reason, what was sampled, and the number of tokens before it."""
+    """A completion: the message for the agent, the finish reason, what was sampled, and the number of tokens before
+    it."""
 
     message: Json
     finish: str
@@ -77,67 +95,73 @@ class Answer:
 
 
 class ChatSession:
-    """The turns of one sample. Once there is no room for another turn, every further answer is empty, with the finish
-    "length".
+    """The calls of one sample. A call whose messages begin with those of an earlier one and its answer continues from
+    the tokens of that one; the others begin a conversation of their own.
 
-    reward: the reward that the agent has reported. failure: set to the error if a generation of this sample fails.
+    last_text: the text of the last answer, without tool calls. reward: the reward that the agent has reported for the
+    sample. failure: set to the error if a generation of this sample fails.
     """
 
-    def __init__(self, session: Policy) -> None:
+    def __init__(self, session: CallsPolicy) -> None:
         self._session = session
         self.tokenizer = session.tokenizer
-        self._turn = asyncio.Lock()
-        self._tools: list[Json] | None = None
-        self._full: Answer | None = None
-        self.conversation = Conversation(self.tokenizer)
+        self._known: dict[bytes, Conversation] = {}  # after each answer, by the digest of all messages
+        self._answers: dict[str, Generation] = {}
+        self.last_text = ""
         self.reward: float | None = None
+        self.rewarded = False
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
-    @property
-    def last_text(self) -> str:
-        """The text of the last answer, without tool calls."""
-        return self.conversation.messages[-1]["content"]
+    async def complete(
+        self, request: ChatRequest, name: str = "", on_text: Callable[[str], None] | None = None
+    ) -> Answer:
+        """What the policy answers. `name`: the answer's id. `on_text` gets the text while it comes, unless it has to be
+        complete to be parsed. Raises ApiError."""
+        messages = [_message(raw) for raw in request.messages]
+        talk, prompt = self._prompt(messages, request.offered)
+        stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        keep = keep_until_text(self.tokenizer, stops) if stops else None
+        if on_text and not request.offered:
+            keep = first_of(keep, _telling(self.tokenizer, stops, on_text))
+        sampled = await self._generate(prompt, request.max_completion_tokens or request.max_tokens, keep)
+        if not len(sampled.tokens):  # no room is left
+            return Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
+        text, stopped = _cut(talk.text(sampled), stops)
+        message = self._shown(text, bool(request.offered))
+        talk.add(sampled, _message(message))
+        self._known[_digests(talk.messages, request.offered)[-1]] = talk
+        self._answers[name] = sampled
+        self.last_text = message["content"] or ""
+        finish = "stop" if stopped else "tool_calls" if "tool_calls" in message else sampled.finish
+        return Answer(message, finish, sampled, len(prompt))
 
-    async def complete(self, request: ChatRequest) -> Answer:
-        """The policy's next turn. Concurrent calls are answered one after another. Raises ApiError."""
-        async with self._turn:
-            if self._full:
-                return self._full
-            prompt = self._prompt([_message(raw) for raw in request.messages], request.offered)
-            stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-            sampled = await self._generate(prompt, request.max_completion_tokens or request.max_tokens, stops)
-            if not len(sampled.tokens):
-                self._full = Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
-                return self._full
-            text, stopped = _cut(self.conversation.text(sampled), stops)
-            message = self._shown(text, bool(request.offered))
-            self.conversation.add(sampled, _message(message))
-            finish = "stop" if stopped else "tool_calls" if "tool_calls" in message else sampled.finish
-            return Answer(message, finish, sampled, len(prompt))
+    def give_reward(self, value: float, answer: str | None) -> None:
+        """Set the reward of the sample or, with the id of an answer, of that call. Raises ApiError."""
+        if answer is None:
+            self.reward = value
+            return
+        sampled = self._answers.get(answer)
+        if sampled is None:
+            raise ApiError(f"this sample has no answer with the id {answer!r:.80}")
+        self._session.reward(sampled, value)
+        self.rewarded = True
 
-    def _prompt(self, messages: list[Json], tools: list[Json] | None) -> list[int]:
-        """The tokens of the prompt. Raises ApiError if the messages do not continue from the last answer, or cannot be
-        rendered and encoded."""
-        if not self.conversation.generations:
-            self._tools, self.conversation = tools, Conversation(self.tokenizer, tools)
-        elif tools != self._tools or not self.conversation.continues(messages):
-            what = (
-                "the tools are not those of the call before"
-                if tools != self._tools
-                else "the messages do not begin with all messages of the call before and its answer"
-            )
-            raise ApiError(
-                f"{what}: all calls of a sample must be turns of one conversation, because they are trained as one "
-                f"trajectory",
-                "not_a_continuation",
-            )
+    def _prompt(self, messages: list[Json], tools: list[Json] | None) -> tuple[Conversation, list[int]]:
+        """The conversation that the messages continue, and the tokens of the prompt. Raises ApiError if the messages
+        cannot be rendered and encoded."""
+        digests = _digests(messages, tools)
+        known = next((talk for digest in reversed(digests) if (talk := self._known.get(digest))), None)
+        if known is not None:
+            with contextlib.suppress(Exception):  # of templates that do not show the last answer, for example
+                talk = known.copy()
+                return talk, talk.prompt(messages)
         try:
-            return self.conversation.prompt(messages)
+            talk = Conversation(self.tokenizer, tools)
+            return talk, talk.prompt(messages)
         except Exception as error:  # templates and tokenizers may raise anything
             raise ApiError(f"the model's tokenizer or chat template does not take these messages: {error}") from None
 
-    async def _generate(self, prompt: list[int], limit: int | None, stops: list[str]) -> Generation:
-        keep = keep_until_text(self.tokenizer, stops) if stops else None
+    async def _generate(self, prompt: list[int], limit: int | None, keep: Keep | None) -> Generation:
         try:
             return await self._session.generate(prompt, limit, keep)
         except Exception as error:  # any error: a sample that has lost a turn cannot be trained
@@ -146,10 +170,39 @@ class ChatSession:
             raise ApiError(f"the sample has failed: {error}", "sample_failed") from error
 
     def _shown(self, text: str, tools: bool) -> Json:
-        rest, calls = _tool_calls(text, len(self.conversation.generations)) if tools else (text, [])
+        rest, calls = _tool_calls(text, len(self._answers)) if tools else (text, [])
         if not calls:
             return {"role": "assistant", "content": text}
         return {"role": "assistant", "content": rest or None, "tool_calls": calls}
+
+
+def _digests(messages: Sequence[Json], tools: list[Json] | None) -> list[bytes]:
+    """For each assistant's message, a digest of the tools and of all messages up to it."""
+    so_far = blake2b(json.dumps(tools).encode(), digest_size=16)
+    found = []
+    for message in messages:
+        so_far.update(json.dumps(compared(message), sort_keys=True).encode())
+        if message["role"] == "assistant":
+            found.append(so_far.digest())
+    return found
+
+
+def _telling(tokenizer: Any, stops: Sequence[str], on_text: Callable[[str], None]) -> Keep:
+    """A `Keep` that ends no turn, and tells its text as it grows, without what may be the beginning of a stop string."""
+    grown = GrownText(tokenizer)
+    hidden = max(map(len, stops), default=1) - 1
+    told = 0
+
+    def keep(tokens: np.ndarray) -> None:
+        nonlocal told
+        grown.add(tokens)
+        known, stopped = _cut(grown.text, list(stops))
+        end = len(known) if stopped else max(told, len(known) - hidden)
+        if end > told:
+            on_text(known[told:end])
+            told = end
+
+    return keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +214,16 @@ class Access:
     chat: ChatSession
 
 
-def completion(answer: Answer, request: ChatRequest, tokenizer: Any) -> Json:
-    """The body of an answer that is not streamed."""
+def completion(name: str, answer: Answer, request: ChatRequest, tokenizer: Any) -> Json:
+    """The body of an answer that is not streamed. name: its id."""
     choice = {"index": 0, "message": answer.message | {"refusal": None}, "finish_reason": answer.finish}
     choice["logprobs"] = _logprobs(answer.sampled, request, tokenizer)
-    return _envelope("chat.completion", request) | {"choices": [choice], "usage": _usage(answer)}
+    return _envelope("chat.completion", name, request) | {"choices": [choice], "usage": _usage(answer)}
 
 
-def chunks(answer: Answer, request: ChatRequest, tokenizer: Any) -> list[Json]:
+def chunks(name: str, answer: Answer, request: ChatRequest, tokenizer: Any) -> list[Json]:
     """The events of a streamed answer, without the last one, [DONE]."""
-    envelope = _envelope("chat.completion.chunk", request)
+    envelope = _envelope("chat.completion.chunk", name, request)
     calls = [call | {"index": i} for i, call in enumerate(answer.message.get("tool_calls", []))]
     delta = answer.message | ({"tool_calls": calls} if calls else {})
     logprobs = _logprobs(answer.sampled, request, tokenizer)
@@ -183,9 +236,14 @@ def chunks(answer: Answer, request: ChatRequest, tokenizer: Any) -> list[Json]:
     return made
 
 
-def _envelope(kind: str, request: ChatRequest) -> Json:
+def new_name() -> str:
+    """An id for an answer."""
+    return f"chatcmpl-{secrets.token_hex(12)}"
+
+
+def _envelope(kind: str, name: str, request: ChatRequest) -> Json:
     return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": request.model,
+        "id": name, "object": kind, "created": int(time.time()), "model": request.model,
     }  # fmt: skip
 
 

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from areal.trajectory import Tokens
-from areal.workflows.conversation import Policy
+from areal.trajectory import Tokens, Trajectory
+from areal.workflows.conversation import Generation, Policy
 from areal.workflows.openai_api import Access
 
 
 class Session(Policy, Protocol):
-    """What a workflow may use for one sample. If the actor that serves a call is lost, another one takes it over."""
+    """What a workflow may use for one sample. If the actor that serves a call is lost, another one takes it over.
+
+    A workflow may make several calls of `generate` at the same time.
+    """
+
+    @property
+    def calls(self) -> Sequence[Generation]:
+        """All completions so far that have tokens, in the order in which they came."""
+
+    def reward(self, call: Generation, value: float) -> None:
+        """Set the reward of a call, beside the sample's. `reward.credit` says what it counts for. Raises ValueError if
+        `call` is none of `calls`."""
+
+    def trajectory(self, reward: float | None = None) -> Trajectory:
+        """All calls of the sample: each sampled token once, whether they are turns of one conversation or of many.
+
+        reward: that of the sample, to which the rewards of its calls are added; None: there are only these. Raises
+        ValueError if nothing was sampled, if there is no reward, or if it is not a valid score.
+        """
 
     async def score(self, completion: str, tokens: Tokens | None = None) -> float:
         """The weighted sum of the row's rewards on this completion; `tokens` are for rewards that take them."""

@@ -12,9 +12,10 @@ from areal.data import verifiers_tasks
 from areal.data.rows import Row
 from areal.trajectory import Trajectory
 from areal.workflows.conversation import Conversation, Policy
+from areal.workflows.session import Session
 
 
-async def play(session: Policy, row: Row) -> Trajectory:
+async def play(session: Session, row: Row) -> Trajectory:
     """Runs the policy in the row's environment. Raises RuntimeError if the environment fails or gives no reward."""
     world = verifiers_tasks.load(row.fields["environment"], json.loads(row.fields["environment_options"]))
     talk = Conversation(session.tokenizer)
@@ -22,7 +23,7 @@ async def play(session: Policy, row: Row) -> Trajectory:
     played = await world.run_rollout(kept | {"prompt": row.prompt}, _policy(session, talk), "policy", {})
     if played.get("error") or played.get("reward") is None:
         raise RuntimeError(f"environment {row.fields['environment']!r}: {played.get('error') or 'it gave no reward'}")
-    return talk.trajectory(float(played["reward"]))
+    return session.trajectory(float(played["reward"]))
 
 
 def _policy(session: Policy, talk: Conversation) -> Any:

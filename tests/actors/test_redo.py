@@ -55,7 +55,7 @@ def group_of(permit: Permit, poison: float = 0.0) -> StoreGroup:
     tokens, logprobs, versions = map(np.concatenate, zip(*samples, strict=True))
     return StoreGroup(
         group=permit.group, prompt_index=permit.prompt_index, lengths=np.full(2, 10, np.int32),
-        rewards=np.arange(2.0), finishes=np.ones(2, np.int32), tokens=tokens, logprobs=logprobs, versions=versions,
+        rewards=np.arange(2.0), cut=np.zeros(2, np.uint8), tokens=tokens, logprobs=logprobs, versions=versions,
     )  # fmt: skip
 
 

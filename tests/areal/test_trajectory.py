@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from areal.trajectory import Trajectory
+from areal.trajectory import Branch, Group, Trajectory, columns, trajectories
 
 SAMPLE = Trajectory(np.arange(3), np.array([0, -0.5, -1]), np.array([-1, 4, 5]), 1, "stop")
 
@@ -28,9 +28,80 @@ def test_a_checked_sample_has_the_types_that_travel():
         ({"versions": np.array([-1, -1, -1])}, "nothing was sampled"),
         ({"tokens": np.zeros((3, 1))}, "one-dimensional"),
         ({"finish": "eos"}, "'eos'"),
+        ({"versions": np.array([3, 4, 5])}, "without a prompt"),
+        ({"returns": np.array([0, 1, np.nan])}, "return"),
     ],
     ids=str,
 )
 def test_what_cannot_be_learned_from_is_no_sample(change, said):
     with pytest.raises(ValueError, match=said):
         replace(SAMPLE, **change).checked()
+
+
+# A prompt 0 1 and two answers, of which the second branches off within the first; then a conversation of its own.
+BRANCHED = Trajectory(
+    tokens=np.array([0, 1, 2, 3, 7, 8, 9, 5], np.int32),
+    logprobs=np.array([0, 0, -2, -3, 0, -8, 0, -5], np.float32),
+    versions=np.array([-1, -1, 4, 4, -1, 5, -1, 3], np.int32),
+    reward=1.0,
+    finish="stop",
+    branches=(Branch(0, 4), Branch(3, 2), Branch(0, 2)),
+    returns=np.arange(8.0),
+)
+
+
+def test_each_branch_is_a_sequence_and_each_sampled_token_is_in_one_of_them():
+    sequences = list(BRANCHED.checked().sequences())
+    assert [one.tokens.tolist() for one in sequences] == [[0, 1, 2, 3], [0, 1, 2, 7, 8], [9, 5]]
+    assert [one.versions.tolist() for one in sequences] == [[-1, -1, 4, 4], [-1, -1, -1, -1, 5], [-1, 3]]
+    assert [one.logprobs.tolist() for one in sequences] == [[0, 0, -2, -3], [0, 0, 0, 0, -8], [0, -5]]
+    assert [one.returns.tolist() for one in sequences] == [[0, 1, 2, 3], [0, 1, 2, 4, 5], [6, 7]]
+    assert BRANCHED.start_version == 3
+    assert [one.tokens.tolist() for one in SAMPLE.sequences()] == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("branches", "said"),
+    [
+        ((Branch(1, 8),), "share 1 of 0"),
+        ((Branch(0, 4), Branch(5, 4)), "share 5 of 4"),
+        ((Branch(0, 8), Branch(3, 0)), "0 of its own"),
+        ((Branch(0, 4), Branch(0, 2)), "8 tokens together"),
+        ((Branch(0, 2), Branch(0, 6)), "without a prompt"),
+    ],
+)
+def test_branches_that_do_not_fit_are_refused(branches, said):
+    with pytest.raises(ValueError, match=said):
+        replace(BRANCHED, branches=branches).checked()
+
+
+def test_a_group_whose_tokens_are_credited_differently_has_signal():
+    alike = replace(BRANCHED, returns=np.ones(8))
+    assert not Group("g", 0, (alike, replace(SAMPLE, reward=1.0))).has_signal
+    assert Group("g", 0, (replace(alike, returns=BRANCHED.returns),)).has_signal
+    assert not Group("g", 0, (replace(alike, returns=np.where(BRANCHED.sampled, 1.0, 7.0)),)).has_signal  # the prompt
+
+
+def test_a_penalty_lowers_the_reward_and_every_return():
+    lowered = BRANCHED.lowered(0.5)
+    assert (lowered.reward, lowered.returns.tolist()) == (0.5, (np.arange(8) - 0.5).tolist())
+    assert SAMPLE.lowered(0.5).returns is None
+
+
+@pytest.mark.parametrize("samples", [(SAMPLE,), (BRANCHED, SAMPLE), (SAMPLE, replace(BRANCHED, returns=None))])
+def test_samples_come_back_from_columns(samples):
+    found = list(trajectories(columns(samples)))
+    for one, other in zip(found, samples, strict=True):
+        assert (one.reward, one.finish, one.branches) == (other.reward, other.finish, other.branches)
+        for name in ("tokens", "logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        if other.returns is not None:
+            np.testing.assert_array_equal(one.returns, other.returns)
+        elif one.returns is not None:  # another sample of the group has returns
+            np.testing.assert_array_equal(one.returns, np.full(len(other), other.reward))
+
+
+def test_columns_whose_branches_do_not_fit_are_refused():
+    found = columns((BRANCHED, SAMPLE))
+    with pytest.raises(ValueError, match="3 branches"):
+        list(trajectories(found | {"branch_counts": np.array([2, 0], np.int32)}))

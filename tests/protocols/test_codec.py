@@ -62,7 +62,6 @@ def decode(frames):
 def columns(*lengths):
     n = sum(lengths)
     return {
-        "finishes": np.ones(len(lengths), np.int32),
         "tokens": np.arange(n, dtype=np.int32),
         "logprobs": np.linspace(-3, 0, n, dtype=np.float32),
         "versions": np.full(n, 5, np.int32),
@@ -70,15 +69,19 @@ def columns(*lengths):
 
 
 def tokens(*counts):
-    numbers = np.arange(len(counts))
-    return TokenColumns(jobs=numbers, counts=np.array(counts, np.int32), **columns(*counts))
+    numbers, finishes = np.arange(len(counts)), np.ones(len(counts), np.int32)
+    return TokenColumns(jobs=numbers, counts=np.array(counts, np.int32), finishes=finishes, **columns(*counts))
 
 
-def group(*lengths):
-    rewards = np.full(len(lengths), 0.5)
-    return StoreGroup(
-        group="g", prompt_index=3, lengths=np.array(lengths, np.int32), rewards=rewards, **columns(*lengths)
-    )
+def group(*lengths, **more):
+    rewards, cut = np.full(len(lengths), 0.5), np.zeros(len(lengths), np.uint8)
+    own = {"lengths": np.array(lengths, np.int32), "rewards": rewards, "cut": cut, **columns(*lengths)}
+    return StoreGroup(group="g", prompt_index=3, **own, **more)
+
+
+def branches(counts, shared, own):
+    named = zip(("branch_counts", "branch_shared", "branch_own"), (counts, shared, own), strict=True)
+    return {name: None if values is None else np.array(values, np.int32) for name, values in named}
 
 
 def score(row=None, prompt="p"):
@@ -554,14 +557,30 @@ def test_columns_that_do_not_fit_together_are_refused():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"counts": [3, -1]}, {"lengths": [3, -1]}, {"finishes": [1, -1]}, {"finishes": [1, 3]}], ids=str
+    ("message", "wrong", "said"),
+    [
+        (tokens(1, 1), {"counts": np.array([3, -1], np.int32)}, "negative"),
+        (group(1, 1), {"lengths": np.array([3, -1], np.int32)}, "negative"),
+        (tokens(1, 1), {"finishes": np.array([1, -1], np.int32)}, "out of range"),
+        (tokens(1, 1), {"finishes": np.array([1, 3], np.int32)}, "out of range"),
+        (group(1, 1), {"rewards": np.array([1, np.inf])}, "out of range"),
+        (group(1, 1), {"cut": np.zeros(1, np.uint8)}, "1 finishes"),
+        (group(1, 1), {"returns": np.zeros(1)}, "1 returns"),
+        (group(2), branches([2], [0], [1]), "not as many"),
+        (group(2), branches([-1], [], []), "not as many"),
+        (group(2), branches([1], [0], None), "not complete"),
+    ],
 )
-def test_a_count_or_finish_out_of_range_is_refused(wrong):
-    for message in (tokens(1, 1), group(1, 1)):
-        fields = {name: np.array(value, np.int32) for name, value in wrong.items() if hasattr(message, name)}
-        if fields:
-            with pytest.raises(MalformedError, match="out of range"):
-                there_and_back(message.model_copy(update=fields))
+def test_columns_out_of_range_are_refused(message, wrong, said):
+    with pytest.raises(MalformedError, match=said):
+        there_and_back(message.model_copy(update=wrong))
+
+
+def test_a_group_arrives_with_its_branches_and_returns():
+    sent = group(3, 2, returns=np.arange(5.0), **branches([2, 0], [0, 1], [2, 1]))
+    for name, column in there_and_back(sent).columns.items():
+        np.testing.assert_array_equal(column, sent.columns[name])
+    assert set(there_and_back(group(3)).columns) == {"lengths", "rewards", "cut", "tokens", "logprobs", "versions"}
 
 
 def test_scores_of_rows_arrive_as_they_were_sent():

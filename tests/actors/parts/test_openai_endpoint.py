@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import openai
 import pytest
-from scripted_policy import END, byte_tokenizer
+from scripted_policy import END, Recorded, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from actors.parts import openai_endpoint
@@ -43,11 +44,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return byte_tokenizer()
 
 
-class Policy:
+class Policy(Recorded):
     """A session whose policy says these texts, one a turn. An exception is raised, None never ends, and for an empty
     one there was no room."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *says: str | Exception | None) -> None:
+        super().__init__()
         self.tokenizer = tokenizer
         self._says = list(says)
         self.prompts: list[str] = []
@@ -61,7 +63,6 @@ class Policy:
         says = self._says.pop(0)
         self.busy += 1
         self.changed.notify()
-        assert self.busy == 1, "two calls of one sample generate at once"
         try:
             await asyncio.sleep(3600 if says is None else 0)
         except asyncio.CancelledError:
@@ -77,9 +78,11 @@ class Policy:
         cut = next((n for i in range(len(sampled)) if keep and (n := keep(np.array(sampled[: i + 1])))), None)
         n = min(cut or len(sampled), max_new_tokens or len(sampled))
         finish = "stop" if says and (cut or n == len(sampled)) else "length"
-        return Generation(
+        said = Generation(
             np.array(sampled[:n], np.int32), np.full(n, -0.5, np.float32), np.full(n, 3, np.int32), finish
         )
+        self.forest.add(np.array(tokens, np.int32), said)
+        return said
 
     async def score(self, completion: str, tokens=None) -> float:
         self.scored.append(completion)
@@ -148,7 +151,7 @@ async def test_tool_calls_are_read_out_of_the_text_and_all_turns_are_one_traject
     assert turn.message.content == "Sunny."
     beginning = "<start>tools weather<end><start>system Be brief.<end><start>user Weather?<end><start>assistant "
     assert policy.prompts[1] == f"{beginning}{CALL}<end><start>tool clear sky<end><start>assistant "
-    done = api.chat.conversation.trajectory(1.0)
+    done = policy.trajectory(1.0)
     assert tokenizer.decode(done.tokens) == policy.prompts[1] + "Sunny.<end>"
     assert tokenizer.decode(done.tokens[done.sampled]) == f"{CALL}<end>Sunny.<end>"
 
@@ -164,24 +167,28 @@ async def test_without_tools_and_where_it_is_malformed_a_tool_call_is_text(opene
 
 
 @pytest.mark.parametrize(
-    ("change", "tools"),
+    ("change", "tools", "shared"),
     [
-        (lambda m: m[:1], None),
-        (lambda m: [user("3+3?"), *m[1:]], None),
-        (lambda m: [m[0], {"role": "assistant", "content": "5"}, m[2]], None),
-        (lambda m: m, [WEATHER]),
+        (lambda m: m[:1], None, "<start>user 2+2?<end><start>assistant "),
+        (lambda m: [user("3+3?"), *m[1:]], None, "<start>user "),
+        (lambda m: [m[0], {"role": "assistant", "content": "5"}, m[2]], None, "<start>user 2+2?<end><start>assistant "),
+        (lambda m: m, [WEATHER], "<start>"),
     ],
     ids=["asked again", "another question", "another answer", "other tools"],
 )
-async def test_a_call_that_does_not_go_on_from_the_last_answer_is_refused(opened, change: Callable, tools):
-    _, api, chat = await opened("4", "yes")
+async def test_a_call_that_does_not_go_on_from_an_answer_begins_a_branch(opened, tokenizer, change, tools, shared):
+    policy, _, chat = await opened("4", "other", "yes")
     messages = [user("2+2?"), {"role": "assistant", "content": "4"}, user("Sure?")]
     await chat.create(model="m", messages=messages[:1])
-    with pytest.raises(openai.BadRequestError) as refused:
-        await chat.create(model="m", messages=change(messages), tools=tools or openai.omit)
-    assert refused.value.code == "not_a_continuation"
-    assert (await chat.create(model="m", messages=messages)).choices[0].message.content == "yes"
-    assert len(api.chat.conversation.generations) == 2
+    await chat.create(model="m", messages=change(messages), tools=tools or openai.omit)
+    await chat.create(model="m", messages=messages)
+    done = policy.trajectory(1.0)
+    beginning = "<start>user 2+2?<end><start>assistant "
+    paths = [tokenizer.decode(one.tokens) for one in done.sequences()]
+    assert f"{beginning}4<end><start>user Sure?<end><start>assistant yes<end>" in paths
+    assert f"{policy.prompts[1]}other<end>" in paths
+    assert [tokenizer.decode(one.tokens[one.sampled]) for one in done.sequences()] == ["4<end>yes<end>", "other<end>"]
+    assert tokenizer.decode(list(done.sequences())[1].tokens[: done.branches[1].shared]) == shared
 
 
 async def test_a_stop_string_ends_the_turn_and_what_was_sampled_up_to_its_end_is_trained(opened, tokenizer):
@@ -190,7 +197,7 @@ async def test_a_stop_string_ends_the_turn_and_what_was_sampled_up_to_its_end_is
     turn = (await chat.create(model="m", messages=messages, stop=["Observation:", "never"])).choices[0]
     assert (turn.message.content, turn.finish_reason) == ("run()\n", "stop")
     await chat.create(model="m", messages=[*messages, turn.message, user("8")], stop="Observation:")
-    done = api.chat.conversation.trajectory(1.0)
+    done = policy.trajectory(1.0)
     assert tokenizer.decode(done.tokens[done.sampled]) == "run()\nObservation:7<end>"
     assert policy.prompts[1].endswith("run()\nObservation:<end><start>user 8<end><start>assistant ")
 
@@ -203,20 +210,20 @@ async def test_an_answer_may_be_limited(opened, name):
 
 
 async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sampled_before_is_trained(opened, tokenizer):
-    _, api, chat = await opened("4", "")
+    policy, _, chat = await opened("4", "", "")
     messages = [user("?")]
     for content, finish in (("4", "stop"), ("", "length"), ("", "length")):
         turn = (await chat.create(model="m", messages=messages)).choices[0]
         assert (turn.message.content, turn.finish_reason) == (content, finish)
         messages += [turn.message, user("Sure?")]
-    done = api.chat.conversation.trajectory(1.0)
+    done = policy.trajectory(1.0)
     assert (tokenizer.decode(done.tokens[done.sampled]), done.sampled[-1]) == ("4<end>", True)
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"n": 2}, "n: "),
+        ({"n": 65}, "n: "),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": "x" * 1025}, "stop"),
         ({"messages": []}, "messages: "),
@@ -268,12 +275,32 @@ async def test_a_client_that_goes_away_stops_its_generation_and_may_call_again(o
     assert (await chat.create(model="m", messages=[user("?")])).choices[0].message.content == "4"
 
 
-async def test_calls_of_one_sample_take_turns(opened):
-    policy, _, chat = await opened("4", "5")
-    calls = [chat.create(model="m", messages=[user("?")]) for _ in range(2)]
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    assert sorted(type(answer).__name__ for answer in answers) == ["BadRequestError", "ChatCompletion"]
-    assert len(policy.prompts) == 1
+async def test_calls_at_the_same_time_run_at_the_same_time(opened):
+    policy, _, chat = await opened(None, None)
+    calls = [asyncio.create_task(chat.create(model="m", messages=[user("?")])) for _ in range(2)]
+    async with asyncio.timeout(60):
+        await policy.changed.until(lambda: policy.busy == 2)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+
+
+async def test_a_call_may_have_a_reward_of_its_own(opened):
+    policy, api, chat = await opened("4", "yes")
+    first = await chat.create(model="m", messages=[user("2+2?")])
+    second = await chat.create(model="m", messages=[user("2+2?"), first.choices[0].message, user("Sure?")])
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api.api_key}"}) as http:
+        for body, status in [
+            ({"reward": 0.5, "call": first.id}, 200),
+            ({"reward": 0.25, "call": second.id}, 200),
+            ({"reward": 1.0, "call": "chatcmpl-0"}, 400),
+        ]:
+            async with http.post(f"{api.base_url}/reward", json=body) as answer:
+                assert answer.status == status
+    done = policy.trajectory()
+    assert (done.reward, done.returns) == (0.75, None)
+    own = policy.forest.trajectory(None, "call", 1.0)
+    assert own.returns[own.sampled].tolist() == [0.5, 0.5, *[0.25] * 4]
 
 
 async def test_the_end_of_a_sample_stops_its_calls(tokenizer):

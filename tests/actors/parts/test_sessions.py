@@ -118,17 +118,22 @@ def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, Samp
     return router, SampleSession(router, Characters(), None, sampling, 3, home)
 
 
+def moved(session: SampleSession, target: Member, then: Chunk):
+    """What a stream sends after the sequence was told to move."""
+
+    def part() -> Chunk:
+        next(iter(session.running)).move(target)
+        return then
+
+    return part
+
+
 async def test_a_sequence_that_moves_goes_on_at_its_target_from_the_tokens_so_far():
     cluster = Cluster(generator(0), generator(1), generator(2))
     router, session = session_at(cluster, generator(0))
 
-    def moves():
-        session.move(generator(2))
-        return chunk(5, 6, version=3)
-
-    cluster.servers = Streams(
-        at0=[[moves, StreamBrokenError("handed over")]], at2=[[chunk(7, version=4, finish="stop")]]
-    )
+    first = [moved(session, generator(2), chunk(5, 6, version=3)), StreamBrokenError("handed over")]
+    cluster.servers = Streams(at0=[first], at2=[[chunk(7, version=4, finish="stop")]])
     done = await session.generate([1, 2])
     assert (done.tokens.tolist(), done.versions.tolist()) == ([5, 6, 7], [3, 3, 4])
     (_, first), (where, second) = cluster.servers.asked
@@ -153,9 +158,8 @@ async def test_a_sequence_may_be_ended_early():
 async def test_a_stop_text_of_the_run_ends_a_turn_and_remains_in_it(keep, end):
     cluster = Cluster(generator(0), generator(1))
     _, session = session_at(cluster, generator(0), stop=["!!", "bye"])
-    first = [chunk(*b"ab!", version=3), StreamBrokenError("handed over")]
+    first = [moved(session, generator(1), chunk(*b"ab!", version=3)), StreamBrokenError("handed over")]
     cluster.servers = Streams(at0=[first], at1=[[chunk(*b"c!", version=4), chunk(*b"!d", version=4)]])
-    session.move(generator(1))
     own = None if keep is None else lambda tokens: keep if len(tokens) >= keep else None
     done = await session.generate([1], keep=own)
     assert (bytes(done.tokens.tolist()), done.finish) == (b"ab!c!!"[:end], "stop")
@@ -164,11 +168,10 @@ async def test_a_stop_text_of_the_run_ends_a_turn_and_remains_in_it(keep, end):
 async def test_the_tokens_that_a_sample_needs_at_least_count_over_its_turns():
     cluster = Cluster(generator(0), generator(1))
     _, session = session_at(cluster, generator(0), min_new_tokens=6)
-    first = [chunk(5, 6, version=3), StreamBrokenError("handed over")]
+    first = [moved(session, generator(1), chunk(5, 6, version=3)), StreamBrokenError("handed over")]
     cluster.servers = Streams(
         at0=[first], at1=[[chunk(7, version=3, finish="length")], [chunk(1, 2, 3, version=3, finish="stop")]]
     )
-    session.move(generator(1))
     for most in (3, None):
         await session.generate([1], max_new_tokens=most)
     assert [request.min_new_tokens for _, request in cluster.servers.asked] == [6, 4, 3]
@@ -198,11 +201,7 @@ async def test_the_target_of_a_move_may_be_gone():
     cluster = Cluster(generator(0), generator(1))
     _, session = session_at(cluster, generator(0))
 
-    def moves():
-        session.move(generator(7))
-        return chunk(5, version=3)
-
-    broken = [moves, StreamBrokenError("handed over")]
+    broken = [moved(session, generator(7), chunk(5, version=3)), StreamBrokenError("handed over")]
     cluster.servers = Streams(
         at0=[broken, [chunk(6, version=3, finish="stop")]], at1=[[chunk(6, version=3, finish="stop")]]
     )

@@ -13,7 +13,7 @@ import pytest
 import areal.storage.database
 from areal.config import UserError
 from areal.storage.spool import Spool, SpoolError
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Branch, Group, Trajectory
 
 
 @pytest.fixture
@@ -39,6 +39,8 @@ def make_group(number: int, lengths: tuple[int, ...] = (5, 3, 8)) -> Group:
                 versions=rng.integers(-1, 9, length, dtype=np.int32),
                 reward=float(rng.normal()),
                 finish=("stop", "length")[index % 2],
+                branches=(Branch(0, 2), Branch(1, length - 2)) if length > 4 else (),
+                returns=rng.normal(size=length) if number % 2 else None,
             )
             for index, length in enumerate(lengths)
         ),
@@ -48,9 +50,10 @@ def make_group(number: int, lengths: tuple[int, ...] = (5, 3, 8)) -> Group:
 def bits(group: Group) -> tuple:
     arrays = [
         [(array.dtype, array.tobytes()) for array in (sample.tokens, sample.logprobs, sample.versions)]
+        + [sample.returns if sample.returns is None else sample.returns.tobytes()]
         for sample in group.trajectories
     ]
-    return group.id, group.prompt_index, arrays, [(repr(s.reward), s.finish) for s in group.trajectories]
+    return group.id, group.prompt_index, arrays, [(repr(s.reward), s.finish, s.branches) for s in group.trajectories]
 
 
 def in_memory() -> Spool:
@@ -154,7 +157,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from areal.storage.spool import Spool
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Branch, Group, Trajectory
 
 spool = Spool.open(Path(sys.argv[1]))
 for number in range(10**9):

@@ -9,10 +9,12 @@ MEANS = ["batch", "group", "leave_one_out", "none"]
 STDS = ["batch", "group", "none"]
 
 
-def of(rewards, groups, penalties=None, lengths=None, *, mean, std="none"):
-    lengths = np.ones(len(rewards), np.int64) if lengths is None else np.array(lengths)
-    penalties = None if penalties is None else np.array(penalties, dtype=np.float64)
-    return advantages(np.array(rewards, dtype=np.float64), np.array(groups), lengths, penalties, mean=mean, std=std)
+def of(rewards, groups, penalties=None, lengths=None, returns=None, sampled=None, *, mean, std="none"):
+    samples = np.repeat(np.arange(len(rewards)), 1 if lengths is None else lengths)
+    penalties, returns = (None if given is None else np.array(given, np.float64) for given in (penalties, returns))
+    sampled = np.ones(len(samples), bool) if sampled is None else np.array(sampled)
+    rewards, groups = np.array(rewards, np.float64), np.array(groups)
+    return advantages(rewards, groups, samples, returns, penalties, sampled=sampled, mean=mean, std=std)
 
 
 def baseline(values, groups, i, of):
@@ -107,6 +109,42 @@ def test_a_sample_alone_in_its_group_and_equal_rewards_teach_nothing(mean):
 def test_a_penalty_counts_for_the_tokens_up_to_it():
     found = of([1.0, 0.0], [0, 0], [0, 0.5, 0, 0, 0, 0.25], [3, 3], mean="none")
     assert found.tolist() == [0.5, 0.5, 1.0, -0.25, -0.25, -0.25]
+
+
+@pytest.mark.parametrize("std", STDS)
+@pytest.mark.parametrize("mean", ["batch", "group", "none"])
+@given(batch=batches(costly=False), data=st.data())
+def test_a_sample_with_returns_of_its_tokens_weighs_as_much_as_any_other(batch, data, mean, std):
+    rewards, groups, _, lengths = batch
+    n = sum(lengths)
+    returns = data.draw(st.lists(st.integers(-8, 8).map(lambda x: x / 4), min_size=n, max_size=n))
+    sampled = [True] * n
+    for end, length in zip(np.cumsum(lengths), lengths, strict=True):  # the first tokens are a prompt
+        sampled[end - length : end - 1] = data.draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))
+    samples = np.repeat(np.arange(len(rewards)), lengths)
+    # Every sample is repeated until all have the same number of sampled tokens; then each token counts by itself.
+    most = np.lcm.reduce([sum(np.array(sampled)[samples == i]) for i in range(len(rewards))])
+    values = [np.array(returns)[(samples == i) & sampled] for i in range(len(rewards))]
+    spread = [np.repeat(own, most // len(own)) for own in values]
+
+    def counted(i, of):
+        return np.concatenate([v for v, g in zip(spread, groups, strict=True) if of == "batch" or g == groups[i]])
+
+    wanted = [
+        (value - (0.0 if mean == "none" else counted(i, mean).mean()))
+        / (1.0 if std == "none" else counted(i, std).std() + EPS)
+        for value, i in zip(returns, samples, strict=True)
+    ]
+    found = of(rewards, groups, None, lengths, returns, sampled, mean=mean, std=std)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_returns_that_equal_the_rewards_change_nothing():
+    rewards, groups, lengths = [1.0, 0.25, 0.5], [0, 0, 1], [2, 3, 1]
+    for mean, std in [("leave_one_out", "none"), ("group", "group"), ("batch", "batch")]:
+        plain = of(rewards, groups, [0.5, 0, 0, 0.25, 0, 0], lengths, mean=mean, std=std)
+        given_ = of(rewards, groups, [0.5, 0, 0, 0.25, 0, 0], lengths, np.repeat(rewards, lengths), mean=mean, std=std)
+        np.testing.assert_allclose(given_, plain, rtol=1e-12)
 
 
 @pytest.mark.parametrize("penalty", [0.0, np.inf])

@@ -1,0 +1,142 @@
+"""All calls of one sample to the policy, as prefix trees: each sampled token once, shared prefixes once.
+
+A call whose prompt begins with all tokens of an earlier call and its answer continues that one. Any other call begins a
+branch: its first tokens are shared with the branch that has most of them, the others are its own. So an agent that
+shortens its history, calls itself or asks the same twice is one sample, and nothing of what it sampled is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from areal.config import Credit
+from areal.trajectory import Branch, Trajectory
+from areal.workflows.conversation import Generation, not_sampled
+
+
+
+@dataclass(slots=True, eq=False)
+class _Path:
+    """A branch under construction. tokens: all of its path, of which the first `shared` are those of `parent`. pieces:
+    its own tokens. calls: the numbers of the calls that it continues with, and where in it their answers begin."""
+
+    tokens: np.ndarray
+    shared: int
+    parent: _Path | None
+    pieces: list[Generation] = field(default_factory=list)
+    calls: list[tuple[int, int]] = field(default_factory=list)
+    children: list[_Path] = field(default_factory=list)
+
+
+class Forest:
+    """See the module. `calls`: the answers, in the order in which they came. `branched`: how many of these calls began
+    a branch beside earlier ones."""
+
+    def __init__(self) -> None:
+        self.calls: list[Generation] = []
+        self.branched = 0
+        self._rewards: dict[int, float] = {}
+        self._paths: list[_Path] = []
+
+    def add(self, prompt: np.ndarray, sampled: Generation) -> None:
+        """Add a call. prompt: int32 [n]. An answer without tokens counts for nothing."""
+        if not len(sampled.tokens):
+            return
+        path, shared = self._longest(prompt)
+        if path is None or shared < len(path.tokens):
+            self.branched += bool(self._paths)
+            path = self._branch(path, prompt[:shared])
+        new = prompt[shared:]
+        path.pieces += [not_sampled(new), sampled]
+        path.calls.append((len(self.calls), len(prompt)))
+        path.tokens = np.concatenate([path.tokens, new, sampled.tokens])
+        self.calls.append(sampled)
+
+    def reward(self, call: Generation, value: float) -> None:
+        """Set the reward of a call. Raises ValueError if `call` is not an answer of this sample."""
+        number = next((i for i, known in enumerate(self.calls) if known is call), None)
+        if number is None:
+            raise ValueError("a reward was given to a call that this sample does not have, or that sampled no token")
+        self._rewards[number] = float(value)
+
+    def trajectory(self, reward: float | None, credit: Credit, discount: float) -> Trajectory:
+        """The sample. Its reward is `reward`, or 0 for None, plus the rewards of all calls.
+
+        Tokens are credited with, for `credit`: "sample", the sample's reward; "call", `reward` plus the reward of their
+        call; "return_to_go", the rewards of their call and of later ones, and `reward` as if the last call had it. Here
+        a reward is multiplied by `discount` for each call between.
+        Raises ValueError if nothing was sampled, if there is no reward at all, or if one is not a valid score.
+        """
+        if not self.calls:
+            raise ValueError("nothing was sampled")
+        if reward is None and not self._rewards:
+            raise ValueError("neither the sample nor a call has a reward")
+        order = list(self._order())
+        pieces = [piece for path in order for piece in path.pieces]
+        total = (reward or 0.0) + sum(self._rewards.values())
+        credits = self._credits(reward or 0.0, total, credit, discount)
+        branches = tuple(Branch(path.shared, len(path.tokens) - path.shared) for path in order)
+        return Trajectory(
+            tokens=np.concatenate([piece.tokens for piece in pieces]),
+            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+            versions=np.concatenate([piece.versions for piece in pieces]),
+            reward=total,
+            finish=self.calls[-1].finish,
+            branches=branches if len(branches) > 1 else (),
+            returns=None if all(own == total for own in credits) else self._returns(order, credits),
+        ).checked()
+
+    def _longest(self, prompt: np.ndarray) -> tuple[_Path | None, int]:
+        """The path with most tokens at the beginning of the prompt, and how many they are."""
+        best, most = None, 0
+        for path in reversed(self._paths):
+            length = min(len(path.tokens), len(prompt))
+            if length <= most:
+                continue
+            differs = np.append(path.tokens[:length] != prompt[:length], True)
+            if (same := int(differs.argmax())) > most:
+                best, most = path, same
+        return best, most
+
+    def _branch(self, beside: _Path | None, shared: np.ndarray) -> _Path:
+        while beside is not None and len(shared) <= beside.shared:  # these tokens are not its own
+            beside = beside.parent
+        path = _Path(shared, len(shared), beside)
+        if beside is not None:
+            beside.children.append(path)
+        self._paths.append(path)
+        return path
+
+    def _order(self) -> Iterator[_Path]:
+        """The paths, so that each begins with tokens of the path before it: after a path come the branches that leave
+        it, the last to leave first."""
+        waiting = [path for path in reversed(self._paths) if path.parent is None]
+        while waiting:
+            path = waiting.pop()
+            yield path
+            waiting += sorted(reversed(path.children), key=lambda child: child.shared)
+
+    def _credits(self, reward: float, total: float, credit: Credit, discount: float) -> list[float]:
+        """What the tokens of each call are credited with."""
+        own = [self._rewards.get(number, 0.0) for number in range(len(self.calls))]
+        match credit:
+            case "sample":
+                return [total] * len(own)
+            case "call":
+                return [reward + value for value in own]
+        own[-1] += reward
+        for number in reversed(range(len(own) - 1)):
+            own[number] += discount * own[number + 1]
+        return own
+
+    def _returns(self, order: Sequence[_Path], credits: Sequence[float]) -> np.ndarray:
+        returns, start = np.zeros(sum(len(path.tokens) - path.shared for path in order)), 0
+        for path in order:
+            for number, place in path.calls:
+                begin = start + place - path.shared
+                returns[begin : begin + len(self.calls[number].tokens)] = credits[number]
+            start += len(path.tokens) - path.shared
+        return returns

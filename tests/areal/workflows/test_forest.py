@@ -1,0 +1,141 @@
+"""All calls of a sample, as prefix trees: each sampled token once, in the context in which it was sampled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal.workflows.conversation import Generation
+from areal.workflows.forest import Forest
+
+PROMPT = [1, 2]
+
+
+def said(*tokens: int, number: int = 0, finish: str = "stop") -> Generation:
+    """Its log-probs tell which call and which token they belong to."""
+    n = len(tokens)
+    logprobs = -(number + np.arange(1, n + 1, dtype=np.float32) / 64)
+    return Generation(np.array(tokens, np.int32), logprobs, np.full(n, number, np.int32), finish)
+
+
+def forest_of(*calls: tuple[list[int], list[int]]) -> Forest:
+    forest = Forest()
+    for number, (prompt, tokens) in enumerate(calls):
+        forest.add(np.array(prompt, np.int32), said(*tokens, number=number))
+    return forest
+
+
+def test_a_conversation_that_only_grows_has_no_branches():
+    forest = forest_of((PROMPT, [3, 4]), ([*PROMPT, 3, 4, 5], [6]), ([*PROMPT, 3, 4, 5, 6], [7]))
+    done = forest.trajectory(1.0, "sample", 1.0)
+    assert (done.branches, done.returns, done.reward, done.finish, forest.branched) == ((), None, 1.0, "stop", 0)
+    assert done.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert done.versions.tolist() == [-1, -1, 0, 0, -1, 1, 2]
+
+
+def test_the_same_prompt_asked_twice_is_shared_and_equal_answers_are_not():
+    done = forest_of((PROMPT, [3, 4]), (PROMPT, [3, 4])).trajectory(1.0, "sample", 1.0)
+    assert done.tokens.tolist() == [1, 2, 3, 4, 3, 4]
+    assert done.branches == ((0, 4), (2, 2))
+    assert done.versions.tolist() == [-1, -1, 0, 0, 1, 1]
+
+
+def test_branches_that_leave_a_path_later_come_first():
+    forest = forest_of((PROMPT, [3, 4, 5, 6]), ([1, 2, 3, 9], [8]), ([1, 2, 3, 4, 5, 9], [8]), ([7], [7]))
+    done = forest.trajectory(1.0, "sample", 1.0)
+    assert done.branches == ((0, 6), (5, 2), (3, 2), (0, 2))
+    paths = [one.tokens.tolist() for one in done.sequences()]
+    assert paths == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9, 8], [1, 2, 3, 9, 8], [7, 7]]
+    assert forest.branched == 3
+
+
+def test_an_answer_without_tokens_counts_for_nothing():
+    forest = forest_of((PROMPT, [3]), ([5, 6], []))
+    assert forest.trajectory(0.0, "sample", 1.0).tokens.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="does not have"):
+        forest.reward(said(), 1.0)
+    with pytest.raises(ValueError, match="nothing was sampled"):
+        forest_of((PROMPT, [])).trajectory(1.0, "sample", 1.0)
+    with pytest.raises(ValueError, match="has a reward"):
+        forest.trajectory(None, "sample", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("credit", "discount", "given_", "wanted"),
+    [
+        ("sample", 0.5, {0: 1.0, 2: 4.0}, None),
+        ("call", 0.5, {0: 1.0, 2: 4.0}, [9.0, 8.0, 12.0]),
+        ("return_to_go", 1.0, {0: 1.0, 2: 4.0}, [13.0, 12.0, 12.0]),
+        ("return_to_go", 0.5, {0: 1.0, 2: 4.0}, [4.0, 6.0, 12.0]),
+        ("return_to_go", 1.0, {}, None),
+    ],
+)
+def test_what_each_call_is_credited_with(credit, discount, given_, wanted):
+    forest = forest_of((PROMPT, [3, 4]), ([5], [6]), ([*PROMPT, 3, 4, 9], [6, 7, 8]))
+    for call, value in given_.items():
+        forest.reward(forest.calls[call], value)
+    done = forest.trajectory(8.0, credit, discount)
+    assert done.reward == 8.0 + sum(given_.values())
+    if wanted is None:
+        assert done.returns is None
+        return
+    for call, credited in enumerate(wanted):
+        assert done.returns[done.versions == call].tolist() == [credited] * len(forest.calls[call].tokens)
+
+
+@st.composite
+def histories(draw):
+    """Calls of an agent that goes on from any point of any earlier call, or begins anew. Few tokens, so that much is
+    alike by chance too."""
+    token = st.integers(0, 2)
+    made: list[tuple[list[int], list[int]]] = []
+    for _ in range(draw(st.integers(1, 8))):
+        before = draw(st.sampled_from([[], *(prompt + tokens for prompt, tokens in made)]))
+        kept = before[: draw(st.integers(0, len(before)))] if draw(st.booleans()) else before
+        prompt = kept + draw(st.lists(token, min_size=0 if kept else 1, max_size=3))
+        made.append((prompt, draw(st.lists(token, max_size=4))))
+    return made
+
+
+@settings(max_examples=500)
+@given(made=histories(), data=st.data())
+def test_each_sampled_token_is_there_once_after_exactly_what_it_was_sampled_from(made, data):
+    sampled = [call for call in made if call[1]]
+    forest = forest_of(*made)
+    if not sampled:
+        return
+    number = iter([i for i, call in enumerate(made) if call[1]])
+    values = data.draw(st.lists(st.integers(-4, 4), min_size=len(sampled), max_size=len(sampled)))
+    for call, value in zip(forest.calls, values, strict=True):
+        forest.reward(call, value)
+    done = forest.trajectory(0.0, "call", 1.0)
+    found = {}
+    for one in done.sequences():
+        for place in np.flatnonzero(one.sampled):
+            key = float(one.logprobs[place])
+            assert key not in found, "a token is trained twice"
+            version = int(one.versions[place])
+            credited = done.reward if one.returns is None else one.returns[place]
+            found[key] = (version, one.tokens[: place + 1].tolist(), credited)
+    wanted = {}
+    for i, (prompt, tokens) in zip(number, sampled, strict=True):
+        for k in range(len(tokens)):
+            value = values[len([n for n in range(i) if made[n][1]])]
+            wanted[float(np.float32(-(i + np.float32(k + 1) / 64)))] = (i, prompt + tokens[: k + 1], value)
+    if done.returns is None:
+        assert len(set(values)) == 1 or sum(values) == values[0]
+        wanted = {key: (*own[:2], done.reward) for key, own in wanted.items()}
+    assert found == wanted
+
+
+@given(made=histories())
+def test_a_prefix_of_an_earlier_call_is_stored_once(made):
+    forest = forest_of(*made)
+    if not forest.calls:
+        return
+    done = forest.trajectory(1.0, "sample", 1.0)
+    prompts = {tuple(prompt[:n]) for prompt, tokens in made if tokens for n in range(1, len(prompt) + 1)}
+    # No more tokens than one for each distinct prefix of a prompt, and one for each sampled token.
+    assert len(done.tokens) <= len(prompts) + sum(len(tokens) for _, tokens in made)
