@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from areal.config import TrainerConfig
 from areal.selftest import references
 from areal.training.shards import share_out
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Branch, Group, Trajectory
 from areal.weights.folders import write_index, write_weights
 
 TESTS = Path(__file__).parent
@@ -161,6 +162,27 @@ def make_tree(seed=0):
     return batch
 
 
+def make_forest(seed=0):
+    """As `make_batch`; but each sample has branches that leave the one before them, and returns of its own tokens."""
+    rng = np.random.default_rng(seed)
+    return [replace(group, trajectories=tuple(_branched(t, rng) for t in group.trajectories)) for group in make_batch()]
+
+
+def _branched(trajectory, rng):
+    branches, columns = [Branch(0, len(trajectory))], [trajectory]
+    for _ in range(int(rng.integers(0, 4))):
+        before = sum(branches[-1])
+        shared, own = int(rng.choice([0, before // 2, before - 1, before])), int(rng.integers(2, 9))
+        versions = rng.integers(1, 4, own).astype(np.int32)
+        versions[0] = -1
+        logprobs = np.where(versions >= 0, rng.normal(-3.5, 0.3, own), 0).astype(np.float32)
+        columns.append(Trajectory(rng.integers(0, VOCAB, own).astype(np.int32), logprobs, versions, 0.0, "stop"))
+        branches.append(Branch(shared, own))
+    arrays = {name: np.concatenate([getattr(c, name) for c in columns]) for name in ("tokens", "logprobs", "versions")}
+    returns = rng.random(len(arrays["tokens"])) if rng.random() < 0.7 else None
+    return replace(trajectory, **arrays, branches=tuple(branches), returns=returns).checked()
+
+
 def eager(folder, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
@@ -173,16 +195,17 @@ def logprobs_alone(model, trajectory):
 def reference_gradients(model, batch, mask_older_than=0):
     """Gradients of -1/N sum_t w_t A_t u_t at u = 1, where pi_theta = pi_prox: no packing, ranks or DeepSpeed."""
     loss, count = torch.zeros(()), 0
-    rewards = np.array([t.reward for group in batch for t in group.trajectories])
-    normalised = iter((rewards - rewards.mean()) / (rewards.std() + 1e-6))
-    for group in batch:
-        for trajectory in group.trajectories:
-            A = next(normalised)
-            trained = torch.from_numpy(trajectory.versions >= mask_older_than)[1:]
-            logp = logprobs_alone(model, trajectory)
-            w = torch.exp(logp.detach() - torch.from_numpy(trajectory.logprobs)[1:])
-            loss = loss - (w * logp * float(A))[trained].sum()
-            count += int(trained.sum())
+    samples = [t for group in batch for t in group.trajectories]
+    credits = [np.array([t.reward]) if t.returns is None else t.returns[t.sampled] for t in samples]
+    mean = np.mean([credit.mean() for credit in credits])
+    std = np.sqrt(np.mean([((credit - mean) ** 2).mean() for credit in credits])) + 1e-6
+    for own in (own for sample in samples for own in sample.sequences()):
+        A = ((np.full(len(own), own.reward) if own.returns is None else own.returns) - mean) / std
+        trained = torch.from_numpy(own.versions >= mask_older_than)[1:]
+        logp = logprobs_alone(model, own)
+        w = torch.exp(logp.detach() - torch.from_numpy(own.logprobs)[1:])
+        loss = loss - (w * logp * torch.from_numpy(A)[1:].to(logp.dtype))[trained].sum()
+        count += int(trained.sum())
     model.zero_grad()
     (loss / count).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}

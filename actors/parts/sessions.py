@@ -190,7 +190,7 @@ class Call:
     async def sampled(self) -> Generation:
         """Raises SampleFailed."""
         session = self._session
-        while True:
+        while not session.closed:
             generator = self._home or await self._router.choose("generator", min_version=session.min_version)
             self._place.stand(generator)
             session.home = generator
@@ -202,6 +202,12 @@ class Call:
                 raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
             except BusError as error:
                 await self._leave(generator, error)
+        raise _ended()
+
+    def abort(self) -> None:
+        """Have `sampled` raise SampleFailed."""
+        if self._job is not None:
+            self._job.fail(_ended())
 
     @property
     def sequence(self) -> routing.Sequence | None:
@@ -305,14 +311,13 @@ class SampleSession:
         self.tokens_sampled = 0
         self.reward_parts: dict[str, float] = {}
         self.running: set[Call] = set()
+        self.closed = False
         self._forest = Forest()
         self._unused: Place | None = Place(router, home)  # until the first call
         self._waits = 0
         self._in_workflow = False
 
-    async def generate(
-        self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None
-    ) -> Generation:
+    async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
         """Sample a completion of the prompt `tokens`, on several generators one after the other if necessary. It ends
         where `keep` or one of `sampling.stop` ends it. Calls at the same time run at the same time.
 
@@ -388,7 +393,10 @@ class SampleSession:
             self.router.actor.own_code.pop(self, None)
 
     def close(self) -> None:
-        """Stop counting towards any generator's load."""
+        """End the calls in progress, and stop counting towards any generator's load."""
+        self.closed = True
+        for call in self.running:
+            call.abort()
         if self._unused is not None:
             self._unused.stand(None)
             self._unused = None
@@ -457,6 +465,10 @@ class SampleSession:
                 if refused > actor.config.reward.retries or lost > REWARDS_LOST:
                     raise SampleFailed("reward", f"reward {name!r}: {error}") from None
                 await self.router.avoid(member)
+
+
+def _ended() -> SampleFailed:
+    return SampleFailed("workflow", "its workflow ended before this call")
 
 
 def _count(parts: Sequence[Chunk]) -> int:
@@ -575,5 +587,7 @@ class Sampler(Actor):
             log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
             self.scoring_failed(f"the workflow raised {type(error).__name__}: {error}")
             raise SampleFailed("workflow", f"the workflow raised {type(error).__name__}: {error}") from error
+        finally:
+            session.close()
         self.scored += 1  # for workflows that compute the reward without a reward actor
         return done

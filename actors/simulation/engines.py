@@ -23,7 +23,8 @@ from areal.data.rows import Row
 from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
 from areal.rewards.pool import RewardFailed
 from areal.rewards.result import Result
-from areal.trajectory import Finish, Group, Tokens
+from areal.trajectory import Finish, Group, Tokens, Trajectory
+from areal.workflows.session import Session
 
 # A log-prob is -(serial + 1) / SCALE, which is exact in float32 for all files that a simulation writes.
 SCALE = 4096.0
@@ -508,7 +509,7 @@ def next_content(content: bytes, groups: Sequence[Group], hand: bytes) -> bytes:
             digest.update(np.ascontiguousarray(part.tokens).data)
             digest.update(np.ascontiguousarray(part.logprobs).data)
             digest.update(np.ascontiguousarray(part.versions).data)
-            digest.update(repr(part.reward).encode())
+            digest.update(repr((part.reward, part.branches)).encode())
     return digest.digest() + (blake2b(content[STEM_BYTES:] + hand, digest_size=4).digest() if hand else b"")
 
 
@@ -551,6 +552,19 @@ class SimSource:
 
     def heldout(self, i: int) -> Row:
         return self.row(HELDOUT + i)
+
+
+async def branching(session: Session, row: Row) -> Trajectory:
+    """A workflow that asks twice at the same time, goes on from one of the answers, repeats a part of it, and begins
+    anew. How much of what comes when depends on what was sampled."""
+    prompt = np.array(session.tokenizer.encode(row.prompt, add_special_tokens=False), np.int32)
+    one, other = await asyncio.gather(session.generate(prompt, 4), session.generate(prompt, 3))
+    longer = np.concatenate([prompt, one.tokens, [0]])
+    again = longer[: len(prompt) + len(one.tokens) // 2]
+    await asyncio.gather(session.generate(longer, 4), session.generate(again, 2))
+    await session.generate(np.arange(1, 3))
+    session.reward(other, 0.5)
+    return session.trajectory(await session.score(session.tokenizer.decode(one.tokens, skip_special_tokens=True)))
 
 
 class SimTokenizer:

@@ -12,6 +12,7 @@ from protocols.codec import MAX_BODY_BYTES
 
 MASTER = "tcp://master-0:5555"
 MODEL = "model"
+BRANCHING = "actors.simulation.engines:branching"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class Model:
     """Size of a field of each row, which travels to the rewards."""
     reward_parts: int = 0
     """Number of parts of each score, and about the length of the text of each failure."""
+    branching: bool = False
+    """Whether a sample is many calls, some of them at the same time, instead of one."""
     max_new_tokens: int = 12
     stream_interval: int = 6
     concurrent: int = 4
@@ -98,7 +101,8 @@ def config_of(model: Model) -> Config:
             "guard": {"patience": model.doubtful_steps},
             "data": {"source": "addition", "eval_size": model.eval_size},
             "sampling": {"max_new_tokens": model.max_new_tokens},
-            "reward": {"functions": ["addition"], "timeout_seconds": 2.0},
+            "reward": {"functions": ["addition"], "timeout_seconds": 2.0, "credit": "return_to_go"},
+            "rollout_manager": {"workflow": BRANCHING if model.branching else "single_turn"},
             "generator": {
                 "max_concurrent_rollouts": model.concurrent,
                 "stream_interval": model.stream_interval,
@@ -184,4 +188,5 @@ def draw_model(random: Random) -> Model:
         filter_zero_signal=group_size > 1 and random.random() < 0.5,
         doubtful=random.choice((0.0, 0.0, 0.5)),
         doubtful_steps=random.choice((1, 2, 100)),
+        branching=random.random() < 0.25,
     )

@@ -9,15 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from actors.simulation.engines import Files, Weights, are_whole, is_doubtful, serials_of, stem
 from actors.simulation.loop import Scheduler
 from areal.config import Config
 from areal.staleness.ledger import LEASE_EXPIRED, RELEASED, ZERO_SIGNAL, Ledger
 from areal.trajectory import Group, Trajectory
+from areal.workflows.conversation import Generation
 from protocols.codec import Frame
 from protocols.messages import EvaluationDone, Message
 
@@ -269,8 +272,9 @@ class Oracle:
         self.results: dict[tuple[str, int], bytes] = {}
         """The whole contents of the weights that each writer has for each version."""
         self.ledger: Ledger | None = None
-        self.spooled_rewards: Callable[[str], list[float] | None] = lambda group: []
+        self.spooled_credits: Callable[[str], set[float] | None] = lambda group: set()
         self.calls: set[tuple[str, tuple[str, str]]] = set()
+        self._samples: set[bytes] = set()  # digests of the samples that workflows made
         self.scores_fail = False
         """Whether scores may fail, so that an evaluation may have none."""
         self.clock: Callable[[], float] = lambda: 0.0
@@ -331,7 +335,7 @@ class Oracle:
         row.admitted, row.leased = self.scheduler.now, self.clock()
 
     def _check_ready(self, group: str) -> None:
-        if self.spooled_rewards(group) is None:
+        if self.spooled_credits(group) is None:
             raise Violation(f"{group} is ready, but not on the trainer's disk", group)
 
     def _heard_of(self, when: float) -> None:
@@ -373,9 +377,9 @@ class Oracle:
             raise Violation(f"the spool keeps {sorted(left)}, which nobody needs any more", *left)
 
     def _check_filtered(self, group: str) -> None:
-        rewards = self.spooled_rewards(group)
-        if not self.config.filter_zero_signal or rewards is None or len(set(rewards)) != 1:
-            raise Violation(f"{group} is filtered, although it has the rewards {rewards}", group)
+        credits = self.spooled_credits(group)
+        if not self.config.filter_zero_signal or credits is None or len(credits) != 1:
+            raise Violation(f"{group} is filtered, although its tokens are credited with {credits}", group)
 
     def _check_passed(self, version: int) -> None:
         if self._is_stopped_at(version):
@@ -485,15 +489,28 @@ class Oracle:
         for group in groups:
             if len(group.trajectories) != self.config.group_size:
                 raise Violation(f"{group.id} has {len(group.trajectories)} samples", group.id)
-            if self.config.filter_zero_signal and len({part.reward for part in group.trajectories}) == 1:
+            if self.config.filter_zero_signal and len(set().union(*map(credits_of, group.trajectories))) == 1:
                 raise Violation(f"{group.id} is trained, but has no signal", group.id)
             for part in group.trajectories:
-                if not are_whole(part.tokens, part.sampled):
-                    raise Violation(f"tokens of {group.id} are lost or repeated: {part.tokens}", group.id)
+                if _digest(part) not in self._samples:
+                    raise Violation(f"a sample of {group.id} is trained that no workflow made: {part}", group.id)
+                for own in part.sequences():
+                    if not are_whole(own.tokens, own.sampled):
+                        raise Violation(f"tokens of {group.id} are lost or repeated: {own.tokens}", group.id)
                 self._check_labels(group.id, part.logprobs[part.sampled], part.versions[part.sampled])
             age = version - group.start_version
             if self.memory.bounds_groups and age > bound:
                 raise Violation(f"{group.id} is {age} versions old when it is trained", group.id)
+
+    def sampled(self, sample: Trajectory, calls: Sequence[Generation]) -> None:
+        """A workflow has made a sample of these calls."""
+        self._guard(self._check_sample, sample, calls)
+        self._samples.add(_digest(sample))
+
+    def _check_sample(self, sample: Trajectory, calls: Sequence[Generation]) -> None:
+        trained = sorted(pair for own in sample.sequences() for pair in _sampled(own.tokens, own.logprobs, own.sampled))
+        if trained != sorted(pair for call in calls for pair in _sampled(call.tokens, call.logprobs)):
+            raise Violation(f"a sample trains {trained}, but its calls are {calls}")
 
     def _check_labels(self, group: str, logprobs: Any, versions: Any) -> None:
         """Check that each token was sampled by the run's weights of the version on its label."""
@@ -639,3 +656,20 @@ class Oracle:
             check(*arguments, **more)
         except Violation as violation:
             self.fail(violation)
+
+
+def credits_of(sample: Trajectory) -> set[float]:
+    """What its sampled tokens are credited with."""
+    return {sample.reward} if sample.returns is None else set(sample.returns[sample.sampled].tolist())
+
+
+def _sampled(tokens: np.ndarray, logprobs: np.ndarray, which: Any = slice(None)) -> list[tuple[int, float]]:
+    return list(zip(tokens[which].tolist(), logprobs[which].tolist(), strict=True))
+
+
+def _digest(sample: Trajectory) -> bytes:
+    found = blake2b(digest_size=16)
+    for own in sample.sequences():
+        for column in (own.tokens, own.logprobs, own.versions, own.returns):
+            found.update(b"" if column is None else column.tobytes())
+    return found.digest()

@@ -11,6 +11,7 @@ from typing import Any
 
 from actors.evaluator import Evaluator
 from actors.parts.sessions import SampleSession
+from actors.rollout_manager import RolloutManager
 from actors.simulation.engines import HELDOUT
 from actors.simulation.oracle import Oracle
 from areal.data.rows import Row
@@ -102,6 +103,17 @@ class WatchedSpool(Spool):
     def put(self, group: Group) -> None:
         super().put(group)
         self.on_put(group.id)
+
+
+class WatchedManager(RolloutManager):
+    """The real rollout manager, which reports its samples to the oracle."""
+
+    oracle: Oracle
+
+    async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
+        done = await super().run_workflow(session, row)
+        self.oracle.sampled(done, session.calls)
+        return done
 
 
 class WatchedEvaluator(Evaluator):

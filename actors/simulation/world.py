@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import re
 import signal
 import sqlite3
@@ -25,10 +24,11 @@ from random import Random
 from typing import Any
 from zlib import crc32
 
+import safetensors.numpy
+
 from actors.generator import Generator
 from actors.master import Master
 from actors.reward import Reward
-from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Ending
 from actors.runtime.addresses import Door
 from actors.simulation import faults
@@ -49,7 +49,7 @@ from actors.simulation.loop import RUNNING, ProcessLoop, Scheduler, Stuck
 from actors.simulation.memory import check_actor
 from actors.simulation.model import MASTER, MODEL, Model, config_of, draw_model
 from actors.simulation.network import SimNetwork, Weather, Wire
-from actors.simulation.oracle import Oracle, Violation
+from actors.simulation.oracle import Oracle, Violation, credits_of
 from actors.simulation.quiet import quiet
 from actors.simulation.watched import (
     Disk,
@@ -57,6 +57,7 @@ from actors.simulation.watched import (
     WatchedBus,
     WatchedEvaluator,
     WatchedJournal,
+    WatchedManager,
     WatchedSpool,
     empty_journal,
     empty_spool,
@@ -65,6 +66,7 @@ from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import EngineError
 from areal.storage.spool import Spool, SpoolError
+from areal.trajectory import trajectories
 from protocols.codec import Frame, decode_body, decode_header
 from protocols.messages import Generate, Message
 
@@ -266,11 +268,10 @@ class World:
                 return Reward(one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
         common["open_source"] = lambda config, seed: SimSource(self.model.bytes_a_row)
         common["load_tokenizer"] = lambda name: SimTokenizer()
-        if one.role == "rollout_manager":
-            return RolloutManager(one.bus, MASTER, **common)
-        evaluator = WatchedEvaluator(one.bus, MASTER, **common)
-        evaluator.oracle = self.oracle
-        return evaluator
+        watched = WatchedManager if one.role == "rollout_manager" else WatchedEvaluator
+        sampler = watched(one.bus, MASTER, **common)
+        sampler.oracle = self.oracle
+        return sampler
 
     def _make_master(self, one: Incarnation) -> Master:
         journal = WatchedJournal(self._disk(one, empty_journal()))
@@ -278,7 +279,7 @@ class World:
         self.oracle.clock = one.loop.time
         boss = Master(one.bus, self.config, journal=journal, folder=self.folder)
         self.oracle.ledger = boss.ledger
-        self.oracle.spooled_rewards = self._spooled_rewards
+        self.oracle.spooled_credits = self._spooled_credits
         one.network.on_publish = self.oracle.published
         return boss
 
@@ -437,11 +438,11 @@ class World:
             one.process.disk.deserialize(new)
         return one.process.disk
 
-    def _spooled_rewards(self, group: str) -> list[float] | None:
-        """The rewards of a group on the trainer's disk; None if the group is not there."""
+    def _spooled_credits(self, group: str) -> set[float] | None:
+        """What the tokens of a group on the trainer's disk are credited with; None if the group is not there."""
         disk = self.processes["trainer-0"].disk
-        row = disk and disk.execute("SELECT description FROM groups WHERE id = ?", (group,)).fetchone()
-        return json.loads(row[0])["rewards"] if row else None
+        row = disk and disk.execute("SELECT arrays FROM groups WHERE id = ?", (group,)).fetchone()
+        return set().union(*map(credits_of, trajectories(safetensors.numpy.load(row[0])))) if row else None
 
     def _spooled(self, trainer: str) -> tuple[Collection[str], Collection[str]]:
         disk = self.processes["trainer-0"].disk

@@ -53,9 +53,7 @@ class Policy(Protocol):
 
     tokenizer: Any
 
-    async def generate(
-        self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None
-    ) -> Generation:
+    async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
         """Continue `tokens` with the policy, at the run's sampling settings.
 
         All calls of a sample share `sampling.max_new_tokens`; `max_new_tokens` limits this call further. If nothing of

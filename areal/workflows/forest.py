@@ -17,7 +17,6 @@ from areal.trajectory import Branch, Trajectory
 from areal.workflows.conversation import Generation, not_sampled
 
 
-
 @dataclass(slots=True, eq=False)
 class _Path:
     """A branch under construction. tokens: all of its path, of which the first `shared` are those of `parent`. pieces:

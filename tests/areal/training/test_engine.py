@@ -21,6 +21,7 @@ from tiny_training import (
     eager,
     logprobs_alone,
     make_batch,
+    make_forest,
     make_model,
     make_tree,
     reference_gradients,
@@ -106,6 +107,40 @@ def test_gradients_are_the_same_when_samples_share_tokens(engine_of, folder, cap
     result, gradients = step_and_gradients(engine, batch)
     assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
     assert (result.tokens_computed < result.tokens_total) == (prefix_tree and cap > 1)
+
+
+@pytest.mark.parametrize("cap", [1, 40, 10_000])
+@pytest.mark.parametrize("prefix_tree", [True, False])
+def test_gradients_of_branched_samples_are_those_of_each_branch_alone(engine_of, folder, cap, prefix_tree):
+    batch = make_forest()
+    result, gradients = step_and_gradients(engine_of(max_tokens_per_microbatch=cap, prefix_tree=prefix_tree), batch)
+    assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
+    distinct = sum(len(t) for group in batch for t in group.trajectories)
+    assert result.tokens_trained == sum(int(t.sampled.sum()) for group in batch for t in group.trajectories)
+    assert result.tokens_total == sum(len(s) for g in batch for t in g.trajectories for s in t.sequences())
+    if prefix_tree and cap == 10_000:
+        assert result.tokens_computed <= distinct
+
+
+def test_a_sample_weighs_the_same_however_many_branches_it_has():
+    batch = make_forest()
+    flat = FlatBatch.of(batch, minibatches=1, prefix_tree=True)
+    trained = flat.trained(None)
+    sample = np.repeat(flat.samples, flat.lengths)
+    for mean in ("sequence", "constant"):
+        weights = flat.weights(trained, mean, 50)
+        for number, own in enumerate(t for group in batch for t in group.trajectories):
+            wanted = 1.0 if mean == "sequence" else own.sampled.sum() / 50
+            assert weights[(sample == number) & trained].sum() == pytest.approx(wanted / len(flat.rewards))
+
+
+def test_tokens_by_sample_follow_each_other_branch_by_branch():
+    flat = FlatBatch.of(make_forest(), minibatches=1, prefix_tree=True)
+    order = flat.by_sample()
+    assert sorted(order.tolist()) == list(range(len(flat.tokens)))
+    samples, branches = (np.repeat(values, flat.lengths)[order] for values in (flat.samples, flat.branches))
+    assert (np.diff(samples) >= 0).all()
+    assert (np.diff(branches)[np.diff(samples) == 0] >= 0).all()
 
 
 def m2po_gradients(model, batch, threshold):
