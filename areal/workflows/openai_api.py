@@ -2,6 +2,8 @@
 
 All calls of a sample are turns of one `Conversation`, and therefore one trajectory. A call that does not continue from
 the last answer is refused, because its tokens could not be trained together with the others.
+
+Other protocols are translations: they make a `ChatRequest` of their request, and a `Reply` of the `Answer`.
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, Field
 
 from areal.workflows.conversation import Conversation, Generation, Policy, keep_until_text
 
 Json = dict[str, Any]
+# An event of a stream. Its `type`, if it has one, is also its name. A text is sent as it is.
+Event = Json | Literal["[DONE]"]
 
 # Each of them is searched for in all new text. OpenAI allows four.
 MAX_STOPS = 16
@@ -98,8 +103,11 @@ class ChatSession:
         """The text of the last answer, without tool calls."""
         return self.conversation.messages[-1]["content"]
 
-    async def complete(self, request: ChatRequest) -> Answer:
-        """The policy's next turn. Concurrent calls are answered one after another. Raises ApiError."""
+    async def complete(self, request: ChatRequest, on_text: Callable[[str], None] | None = None) -> Answer:
+        """The policy's next turn. Concurrent calls are answered one after another. Raises ApiError.
+
+        on_text: gets the text before the answer is returned, unless tool calls or stop strings are parsed from it.
+        """
         async with self._turn:
             if self._full:
                 return self._full
@@ -110,6 +118,8 @@ class ChatSession:
                 self._full = Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
                 return self._full
             text, stopped = _cut(self.conversation.text(sampled), stops)
+            if on_text and not request.offered and not stops:
+                on_text(text)
             message = self._shown(text, bool(request.offered))
             self.conversation.add(sampled, _message(message))
             finish = "stop" if stopped else "tool_calls" if "tool_calls" in message else sampled.finish
@@ -131,10 +141,7 @@ class ChatSession:
                 f"trajectory",
                 "not_a_continuation",
             )
-        try:
-            return self.conversation.prompt(messages)
-        except Exception as error:  # templates and tokenizers may raise anything
-            raise ApiError(f"the model's tokenizer or chat template does not take these messages: {error}") from None
+        return _rendered(self.conversation, messages)
 
     async def _generate(self, prompt: list[int], limit: int | None, stops: list[str]) -> Generation:
         keep = keep_until_text(self.tokenizer, stops) if stops else None
@@ -161,32 +168,89 @@ class Access:
     chat: ChatSession
 
 
-def completion(answer: Answer, request: ChatRequest, tokenizer: Any) -> Json:
-    """The body of an answer that is not streamed."""
-    choice = {"index": 0, "message": answer.message | {"refusal": None}, "finish_reason": answer.finish}
-    choice["logprobs"] = _logprobs(answer.sampled, request, tokenizer)
-    return _envelope("chat.completion", request) | {"choices": [choice], "usage": _usage(answer)}
+class Reply(Protocol):
+    """The answer to one call in the format of its protocol: a body, or the events of a stream, in the order of these
+    methods."""
+
+    @property
+    def request(self) -> ChatRequest:
+        """The call."""
+
+    def body(self, answer: Answer) -> Json:
+        """The body of an answer that is not streamed."""
+
+    def start(self) -> list[Event]:
+        """The events before the text."""
+
+    def text(self, piece: str) -> list[Event]:
+        """The events of a new piece of the text."""
+
+    def finish(self, answer: Answer) -> list[Event]:
+        """The events of what `text` has not told, and of the end. If `text` was called, there is no reasoning."""
+
+    def error(self, error: ApiError) -> list[Event]:
+        """The events of an error after `start`, instead of `finish`."""
 
 
-def chunks(answer: Answer, request: ChatRequest, tokenizer: Any) -> list[Json]:
-    """The events of a streamed answer, without the last one, [DONE]."""
-    envelope = _envelope("chat.completion.chunk", request)
-    calls = [call | {"index": i} for i, call in enumerate(answer.message.get("tool_calls", []))]
-    delta = answer.message | ({"tool_calls": calls} if calls else {})
-    logprobs = _logprobs(answer.sampled, request, tokenizer)
-    made = [
-        envelope | {"choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]},
-        envelope | {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish}]},
-    ]
-    if request.stream_options and request.stream_options.include_usage:
-        made.append(envelope | {"choices": [], "usage": _usage(answer)})
-    return made
+class ChatReply:
+    """A `Reply` as a chat completion."""
+
+    def __init__(self, request: ChatRequest, tokenizer: Any) -> None:
+        self.request = request
+        self._tokenizer = tokenizer
+        self._told = 0  # characters
+        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def body(self, answer: Answer) -> Json:
+        choice = {"index": 0, "message": answer.message | {"refusal": None}, "finish_reason": answer.finish}
+        choice["logprobs"] = _logprobs(answer.sampled, self.request, self._tokenizer)
+        return self._envelope("chat.completion") | {"choices": [choice], "usage": _usage(answer)}
+
+    def start(self) -> list[Event]:
+        return [self._chunk({"role": "assistant", "content": ""})]
+
+    def text(self, piece: str) -> list[Event]:
+        self._told += len(piece)
+        return [self._chunk({"content": piece})]
+
+    def finish(self, answer: Answer) -> list[Event]:
+        delta = {key: value for key, value in answer.message.items() if key != "role"}
+        delta["content"] = (delta["content"] or "")[self._told :]
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [call | {"index": i} for i, call in enumerate(delta["tool_calls"])]
+        logprobs = _logprobs(answer.sampled, self.request, self._tokenizer)
+        events: list[Event] = [self._chunk(delta, logprobs), self._chunk({}, finish=answer.finish)]
+        if self.request.stream_options and self.request.stream_options.include_usage:
+            events.append(self._envelope("chat.completion.chunk") | {"choices": [], "usage": _usage(answer)})
+        return [*events, "[DONE]"]
+
+    def error(self, error: ApiError) -> list[Event]:
+        return [error_body(str(error), error.code)]
+
+    def _chunk(self, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return self._envelope("chat.completion.chunk") | {"choices": [choice]}
+
+    def _envelope(self, kind: str) -> Json:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.request.model}
 
 
-def _envelope(kind: str, request: ChatRequest) -> Json:
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": request.model,
-    }  # fmt: skip
+def error_body(message: str, code: str | None) -> Json:
+    """The body of an error in OpenAI's protocols."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+def prompt_tokens(request: ChatRequest, tokenizer: Any) -> int:
+    """How many tokens the chat template makes of the messages and tools. Raises ApiError."""
+    messages = [_message(raw) for raw in request.messages]
+    return len(_rendered(Conversation(tokenizer, request.offered), messages))
+
+
+def _rendered(conversation: Conversation, messages: list[Json]) -> list[int]:
+    try:
+        return conversation.prompt(messages)
+    except Exception as error:  # templates and tokenizers may raise anything
+        raise ApiError(f"the model's tokenizer or chat template does not take these messages: {error}") from None
 
 
 def _usage(answer: Answer) -> Json:
