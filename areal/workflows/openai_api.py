@@ -218,8 +218,11 @@ class ChatReply:
         delta["content"] = (delta["content"] or "")[self._told :]
         if "tool_calls" in delta:
             delta["tool_calls"] = [call | {"index": i} for i, call in enumerate(delta["tool_calls"])]
+        events: list[Event] = []
+        if "reasoning" in delta:
+            events.append(self._chunk({"reasoning": delta.pop("reasoning")}))
         logprobs = _logprobs(answer.sampled, self.request, self._tokenizer)
-        events: list[Event] = [self._chunk(delta, logprobs), self._chunk({}, finish=answer.finish)]
+        events += [self._chunk(delta, logprobs), self._chunk({}, finish=answer.finish)]
         if self.request.stream_options and self.request.stream_options.include_usage:
             events.append(self._envelope("chat.completion.chunk") | {"choices": [], "usage": _usage(answer)})
         return [*events, "[DONE]"]
