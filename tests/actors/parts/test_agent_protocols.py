@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 
 import anthropic
 import numpy as np
@@ -15,6 +16,8 @@ from scripted_policy import Session
 
 from actors.parts import openai_endpoint
 from actors.parts.openai_endpoint import OpenAIEndpoint
+from areal.data.rows import Row
+from areal.workflows.agents import agent
 from areal.workflows.anthropic_api import MessageReply, MessagesRequest
 from areal.workflows.conversation import Generation
 from areal.workflows.openai_api import Answer, ApiError, ChatReply, ChatRequest, ChatSession
@@ -426,3 +429,27 @@ async def test_a_client_that_leaves_a_stream_stops_its_call(halting, kind):
     await until_text(stream)
     await stream.close()
     await chat.stopped.wait()
+
+
+# --- the workflow
+
+
+PROGRAM = """
+import anthropic, json, sys
+given = [{"role": "user", "content": json.load(sys.stdin)["prompt"]}]
+done = anthropic.Anthropic().messages.create(model="m", max_tokens=9, messages=given)
+print(json.dumps({"reward": float(done.content[0].text)}))
+"""
+
+
+async def test_a_program_s_client_finds_the_endpoint_by_itself(serve, tmp_path):
+    class OfAgent(Session):
+        def endpoint(self):
+            return contextlib.nullcontext(api)
+
+    session = OfAgent("0.5")
+    api = await serve(session)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    row = Row(0, "?", "", None, {"prompt": "?"})
+    done = await agent(session, row, command=f"{sys.executable} {tmp_path / 'program.py'}")
+    assert done.reward == 0.5
