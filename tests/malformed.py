@@ -270,8 +270,18 @@ class Malformed:
                 return choice((msgpack.Timestamp(1, 2), msgpack.ExtType(5, b"x"), msgpack.ExtType(1, b"\xc1")))
 
 
+# The fields of a call, by its path.
+FIELDS = {
+    "/v1/chat/completions": "messages model tools tool_choice n max_tokens stop logprobs top_logprobs response_format "
+    "stream stream_options",
+    "/v1/responses": "input model tools tool_choice instructions previous_response_id max_output_tokens text stream",
+    "/v1/messages": "messages model tools tool_choice system max_tokens stop_sequences output_config stream",
+    "/v1/messages/count_tokens": "messages model tools tool_choice system",
+}
+
+
 class MalformedHttp:
-    """Requests to the OpenAI endpoint as bytes on a connection, most of them with the key of an open sample."""
+    """Requests to the endpoint of agents as bytes on a connection, most of them with the key of an open sample."""
 
     def __init__(self, seed: int, key: str) -> None:
         self.random = random.Random(seed)
@@ -279,7 +289,7 @@ class MalformedHttp:
 
     def request(self) -> bytes:
         choice, chance = self.random.choice, self.random.random()
-        path = choice(["/v1/chat/completions"] * 6 + ["/v1/reward", "/v1/reward", "/v1/models", "/", "/v1/\u20ac"])
+        path = choice([*FIELDS] * 2 + ["/v1/reward", "/v1/models", "/", "/v1/\u20ac"])
         body = self._body(path)
         headers = {"Host": "a", "Authorization": f"Bearer {self._key}", "Content-Length": str(len(body))}
         if chance < 0.2:
@@ -305,10 +315,10 @@ class MalformedHttp:
         chance, choice = self.random.random(), self.random.choice
         if path == "/v1/reward":
             return json.dumps({choice(("reward", "x")): self._anything(2)}).encode()
-        asked: Any = {"messages": self._messages(), "model": "m"}
+        fields = FIELDS.get(path, "messages").split()
+        asked: Any = {fields[0]: self._messages(path), "model": "m"}
         if chance < 0.6:
-            fields = "tools tool_choice n max_tokens stop logprobs top_logprobs response_format stream stream_options"
-            asked[choice(["messages", "model", *fields.split()])] = self._anything(3)
+            asked[choice(fields)] = self._anything(3)
         if chance < 0.1:
             asked = self._anything(4)
         body = json.dumps(asked).encode()
@@ -327,8 +337,10 @@ class MalformedHttp:
                 return body.replace(b'"', b'"\\ud800', 3)
         return body
 
-    def _messages(self) -> list[Any]:
+    def _messages(self, path: str) -> list[Any]:
         messages: list[Any] = [{"role": "user", "content": "?"}]
+        if path != "/v1/chat/completions":
+            return [*messages, self._part(path), *messages] if self.random.random() < 0.5 else messages
         if self.random.random() < 0.5:
             last: dict[str, Any] = {"role": self.random.choice(("user", "assistant", "tool", "developer", "x"))}
             last["content"] = self._anything(2)
@@ -340,6 +352,15 @@ class MalformedHttp:
                 last["tool_calls"] = self.random.choice(([call], [call, 3], 5, "calls", {"a": 1}, [self._anything(2)]))
             messages.append(last)
         return messages
+
+    def _part(self, path: str) -> Any:
+        """An item of a response's input, or a message with a block."""
+        kinds = "message function_call function_call_output reasoning text tool_use tool_result thinking image"
+        part: Any = {"type": self.random.choice(kinds.split()), "role": self.random.choice(("user", "assistant"))}
+        for name in ("content", "call_id", "name", "arguments", "output", "text", "id", "input", "tool_use_id"):
+            if self.random.random() < 0.8:
+                part[name] = self.random.choice((self._anything(2), "text"))
+        return part if path == "/v1/responses" else {"role": part["role"], "content": [part]}
 
     def _anything(self, depth: int) -> Any:
         choice = self.random.choice

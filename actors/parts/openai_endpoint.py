@@ -1,4 +1,5 @@
-"""An OpenAI-compatible HTTP endpoint, through which any agent program samples from the policy in training.
+"""An HTTP endpoint, through which any agent program samples from the policy in training. It speaks OpenAI's chat
+completions and responses, and Anthropic's messages.
 
 Each sample has its own API key, which is valid until the sample ends. The key authorises a call and identifies its
 sample.
@@ -20,7 +21,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from areal.workflows.openai_api import Access, ApiError, ChatRequest, ChatSession, chunks, completion, new_name
+from areal.workflows import anthropic_api, openai_api
+from areal.workflows.anthropic_api import CountRequest, MessageReply, MessagesRequest
+from areal.workflows.openai_api import Access, Answer, ApiError, ChatReply, ChatRequest, ChatSession, Event, Reply
+from areal.workflows.responses_api import ResponseReply, Responses, ResponsesRequest
 from areal.workflows.session import Session
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -42,7 +46,8 @@ class _Open:
     """A sample that an agent works on, and its calls in progress."""
 
     chat: ChatSession
-    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    responses: Responses = field(default_factory=dict)
+    calls: set[asyncio.Task[Answer]] = field(default_factory=set)
 
 
 class OpenAIEndpoint:
@@ -92,14 +97,18 @@ class OpenAIEndpoint:
 
     def _app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/responses", self._response)
+        app.router.add_post("/v1/messages", self._message)
+        app.router.add_post("/v1/messages/count_tokens", self._count)
         app.router.add_post("/v1/reward", self._reward)
         app.router.add_get("/v1/models", self._models)
         return app
 
     def _sample(self, request: web.Request) -> _Open:
         """The open sample that the request's API key belongs to. Raises ApiError."""
-        sample = self._open.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        key = request.headers.get("X-Api-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        sample = self._open.get(key)
         if sample is None:
             raise ApiError(
                 "no sample with this API key is open: the sample has ended, or this is not the key that the agent got",
@@ -108,24 +117,25 @@ class OpenAIEndpoint:
             )
         return sample
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
         sample = self._sample(request)
         asked = _parse(ChatRequest, await _body(request))
-        name = new_name()
-        # A separate task, so that the end of the sample cancels it without closing the connection.
-        call = asyncio.create_task(sample.chat.complete(asked, name))
-        sample.calls.add(call)
-        try:
-            await asyncio.wait([call])
-            if call.cancelled():
-                raise ApiError("the sample has ended", "sample_ended")
-            answer = call.result()
-        finally:
-            call.cancel()
-            sample.calls.discard(call)
-        if not asked.stream:
-            return web.json_response(completion(name, answer, asked, sample.chat.tokenizer))
-        return await _stream(request, chunks(name, answer, asked, sample.chat.tokenizer))
+        return await _answer(request, sample, ChatReply(asked, sample.chat.tokenizer))
+
+    async def _response(self, request: web.Request) -> web.StreamResponse:
+        sample = self._sample(request)
+        asked = _parse(ResponsesRequest, await _body(request))
+        return await _answer(request, sample, ResponseReply(asked, sample.responses))
+
+    async def _message(self, request: web.Request) -> web.StreamResponse:
+        sample = self._sample(request)
+        asked = _parse(MessagesRequest, await _body(request))
+        return await _answer(request, sample, MessageReply(asked, sample.chat.tokenizer))
+
+    async def _count(self, request: web.Request) -> web.Response:
+        sample = self._sample(request)
+        asked = _parse(CountRequest, await _body(request)).chat()
+        return web.json_response({"input_tokens": openai_api.prompt_tokens(asked, sample.chat.tokenizer)})
 
     async def _reward(self, request: web.Request) -> web.Response:
         sample = self._sample(request)
@@ -150,18 +160,19 @@ _log.addFilter(_is_ours)
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return errors in the format of the OpenAI API."""
+    """Return errors in the format of the protocol that the path belongs to."""
     try:
         return await handler(request)
     except ApiError as error:
-        return _error(error.status, str(error), error.code)
+        return _error(request, error.status, str(error), error.code)
     except web.HTTPException as error:  # for example an unknown path, or a body that is too large
-        return _error(error.status, error.text or error.reason, None)
+        return _error(request, error.status, error.text or error.reason, None)
 
 
-def _error(status: int, message: str, code: str | None) -> web.Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return web.json_response({"error": error}, status=status)
+def _error(request: web.Request, status: int, message: str, code: str | None) -> web.Response:
+    if request.path.startswith("/v1/messages"):
+        return web.json_response(anthropic_api.error_body(status, message), status=status)
+    return web.json_response(openai_api.error_body(message, code), status=status)
 
 
 async def _body(request: web.Request) -> bytes:
@@ -182,11 +193,59 @@ def _parse(kind: type[BaseModel], body: bytes) -> Any:
         raise ApiError(f"{where}: {first['msg']}") from None
 
 
-async def _stream(request: web.Request, events: list[dict[str, Any]]) -> web.StreamResponse:
-    """Send the events as a stream. All of them are known before: tool calls and stop strings need the whole turn."""
+async def _answer(request: web.Request, sample: _Open, reply: Reply) -> web.StreamResponse:
+    """Have the policy answer the call of `reply`. Raises ApiError."""
+    pieces: asyncio.Queue[str | None] = asyncio.Queue()
+    on_text = pieces.put_nowait if reply.request.stream else None
+    # Separate tasks, so that the end of the sample cancels them without closing the connection.
+    calls = [asyncio.create_task(sample.chat.complete(reply.request, name, on_text)) for name in reply.names]
+    calls[0].add_done_callback(lambda _: pieces.put_nowait(None))
+    sample.calls.update(calls)
+    try:
+        if reply.request.stream:
+            return await _stream(request, reply, pieces, calls[0])
+        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        return web.json_response(reply.body(*(_result(call) for call in calls if call.done())))
+    finally:
+        for call in calls:
+            call.cancel()
+        sample.calls.difference_update(calls)
+
+
+def _result(call: asyncio.Task[Answer]) -> Answer:
+    """The answer of a call that is done. Raises ApiError."""
+    if call.cancelled():
+        raise ApiError("the sample has ended", "sample_ended")
+    return call.result()
+
+
+async def _stream(
+    request: web.Request, reply: Reply, pieces: asyncio.Queue[str | None], call: asyncio.Task[Answer]
+) -> web.StreamResponse:
+    """Send the answer as a stream, which begins with its first piece of text or, without any, at its end. None ends the
+    pieces. Raises ApiError for an error before the stream has begun; a later one is an event."""
+    piece = await pieces.get()
+    if piece is None:
+        _result(call)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for event in [*map(json.dumps, events), "[DONE]"]:
-        await response.write(f"data: {event}\n\n".encode())
+    await _send(response, reply.start())
+    while piece is not None:
+        await _send(response, reply.text(piece))
+        piece = await pieces.get()
+    try:
+        events = reply.finish(_result(call))
+    except ApiError as error:
+        events = reply.error(error)
+    await _send(response, events)
     await response.write_eof()
     return response
+
+
+async def _send(response: web.StreamResponse, events: list[Event]) -> None:
+    for event in events:
+        if isinstance(event, str):
+            await response.write(f"data: {event}\n\n".encode())
+        else:
+            name = f"event: {event['type']}\n" if "type" in event else ""
+            await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())

@@ -1,4 +1,4 @@
-"""Agents: programs that sample from the policy through an OpenAI-compatible endpoint. One run of an agent is a sample.
+"""Agents: programs that sample from the policy as from OpenAI's or Anthropic's API. One run of an agent is a sample.
 
 An agent is an async function or a command, given by the user. docs/agents.md describes its inputs and its results.
 """
@@ -103,14 +103,15 @@ async def _call(function: str, api: Access, row: Row) -> float | None:
 async def _execute(command: str, api: Access, row: Row) -> float | None:
     """Run a program to its end. Returns the reward in its last line of output, if any. The program is killed with its
     process group when this task ends; it is also killed when this process ends. Raises AgentFailed."""
-    environment = os.environ | {"OPENAI_BASE_URL": api.base_url, "OPENAI_API_KEY": api.api_key}
+    access = {"OPENAI_BASE_URL": api.base_url, "OPENAI_API_KEY": api.api_key}
+    access |= {"ANTHROPIC_BASE_URL": api.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api.api_key}
     # Files, not pipes: nothing has to read them meanwhile, and processes that a program leaves cannot keep them open.
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         given.write(json.dumps(row.fields).encode() + b"\n")
         given.seek(0)
         process = await asyncio.create_subprocess_exec(
             *tied(*shlex.split(command)),
-            stdin=given, stdout=output, stderr=errors, env=environment, start_new_session=True,
+            stdin=given, stdout=output, stderr=errors, env=os.environ | access, start_new_session=True,
         )  # fmt: skip
         try:
             code = await process.wait()

@@ -1,4 +1,7 @@
-"""One sample in the format of OpenAI's API: answers an agent's calls, in one conversation or in many."""
+"""One sample in the format of OpenAI's API: answers an agent's calls, in one conversation or in many.
+
+Other protocols are translations: they make a `ChatRequest` of their request, and a `Reply` of the `Answer`.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,8 @@ from areal.workflows.conversation import (
 )
 
 Json = dict[str, Any]
+# An event of a stream. Its `type`, if it has one, is also its name. A text is sent as it is.
+Event = Json | Literal["[DONE]"]
 
 # Each of them is searched for in all new text. OpenAI allows four.
 MAX_STOPS = 16
@@ -155,11 +160,8 @@ class ChatSession:
             with contextlib.suppress(Exception):  # of templates that do not show the last answer, for example
                 talk = known.copy()
                 return talk, talk.prompt(messages)
-        try:
-            talk = Conversation(self.tokenizer, tools)
-            return talk, talk.prompt(messages)
-        except Exception as error:  # templates and tokenizers may raise anything
-            raise ApiError(f"the model's tokenizer or chat template does not take these messages: {error}") from None
+        talk = Conversation(self.tokenizer, tools)
+        return talk, _rendered(talk, messages)
 
     async def _generate(self, prompt: list[int], limit: int | None, keep: Keep | None) -> Generation:
         try:
@@ -188,7 +190,7 @@ def _digests(messages: Sequence[Json], tools: list[Json] | None) -> list[bytes]:
 
 
 def _telling(tokenizer: Any, stops: Sequence[str], on_text: Callable[[str], None]) -> Keep:
-    """A `Keep` that ends no turn, and tells its text as it grows, without what may be the beginning of a stop string."""
+    """A `Keep` that ends no turn. It tells the text as it grows, but not what may be the beginning of a stop string."""
     grown = GrownText(tokenizer)
     hidden = max(map(len, stops), default=1) - 1
     told = 0
@@ -214,45 +216,115 @@ class Access:
     chat: ChatSession
 
 
-def completion(name: str, answer: Answer, request: ChatRequest, tokenizer: Any) -> Json:
-    """The body of an answer that is not streamed. name: its id."""
-    choice = {"index": 0, "message": answer.message | {"refusal": None}, "finish_reason": answer.finish}
-    choice["logprobs"] = _logprobs(answer.sampled, request, tokenizer)
-    return _envelope("chat.completion", name, request) | {"choices": [choice], "usage": _usage(answer)}
+class Reply(Protocol):
+    """The answer to one call in the format of its protocol: a body, or the events of a stream, in the order of these
+    methods. Only a body may have several answers, as many as there are `names`, which are their ids."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def request(self) -> ChatRequest:
+        """The call."""
+
+    def body(self, *answers: Answer) -> Json:
+        """The body of answers that are not streamed."""
+
+    def start(self) -> list[Event]:
+        """The events before the text."""
+
+    def text(self, piece: str) -> list[Event]:
+        """The events of a new piece of the text."""
+
+    def finish(self, answer: Answer) -> list[Event]:
+        """The events of what `text` has not told, and of the end. If `text` was called, there is no reasoning."""
+
+    def error(self, error: ApiError) -> list[Event]:
+        """The events of an error after `start`, instead of `finish`."""
 
 
-def chunks(name: str, answer: Answer, request: ChatRequest, tokenizer: Any) -> list[Json]:
-    """The events of a streamed answer, without the last one, [DONE]."""
-    envelope = _envelope("chat.completion.chunk", name, request)
-    calls = [call | {"index": i} for i, call in enumerate(answer.message.get("tool_calls", []))]
-    delta = answer.message | ({"tool_calls": calls} if calls else {})
-    logprobs = _logprobs(answer.sampled, request, tokenizer)
-    made = [
-        envelope | {"choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]},
-        envelope | {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish}]},
-    ]
-    if request.stream_options and request.stream_options.include_usage:
-        made.append(envelope | {"choices": [], "usage": _usage(answer)})
-    return made
+class ChatReply:
+    """A `Reply` as a chat completion."""
+
+    def __init__(self, request: ChatRequest, tokenizer: Any) -> None:
+        self.request = request
+        self._tokenizer = tokenizer
+        self._told = 0  # characters
+        self.name, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+        if request.stream and self.names[1:]:
+            raise ApiError("several answers cannot be streamed: leave out n or stream")
+
+    @property
+    def names(self) -> list[str]:
+        """The ids of all answers: for further ones, the number of the choice is added."""
+        return [self.name, *(f"{self.name}-{index}" for index in range(1, self.request.n or 1))]
+
+    def body(self, *answers: Answer) -> Json:
+        choices = [
+            {
+                "index": index,
+                "message": answer.message | {"refusal": None},
+                "finish_reason": answer.finish,
+                "logprobs": _logprobs(answer.sampled, self.request, self._tokenizer),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return self._envelope("chat.completion") | {"choices": choices, "usage": _usage(*answers)}
+
+    def start(self) -> list[Event]:
+        return [self._chunk({"role": "assistant", "content": ""})]
+
+    def text(self, piece: str) -> list[Event]:
+        self._told += len(piece)
+        return [self._chunk({"content": piece})]
+
+    def finish(self, answer: Answer) -> list[Event]:
+        delta = {key: value for key, value in answer.message.items() if key != "role"}
+        delta["content"] = (delta["content"] or "")[self._told :]
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [call | {"index": i} for i, call in enumerate(delta["tool_calls"])]
+        events: list[Event] = []
+        if "reasoning" in delta:
+            events.append(self._chunk({"reasoning": delta.pop("reasoning")}))
+        logprobs = _logprobs(answer.sampled, self.request, self._tokenizer)
+        events += [self._chunk(delta, logprobs), self._chunk({}, finish=answer.finish)]
+        if self.request.stream_options and self.request.stream_options.include_usage:
+            events.append(self._envelope("chat.completion.chunk") | {"choices": [], "usage": _usage(answer)})
+        return [*events, "[DONE]"]
+
+    def error(self, error: ApiError) -> list[Event]:
+        return [error_body(str(error), error.code)]
+
+    def _chunk(self, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return self._envelope("chat.completion.chunk") | {"choices": [choice]}
+
+    def _envelope(self, kind: str) -> Json:
+        return {"id": self.name, "object": kind, "created": self._created, "model": self.request.model}
 
 
-def new_name() -> str:
-    """An id for an answer."""
-    return f"chatcmpl-{secrets.token_hex(12)}"
+def error_body(message: str, code: str | None) -> Json:
+    """The body of an error in OpenAI's protocols."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
-def _envelope(kind: str, name: str, request: ChatRequest) -> Json:
-    return {
-        "id": name, "object": kind, "created": int(time.time()), "model": request.model,
-    }  # fmt: skip
+def prompt_tokens(request: ChatRequest, tokenizer: Any) -> int:
+    """How many tokens the chat template makes of the messages and tools. Raises ApiError."""
+    messages = [_message(raw) for raw in request.messages]
+    return len(_rendered(Conversation(tokenizer, request.offered), messages))
 
 
-def _usage(answer: Answer) -> Json:
-    sampled = len(answer.sampled.tokens)
-    return {
-        "prompt_tokens": answer.prompt_tokens, "completion_tokens": sampled,
-        "total_tokens": answer.prompt_tokens + sampled,
-    }  # fmt: skip
+def _rendered(conversation: Conversation, messages: list[Json]) -> list[int]:
+    try:
+        return conversation.prompt(messages)
+    except Exception as error:  # templates and tokenizers may raise anything
+        raise ApiError(f"the model's tokenizer or chat template does not take these messages: {error}") from None
+
+
+def _usage(*answers: Answer) -> Json:
+    sampled = sum(len(answer.sampled.tokens) for answer in answers)
+    prompt = answers[0].prompt_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json | None:

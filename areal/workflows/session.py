@@ -39,4 +39,4 @@ class Session(Policy, Protocol):
         """Runs code in a sandbox. Returns its output, errors included."""
 
     def endpoint(self) -> AbstractAsyncContextManager[Access]:
-        """An OpenAI-compatible endpoint that samples in this session, open until the end of the block."""
+        """An endpoint for agents that samples in this session, open until the end of the block."""

@@ -8,7 +8,6 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -132,11 +131,11 @@ async def test_a_streamed_answer_has_the_same_parts(opened):
             model="m", messages=[user("?")], tools=[WEATHER], stream=True, stream_options={"include_usage": True}
         )
     ]
-    delta = parts[0].choices[0].delta
-    assert (delta.role, delta.content) == ("assistant", "fair:")
+    begin, delta = (part.choices[0].delta for part in parts[:2])
+    assert (begin.role, begin.content, delta.content) == ("assistant", "", "fair:")
     assert (delta.tool_calls[0].index, delta.tool_calls[0].function.name) == (0, "weather")
-    assert [part.choices[0].finish_reason for part in parts[:2]] == [None, "tool_calls"]
-    assert parts[2].usage.completion_tokens == len(("fair: " + CALL).encode()) + 1
+    assert [part.choices[0].finish_reason for part in parts[:3]] == [None, None, "tool_calls"]
+    assert parts[3].usage.completion_tokens == len(("fair: " + CALL).encode()) + 1
 
 
 async def test_tool_calls_are_read_out_of_the_text_and_all_turns_are_one_trajectory(opened, tokenizer):
@@ -485,7 +484,9 @@ def test_a_mistake_in_the_options_is_told_before_anything_starts(monkeypatch, op
         resolve_workflow("agent", options)
 
 
-async def test_an_agent_of_a_library_needs_another_base_url_only(opened):
+@pytest.mark.parametrize("protocol", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_agent_of_a_library_needs_another_base_url_only(opened, protocol, stream):
     library = pytest.importorskip("agents")
     library.set_tracing_disabled(True)
     asked = []
@@ -496,9 +497,12 @@ async def test_an_agent_of_a_library_needs_another_base_url_only(opened):
         return "clear sky"
 
     policy, api, chat = await opened(CALL, "Sunny.")
-    model = library.OpenAIChatCompletionsModel(model="m", openai_client=chat._client)
-    done = await library.Runner.run(
-        library.Agent("guide", instructions="Be brief.", tools=[weather], model=model), "Weather?"
-    )
+    model = getattr(library, protocol)(model="m", openai_client=chat._client)
+    guide = library.Agent("guide", instructions="Be brief.", tools=[weather], model=model)
+    if stream:
+        done = library.Runner.run_streamed(guide, "Weather?")
+        [event async for event in done.stream_events()]
+    else:
+        done = await library.Runner.run(guide, "Weather?")
     assert (done.final_output, asked) == ("Sunny.", ["Köln"])
-    assert len(api.chat.conversation.generations) == 2
+    assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches

@@ -1,0 +1,201 @@
+"""Anthropic's Messages API, translated to and from chat completions."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from areal.workflows.openai_api import MAX_STOPS, Answer, ApiError, ChatRequest, Event, Json, StopText
+
+Blocks = Annotated[list[Json], Field(fail_fast=True)]
+
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+# Claude Code begins its system prompt with a block that has a hash of the call. The system prompt would never be that
+# of the call before. vLLM leaves it out too.
+_BILLING = "x-anthropic-billing-header"
+
+
+class InputMessage(BaseModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class Tool(BaseModel):
+    name: str
+    input_schema: Json
+    description: str | None = None
+    type: Literal["custom"] | None = None
+
+    def chat(self) -> Json:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+class ToolChoice(BaseModel):
+    type: Literal["auto", "any", "tool", "none"]
+
+
+class OutputConfig(BaseModel):
+    format: None = None
+
+
+class CountRequest(BaseModel):
+    """The body of a request that counts tokens. Other fields are ignored."""
+
+    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
+    model: str = "policy"
+    system: str | Blocks | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+
+    def chat(self) -> ChatRequest:
+        """The request as one for a chat completion. Raises ApiError."""
+        messages = [message for given in self.messages for message in _chat_messages(given.role, given.content)]
+        if messages[-1]["role"] == "assistant":
+            raise ApiError("the last message is the assistant's: the policy cannot be made to begin with a given text")
+        system = self.system
+        if isinstance(system, list):
+            system = [block for block in system if not str(block.get("text")).startswith(_BILLING)]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        return ChatRequest(
+            messages=messages,
+            model=self.model,
+            tools=None if self.tools is None else [tool.chat() for tool in self.tools],
+            tool_choice=self.tool_choice and self.tool_choice.type,
+        )
+
+
+class MessagesRequest(CountRequest):
+    """The body of a request for a message. Other fields, such as `temperature`, are ignored: the run sets them."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stream: bool | None = False
+
+    def chat(self) -> ChatRequest:
+        own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "stream": self.stream}
+        return super().chat().model_copy(update=own)
+
+
+class MessageReply:
+    """A `Reply` as a message. Raises ApiError if the request cannot be translated."""
+
+    def __init__(self, asked: MessagesRequest, tokenizer: Any) -> None:
+        self.request = asked.chat()
+        self._tokenizer = tokenizer
+        self._told: int | None = None  # characters; None: no text block has begun
+        self.names = [f"msg_{secrets.token_hex(12)}"]
+        self._envelope = {
+            "id": self.names[0], "type": "message", "role": "assistant", "model": asked.model,
+        }  # fmt: skip
+
+    def body(self, *answers: Answer) -> Json:
+        (answer,) = answers
+        return self._envelope | {"content": _blocks(answer.message)} | self._ending(answer) | {"usage": _usage(answer)}
+
+    def start(self) -> list[Event]:
+        # The length of the prompt is told at the end.
+        unknown = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
+        return [{"type": "message_start", "message": self._envelope | {"content": []} | unknown}]
+
+    def text(self, piece: str) -> list[Event]:
+        begin = [_begin(0, {"type": "text", "text": ""})] if self._told is None else []
+        self._told = (self._told or 0) + len(piece)
+        return [*begin, _delta(0, {"type": "text_delta", "text": piece})]
+
+    def finish(self, answer: Answer) -> list[Event]:
+        events: list[Event] = []
+        for index, block in enumerate(_blocks(answer.message)):
+            empty, delta = _streamed(block)
+            if block["type"] == "text" and self._told is not None:
+                delta["text"] = delta["text"][self._told :]
+            else:
+                events.append(_begin(index, empty))
+            events += [_delta(index, delta), {"type": "content_block_stop", "index": index}]
+        events.append({"type": "message_delta", "delta": self._ending(answer), "usage": _usage(answer)})
+        return [*events, {"type": "message_stop"}]
+
+    def error(self, error: ApiError) -> list[Event]:
+        return [error_body(error.status, str(error))]
+
+    def _ending(self, answer: Answer) -> Json:
+        if answer.finish == "stop" and self.request.stop:
+            text = self._tokenizer.decode(answer.sampled.tokens, skip_special_tokens=True)
+            found = [stop for stop in self.request.stop if stop in text]
+            if found:
+                return {"stop_reason": "stop_sequence", "stop_sequence": min(found, key=text.find)}
+        return {"stop_reason": _STOP_REASONS[answer.finish], "stop_sequence": None}
+
+
+def error_body(status: int, message: str) -> Json:
+    """The body of an error."""
+    return {"type": "error", "error": {"type": _ERRORS.get(status, "invalid_request_error"), "message": message}}
+
+
+def _chat_messages(role: str, content: str | list[Json]) -> list[Json]:
+    """The chat messages that one message makes: tool results have messages of their own. Raises ApiError."""
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    results: list[Json] = []
+    texts: list[Json] = []
+    calls: list[Json] = []
+    for block in content:
+        match block:
+            case {"type": "text"}:
+                texts.append(block)
+            case {"type": "tool_use", "id": number, "name": name, "input": given} if role == "assistant":
+                calls.append(
+                    {"id": number, "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
+                )
+            case {"type": "tool_result", "tool_use_id": number} if role == "user":
+                results.append({"role": "tool", "tool_call_id": number, "content": block.get("content")})
+            case {"type": "thinking" | "redacted_thinking"} if role == "assistant":
+                pass
+            case _:
+                raise ApiError(
+                    f"a message of the role {role} has a block of the type {block.get('type')!r}, or one that lacks a "
+                    f"field: blocks are text, and tool_use and thinking of the assistant, and tool_result of the user"
+                )
+    if calls:
+        return [{"role": role, "content": texts, "tool_calls": calls}]
+    return [*results, {"role": role, "content": texts}] if texts or not results else results
+
+
+def _blocks(message: Json) -> list[Json]:
+    blocks: list[Json] = []
+    if message.get("reasoning"):
+        blocks.append({"type": "thinking", "thinking": message["reasoning"], "signature": ""})
+    calls = message.get("tool_calls", [])
+    if message["content"] or not calls:
+        blocks.append({"type": "text", "text": message["content"] or ""})
+    for call in calls:
+        name, given = call["function"]["name"], json.loads(call["function"]["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
+    return blocks
+
+
+def _streamed(block: Json) -> tuple[Json, Json]:
+    """The block as it begins, and the delta with all that it then gets."""
+    if block["type"] == "text":
+        return block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+    if block["type"] == "thinking":
+        return block | {"thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+    return block | {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+
+
+def _begin(index: int, block: Json) -> Json:
+    return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def _delta(index: int, delta: Json) -> Json:
+    return {"type": "content_block_delta", "index": index, "delta": delta}
+
+
+def _usage(answer: Answer) -> Json:
+    return {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.sampled.tokens)}

@@ -1,0 +1,226 @@
+"""OpenAI's Responses API, translated to and from chat completions."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from areal.workflows.openai_api import Answer, ApiError, ChatRequest, Event, Json, ResponseFormat
+
+Responses = dict[str, list[Json]]
+"""A sample's responses: by their ids, all messages up to them without the instructions. A later call may name one of
+them as its `previous_response_id`."""
+
+
+class FunctionTool(BaseModel):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+
+    def chat(self) -> Json:
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class TextOptions(BaseModel):
+    format: ResponseFormat | None = None
+
+
+class ResponsesRequest(BaseModel):
+    """The body of a request for a response. Other fields, such as `temperature`, are ignored: the run sets them."""
+
+    input: str | Annotated[list[Json], Field(fail_fast=True)]
+    model: str = "policy"
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tool_choice: Any = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: TextOptions | None = None
+    stream: bool | None = False
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+
+
+class ResponseReply:
+    """A `Reply` as a response, which is added to `responses`. Raises ApiError if the request cannot be translated."""
+
+    def __init__(self, asked: ResponsesRequest, responses: Responses) -> None:
+        self._asked = asked
+        self._responses = responses
+        self._messages = _earlier(asked, responses) + _chat_messages(asked.input)
+        if not self._messages:
+            raise ApiError("input: there is no message in it")
+        instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+        self.request = ChatRequest(
+            messages=[*instructions, *self._messages],
+            model=asked.model,
+            tools=None if asked.tools is None else [tool.chat() for tool in asked.tools],
+            tool_choice=asked.tool_choice,
+            max_tokens=asked.max_output_tokens,
+            stream=asked.stream,
+        )
+        self.names, self._message_id, self._created = [_new_id("resp")], _new_id("msg"), int(time.time())
+        self._told: int | None = None  # characters; None: no message has begun
+        self._numbers = itertools.count()
+
+    def body(self, *answers: Answer) -> Json:
+        (answer,) = answers
+        return self._done(answer, self._items(answer))
+
+    def start(self) -> list[Event]:
+        return [self._event("response.created", response=self._response("in_progress", []))]
+
+    def text(self, piece: str) -> list[Event]:
+        begin = self._begin_message(0) if self._told is None else []
+        self._told = (self._told or 0) + len(piece)
+        return [*begin, self._text_delta(0, piece)]
+
+    def finish(self, answer: Answer) -> list[Event]:
+        items = self._items(answer)
+        events: list[Event] = []
+        for index, item in enumerate(items):
+            events += self._streamed(index, item)
+            events.append(self._event("response.output_item.done", output_index=index, item=item))
+        done = self._done(answer, items)
+        return [*events, self._event(f"response.{done['status']}", response=done)]
+
+    def error(self, error: ApiError) -> list[Event]:
+        return [self._event("error", code=error.code, message=str(error), param=None)]
+
+    def _items(self, answer: Answer) -> list[Json]:
+        items: list[Json] = []
+        if reasoning := answer.message.get("reasoning"):
+            content = [{"type": "reasoning_text", "text": reasoning}]
+            items.append({"id": _new_id("rs"), "type": "reasoning", "summary": [], "content": content})
+        calls = answer.message.get("tool_calls", [])
+        if answer.message["content"] or not calls:
+            items.append(self._message([_part(answer.message["content"] or "")], _status(answer)))
+        for call in calls:
+            called = {"call_id": call["id"], **call["function"], "status": "completed"}
+            items.append({"id": _new_id("fc"), "type": "function_call", **called})
+        return items
+
+    def _message(self, content: list[Json], status: str) -> Json:
+        return {
+            "id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content,
+        }  # fmt: skip
+
+    def _done(self, answer: Answer, items: list[Json]) -> Json:
+        self._responses[self.names[0]] = [*self._messages, answer.message]
+        return self._response(_status(answer), items) | {"usage": _usage(answer)}
+
+    def _response(self, status: str, output: list[Json]) -> Json:
+        asked = self._asked
+        return {
+            "id": self.names[0], "object": "response", "created_at": self._created, "status": status,
+            "model": asked.model, "output": output, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions, "previous_response_id": asked.previous_response_id,
+            "max_output_tokens": asked.max_output_tokens, "metadata": {}, "parallel_tool_calls": True,
+            "tool_choice": asked.tool_choice or "auto", "tools": [tool.model_dump() for tool in asked.tools or []],
+            "temperature": None, "top_p": None, "usage": None,
+        }  # fmt: skip
+
+    # --- events
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        return {"type": kind, "sequence_number": next(self._numbers), **fields}
+
+    def _streamed(self, index: int, item: Json) -> list[Event]:
+        """The events of an item, or of what `text` has not told of it, without the last one."""
+        if item["type"] == "message":
+            return self._streamed_message(index, item["content"][0])
+        where: Json = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "reasoning":
+            added = self._event("response.output_item.added", output_index=index, item=item | {"content": []})
+            where |= {"content_index": 0}
+            text = item["content"][0]["text"]
+            delta = self._event("response.reasoning_text.delta", **where, delta=text)
+            return [added, delta, self._event("response.reasoning_text.done", **where, text=text)]
+        begun = item | {"arguments": "", "status": "in_progress"}
+        added = self._event("response.output_item.added", output_index=index, item=begun)
+        arguments = item["arguments"]
+        delta = self._event("response.function_call_arguments.delta", **where, delta=arguments)
+        return [added, delta, self._event("response.function_call_arguments.done", **where, arguments=arguments)]
+
+    def _streamed_message(self, index: int, part: Json) -> list[Event]:
+        where = {"item_id": self._message_id, "output_index": index, "content_index": 0}
+        return [
+            *(self._begin_message(index) if self._told is None else []),
+            self._text_delta(index, part["text"][self._told or 0 :]),
+            self._event("response.output_text.done", **where, text=part["text"], logprobs=[]),
+            self._event("response.content_part.done", **where, part=part),
+        ]
+
+    def _begin_message(self, index: int) -> list[Event]:
+        where = {"item_id": self._message_id, "output_index": index, "content_index": 0}
+        begun = self._message([], "in_progress")
+        return [
+            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event("response.content_part.added", **where, part=_part("")),
+        ]
+
+    def _text_delta(self, index: int, text: str) -> Event:
+        where = {"item_id": self._message_id, "output_index": index, "content_index": 0}
+        return self._event("response.output_text.delta", **where, delta=text, logprobs=[])
+
+
+def _earlier(asked: ResponsesRequest, responses: Responses) -> list[Json]:
+    if asked.previous_response_id is None:
+        return []
+    if asked.previous_response_id not in responses:
+        raise ApiError("previous_response_id is not the id of a response of this sample", "previous_response_not_found")
+    return responses[asked.previous_response_id]
+
+
+def _chat_messages(given: str | list[Json]) -> list[Json]:
+    """The chat messages that an input makes: the calls after a message are part of it. Raises ApiError."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[Json] = []
+    for item in given:
+        match item:
+            case {"type": "function_call", "call_id": number, "name": name, "arguments": arguments}:
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": None})
+                call = {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case {"type": "function_call_output", "call_id": number, "output": output}:
+                messages.append({"role": "tool", "tool_call_id": number, "content": output})
+            case {"type": "reasoning"}:
+                pass
+            case {"role": role, "content": content} if item.get("type", "message") == "message":
+                messages.append({"role": role, "content": content})
+            case _:
+                raise ApiError(
+                    f"an item of the input has the type {item.get('type')!r}, or lacks a field: items are message, "
+                    f"function_call, function_call_output and reasoning"
+                )
+    return messages
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _status(answer: Answer) -> str:
+    return "incomplete" if answer.finish == "length" else "completed"
+
+
+def _usage(answer: Answer) -> Json:
+    sampled = len(answer.sampled.tokens)
+    return {
+        "input_tokens": answer.prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": sampled, "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.prompt_tokens + sampled,
+    }  # fmt: skip
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"

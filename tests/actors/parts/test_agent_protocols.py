@@ -1,0 +1,442 @@
+"""Agents sample through OpenAI's responses and Anthropic's messages: real clients, and a policy that says what the test
+has written down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+
+import anthropic
+import numpy as np
+import openai
+import pytest
+from scripted_policy import Session
+
+from actors.parts import openai_endpoint
+from actors.parts.openai_endpoint import OpenAIEndpoint
+from areal.data.rows import Row
+from areal.workflows.agents import agent
+from areal.workflows.anthropic_api import MessageReply, MessagesRequest
+from areal.workflows.conversation import Generation
+from areal.workflows.openai_api import Answer, ApiError, ChatReply, ChatRequest, ChatSession
+from areal.workflows.responses_api import ResponseReply, ResponsesRequest
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"type": "function", "name": "weather", "description": "Today's.", "parameters": SCHEMA}
+TOOL = {"name": "weather", "description": "Today's.", "input_schema": SCHEMA}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
+
+
+def user(content) -> dict:
+    return {"role": "user", "content": content}
+
+
+@pytest.fixture
+async def serve():
+    """Opens a sample of the session: its access."""
+    async with contextlib.AsyncExitStack() as stack:
+        endpoint = OpenAIEndpoint("policy", "127.0.0.1")
+        stack.push_async_callback(endpoint.close)
+        yield lambda session: stack.enter_async_context(endpoint.serve(session))
+
+
+@pytest.fixture
+async def responses(serve):
+    """Opens a sample whose policy says the texts: (session, access, client.responses)."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*says):
+            session = Session(*says)
+            api = await serve(session)
+            client = openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
+            return session, api, (await stack.enter_async_context(client)).responses
+
+        yield start
+
+
+@pytest.fixture
+async def messages(serve):
+    """Opens a sample whose policy says the texts: (session, access, client.messages)."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*says):
+            session = Session(*says)
+            api = await serve(session)
+            return session, api, (await stack.enter_async_context(claude(api))).messages
+
+        yield start
+
+
+def claude(api, **key) -> anthropic.AsyncAnthropic:
+    address = api.base_url.removesuffix("/v1")
+    return anthropic.AsyncAnthropic(base_url=address, **(key or {"api_key": api.api_key}), max_retries=0)
+
+
+async def collected(events) -> list:
+    return [event async for event in events]
+
+
+# --- responses
+
+
+async def test_a_response_is_what_the_policy_sampled(responses):
+    session, _, client = await responses("4")
+    done = await client.create(model="m", input="2+2?", instructions="Be brief.", temperature=0.3, store=False)
+    assert session.prompts == ["Be brief.\n\n2+2?"]
+    assert (done.output_text, done.status, done.model, done.instructions) == ("4", "completed", "m", "Be brief.")
+    assert (done.usage.output_tokens, done.usage.total_tokens) == (2, done.usage.input_tokens + 2)
+
+
+async def test_the_calls_and_results_of_functions_are_turns_of_one_conversation(responses):
+    session, api, client = await responses("fair: " + CALL + CALL, "Sunny.")
+    given = [{"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]}, user("Weather?")]
+    done = await client.create(model="m", input=given, tools=[FUNCTION])
+    said, call, _ = done.output
+    assert (said.content[0].text, call.name, json.loads(call.arguments)) == ("fair:", "weather", {"city": "Köln"})
+    results = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": [{"type": "input_text", "text": "clear"}]}
+        for call in done.output[1:]
+    ]
+    done = await client.create(model="m", input=[*given, *done.output, *results], tools=[FUNCTION])
+    assert done.output_text == "Sunny."
+    assert len(session.calls) == 2 and not session.trajectory(1.0).branches
+    assert session.prompts[1].startswith(session.prompts[0])
+
+
+async def test_a_call_may_name_an_earlier_response_instead_of_its_messages(responses):
+    session, _, client = await responses(CALL, "Sunny.", "Yes.", "Rainy.")
+    how = {"model": "m", "instructions": "Be brief.", "tools": [FUNCTION]}
+    first = await client.create(input="Weather?", **how)
+    result = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "clear sky"}
+    second = await client.create(input=[result], previous_response_id=first.id, **how)
+    third = await client.create(input="Sure?", previous_response_id=second.id, **how)
+    assert (second.output_text, third.output_text, third.previous_response_id) == ("Sunny.", "Yes.", second.id)
+    assert not session.trajectory(1.0).branches
+    again = await client.create(input=[result], previous_response_id=first.id, **how)
+    assert (again.output_text, len(session.trajectory(1.0).branches)) == ("Rainy.", 2)
+
+
+async def test_a_streamed_response_has_the_same_parts(responses):
+    session, _, client = await responses("fair: " + CALL, "4")
+    async with client.stream(model="m", input="Weather?", tools=[FUNCTION]) as stream:
+        events = await collected(stream)
+        done = await stream.get_final_response()
+    assert [event.sequence_number for event in events if event.type != "response.completed"] == [*range(11)]
+    said, call = done.output
+    assert ([said.content[0].text], call.arguments) == (
+        [event.text for event in events if event.type == "response.output_text.done"],
+        "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta"),
+    )
+    assert (said.content[0].text, call.name, done.usage.input_tokens) == ("fair:", "weather", len(session.prompts[0]))
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "clear sky"}
+    how = {"model": "m", "tools": [FUNCTION], "previous_response_id": done.id}
+    assert (await client.create(input=[result], **how)).output_text == "4"
+
+
+async def test_a_response_that_was_cut_is_incomplete(responses):
+    _, _, client = await responses("long answ…")
+    last = (await collected(await client.create(model="m", input="?", stream=True)))[-1]
+    assert (last.type, last.response.incomplete_details.reason) == ("response.incomplete", "max_output_tokens")
+    assert (last.response.output_text, last.response.output[0].status) == ("long answ", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"input": []}, "no message"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
+        ({"input": [{"role": "oracle", "content": "x"}]}, "oracle"),
+        ({"input": [user([{"type": "input_image", "image_url": "x"}])]}, "text"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "tool call"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format.type: "),
+        ({"max_output_tokens": 0}, "max_output_tokens: "),
+        ({"background": True}, "background: "),
+        ({"conversation": "c"}, "conversation: "),
+        ({"prompt": {"id": "p"}}, "prompt: "),
+        ({"previous_response_id": "resp_1"}, "response of this sample"),
+    ],
+)
+async def test_what_a_response_cannot_do_is_said(responses, asked, reason):
+    session, _, client = await responses("4")
+    with pytest.raises(openai.BadRequestError, match=reason):
+        await client.create(**({"model": "m", "input": "?"} | asked))
+    assert not session.prompts
+
+
+# --- messages
+
+
+async def test_a_message_is_what_the_policy_sampled(messages):
+    session, _, client = await messages("4")
+    system = [{"type": "text", "text": "x-anthropic-billing-header: cch=1"}, {"type": "text", "text": "Be brief."}]
+    how = {"model": "m", "max_tokens": 9, "extra_body": {"temperature": 0.3}}
+    done = await client.create(system=system, messages=[user("2+2?")], **how)
+    assert session.prompts == ["Be brief.\n\n2+2?"]
+    assert ([block.to_dict() for block in done.content], done.model) == ([{"type": "text", "text": "4"}], "m")
+    assert (done.stop_reason, done.stop_sequence, done.role) == ("end_turn", None, "assistant")
+    assert (done.usage.input_tokens, done.usage.output_tokens) == (len(session.prompts[0]), 2)
+
+
+async def test_the_uses_and_results_of_tools_are_turns_of_one_conversation(messages):
+    session, _, client = await messages("fair: " + CALL + CALL, "Sunny.", "Yes.")
+    how = {"model": "m", "max_tokens": 9, "tools": [TOOL], "tool_choice": {"type": "any"}}
+    given = [user([{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}])]
+    done = await client.create(messages=given, **how)
+    said, use, other = done.content
+    assert (done.stop_reason, said.text, use.name, use.input) == ("tool_use", "fair:", "weather", {"city": "Köln"})
+    results = [
+        {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "clear sky"}]},
+        {"type": "tool_result", "tool_use_id": other.id, "content": "no such city", "is_error": True},
+    ]
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    given += [{"role": "assistant", "content": [thought, *done.content]}]
+    given += [user([*results, {"type": "text", "text": "So?"}])]
+    done = await client.create(messages=given, **how)
+    assert done.content[0].text == "Sunny."
+    given += [{"role": "assistant", "content": done.content}, {"role": "system", "content": "Be kind."}, user("Sure?")]
+    assert (await client.create(messages=given, **how)).content[0].text == "Yes."
+    said = session.tokenizer.decode(session.trajectory(1.0).tokens, skip_special_tokens=True)
+    assert said.endswith("clear skyno such citySo?Sunny.Be kind.Sure?Yes.")
+    assert len(session.calls) == 3
+
+
+async def test_a_streamed_message_has_the_same_parts(messages):
+    session, _, client = await messages("fair: " + CALL, "4")
+    how = {"model": "m", "max_tokens": 9, "tools": [TOOL]}
+    async with client.stream(messages=[user("Weather?")], **how) as stream:
+        done = await stream.get_final_message()
+    said, use = done.content
+    assert (said.text, use.name, use.input, done.stop_reason) == ("fair:", "weather", {"city": "Köln"}, "tool_use")
+    assert (done.usage.input_tokens, done.usage.output_tokens) == (len(session.prompts[0]), len("fair: " + CALL) + 1)
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "clear sky"}
+    given = [user("Weather?"), {"role": "assistant", "content": done.content}, user([result])]
+    events = await collected(await client.create(messages=given, stream=True, **how))
+    assert [event.type for event in events] == [
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+        "message_stop",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("says", "text", "reason", "sequence"),
+    [
+        ("run() # now; end", "run() ", "stop_sequence", "# "),
+        ("run()", "run()", "end_turn", None),
+        ("run…", "run", "max_tokens", None),
+    ],
+)
+async def test_a_message_says_why_it_ended(messages, stream, says, text, reason, sequence):
+    _, _, client = await messages(says)
+    how = {"model": "m", "max_tokens": 99, "messages": [user("?")], "stop_sequences": ["never", "; ", "# "]}
+    if stream:
+        async with client.stream(**how) as events:
+            done = await events.get_final_message()
+    else:
+        done = await client.create(**how)
+    assert (done.content[0].text, done.stop_reason, done.stop_sequence) == (text, reason, sequence)
+
+
+async def test_tokens_are_counted_without_a_turn(messages):
+    session, _, client = await messages("4")
+    how = {"model": "m", "system": "Be brief.", "messages": [user("2+2?")], "tools": [TOOL]}
+    counted = await client.count_tokens(**how)
+    done = await client.create(max_tokens=9, **how)
+    assert (counted.input_tokens, len(session.prompts)) == (done.usage.input_tokens, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"messages": []}, "messages: "),
+        ({"messages": [user([{"type": "image", "source": {}}])]}, "'image'"),
+        ({"messages": [user([{"type": "tool_use", "id": "1", "name": "f", "input": {}}])]}, "'tool_use'"),
+        ({"messages": [user([{"type": "tool_result", "tool_use_id": "1", "content": [{}]}])]}, "text"),
+        ({"messages": [{"role": "oracle", "content": "x"}]}, "messages.0.role: "),
+        ({"messages": [user("?"), {"role": "assistant", "content": "The answer is"}]}, "last message"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search", "input_schema": {}}]}, "tools.0.type: "),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format: "),
+    ],
+)
+async def test_what_a_message_cannot_do_is_said(messages, asked, reason):
+    session, _, client = await messages("4")
+    with pytest.raises(anthropic.BadRequestError, match=reason) as refused:
+        await client.create(**({"model": "m", "max_tokens": 9, "messages": [user("?")]} | asked))
+    assert (refused.value.body["type"], refused.value.type) == ("error", "invalid_request_error")
+    assert not session.prompts
+
+
+async def test_the_key_may_come_in_either_header(serve):
+    api = await serve(Session("4"))
+    async with claude(api, auth_token=api.api_key) as client:
+        assert (await client.messages.count_tokens(model="m", messages=[user("?")])).input_tokens == 1
+    async with claude(api, api_key="sample-0") as client:
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            await client.messages.create(model="m", max_tokens=9, messages=[user("?")])
+        assert refused.value.type == "authentication_error"
+
+
+async def test_a_sample_may_be_asked_in_every_protocol(serve):
+    session = Session("4", "yes", "9")
+    api = await serve(session)
+    given = [user("2+2?")]
+    async with openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0) as client:
+        done = await client.chat.completions.create(model="m", messages=given)
+        given += [{"role": "assistant", "content": done.choices[0].message.content}, user("Sure?")]
+        done = await client.responses.create(model="m", input=given)
+        given += [{"role": "assistant", "content": done.output_text}, user("3*3?")]
+    async with claude(api) as client:
+        done = await client.messages.create(model="m", max_tokens=9, messages=given)
+    assert done.content[0].text == "9"
+    assert len(session.calls) == 3 and not session.trajectory(1.0).branches
+
+
+# --- streams
+
+
+def replies() -> dict:
+    chat = ChatRequest(messages=[user("?")], stream=True)
+    response = ResponsesRequest(input="?", stream=True)
+    message = MessagesRequest(messages=[user("?")], stream=True)
+    return {
+        "chat": ChatReply(chat, Session.tokenizer),
+        "response": ResponseReply(response, {}),
+        "message": MessageReply(message, Session.tokenizer),
+    }
+
+
+def answer(**message) -> Answer:
+    sampled = Generation(np.zeros(3, np.int32), np.zeros(3, np.float32), np.zeros(3, np.int32), "stop")
+    return Answer({"role": "assistant", "content": "four"} | message, "stop", sampled, 1)
+
+
+def texts(events: list) -> list[str]:
+    """The pieces of text in the events of any protocol."""
+    found = []
+    for event in events:
+        match event:
+            case {"choices": [{"delta": {"content": text}}]}:
+                found.append(text)
+            case {"type": "response.output_text.delta", "delta": text}:
+                found.append(text)
+            case {"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}}:
+                found.append(text)
+    return [text for text in found if text]
+
+
+@pytest.mark.parametrize("kind", replies())
+@pytest.mark.parametrize("told", [[], ["fo"], ["fo", "u"], ["fo", "ur"]])
+def test_the_end_of_a_stream_tells_what_was_not_told_before(kind, told):
+    reply = replies()[kind]
+    events = [*reply.start(), *(event for piece in told for event in reply.text(piece)), *reply.finish(answer())]
+    rest = "four".removeprefix("".join(told))
+    assert texts(events) == [*told, *([rest] if rest else [])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("chat", lambda body: body["choices"][0]["message"]["reasoning"]),
+        ("response", lambda body: body["output"][0]["content"][0]["text"]),
+        ("message", lambda body: body["content"][0]["thinking"]),
+    ],
+)
+def test_reasoning_comes_before_the_text(kind, where):
+    assert where(replies()[kind].body(answer(reasoning="2+2"))) == "2+2"
+    reply = replies()[kind]
+    told = json.dumps([*reply.start(), *reply.finish(answer(reasoning="2+2"))])
+    assert 0 < told.index('"2+2"') < told.index('"four"')
+
+
+class Halting(ChatSession):
+    """Tells a piece of text, and fails when it is let go."""
+
+    async def complete(self, request, name, on_text=None):
+        self.go, self.stopped = asyncio.Event(), asyncio.Event()
+        on_text("fo")
+        try:
+            await self.go.wait()
+        finally:
+            self.stopped.set()
+        raise ApiError("the sample has failed", "sample_failed")
+
+
+@pytest.fixture
+async def halting(serve, monkeypatch):
+    """Opens a sample that tells a piece of text: (chat, an iterator over the events of a stream)."""
+    monkeypatch.setattr(openai_endpoint, "ChatSession", Halting)
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(60):
+
+        async def start(kind):
+            api = await serve(Session())
+            ours = openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
+            theirs = claude(api)
+            await stack.enter_async_context(ours)
+            await stack.enter_async_context(theirs)
+            match kind:
+                case "chat":
+                    stream = await ours.chat.completions.create(model="m", messages=[user("?")], stream=True)
+                case "response":
+                    stream = await ours.responses.create(model="m", input="?", stream=True)
+                case _:
+                    how = {"model": "m", "max_tokens": 9, "stream": True}
+                    stream = await theirs.messages.create(messages=[user("?")], **how)
+            return api.chat, stream
+
+        yield start
+
+
+async def until_text(stream) -> None:
+    async for event in stream:
+        if texts([event.to_dict()]):
+            return
+    pytest.fail("there is no text in the stream")
+
+
+@pytest.mark.parametrize("kind", replies())
+async def test_text_is_sent_while_it_is_sampled_and_an_error_after_it_is_an_event(halting, kind):
+    chat, stream = await halting(kind)
+    await until_text(stream)
+    chat.go.set()
+    if kind == "response":
+        assert [(event.type, event.code) for event in await collected(stream)] == [("error", "sample_failed")]
+    else:
+        with pytest.raises((openai.APIError, anthropic.APIError), match="the sample has failed"):
+            await collected(stream)
+
+
+@pytest.mark.parametrize("kind", replies())
+async def test_a_client_that_leaves_a_stream_stops_its_call(halting, kind):
+    chat, stream = await halting(kind)
+    await until_text(stream)
+    await stream.close()
+    await chat.stopped.wait()
+
+
+# --- the workflow
+
+
+PROGRAM = """
+import anthropic, json, sys
+given = [{"role": "user", "content": json.load(sys.stdin)["prompt"]}]
+done = anthropic.Anthropic().messages.create(model="m", max_tokens=9, messages=given)
+print(json.dumps({"reward": float(done.content[0].text)}))
+"""
+
+
+async def test_a_program_s_client_finds_the_endpoint_by_itself(serve, tmp_path):
+    class OfAgent(Session):
+        def endpoint(self):
+            return contextlib.nullcontext(api)
+
+    session = OfAgent("0.5")
+    api = await serve(session)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    row = Row(0, "?", "", None, {"prompt": "?"})
+    done = await agent(session, row, command=f"{sys.executable} {tmp_path / 'program.py'}")
+    assert done.reward == 0.5
