@@ -265,7 +265,7 @@ class World:
             case "reward":
                 return Reward(one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
         common["open_source"] = lambda config, seed: SimSource(self.model.bytes_a_row)
-        common["load_tokenizer"] = lambda name: SimTokenizer()
+        common["load_tokenizer"] = lambda *_: SimTokenizer()
         if one.role == "rollout_manager":
             return RolloutManager(one.bus, MASTER, **common)
         evaluator = WatchedEvaluator(one.bus, MASTER, **common)

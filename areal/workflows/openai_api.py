@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import secrets
 import time
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from areal.workflows.conversation import Conversation, Generation, Policy, keep_until_text
+from areal.workflows.parsers import Parsed, Parsers
 
 Json = dict[str, Any]
 
 # Each of them is searched for in all new text. OpenAI allows four.
 MAX_STOPS = 16
 StopText = Annotated[str, Field(max_length=1024)]
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class ApiError(Exception):
@@ -80,12 +79,14 @@ class ChatSession:
     """The turns of one sample. Once there is no room for another turn, every further answer is empty, with the finish
     "length".
 
-    reward: the reward that the agent has reported. failure: set to the error if a generation of this sample fails.
+    parsers: read what the policy says; default: those of the default configuration. reward: the reward that the agent
+    has reported. failure: set to the error if a generation of this sample fails.
     """
 
-    def __init__(self, session: Policy) -> None:
+    def __init__(self, session: Policy, parsers: Parsers | None = None) -> None:
         self._session = session
         self.tokenizer = session.tokenizer
+        self._parsers = parsers or Parsers(session.tokenizer)
         self._turn = asyncio.Lock()
         self._tools: list[Json] | None = None
         self._full: Answer | None = None
@@ -95,7 +96,7 @@ class ChatSession:
 
     @property
     def last_text(self) -> str:
-        """The text of the last answer, without tool calls."""
+        """The text of the last answer, without tool calls and thinking."""
         return self.conversation.messages[-1]["content"]
 
     async def complete(self, request: ChatRequest) -> Answer:
@@ -103,16 +104,17 @@ class ChatSession:
         async with self._turn:
             if self._full:
                 return self._full
+            await self._check(request.offered)
             prompt = self._prompt([_message(raw) for raw in request.messages], request.offered)
             stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
             sampled = await self._generate(prompt, request.max_completion_tokens or request.max_tokens, stops)
             if not len(sampled.tokens):
                 self._full = Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
                 return self._full
-            text, stopped = _cut(self.conversation.text(sampled), stops)
-            message = self._shown(text, bool(request.offered))
+            read = await asyncio.to_thread(self._parsers.parse, sampled, request.offered, stops, self._call_ids())
+            message = _shown(read)
             self.conversation.add(sampled, _message(message))
-            finish = "stop" if stopped else "tool_calls" if "tool_calls" in message else sampled.finish
+            finish = "stop" if read.stopped else "tool_calls" if "tool_calls" in message else sampled.finish
             return Answer(message, finish, sampled, len(prompt))
 
     def _prompt(self, messages: list[Json], tools: list[Json] | None) -> list[int]:
@@ -145,11 +147,15 @@ class ChatSession:
                 self.failure.set_result(error)
             raise ApiError(f"the sample has failed: {error}", "sample_failed") from error
 
-    def _shown(self, text: str, tools: bool) -> Json:
-        rest, calls = _tool_calls(text, len(self.conversation.generations)) if tools else (text, [])
-        if not calls:
-            return {"role": "assistant", "content": text}
-        return {"role": "assistant", "content": rest or None, "tool_calls": calls}
+    async def _check(self, tools: list[Json] | None) -> None:
+        """Raises ApiError if vLLM's parsers do not take these tools. The first call imports vLLM."""
+        try:
+            await asyncio.to_thread(self._parsers.check, tools)
+        except ValueError as error:
+            raise ApiError(str(error)) from None
+
+    def _call_ids(self) -> list[str]:
+        return [call["id"] for message in self.conversation.messages for call in message.get("tool_calls", ())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,23 +248,10 @@ def _tool_call(raw: Any) -> Json:
         raise ApiError("a tool call in the messages lacks its id, function.name or function.arguments") from None
 
 
-def _tool_calls(text: str, turn: int) -> tuple[str, list[Json]]:
-    """The text without its tool calls, and these calls, in the form that Hermes and Qwen models write:
-    <tool_call>{...}</tool_call>. If one of them is not well-formed, the whole text and no calls."""
-    calls = []
-    for i, found in enumerate(_TOOL_CALL.finditer(text)):
-        try:
-            call = json.loads(found[1])
-        except (ValueError, RecursionError):
-            return text, []
-        if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
-            return text, []
-        function = {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
-        calls.append({"id": f"call_{turn}_{i}", "type": "function", "function": function})
-    return _TOOL_CALL.sub("", text).strip(), calls
-
-
-def _cut(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The text before the first stop string, and whether there is one."""
-    end = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
-    return (text, False) if end is None else (text[:end], True)
+def _shown(read: Parsed) -> Json:
+    message: Json = {"role": "assistant", "content": read.content}
+    if read.calls:
+        message |= {"content": read.content or None, "tool_calls": read.calls}
+    if read.reasoning:  # vLLM's name of the field, and the one before
+        message |= {"reasoning": read.reasoning, "reasoning_content": read.reasoning}
+    return message
