@@ -211,6 +211,11 @@ class RowsConfig(SourceConfig):
         return self.sources or ((self,) if self.source is not None else ())
 
     @property
+    def sets_template(self) -> bool:
+        """Whether the chat template differs from the tokenizer's."""
+        return self.chat_template is not None or bool(self.chat_template_kwargs)
+
+    @property
     def named(self) -> str:
         """The source or sources, for messages."""
         return f"data.source {self.source!r}" if self.source else "data.sources"

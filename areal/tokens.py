@@ -27,7 +27,7 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"The model folder {folder} has no tokenizer that can be loaded ({first}).") from None
-    if data is not None and (data.chat_template or data.chat_template_kwargs):
+    if data is not None and data.sets_template:
         _set_template(tokenizer, folder, data)
     return tokenizer
 

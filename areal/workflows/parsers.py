@@ -86,12 +86,11 @@ class Parsers:
             try:
                 self._kinds = self._chosen()
             except Exception as error:  # each parser has its own
-                reason = " ".join(str(error.__cause__ or error).split())
-                raise UserError(
-                    f"rollout_manager.tool_call_parser={self._tool_call_parser} with "
-                    f"reasoning_parser={self._reasoning_parser or 'null'} cannot read this model ({reason}): name the "
-                    f"parsers of the model."
-                ) from None
+                cause = error.__cause__ if isinstance(error, TypeError) and error.__cause__ else error
+                names = {"tool_call_parser": self._tool_call_parser, "reasoning_parser": self._reasoning_parser}
+                named = " and ".join(f"rollout_manager.{key}={name}" for key, name in names.items() if name)
+                reason = " ".join(str(cause).split()).rstrip(".!")
+                raise UserError(f"vLLM cannot use {named} with this model: {reason}.") from None
             finally:  # vLLM sets variables that the programs of agents would inherit
                 for name in os.environ.keys() - environment.keys():
                     del os.environ[name]
@@ -192,7 +191,7 @@ def _request(tools: list[Json] | None) -> Any:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     try:
-        return ChatCompletionRequest(messages=[], model="policy", tools=tools)
+        return ChatCompletionRequest(messages=[], model="policy", tools=tools or None)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
