@@ -6,6 +6,7 @@ thinking: that takes six seconds and 400 MB, and few runs need it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -30,7 +31,9 @@ T = TypeVar("T")
 
 # Some parsers take quadratic time: qwen3_xml takes 18 s for a policy that repeats the beginning of a call 800 times.
 # Time of the processor, not of the clock: a busy machine does not change what a turn says.
-PARSE_SECONDS = 5.0
+PARSE_SECONDS = 10.0
+# So many calls and returns of functions are between two looks at the clock.
+_CALLS = 256
 # They write a traceback for every malformed call.
 _LOUD = ("vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
 
@@ -225,12 +228,13 @@ class _TooSlow(BaseException):
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of the call. Raises _TooSlow at the next call of a function in it after so many seconds of the
-    processor."""
+    """The result of the call. Raises _TooSlow soon after so many seconds of the processor, where the call calls a
+    function."""
     until = time.thread_time() + seconds
+    calls = itertools.count(1)
 
     def look(*_: Any) -> None:
-        if time.thread_time() > until:
+        if next(calls) % _CALLS == 0 and time.thread_time() > until:
             raise _TooSlow(f"it takes more than {seconds:g} s")
 
     sys.setprofile(look)  # of this thread
