@@ -74,6 +74,8 @@ class Parsers:
         self._tool_call_parser = tool_call_parser
         self._reasoning_parser = reasoning_parser
         self._template_kwargs = dict(template_kwargs or {})
+        # gpt-oss: the text of its tokens makes no sense, so one parser reads all turns.
+        self._harmony = tool_call_parser == "openai" or reasoning_parser == "openai_gptoss"
         self._loading = threading.Lock()
         self._kinds: tuple[_Kind | None, _Kind | None] | None = None
         self._special_ids: frozenset[int] = frozenset()
@@ -128,7 +130,7 @@ class Parsers:
         return Parsed(text, None, [], stopped)
 
     def _reads(self, tools: list[Json] | None) -> bool:
-        return bool((tools and self._tool_call_parser) or self._reasoning_parser)
+        return bool((tools and self._tool_call_parser) or self._reasoning_parser or self._harmony)
 
     def _chosen(self) -> tuple[_Kind | None, _Kind | None]:
         """The parsers of a turn with tools and of one without. May raise anything."""
@@ -140,12 +142,11 @@ class Parsers:
         # Every parser asks for the vocabulary, which takes transformers 0.1 s.
         self._tokenizer = get_cached_tokenizer(self._tokenizer)
         self._special_ids = frozenset(self._tokenizer.all_special_ids)
-        harmony = self._tool_call_parser == "openai" or self._reasoning_parser == "openai_gptoss"
 
         def kind(tools: list[Json] | None) -> _Kind | None:
             parser = ParserManager.get_parser(
                 self._tool_call_parser if tools else None, self._reasoning_parser, enable_auto_tools=bool(tools),
-                is_harmony=harmony, tokenizer=self._tokenizer,
+                is_harmony=self._harmony, tokenizer=self._tokenizer,
             )  # fmt: skip
             if parser is None:
                 return None
@@ -153,8 +154,8 @@ class Parsers:
             adjusted = self._made(parser, request).adjust_request(request)
             return _Kind(parser, special=not adjusted.skip_special_tokens)
 
-        without = kind(None)  # first, because Harmony has one class for both, which reads calls if made with a parser
-        return kind([{"type": "function", "function": {"name": "any"}}]), without
+        with_tools = kind([{"type": "function", "function": {"name": "any"}}])
+        return with_tools, with_tools if self._harmony else kind(None)
 
     def _made(self, parser: Any, request: Any) -> Any:
         """A parser of one turn."""

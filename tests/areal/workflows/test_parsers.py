@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -170,6 +171,24 @@ def test_thinking_is_told_apart_with_and_without_tools(read, name, begin):
     assert (called(parsed), parsed.content, parsed.reasoning) == ([("weather", ARGUMENTS)], "Let me see.", "hm")
     malformed = read(f"{text}<tool_call>{{</tool_call>", "hermes", name)
     assert (malformed.content, malformed.reasoning) == ("Let me see.<tool_call>{</tool_call>", "hm")
+
+
+@pytest.mark.parametrize(("reasoning", "thinking"), [("openai_gptoss", "hm"), (None, None)])
+def test_turns_of_gpt_oss_are_read_from_their_tokens(tokenizer, reasoning, thinking):
+    from openai_harmony import HarmonyEncodingName, load_harmony_encoding
+
+    harmony = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    gpt_oss = Parsers(tokenizer, "openai", reasoning)
+
+    def parse(text: str, tools) -> Parsed:
+        text = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>{text}"
+        tokens = np.array(harmony.encode(text, allowed_special="all"), np.int32)
+        return gpt_oss.parse(replace(turn(tokenizer, ""), tokens=tokens), tools)
+
+    for tools in ([WEATHER], None):
+        assert parse("final<|message|>four<|return|>", tools) == Parsed("four", thinking, [], False)
+    call = f"commentary to=functions.weather <|constrain|>json<|message|>{json.dumps(ARGUMENTS)}<|call|>"
+    assert called(parse(call, [WEATHER])) == [("weather", ARGUMENTS)]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
