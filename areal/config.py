@@ -17,9 +17,9 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 import jinja2
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from areal.engine_options import check_deepspeed_options, check_vllm_options, devices_of
+from areal.engine_options import check_deepspeed_options, check_parser, check_vllm_options, devices_of
 
 
 class UserError(Exception):
@@ -159,6 +159,13 @@ class BenchmarkConfig(SourceConfig):
         return self
 
 
+# What a chat template gets from whoever renders with it, and arguments of the function that renders.
+_GIVEN_TO_TEMPLATES = (
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)  # fmt: skip
+
 ONE_OR_SEVERAL = "data needs either a source or sources: set data.source, or data.sources, not both"
 
 
@@ -167,6 +174,19 @@ class RowsConfig(SourceConfig):
         (), description="several sources, in place of `source`: the same keys for each, and a `weight`"
     )
     eval_size: int = Field(256, ge=0, description="number of held-out rows; 0: no evaluation")
+    chat_template: Path | None = Field(
+        None, description="file with a Jinja chat template, which is used in place of the tokenizer's"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
+    )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := [name for name in value if name in _GIVEN_TO_TEMPLATES]:
+            raise ValueError(f"data.chat_template_kwargs.{taken[0]} cannot be set, it is no variable of a template")
+        return value
 
     @model_validator(mode="after")
     def _one_or_several(self) -> Self:
@@ -189,6 +209,11 @@ class RowsConfig(SourceConfig):
     def parts(self) -> tuple[SourceConfig, ...]:
         """The sources: one, or several; none if there are no rows, as in an evaluation alone."""
         return self.sources or ((self,) if self.source is not None else ())
+
+    @property
+    def sets_template(self) -> bool:
+        """Whether the chat template differs from the tokenizer's."""
+        return self.chat_template is not None or bool(self.chat_template_kwargs)
 
     @property
     def named(self) -> str:
@@ -341,6 +366,10 @@ class GeneratorConfig(Section):
         return self.tensor_parallel * devices_of(self.engine_options)
 
 
+# Fits any tokenizer.
+TOOL_CALL_PARSER = "hermes"
+
+
 class RolloutManagerConfig(Section):
     count: int = Field(1, ge=1, description="number of rollout managers of a run on one machine")
     workflow: str = Field("single_turn", description="name of a built-in workflow, or package.module:function")
@@ -348,7 +377,26 @@ class RolloutManagerConfig(Section):
     endpoint_host: str = Field(
         "127.0.0.1", description="interface of the endpoint at which agents reach the policy (docs/agents.md)"
     )
+    tool_call_parser: str = Field(
+        TOOL_CALL_PARSER,
+        description="vLLM's parser of the tool calls that agents get (docs/agents.md), such as qwen3_xml",
+    )
+    reasoning_parser: str | None = Field(
+        None, description="vLLM's parser of the thinking that agents get, such as qwen3; default: thinking is text"
+    )
     max_concurrent_groups: int = Field(64, ge=1, description="most groups that one manager runs at once")
+
+    @field_validator("tool_call_parser", "reasoning_parser")
+    @classmethod
+    def _is_known(cls, name: str | None, about: ValidationInfo) -> str | None:
+        if name is not None:
+            check_parser(str(about.field_name), name)
+        return name
+
+    @property
+    def names_parsers(self) -> bool:
+        """Whether parsers are named that may not fit the tokenizer."""
+        return self.reasoning_parser is not None or self.tool_call_parser != TOOL_CALL_PARSER
 
 
 # Settings that a named objective (areal.training.objectives.LOSSES) brings along, unless the configuration sets them.

@@ -1,4 +1,5 @@
-"""Options that are passed on to vLLM and DeepSpeed: `generator.engine_options`, `trainer.deepspeed_options`.
+"""Options that are passed on to vLLM and DeepSpeed: `generator.engine_options`, `trainer.deepspeed_options`, and the
+names of vLLM's parsers.
 
 An option that this system sets itself is refused with what to do instead, an unknown one with the name that is closest.
 The names that a library knows are read from its source, since importing it would take seconds, and would import torch.
@@ -108,6 +109,12 @@ _PASSED = (
     "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "log_level", "timers",
 )  # fmt: skip
 
+# The tables of vLLM's parsers, by the keys of `rollout_manager` that name one.
+_PARSERS = {
+    "tool_call_parser": ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER"),
+    "reasoning_parser": ("reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER"),
+}
+
 
 def check_vllm_options(options: Mapping[str, Any]) -> None:
     """Raises ValueError for options that cannot be passed on to vLLM."""
@@ -123,6 +130,13 @@ def check_vllm_options(options: Mapping[str, Any]) -> None:
             f"{place}.speculative_config.rejection_sample_method is synthetic, which accepts tokens that the model has "
             f"not drawn: leave it out"
         )
+
+
+def check_parser(key: str, name: str) -> None:
+    """Raises ValueError if vLLM has no parser `name`. key: `tool_call_parser` or `reasoning_parser`."""
+    known = _keys("vllm", *_PARSERS[key])
+    if known and name not in known:
+        raise ValueError(f"Unknown parser {name!r} in rollout_manager.{key}: known are {', '.join(known)}")
 
 
 def devices_of(options: Mapping[str, Any]) -> int:
@@ -163,13 +177,26 @@ def _check(options: Mapping[str, Any], place: str, ours: Mapping[str, str], know
 @cache
 def _fields(library: str, file: str, *classes: str) -> frozenset[str]:
     """The fields of classes in a file of an installed library, by all names that they have; empty if there is none."""
-    found = importlib.util.find_spec(library)
-    if found is None or found.origin is None or not (path := Path(found.origin).parent / file).is_file():
-        return frozenset()
-    tree = ast.parse(path.read_text())
-    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
+    bodies = [node.body for node in _source(library, file) if isinstance(node, ast.ClassDef) and node.name in classes]
     fields = [field for body in bodies for field in body if isinstance(field, ast.AnnAssign)]
     names = {field.target.id for field in fields if isinstance(field.target, ast.Name)}
     words = [word for field in fields if isinstance(field.value, ast.Call) for word in field.value.keywords]
     aliases = {str(word.value.value) for word in words if word.arg == "alias" and isinstance(word.value, ast.Constant)}
     return frozenset(name for name in names | aliases if not name.startswith("_"))
+
+
+@cache
+def _keys(library: str, file: str, table: str) -> tuple[str, ...]:
+    """The keys of a dictionary in a file of an installed library, sorted; empty if there is none."""
+    for node in _source(library, file):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]) == table:
+            return tuple(sorted(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)))
+    return ()
+
+
+def _source(library: str, file: str) -> list[ast.stmt]:
+    """The statements of a file of an installed library; none if there is no such file."""
+    found = importlib.util.find_spec(library)
+    if found is None or found.origin is None or not (path := Path(found.origin).parent / file).is_file():
+        return []
+    return ast.parse(path.read_text()).body

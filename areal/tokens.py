@@ -1,15 +1,19 @@
-"""Loads a model's tokenizer."""
+"""Loads a model's tokenizer, with the chat template that the configuration asks for."""
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 from typing import Any
 
-from areal.config import UserError
+from areal.config import RowsConfig, UserError
 
 
-def load_tokenizer(folder: str) -> Any:
+def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
     """Return the tokenizer in a model's folder. Raises UserError.
+
+    data: its `chat_template` and `chat_template_kwargs` apply to all that the tokenizer renders.
 
     A tokenizer.json is read directly, because `AutoTokenizer` imports torch. That costs every process that only handles
     text four seconds and 300 MB.
@@ -19,7 +23,45 @@ def load_tokenizer(folder: str) -> Any:
     else:
         from transformers import AutoTokenizer as Tokenizer
     try:
-        return Tokenizer.from_pretrained(folder)
+        tokenizer = Tokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"The model folder {folder} has no tokenizer that can be loaded ({first}).") from None
+    if data is not None and data.sets_template:
+        _set_template(tokenizer, folder, data)
+    return tokenizer
+
+
+def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:
+    """Raises UserError if there is no template, if it has no use for one of the variables, or if it does not render."""
+    if data.chat_template is not None:
+        tokenizer.chat_template = _read(data.chat_template)
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"data.chat_template_kwargs is set, but the model {folder} has no chat template: leave it out, or set "
+            f"data.chat_template."
+        )
+    template = tokenizer.chat_template
+    text = "\n".join(template.values()) if isinstance(template, dict) else template  # some models have several, by name
+    for name in data.chat_template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            raise UserError(
+                f"The chat template of {data.chat_template or folder} has no variable {name!r}: correct "
+                f"data.chat_template_kwargs."
+            )
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **data.chat_template_kwargs)
+    messages = [{"role": "user", "content": "Hello"}]
+    try:
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates may raise anything
+        raise UserError(
+            f"The chat template of {data.chat_template or folder} does not render one message of the user "
+            f"({' '.join(str(error).split())}): correct it, or data.chat_template_kwargs."
+        ) from None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"The chat template {file} cannot be read ({error}): correct data.chat_template.") from None

@@ -36,6 +36,7 @@ from areal.workflows.builtin import resolve_workflow
 from areal.workflows.conversation import Generation, Keep, begin, first_of, keep_until_text
 from areal.workflows.forest import Forest
 from areal.workflows.openai_api import Access
+from areal.workflows.parsers import Parsers
 from protocols.errors import BusError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
     Cause,
@@ -498,7 +499,7 @@ class Sampler(Actor):
 
     def __init__(
         self, *args: Any, open_source: Callable[[DataConfig, int], Prompts] = open_source,
-        load_tokenizer: Callable[[str], Any] = load_tokenizer, **kwargs: Any,
+        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self._open_source = open_source
@@ -516,9 +517,14 @@ class Sampler(Actor):
         self._router = Router(self)
         self.quarantine = Quarantine(self.config.reward.quarantine_after)
         self._source = await asyncio.to_thread(self._open_source, self.config.data, self.config.seed)
-        self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model)
+        self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model, self.config.data)
         own = self.config.rollout_manager
         self._workflow = resolve_workflow(own.workflow, own.workflow_options)
+        self._parsers = Parsers(
+            self._tokenizer, own.tool_call_parser, own.reasoning_parser, self.config.data.chat_template_kwargs
+        )
+        if own.names_parsers:
+            await asyncio.to_thread(self._parsers.load)
 
     async def do(self, member: Member, job: SequenceJob | ScoreJob) -> Any:
         """The result of a job that a generator or a reward actor does. Raises BusError."""
@@ -557,7 +563,7 @@ class Sampler(Actor):
         if self._endpoint is None:
             from actors.parts.openai_endpoint import OpenAIEndpoint  # imports a web server, which few runs need
 
-            self._endpoint = OpenAIEndpoint(self.config.model, self.config.rollout_manager.endpoint_host)
+            self._endpoint = OpenAIEndpoint(self.config.model, self.config.rollout_manager.endpoint_host, self._parsers)
         return self._endpoint
 
     def stats(self) -> dict[str, float]:

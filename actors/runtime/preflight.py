@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,10 +19,12 @@ from areal.data.rows import Row, prompt_text
 from areal.data.sources import PromptSource, open_benchmark, open_source
 from areal.models import check_heads, resolve_model, resolve_reference
 from areal.observe import tracking
+from areal.processes import ROOT, tied
 from areal.rewards import functions as rewards
 from areal.rewards import math_answers
 from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
+from areal.tokens import load_tokenizer
 from areal.workflows.builtin import resolve_workflow
 
 # How long answers of rows are read; 40,000 plain numbers take a few seconds.
@@ -30,11 +33,22 @@ ANSWERS_SECONDS = 10.0
 ROWS_AT_ONCE = 128
 # Rows that are looked at if the source is endless, or if only rows themselves can name the reward.
 FEW_ROWS = 512
+_LOAD_PARSERS = """
+import sys
+from areal.config import UserError
+from areal.tokens import load_tokenizer
+from areal.workflows.parsers import Parsers
+folder, tools, reasoning = sys.argv[1:]
+try:
+    Parsers(load_tokenizer(folder), tools, reasoning or None).load()
+except UserError as error:
+    sys.exit(str(error))
+"""
 
 
 def check(config: Config) -> None:
     """Check all that can be checked before the start: the number of ranks, the master's port, the tracking and weights
-    settings, rewards, workflow, sandbox, objective, data and model folders. Raises UserError."""
+    settings, rewards, workflow, sandbox, objective, data, model folders, chat template, parsers. Raises UserError."""
     if config.trainer.ranks % config.trainer.sequence_parallel:
         raise UserError(
             f"trainer.ranks is {config.trainer.ranks}, but trainer.sequence_parallel is "
@@ -62,7 +76,22 @@ def check(config: Config) -> None:
     else:
         check_heads(resolve_model(config), config.trainer.sequence_parallel)
     resolve_reference(config)
+    if config.data.sets_template:
+        load_tokenizer(str(resolve_model(config)), config.data)
+    if config.rollout_manager.names_parsers:
+        check_parsers(config)
     check_answers(config, source)
+
+
+def check_parsers(config: Config) -> None:
+    """Raises UserError if the model's tokenizer lacks what the parsers need."""
+    own = config.rollout_manager
+    folder = str(resolve_model(config))
+    # A process of its own: vLLM would stay in the memory of this one.
+    command = tied(sys.executable, "-c", _LOAD_PARSERS, folder, own.tool_call_parser, own.reasoning_parser or "")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        raise UserError((done.stderr.strip() or f"vLLM's parsers exited with {done.returncode}.").splitlines()[-1])
 
 
 def check_answers(config: Config, source: PromptSource) -> None:

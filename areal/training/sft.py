@@ -114,7 +114,7 @@ def _batches(rows: Sequence[Group], size: int) -> Iterator[Sequence[Group]]:
 
 def _read_rows(config: SftConfig, model: Path) -> tuple[list[Group], list[Group], int]:
     """Rows to train on, held-out rows, and the number of rows that are left out of both because they are too long."""
-    tokenizer = load_tokenizer(str(model))
+    tokenizer = load_tokenizer(str(model), config.data)
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"The tokenizer of {model} has no end-of-sequence token: set eos_token in tokenizer_config.json."

@@ -23,6 +23,8 @@ Message = dict[str, Any]
 
 # Placeholder for the content of a sampled turn in a rendering: text that no template changes and no message contains.
 _CONTENT = "content-sampled-6f1d8a"
+# Keys of a message that some agents send back as they got them, and others leave out.
+THINKING = ("reasoning", "reasoning_content")
 # Tokens that are decoded again together with new ones: the text of a token may depend on those before it.
 OVERLAP_TOKENS = 8
 # The most tokens that a character takes.
@@ -96,7 +98,7 @@ class Conversation:
 
     def continues(self, messages: Sequence[Message]) -> bool:
         """True if `messages` begin with all messages so far, sampled turns included. Keys whose value is None are
-        ignored, and so is whether a text comes whole or in parts."""
+        ignored, and so are thinking, and whether a text comes whole or in parts."""
         begin = messages[: len(self.messages)]
         return [compared(m) for m in begin] == [compared(m) for m in self.messages]
 
@@ -277,4 +279,5 @@ def compared(message: Message) -> Message:
     if isinstance(content, list) and all(part.get("type") == "text" for part in content):
         content = "".join(part["text"] for part in content)
     # Clients of the OpenAI API send a turn that consists of tool calls only without content.
-    return {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
+    kept = {key: value for key, value in message.items() if value is not None and key not in THINKING}
+    return kept | {"content": content or ""}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from areal.workflows.conversation import (
+    THINKING,
     Conversation,
     Generation,
     GrownText,
@@ -29,6 +29,7 @@ from areal.workflows.conversation import (
     first_of,
     keep_until_text,
 )
+from areal.workflows.parsers import Parsed, Parsers, cut
 
 Json = dict[str, Any]
 # An event of a stream. Its `type`, if it has one, is also its name. A text is sent as it is.
@@ -39,7 +40,6 @@ MAX_STOPS = 16
 MAX_ANSWERS = 64
 """The largest `n` of a request."""
 StopText = Annotated[str, Field(max_length=1024)]
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class ApiError(Exception):
@@ -103,15 +103,18 @@ class ChatSession:
     """The calls of one sample. A call whose messages begin with those of an earlier one and its answer continues from
     the tokens of that one; the others begin a conversation of their own.
 
-    last_text: the text of the last answer, without tool calls. reward: the reward that the agent has reported for the
-    sample. failure: set to the error if a generation of this sample fails.
+    parsers: read what the policy says; default: those of the default configuration. last_text: the text of the last
+    answer, without tool calls and thinking. reward: the reward that the agent has reported for the sample. rewarded:
+    whether it has reported one for a call. failure: set to the error if a generation of this sample fails.
     """
 
-    def __init__(self, session: CallsPolicy) -> None:
+    def __init__(self, session: CallsPolicy, parsers: Parsers | None = None) -> None:
         self._session = session
         self.tokenizer = session.tokenizer
+        self._parsers = parsers or Parsers(session.tokenizer)
         self._known: dict[bytes, Conversation] = {}  # after each answer, by the digest of all messages
         self._answers: dict[str, Generation] = {}
+        self._tool_calls: set[str] = set()  # their ids
         self.last_text = ""
         self.reward: float | None = None
         self.rewarded = False
@@ -122,22 +125,23 @@ class ChatSession:
     ) -> Answer:
         """What the policy answers. `name`: the answer's id. `on_text` gets the text while it comes, unless it has to be
         complete to be parsed. Raises ApiError."""
+        await self._check(request.offered)
         messages = [_message(raw) for raw in request.messages]
         talk, prompt = self._prompt(messages, request.offered)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         keep = keep_until_text(self.tokenizer, stops) if stops else None
-        if on_text and not request.offered:
+        if on_text and not self._parsers.reads(request.offered):
             keep = first_of(keep, _telling(self.tokenizer, stops, on_text))
         sampled = await self._generate(prompt, request.max_completion_tokens or request.max_tokens, keep)
         if not len(sampled.tokens):  # no room is left
             return Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
-        text, stopped = _cut(talk.text(sampled), stops)
-        message = self._shown(text, bool(request.offered))
+        read = await self._read(sampled, request, stops)
+        message = _shown(read)
         talk.add(sampled, _message(message))
         self._known[_digests(talk.messages, request.offered)[-1]] = talk
         self._answers[name] = sampled
         self.last_text = message["content"] or ""
-        finish = "stop" if stopped else "tool_calls" if "tool_calls" in message else sampled.finish
+        finish = "stop" if read.stopped else "tool_calls" if "tool_calls" in message else sampled.finish
         return Answer(message, finish, sampled, len(prompt))
 
     def give_reward(self, value: float, answer: str | None) -> None:
@@ -171,11 +175,21 @@ class ChatSession:
                 self.failure.set_result(error)
             raise ApiError(f"the sample has failed: {error}", "sample_failed") from error
 
-    def _shown(self, text: str, tools: bool) -> Json:
-        rest, calls = _tool_calls(text, len(self._answers)) if tools else (text, [])
-        if not calls:
-            return {"role": "assistant", "content": text}
-        return {"role": "assistant", "content": rest or None, "tool_calls": calls}
+    async def _check(self, tools: list[Json] | None) -> None:
+        """Raises ApiError if vLLM's parsers do not take these tools. The first call imports vLLM."""
+        if not self._parsers.reads(tools):
+            return
+        try:
+            await asyncio.to_thread(self._parsers.check, tools)
+        except ValueError as error:
+            raise ApiError(str(error)) from None
+
+    async def _read(self, sampled: Generation, request: ChatRequest, stops: list[str]) -> Parsed:
+        if not self._parsers.reads(request.offered):
+            return self._parsers.parse(sampled, None, stops)
+        read = await asyncio.to_thread(self._parsers.parse, sampled, request.offered, stops, self._tool_calls)
+        self._tool_calls.update(call["id"] for call in read.calls)
+        return read
 
 
 def _digests(messages: Sequence[Json], tools: list[Json] | None) -> list[bytes]:
@@ -198,7 +212,7 @@ def _telling(tokenizer: Any, stops: Sequence[str], on_text: Callable[[str], None
     def keep(tokens: np.ndarray) -> None:
         nonlocal told
         grown.add(tokens)
-        known, stopped = _cut(grown.text, list(stops))
+        known, stopped = cut(grown.text, list(stops))
         end = len(known) if stopped else max(told, len(known) - hidden)
         if end > told:
             on_text(known[told:end])
@@ -284,8 +298,8 @@ class ChatReply:
         if "tool_calls" in delta:
             delta["tool_calls"] = [call | {"index": i} for i, call in enumerate(delta["tool_calls"])]
         events: list[Event] = []
-        if "reasoning" in delta:
-            events.append(self._chunk({"reasoning": delta.pop("reasoning")}))
+        if thinking := {key: delta.pop(key) for key in THINKING if key in delta}:
+            events.append(self._chunk(thinking))
         logprobs = _logprobs(answer.sampled, self.request, self._tokenizer)
         events += [self._chunk(delta, logprobs), self._chunk({}, finish=answer.finish)]
         if self.request.stream_options and self.request.stream_options.include_usage:
@@ -372,23 +386,10 @@ def _tool_call(raw: Any) -> Json:
         raise ApiError("a tool call in the messages lacks its id, function.name or function.arguments") from None
 
 
-def _tool_calls(text: str, turn: int) -> tuple[str, list[Json]]:
-    """The text without its tool calls, and these calls, in the form that Hermes and Qwen models write:
-    <tool_call>{...}</tool_call>. If one of them is not well-formed, the whole text and no calls."""
-    calls = []
-    for i, found in enumerate(_TOOL_CALL.finditer(text)):
-        try:
-            call = json.loads(found[1])
-        except (ValueError, RecursionError):
-            return text, []
-        if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
-            return text, []
-        function = {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
-        calls.append({"id": f"call_{turn}_{i}", "type": "function", "function": function})
-    return _TOOL_CALL.sub("", text).strip(), calls
-
-
-def _cut(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The text before the first stop string, and whether there is one."""
-    end = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
-    return (text, False) if end is None else (text[:end], True)
+def _shown(read: Parsed) -> Json:
+    message: Json = {"role": "assistant", "content": read.content}
+    if read.calls:
+        message |= {"content": read.content or None, "tool_calls": read.calls}
+    if read.reasoning:
+        message |= dict.fromkeys(THINKING, read.reasoning)
+    return message

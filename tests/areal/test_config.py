@@ -107,6 +107,11 @@ def test_a_base_that_cannot_be_read_is_one_sentence(tmp_path, files, sentence):
         ("trainer.deepspeed_options.zero_optimization.offload_param={pin_memory: false}", "set trainer.offload"),
         ("sampling.min_new_tokens=9", "sampling.min_new_tokens is 9 but sampling.max_new_tokens is only 8"),
         ("sampling.stop=['']", "sampling.stop has an empty text"),
+        (
+            "rollout_manager.tool_call_parser=hermse",
+            "Unknown parser 'hermse' in rollout_manager.tool_call_parser: known",
+        ),
+        ("rollout_manager.reasoning_parser=qwen", "minimax_m3, mistral, muse_glimmer, nemotron_v3, olmo3"),
     ],
 )
 def test_an_option_that_an_engine_cannot_be_given_is_one_sentence(tmp_path, override, sentence):
@@ -131,9 +136,10 @@ def test_options_of_the_engines_are_kept_as_they_are(tmp_path):
 
 def test_options_are_checked_without_importing_an_engine():
     code = (
-        "import sys; from areal.config import GeneratorConfig, TrainerConfig;"
+        "import sys; from areal.config import GeneratorConfig, RolloutManagerConfig, TrainerConfig;"
         "GeneratorConfig(engine_options={'quantization': 'fp8'});"
         "TrainerConfig(deepspeed_options={'zero_optimization': {'overlap_comm': False}});"
+        "RolloutManagerConfig(tool_call_parser='mistral', reasoning_parser='qwen3');"
         "sys.exit(bool({'torch', 'vllm', 'deepspeed'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -220,7 +220,7 @@ class Cluster:
                 return Reward(bus, MASTER, **common, make_pool=self._make_pool)
         source, tokenizer = SimSource(), SimTokenizer()
         return RolloutManager(
-            bus, MASTER, **common, open_source=lambda config, seed: source, load_tokenizer=lambda name: tokenizer
+            bus, MASTER, **common, open_source=lambda config, seed: source, load_tokenizer=lambda *_: tokenizer
         )
 
     async def _start_engine(self, model: Path, config: Any, **options: Any) -> Any:

@@ -25,6 +25,7 @@ from areal.data.rows import Row
 from areal.workflows.agents import AgentFailed, agent
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.conversation import Generation
+from areal.workflows.parsers import Parsers
 
 WEATHER = {
     "type": "function",
@@ -47,7 +48,9 @@ class Policy(Recorded):
     """A session whose policy says these texts, one a turn. An exception is raised, None never ends, and for an empty
     one there was no room."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *says: str | Exception | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *says: str | Exception | None, parsers: Parsers | None = None
+    ) -> None:
         super().__init__()
         self.tokenizer = tokenizer
         self._says = list(says)
@@ -55,7 +58,7 @@ class Policy(Recorded):
         self.scored: list[str] = []
         self.busy = self.stopped = 0
         self.changed = Signal()
-        self._endpoint = OpenAIEndpoint("policy", "127.0.0.1")
+        self._endpoint = OpenAIEndpoint("policy", "127.0.0.1", parsers)
 
     async def generate(self, tokens, max_new_tokens=None, keep=None) -> Generation:
         self.prompts.append(self.tokenizer.decode(tokens))
@@ -101,8 +104,8 @@ async def opened(tokenizer):
     """Opens a sample whose policy says the texts: (policy, access, client)."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*says):
-            policy = Policy(tokenizer, *says)
+        async def start(*says, **more):
+            policy = Policy(tokenizer, *says, **more)
             api = await stack.enter_async_context(policy.endpoint())
             client = openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
             await stack.enter_async_context(client)
@@ -163,6 +166,30 @@ async def test_without_tools_and_where_it_is_malformed_a_tool_call_is_text(opene
     _, _, chat = await opened(CALL)
     turn = (await chat.create(model="m", messages=[user("?")], tools=[WEATHER], tool_choice="none")).choices[0]
     assert (turn.message.content, turn.message.tool_calls) == (CALL, None)
+
+
+@pytest.mark.parametrize("returned", [("reasoning", "reasoning_content"), ("reasoning_content",), ()])
+async def test_thinking_is_a_field_of_its_own_and_need_not_be_sent_back(opened, tokenizer, returned):
+    parsers = Parsers(tokenizer, "hermes", "qwen3")
+    policy, api, chat = await opened("hm</think>It is" + CALL, "hm again</think>Sunny.", parsers=parsers)
+    messages = [user("Weather?")]
+    turn = (await chat.create(model="m", messages=messages, tools=[WEATHER])).choices[0]
+    told = turn.message.model_dump()
+    assert (told["content"], told["reasoning"], told["reasoning_content"]) == ("It is", "hm", "hm")
+    assert turn.message.tool_calls[0].function.name == "weather"
+    back = {key: told[key] for key in ("role", "content", "tool_calls", *returned)}
+    messages += [back, {"role": "tool", "tool_call_id": told["tool_calls"][0]["id"], "content": "clear"}]
+    parts = [part async for part in await chat.create(model="m", messages=messages, tools=[WEATHER], stream=True)]
+    assert (parts[1].choices[0].delta.reasoning, parts[2].choices[0].delta.content) == ("hm again", "Sunny.")
+    assert api.chat.last_text == "Sunny."
+    done = policy.trajectory(1.0)
+    assert tokenizer.decode(done.tokens[done.sampled]) == f"hm</think>It is{CALL}<end>hm again</think>Sunny.<end>"
+
+
+async def test_tools_that_are_not_in_openai_s_form_are_refused(opened):
+    _, _, chat = await opened("4")
+    with pytest.raises(openai.BadRequestError, match=r"tools\.0\.function: Field required"):
+        await chat.create(model="m", messages=[user("?")], tools=[{"name": "weather"}])
 
 
 @pytest.mark.parametrize(

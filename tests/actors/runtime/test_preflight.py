@@ -1,6 +1,8 @@
 import json
+import re
 
 import pytest
+from scripted_policy import byte_tokenizer
 
 from actors.runtime import preflight
 from areal.config import Config, UserError
@@ -81,4 +83,25 @@ def test_heads_that_the_ranks_cannot_divide_are_refused_before_the_run(tmp_path)
         tmp_path / "rows.jsonl", model=str(tmp_path), trainer=trainer, master={"address": "tcp://127.0.0.1:0"}
     )
     with pytest.raises(UserError, match=r"has 12 attention heads, and 2 for keys and values"):
+        preflight.check(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"rollout_manager": {"tool_call_parser": "llama3_json", "reasoning_parser": "qwen3"}},
+            "vLLM cannot use rollout_manager.tool_call_parser=llama3_json and rollout_manager.reasoning_parser=qwen3 "
+            "with this model: Llama3JsonToolParser could not locate the bot token '<|python_tag|>' in the tokenizer.",
+        ),
+        ({"data": {"chat_template": "none.jinja"}}, "The chat template none.jinja cannot be read"),
+    ],
+)
+def test_parsers_and_templates_that_do_not_fit_the_model_are_refused_before_the_run(tmp_path, changes, sentence):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1?", "answer": "1"}\n')
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    data = {"source": str(tmp_path / "rows.jsonl"), "eval_size": 0} | changes.pop("data", {})
+    config = config_of(None, model=str(tmp_path), data=data, master={"address": "tcp://127.0.0.1:0"}, **changes)
+    with pytest.raises(UserError, match=re.escape(sentence)):
         preflight.check(config)

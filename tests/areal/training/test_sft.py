@@ -107,6 +107,7 @@ def test_adapters_are_merged_and_long_rows_counted(tiny_model, rows, tmp_path, c
         ({"prompt": "a1b1=", "completion": "2"}, ["trainer.lora.rnk=2"], "did you mean 'rank'?"),
         ({"prompt": "a1b1=", "completion": "2"}, ["model=./nowhere"], "There is no model folder ./nowhere"),
         ({"prompt": "a1b1=", "completion": "2"}, ["output=."], "already exists"),
+        ({"prompt": "a1b1=", "completion": "2"}, ["data.chat_template_kwargs.deep=1"], "has no chat template"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_anything_is_loaded(

@@ -158,7 +158,7 @@ def test_a_turn_is_known_again_in_the_form_the_other_side_was_shown():
     talk.prompt([user("x")])
     call = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     talk.add(sampled(of, "h", END), {"role": "assistant", "content": None, "tool_calls": call})
-    back = {"role": "assistant", "content": "", "tool_calls": call, "refusal": None}
+    back = {"role": "assistant", "content": "", "tool_calls": call, "refusal": None, "reasoning_content": "hm"}
     asked = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, back]
     assert talk.continues(asked)
     tokens = talk.prompt([*asked, {"role": "tool", "content": "4", "tool_call_id": "1"}])
