@@ -141,7 +141,7 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
     workflow = BUILT_IN.get(name) or load(name, "The workflow")
     _check_options(name, workflow, options)
     if workflow is environment:
-        environments.resolve(options["environment"], options.get("environment_options") or {})
+        environments.check(options["environment"], options.get("environment_options") or {})
     if workflow is agent:
         check_agent(options)
     return functools.partial(workflow, **options)

@@ -6,11 +6,13 @@
 
 The name of this environment is `package.module:MyEnvironment`. Each object of the class is made with
 `environment_options` and serves one sample. If it has an async `close`, that is called at the end, also after an error.
+`gymnasium:ID` names an environment of the Gymnasium library.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from typing import Any, Protocol
 from areal import plugins
 from areal.config import UserError
 from areal.data.rows import Prompt, Row
+from areal.workflows.gymnasium_environments import GymnasiumEnvironment
 
 
 class Environment(Protocol):
@@ -59,13 +62,21 @@ class ColumnAddition:
 BUILT_IN: dict[str, Callable[..., Environment]] = {"column_addition": ColumnAddition}
 
 
+# Environments of a library: PREFIX:NAME makes an environment of the library that it calls NAME.
+LIBRARIES: dict[str, Callable[..., Environment]] = {"gymnasium": GymnasiumEnvironment}
+
+
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """A factory of the environment called `name`: a built-in one, or `package.module:Class`. Raises UserError."""
-    if name not in BUILT_IN and ":" not in name:
+    """A factory of the environment called `name`: a built-in one, one of a library, or `package.module:Class`. Raises
+    UserError."""
+    prefix, _, rest = name.partition(":")
+    if name not in BUILT_IN and not rest:
         raise UserError(
-            f"Unknown environment {name!r} in rollout_manager.workflow_options: "
-            f"known are {', '.join(BUILT_IN)}, or write package.module:Class."
+            f"Unknown environment {name!r} in rollout_manager.workflow_options: known are {', '.join(BUILT_IN)} and "
+            f"{', '.join(f'{prefix}:NAME' for prefix in LIBRARIES)}, or write package.module:Class."
         )
+    if prefix in LIBRARIES:
+        return functools.partial(LIBRARIES[prefix], rest, **options)
     make = BUILT_IN.get(name) or plugins.load(name, "The environment")
     for method in "reset", "step":
         if not inspect.iscoroutinefunction(getattr(make, method, None)):
@@ -76,7 +87,15 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
         inspect.signature(make).bind(**options)
     except TypeError as error:
         raise UserError(f"The environment {name!r} does not take these environment_options: {error}.") from None
-    return lambda: make(**options)
+    return functools.partial(make, **options)
+
+
+def check(name: str, options: Mapping[str, Any]) -> None:
+    """Checks all that can be checked before the start. Raises UserError."""
+    make = resolve(name, options)
+    if name.partition(":")[0] in LIBRARIES:
+        made: Any = make()
+        made.check()
 
 
 @contextlib.asynccontextmanager
