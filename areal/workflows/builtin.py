@@ -21,15 +21,17 @@ from areal.data.rows import Row, prompt_text
 from areal.plugins import load
 from areal.text import python_call
 from areal.trajectory import Trajectory
-from areal.workflows import environments, verifiers_policy
+from areal.workflows import environments, mcp_tools, verifiers_policy
 from areal.workflows.agents import agent
 from areal.workflows.agents import check as check_agent
 from areal.workflows.conversation import Conversation, Keep, Message, begin, keep_until, user
+from areal.workflows.openai_api import _tool_calls
 from areal.workflows.session import Session
 
 Workflow = Callable[..., Awaitable[Trajectory]]
 
 Turns = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -92,6 +94,29 @@ async def environment(
     return talk.trajectory(total)
 
 
+async def tools(
+    session: Session, row: Row, *, servers: dict[str, mcp_tools.Server], max_turns: Turns = 8, max_output: Turns = 4000,
+    timeout_seconds: Seconds = mcp_tools.TIMEOUT_SECONDS,
+) -> Trajectory:  # fmt: skip
+    """The policy may call the tools of MCP servers (areal.workflows.mcp_tools), and continues with their results (each
+    at most `max_output` characters). The first turn without a call is scored, or else the last of `max_turns`."""
+    answer = ""
+    async with mcp_tools.opened(servers, timeout_seconds) as offered:
+        talk = Conversation(session.tokenizer, offered.shown)
+        messages = [user(row.prompt)] if isinstance(row.prompt, str) else list(row.prompt)
+        if talk.prompt(messages) == Conversation(session.tokenizer).prompt(messages):
+            raise ValueError("the model's chat template shows it no tools: choose a model whose template does")
+        async for answer in turns(session, talk, messages, max_turns):
+            _, calls = _tool_calls(answer, len(talk.generations))
+            if not calls or len(talk.generations) == max_turns:
+                break
+            for call in calls:
+                result = await offered.call(call["function"]["name"], call["function"]["arguments"])
+                told = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
+                messages.append(told | {"content": _cut(result, max_output)})
+    return talk.trajectory(await session.score(answer, talk.generations[-1].tokens))
+
+
 async def verifiers(session: Session, row: Row) -> Trajectory:
     """Acts in an environment of the verifiers library, which also gives the rows (data.source verifiers:NAME)."""
     return await verifiers_policy.play(session, row)
@@ -126,6 +151,7 @@ BUILT_IN: dict[str, Workflow] = {
     "multi_turn": multi_turn,
     "python_tool": python_tool,
     "environment": environment,
+    "tools": tools,
     "agent": agent,
     "verifiers": verifiers,
 }
@@ -139,28 +165,33 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
             f"known are {', '.join(BUILT_IN)}, or write package.module:function."
         )
     workflow = BUILT_IN.get(name) or load(name, "The workflow")
-    _check_options(name, workflow, options)
+    options = _checked(name, workflow, options)
     if workflow is environment:
         environments.check(options["environment"], options.get("environment_options") or {})
+    if workflow is tools:
+        mcp_tools.check(options["servers"])
     if workflow is agent:
         check_agent(options)
     return functools.partial(workflow, **options)
 
 
-def _check_options(name: str, workflow: Workflow, options: Mapping[str, Any]) -> None:
+def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options; those of a built-in workflow as the types that it wants. Raises UserError."""
     where = f"rollout_manager.workflow_options: workflow {name!r}"
     try:
         inspect.signature(workflow).bind(None, None, **options)
     except TypeError as error:
         raise UserError(f"{where}: {error}: it takes {_options_of(workflow)}.") from None
     if name not in BUILT_IN:
-        return
+        return options
     hints = get_type_hints(workflow, include_extras=True)
+    checked = {}
     for option, value in options.items():
         try:
-            TypeAdapter(hints[option]).validate_python(value, strict=True)
+            checked[option] = TypeAdapter(hints[option]).validate_python(value, strict=True)
         except ValidationError as error:
             raise UserError(f"{where}: {option} is {value!r:.80}: {error.errors()[0]['msg']}.") from None
+    return checked
 
 
 def _options_of(workflow: Workflow) -> str:
