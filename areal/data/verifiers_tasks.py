@@ -38,8 +38,8 @@ def _load(name: str, options: str) -> Any:
         raise UserError(
             f"{what} does not load ({type(error).__name__}: {error}): install it, or correct data.options."
         ) from error
-    if made.requires_group_rollouts or made.tool_defs:
-        raise UserError(f"{what} has tools or scores whole groups, which is not supported here: choose another one.")
+    if made.requires_group_rollouts:
+        raise UserError(f"{what} scores whole groups, which is not supported here: choose another one.")
     return made
 
 

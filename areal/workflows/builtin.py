@@ -24,7 +24,7 @@ from areal.trajectory import Trajectory
 from areal.workflows import environments, mcp_tools, verifiers_policy
 from areal.workflows.agents import agent
 from areal.workflows.agents import check as check_agent
-from areal.workflows.conversation import Conversation, Keep, Message, begin, keep_until, user
+from areal.workflows.conversation import Conversation, Keep, Message, begin, begin_with_tools, keep_until, user
 from areal.workflows.openai_api import _tool_calls
 from areal.workflows.session import Session
 
@@ -102,10 +102,8 @@ async def tools(
     at most `max_output` characters). The first turn without a call is scored, or else the last of `max_turns`."""
     answer = ""
     async with mcp_tools.opened(servers, timeout_seconds) as offered:
-        talk = Conversation(session.tokenizer, offered.shown)
         messages = [user(row.prompt)] if isinstance(row.prompt, str) else list(row.prompt)
-        if talk.prompt(messages) == Conversation(session.tokenizer).prompt(messages):
-            raise ValueError("the model's chat template shows it no tools: choose a model whose template does")
+        talk = begin_with_tools(session.tokenizer, messages, offered.shown)
         async for answer in turns(session, talk, messages, max_turns):
             _, calls = _tool_calls(answer, len(talk.generations))
             if not calls or len(talk.generations) == max_turns:

@@ -176,6 +176,15 @@ def begin(tokenizer: Any, prompt: Prompt) -> tuple[Conversation, list[Message]]:
     return Conversation(tokenizer, plain=plain), messages
 
 
+def begin_with_tools(tokenizer: Any, messages: Sequence[Message], tools: list[dict[str, Any]]) -> Conversation:
+    """A new conversation for these messages, whose chat template shows the tools to the policy. Raises ValueError if it
+    does not."""
+    talk = Conversation(tokenizer, tools)
+    if tools and talk.prompt(messages) == Conversation(tokenizer).prompt(messages):
+        raise ValueError("the model's chat template shows it no tools: choose a model whose template does")
+    return talk
+
+
 def user(text: str) -> Message:
     """A message to the policy, with the role user."""
     return {"role": "user", "content": text}

@@ -8,7 +8,7 @@ import sys
 import types
 
 import pytest
-from scripted_policy import Session
+from scripted_policy import Session, byte_tokenizer
 
 from areal.config import DataConfig, UserError
 from areal.data.sources import open_source
@@ -53,6 +53,48 @@ async def test_an_environment_plays_with_the_policy_and_scores_by_its_own_rubric
     assert session.prompts == [f"say {row.answer}", f"say {row.answer}{row.answer}again"]
     assert (done.reward, int(done.sampled.sum())) == (0.5, 5)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.fixture
+def shop(monkeypatch):
+    """An environment with a tool: the policy has to ask for the price and to tell it."""
+    import verifiers
+    from datasets import Dataset
+
+    def price(fruit: str) -> int:
+        """The price of a fruit."""
+        return {"fig": 7}[fruit]
+
+    async def told(completion) -> float:
+        return float(completion[-1]["content"] == "7")
+
+    def load_environment():
+        rows = Dataset.from_list([{"question": "How much is a fig?"}])
+        return verifiers.ToolEnv(tools=[price], max_turns=4, dataset=rows, rubric=verifiers.Rubric(funcs=[told]))
+
+    monkeypatch.setitem(sys.modules, "shop", types.SimpleNamespace(load_environment=load_environment))
+
+
+@installed
+async def test_the_policy_calls_the_tools_of_an_environment_and_is_told_their_errors(shop):
+    row = open_source(DataConfig(source="verifiers:shop", eval_size=0), seed=0).row(0)
+    calls = [
+        f'<tool_call>{{"name": "price", "arguments": {{"fruit": "{fruit}"}}}}</tool_call>' for fruit in ("x", "fig")
+    ]
+    session = Session(f"Let me see. {calls[0]}", calls[1], "7", tokenizer=byte_tokenizer())
+    done = await resolve_workflow("verifiers", {})(session, row)
+    assert session.prompts[0] == "tools priceuser How much is a fig?assistant "
+    assert session.prompts[1].endswith("</tool_call>tool 'x'assistant ")
+    assert session.prompts[2].endswith("</tool_call>tool 7assistant ")
+    assert done.reward == 1.0
+    assert session.tokenizer.decode(done.tokens[done.sampled]).count("<end>") == 3
+
+
+@installed
+async def test_a_tokenizer_whose_template_shows_no_tools_is_refused(shop):
+    row = open_source(DataConfig(source="verifiers:shop", eval_size=0), seed=0).row(0)
+    with pytest.raises(ValueError, match="shows it no tools"):
+        await resolve_workflow("verifiers", {})(Session("7"), row)
 
 
 @installed
