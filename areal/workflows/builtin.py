@@ -165,12 +165,21 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
     workflow = BUILT_IN.get(name) or load(name, "The workflow")
     options = _checked(name, workflow, options)
     if workflow is environment:
-        environments.check(options["environment"], options.get("environment_options") or {})
+        environments.resolve(options["environment"], options.get("environment_options") or {})
     if workflow is tools:
         mcp_tools.check(options["servers"])
     if workflow is agent:
         check_agent(options)
     return functools.partial(workflow, **options)
+
+
+def rehearse(name: str, options: Mapping[str, Any]) -> None:
+    """Tries, once, what the workflow's samples will do, which may take a while: makes an environment of a library,
+    starts MCP servers. Raises UserError."""
+    if name == "environment":
+        environments.rehearse(options["environment"], options.get("environment_options") or {})
+    if name == "tools":
+        mcp_tools.rehearse(options)
 
 
 def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mapping[str, Any]:

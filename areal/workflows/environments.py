@@ -6,7 +6,7 @@
 
 The name of this environment is `package.module:MyEnvironment`. Each object of the class is made with
 `environment_options` and serves one sample. If it has an async `close`, that is called at the end, also after an error.
-`gymnasium:ID` names an environment of the Gymnasium library.
+`gymnasium:ID` names an environment of the Gymnasium library, `openenv:URL` one that an OpenEnv server serves.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from areal import plugins
 from areal.config import UserError
 from areal.data.rows import Prompt, Row
 from areal.workflows.gymnasium_environments import GymnasiumEnvironment
+from areal.workflows.openenv_environments import OpenEnvEnvironment
 
 
 class Environment(Protocol):
@@ -62,8 +63,11 @@ class ColumnAddition:
 BUILT_IN: dict[str, Callable[..., Environment]] = {"column_addition": ColumnAddition}
 
 
-# Environments of a library: PREFIX:NAME makes an environment of the library that it calls NAME.
-LIBRARIES: dict[str, Callable[..., Environment]] = {"gymnasium": GymnasiumEnvironment}
+# PREFIX:NAME makes an environment of another library, which it calls NAME.
+LIBRARIES: dict[str, type[GymnasiumEnvironment | OpenEnvEnvironment]] = {
+    "gymnasium": GymnasiumEnvironment,
+    "openenv": OpenEnvEnvironment,
+}
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
@@ -75,14 +79,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
             f"Unknown environment {name!r} in rollout_manager.workflow_options: known are {', '.join(BUILT_IN)} and "
             f"{', '.join(f'{prefix}:NAME' for prefix in LIBRARIES)}, or write package.module:Class."
         )
-    if prefix in LIBRARIES:
-        return functools.partial(LIBRARIES[prefix], rest, **options)
-    make = BUILT_IN.get(name) or plugins.load(name, "The environment")
-    for method in "reset", "step":
-        if not inspect.iscoroutinefunction(getattr(make, method, None)):
-            raise UserError(
-                f"The environment {name!r} has no async {method}: docs/workflows.md describes what it needs."
-            )
+    make: Any = functools.partial(LIBRARIES[prefix], rest) if prefix in LIBRARIES else _own(name)
     try:
         inspect.signature(make).bind(**options)
     except TypeError as error:
@@ -90,12 +87,21 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     return functools.partial(make, **options)
 
 
-def check(name: str, options: Mapping[str, Any]) -> None:
-    """Checks all that can be checked before the start. Raises UserError."""
-    make = resolve(name, options)
-    if name.partition(":")[0] in LIBRARIES:
-        made: Any = make()
-        made.check()
+def _own(name: str) -> Any:
+    make = BUILT_IN.get(name) or plugins.load(name, "The environment")
+    for method in "reset", "step":
+        if not inspect.iscoroutinefunction(getattr(make, method, None)):
+            raise UserError(
+                f"The environment {name!r} has no async {method}: docs/workflows.md describes what it needs."
+            )
+    return make
+
+
+def rehearse(name: str, options: Mapping[str, Any]) -> None:
+    """Tries whether an environment of a library can be made. Raises UserError."""
+    made = resolve(name, options)()
+    if isinstance(made, GymnasiumEnvironment | OpenEnvEnvironment):
+        made.rehearse()
 
 
 @contextlib.asynccontextmanager

@@ -11,9 +11,9 @@ from typing import Any
 
 from areal import plugins
 from areal.config import UserError
-from areal.data.rows import Prompt, Row
+from areal.data.rows import Prompt, Row, extended
 
-_INTEGER = re.compile(r"-?\d+")
+_INTEGER = re.compile(r"(?<!\d)-?\d+")
 
 
 class GymnasiumEnvironment:
@@ -38,7 +38,7 @@ class GymnasiumEnvironment:
         self._world: Any = None
         self._thread = ThreadPoolExecutor(1, f"gymnasium:{id}")
 
-    def check(self) -> None:
+    def rehearse(self) -> None:
         """Make the environment, once. Raises UserError if that fails, or if it is not clear how to act in it."""
         named = f"The environment 'gymnasium:{self._id}'"
         try:
@@ -59,7 +59,7 @@ class GymnasiumEnvironment:
 
     async def reset(self, row: Row) -> Prompt:
         """The row's prompt and the first observation. The row's field `seed`, or else its index, is the seed."""
-        return _extended(row.prompt, await self._run(self._begin, row.fields.get("seed", row.index)))
+        return extended(row.prompt, await self._run(self._begin, row.fields.get("seed", row.index)))
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         """Raises TimeoutError, and what the environment raises."""
@@ -122,10 +122,3 @@ def _is_number(space: Any) -> bool:
     from gymnasium.spaces import Discrete
 
     return isinstance(space, Discrete)
-
-
-def _extended(prompt: Prompt, text: str) -> Prompt:
-    """The prompt, with the text at its end."""
-    if isinstance(prompt, str):
-        return f"{prompt}\n{text}" if prompt else text
-    return [*prompt[:-1], prompt[-1] | {"content": f"{prompt[-1]['content']}\n{text}"}]

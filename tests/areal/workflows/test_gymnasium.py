@@ -12,7 +12,7 @@ from scripted_policy import Session
 
 from areal.config import UserError
 from areal.data.rows import Row
-from areal.workflows.builtin import resolve_workflow
+from areal.workflows.builtin import rehearse, resolve_workflow
 
 installed = pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed")
 # Not slippery: the agent goes where it wants to.
@@ -31,9 +31,9 @@ async def play(world: str, session: Session, given: Row | None = None, most: int
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gymnasium") is not None, reason="gymnasium is installed")
-async def test_without_the_library_the_user_is_told_how_to_install_it():
+def test_without_the_library_the_user_is_told_how_to_install_it():
     with pytest.raises(UserError, match="pip install 'gymnasium"):
-        await play("FrozenLake-v1", Session())
+        rehearse("environment", {"environment": "gymnasium:FrozenLake-v1"})
 
 
 @pytest.fixture
@@ -149,10 +149,9 @@ def slow():
 async def test_a_step_that_does_not_end_fails_its_sample_and_the_environment_is_closed_when_it_does(slow):
     with pytest.raises(TimeoutError, match="gymnasium:Slow-v0 took longer than timeout_seconds"):
         await play("Slow-v0", Session("x"), timeout_seconds=0.1)
-    assert slow.closed.qsize() == 1  # the one that was made to check it
+    assert slow.closed.empty()
     slow.gate.set()
-    for _ in range(2):
-        await asyncio.to_thread(slow.closed.get)
+    await asyncio.to_thread(slow.closed.get)
 
 
 @installed
@@ -178,7 +177,7 @@ async def test_environments_that_are_slow_hold_no_other_episode_up(slow, shout):
         ("Pendulum-v1", {}, "takes neither texts nor numbers but Box(-2.0, 2.0"),
     ],
 )
-async def test_a_mistake_in_the_options_is_told_before_anything_runs(world, options, told):
+def test_a_mistake_in_the_options_is_told_before_anything_runs(world, options, told):
     with pytest.raises(UserError) as error:
-        await play(world, Session(), **options)
+        rehearse("environment", {"environment": f"gymnasium:{world}", "environment_options": options})
     assert told in str(error.value)

@@ -16,8 +16,7 @@ from scripted_policy import Session, byte_tokenizer
 
 from areal.config import UserError
 from areal.data.rows import Row
-from areal.workflows import mcp_tools
-from areal.workflows.builtin import resolve_workflow
+from areal.workflows.builtin import rehearse, resolve_workflow
 from areal.workflows.mcp_tools import ServerFailed
 
 pytest.importorskip("mcp", reason="the MCP library is not installed")
@@ -162,9 +161,9 @@ def test_a_mistake_in_the_servers_is_told(servers, told):
 )
 def test_a_server_that_does_not_start_is_told_before_the_run(servers, told):
     with pytest.raises(UserError) as error:
-        mcp_tools.rehearse({"servers": servers, "timeout_seconds": 2.0 if "took" in told else 60.0})
+        rehearse("tools", {"servers": servers, "timeout_seconds": 2.0 if "took" in told else 60.0})
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
 def test_servers_that_start_are_no_mistake():
-    mcp_tools.rehearse({"servers": program()})
+    rehearse("tools", {"servers": program()})
