@@ -17,11 +17,12 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 
 from areal.config import UserError
+from areal.data import verifiers_tasks
 from areal.data.rows import Row, prompt_text
 from areal.plugins import load
 from areal.text import python_call
 from areal.trajectory import Trajectory
-from areal.workflows import environments, mcp_tools, verifiers_policy
+from areal.workflows import environments, mcp_tools, verifiers_agent, verifiers_policy
 from areal.workflows.agents import agent
 from areal.workflows.agents import check as check_agent
 from areal.workflows.conversation import Conversation, Keep, Message, begin, begin_with_tools, keep_until, user
@@ -115,8 +116,11 @@ async def tools(
     return talk.trajectory(await session.score(answer, talk.generations[-1].tokens))
 
 
-async def verifiers(session: Session, row: Row) -> Trajectory:
-    """Acts in an environment of the verifiers library, which also gives the rows (data.source verifiers:NAME)."""
+async def verifiers(session: Session, row: Row, *, timeout_seconds: Seconds = 600.0) -> Trajectory:
+    """Acts in an environment of the verifiers library, which also gives the rows (data.source verifiers:NAME). Only a
+    task of its 0.4 has the time limit."""
+    if verifiers_tasks.has_tasks():
+        return await agent(session, row, agent=f"{verifiers_agent.__name__}:solve", timeout_seconds=timeout_seconds)
     return await verifiers_policy.play(session, row)
 
 

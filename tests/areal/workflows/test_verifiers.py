@@ -1,4 +1,4 @@
-"""Environments of the verifiers library, where that is installed."""
+"""Environments of the verifiers library (0.1), where that is installed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import pytest
 from scripted_policy import Session, byte_tokenizer
 
 from areal.config import DataConfig, UserError
+from areal.data import verifiers_tasks
 from areal.data.sources import open_source
 from areal.workflows.builtin import resolve_workflow
 
-installed = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed")
+is_installed = importlib.util.find_spec("verifiers") is not None
+installed = pytest.mark.skipif(not is_installed or verifiers_tasks.has_tasks(), reason="verifiers 0.1 is not installed")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed")
+@pytest.mark.skipif(is_installed, reason="verifiers is installed")
 def test_without_the_library_the_user_is_told_how_to_install_it():
     with pytest.raises(UserError, match="pip install 'verifiers"):
         open_source(DataConfig(source="verifiers:echo-twice"), seed=0)
@@ -104,7 +106,7 @@ async def test_an_environment_that_fails_is_no_score(echo_twice):
         await resolve_workflow("verifiers", {})(Session(), source.row(0))
 
 
-@installed
+@pytest.mark.skipif(not is_installed, reason="verifiers is not installed")
 def test_an_environment_that_does_not_load_is_a_mistake_of_the_users():
     with pytest.raises(UserError, match="does not load"):
         open_source(DataConfig(source="verifiers:no-such-thing"), seed=0)
