@@ -178,8 +178,8 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
 
 
 def rehearse(name: str, options: Mapping[str, Any]) -> None:
-    """Tries, once, what the workflow's samples will do, which may take a while: makes an environment of a library,
-    starts MCP servers. Raises UserError."""
+    """Tries, once, what the workflow's samples will do, which may take a while: makes an environment from
+    outside, starts MCP servers. Raises UserError."""
     if name == "environment":
         environments.rehearse(options["environment"], options.get("environment_options") or {})
     if name == "tools":

@@ -6,7 +6,8 @@
 
 The name of this environment is `package.module:MyEnvironment`. Each object of the class is made with
 `environment_options` and serves one sample. If it has an async `close`, that is called at the end, also after an error.
-`gymnasium:ID` names an environment of the Gymnasium library, `openenv:URL` one that an OpenEnv server serves.
+`gymnasium:ID` names an environment of the Gymnasium library, `openenv:URL` one that an OpenEnv server serves,
+`podman:IMAGE` a container.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from areal import plugins
 from areal.config import UserError
 from areal.data.rows import Prompt, Row
+from areal.workflows.containers import Container
 from areal.workflows.gymnasium_environments import GymnasiumEnvironment
 from areal.workflows.openenv_environments import OpenEnvEnvironment
 
@@ -63,23 +65,24 @@ class ColumnAddition:
 BUILT_IN: dict[str, Callable[..., Environment]] = {"column_addition": ColumnAddition}
 
 
-# PREFIX:NAME makes an environment of another library, which it calls NAME.
-LIBRARIES: dict[str, type[GymnasiumEnvironment | OpenEnvEnvironment]] = {
+# PREFIX:NAME makes an environment of another program or library, which it calls NAME.
+OUTSIDE: dict[str, Callable[..., Container | GymnasiumEnvironment | OpenEnvEnvironment]] = {
     "gymnasium": GymnasiumEnvironment,
     "openenv": OpenEnvEnvironment,
+    "podman": functools.partial(Container, "podman"),
 }
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """A factory of the environment called `name`: a built-in one, one of a library, or `package.module:Class`. Raises
+    """A factory of the environment called `name`: a built-in one, one from outside, or `package.module:Class`. Raises
     UserError."""
     prefix, _, rest = name.partition(":")
     if name not in BUILT_IN and not rest:
         raise UserError(
             f"Unknown environment {name!r} in rollout_manager.workflow_options: known are {', '.join(BUILT_IN)} and "
-            f"{', '.join(f'{prefix}:NAME' for prefix in LIBRARIES)}, or write package.module:Class."
+            f"{', '.join(f'{prefix}:NAME' for prefix in OUTSIDE)}, or write package.module:Class."
         )
-    make: Any = functools.partial(LIBRARIES[prefix], rest) if prefix in LIBRARIES else _own(name)
+    make: Any = functools.partial(OUTSIDE[prefix], rest) if prefix in OUTSIDE else _own(name)
     try:
         inspect.signature(make).bind(**options)
     except TypeError as error:
@@ -98,9 +101,9 @@ def _own(name: str) -> Any:
 
 
 def rehearse(name: str, options: Mapping[str, Any]) -> None:
-    """Tries whether an environment of a library can be made. Raises UserError."""
+    """Tries whether an environment from outside can be made. Raises UserError."""
     made = resolve(name, options)()
-    if isinstance(made, GymnasiumEnvironment | OpenEnvEnvironment):
+    if isinstance(made, Container | GymnasiumEnvironment | OpenEnvEnvironment):
         made.rehearse()
 
 
