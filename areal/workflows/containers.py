@@ -1,4 +1,4 @@
-"""Episodes in a container: `environment: podman:IMAGE`. The policy runs shell commands in it."""
+"""Episodes in a container: `environment: docker:IMAGE` or `podman:IMAGE`. The policy runs shell commands in it."""
 
 from __future__ import annotations
 
@@ -50,9 +50,11 @@ class Container:
         named = f"The environment '{self._program}:{self._image}'"
         if not shutil.which(self._program):
             raise UserError(f"{named} needs {self._program}, which is not installed here: install it.")
-        looked = subprocess.run(
-            [self._program, "image", "inspect", self._image], capture_output=True, text=True, check=False
-        )
+        look = [self._program, "image", "inspect", self._image]
+        try:
+            looked = subprocess.run(look, capture_output=True, text=True, check=False, timeout=self._timeout)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{named}: {self._program} does not answer within {self._timeout:g} s.") from None
         if looked.returncode:
             reason = looked.stderr.strip().rpartition("\n")[2]
             raise UserError(
@@ -67,12 +69,19 @@ class Container:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         assert self._container.stdout is not None and self._container.stderr is not None  # they are pipes
-        async with asyncio.timeout(self._timeout):
-            if not await self._container.stdout.readline():
-                reason = (await self._container.stderr.read()).decode(errors="replace").strip()
-                raise RuntimeError(f"{self._program} does not start {self._image}: {reason}")
+        try:
+            async with asyncio.timeout(self._timeout):
+                started = await self._container.stdout.readline()
+                reason = b"" if started else await self._container.stderr.read()
+        except TimeoutError:
+            raise TimeoutError(f"{self._image} did not start within timeout_seconds ({self._timeout:g} s)") from None
+        if not started:
+            raise RuntimeError(
+                f"{self._program} does not start {self._image}: {reason.decode(errors='replace').strip()}"
+            )
         self._tests = row.fields.get("tests") or {}
-        await self._write(row.fields.get("files") or {})
+        if not await self._written(row.fields.get("files") or {}):
+            raise RuntimeError(f"{self._image}: the row's files cannot be written")
         return row.prompt
 
     async def step(self, action: str) -> tuple[str, float, bool]:
@@ -81,9 +90,8 @@ class Container:
         if found:
             status, output = await self._run(found[1])
             return f"```output\n{output}\n```\nexit status: {status}", 0.0, False
-        await self._write(self._tests)
-        status, _ = await self._run(self._command)
-        return "", float(status == "0"), True
+        passed = await self._written(self._tests) and (await self._run(self._command))[0] == "0"
+        return "", float(passed), True
 
     async def close(self) -> None:
         """End the container, with all that runs in it."""
@@ -98,11 +106,10 @@ class Container:
             self._container.kill()
             await _quietly(self._program, "rm", "--force", self._name)
 
-    async def _write(self, files: Mapping[str, str]) -> None:
-        for path, text in files.items():
-            status, output = await self._run(_WRITES, path, given=text.encode())
-            if status != "0":
-                raise RuntimeError(f"{self._image}: {path} cannot be written: {output}")
+    async def _written(self, files: Mapping[str, str | None]) -> bool:
+        """Whether all files could be written. Tables of rows have None for the files of other rows."""
+        given = [(path, text.encode()) for path, text in files.items() if text is not None]
+        return all([(await self._run(_WRITES, path, given=text))[0] == "0" for path, text in given])
 
     async def _run(self, code: str, *arguments: str, given: bytes = b"") -> tuple[str, str]:
         """The exit status of shell code, or that it was killed, and what it printed, cut. Raises RuntimeError."""

@@ -7,7 +7,7 @@
 The name of this environment is `package.module:MyEnvironment`. Each object of the class is made with
 `environment_options` and serves one sample. If it has an async `close`, that is called at the end, also after an error.
 `gymnasium:ID` names an environment of the Gymnasium library, `openenv:URL` one that an OpenEnv server serves,
-`podman:IMAGE` a container.
+`docker:IMAGE` and `podman:IMAGE` a container.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ BUILT_IN: dict[str, Callable[..., Environment]] = {"column_addition": ColumnAddi
 
 # PREFIX:NAME makes an environment of another program or library, which it calls NAME.
 OUTSIDE: dict[str, Callable[..., Container | GymnasiumEnvironment | OpenEnvEnvironment]] = {
+    "docker": functools.partial(Container, "docker"),
     "gymnasium": GymnasiumEnvironment,
     "openenv": OpenEnvEnvironment,
     "podman": functools.partial(Container, "podman"),

@@ -1,4 +1,4 @@
-"""Episodes in real containers, where podman is there and has an image with a shell, which AREAL_TEST_CONTAINER names:
+"""Episodes in real containers, where docker or podman has an image with a shell, which AREAL_TEST_CONTAINER names:
 `podman:IMAGE`, and further arguments for `run`."""
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ async def test_files_are_there_from_the_start_and_tests_only_at_the_end():
 
 
 @needs_container
+async def test_a_policy_that_keeps_tests_from_being_written_has_not_passed_them():
+    session = Session(bash("mkdir -p /work/test"), "Done.")
+    assert (await play(session, "true", {"tests": {"/work/test": "true"}})).reward == 0.0
+
+
+@needs_container
 async def test_a_command_that_takes_too_long_is_killed_with_what_it_has_started():
     session = Session(bash("echo begun; sleep 3600 & sleep 3600"), bash("ps | grep 'sleep 360[0]'"), "Done.")
     await play(session, timeout_seconds=5)
@@ -91,6 +97,8 @@ async def test_an_image_without_a_shell_or_no_image_at_all_fails_the_sample():
         await play(Session("x"), arguments=[*ARGUMENTS, "--no-such-argument"])
 
 
-def test_a_program_or_an_image_that_is_not_there_is_told_before_anything_runs():
-    with pytest.raises(UserError, match="The environment 'podman:no/such:image' (needs podman|cannot be started)"):
-        rehearse("environment", {"environment": "podman:no/such:image", "environment_options": {"command": "true"}})
+@pytest.mark.parametrize("program", ["docker", "podman"])
+def test_a_program_or_an_image_that_is_not_there_is_told_before_anything_runs(program):
+    world = f"{program}:no/such:image"
+    with pytest.raises(UserError, match=f"The environment '{world}' (needs {program}|cannot be started)"):
+        rehearse("environment", {"environment": world, "environment_options": {"command": "true"}})
