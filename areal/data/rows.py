@@ -31,6 +31,12 @@ def prompt_text(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
 
 
+def seed_of(row: Row) -> int:
+    """Return the row's field `seed` or, if it has none, its index."""
+    seed = row.fields.get("seed")
+    return row.index if seed is None else seed
+
+
 def extended(prompt: Prompt, text: str) -> Prompt:
     """Return the prompt with the text at its end, on a line of its own."""
     if isinstance(prompt, str):

@@ -11,7 +11,7 @@ from typing import Any
 
 from areal import plugins
 from areal.config import UserError
-from areal.data.rows import Prompt, Row, extended
+from areal.data.rows import Prompt, Row, extended, seed_of
 
 _INTEGER = re.compile(r"(?<!\d)-?\d+")
 
@@ -59,7 +59,7 @@ class GymnasiumEnvironment:
 
     async def reset(self, row: Row) -> Prompt:
         """The row's prompt and the first observation. The row's field `seed`, or else its index, is the seed."""
-        return extended(row.prompt, await self._run(self._begin, row.fields.get("seed", row.index)))
+        return extended(row.prompt, await self._run(self._begin, seed_of(row)))
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         """Raises TimeoutError, and what the environment raises."""

@@ -71,9 +71,12 @@ class Tools:
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
-        given = json.loads(arguments)
         if name not in self._owners:
             return f"Error: there is no tool {name}"
+        try:
+            given = json.loads(arguments)
+        except (ValueError, RecursionError):
+            given = None
         if not isinstance(given, dict):
             return f"Error: the arguments of {name} are no JSON object"
         server, client = self._owners[name]

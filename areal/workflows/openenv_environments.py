@@ -15,7 +15,7 @@ from typing import Any
 
 from areal import plugins
 from areal.config import UserError
-from areal.data.rows import Prompt, Row, extended
+from areal.data.rows import Prompt, Row, extended, seed_of
 
 
 class ActionRefused(Exception):
@@ -64,7 +64,7 @@ class OpenEnvEnvironment:
         self._http = aiohttp.ClientSession()
         async with self._deadline():
             self._socket = await self._http.ws_connect(f"{self._url}/ws", max_msg_size=0)
-        begun = await self._ask("reset", {"seed": row.fields.get("seed", row.index), **(row.fields.get("reset") or {})})
+        begun = await self._ask("reset", {"seed": seed_of(row), **(row.fields.get("reset") or {})})
         return extended(row.prompt, self._shown(begun))
 
     async def step(self, action: str) -> tuple[str, float, bool]:
