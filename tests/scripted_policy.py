@@ -10,6 +10,7 @@ from areal.config import Credit
 from areal.trajectory import Trajectory
 from areal.workflows.conversation import Generation
 from areal.workflows.forest import Forest
+from areal.workflows.parsers import Parsers
 
 EOS = 0
 END = "<end>"
@@ -51,6 +52,10 @@ class Recorded:
         self._credit = credit, discount
 
     @property
+    def parsers(self) -> Parsers:
+        return Parsers(self.tokenizer)
+
+    @property
     def calls(self) -> list[Generation]:
         return self.forest.calls
 
@@ -64,10 +69,10 @@ class Recorded:
 class Session(Recorded):
     """The policy says what the test has written down; a turn that ends in … is cut."""
 
-    tokenizer = Characters()
-
-    def __init__(self, *turns: str, scores: dict[str, float] | None = None) -> None:
+    def __init__(self, *turns: str, scores: dict[str, float] | None = None, tokenizer=None) -> None:
         super().__init__()
+        self.tokenizer = tokenizer or Characters()
+        self.end = tokenizer.convert_tokens_to_ids(END) if tokenizer else EOS
         self.turns = list(turns)
         self.scores = scores or {}
         self.prompts: list[str] = []
@@ -76,7 +81,8 @@ class Session(Recorded):
     async def generate(self, tokens, max_new_tokens=None, keep=None) -> Generation:
         self.prompts.append(self.tokenizer.decode(tokens, skip_special_tokens=True))
         text = self.turns.pop(0)
-        said = [ord(c) for c in text.rstrip("…")] + ([] if text.endswith("…") else [EOS])
+        said = self.tokenizer.encode(text.rstrip("…"), add_special_tokens=False)
+        said += [] if text.endswith("…") else [self.end]
         finish = "length" if text.endswith("…") else "stop"
         said = said[: keep and keep(np.array(said, np.int32))]
         n = len(said)

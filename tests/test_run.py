@@ -245,6 +245,10 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
         (["rollout_manager.workflow=verifiers"], "set data.source=verifiers:NAME"),
         (["rollout_manager.workflow_options.max_turns=2"], "it takes no options"),
+        (
+            ["rollout_manager.workflow=tools", "rollout_manager.workflow_options.servers={files: {command: 'false'}}"],
+            "the MCP server 'files' did not start",
+        ),
         (["evaluator.temperature=0", "evaluator.samples=4"], "evaluator.samples is 4"),
         (["evaluator.benchmarks=[livecodebench]"], "The benchmark livecodebench names no source: set evaluator."),
         (["evaluator.benchmarks={mine: {source: none.jsonl}}"], "the source 'none.jsonl' of the benchmark mine"),

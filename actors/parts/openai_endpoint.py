@@ -24,7 +24,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from areal.workflows import anthropic_api, openai_api
 from areal.workflows.anthropic_api import CountRequest, MessageReply, MessagesRequest
 from areal.workflows.openai_api import Access, Answer, ApiError, ChatReply, ChatRequest, ChatSession, Event, Reply
-from areal.workflows.parsers import Parsers
 from areal.workflows.responses_api import ResponseReply, Responses, ResponsesRequest
 from areal.workflows.session import Session
 
@@ -54,14 +53,12 @@ class _Open:
 class OpenAIEndpoint:
     """Serves calls for open samples. It starts to listen when the first sample is opened.
 
-    model: the name that /v1/models returns; requests may use any name. host: the interface to listen on. parsers: as in
-    ChatSession.
+    model: the name that /v1/models returns; requests may use any name. host: the interface to listen on.
     """
 
-    def __init__(self, model: str, host: str, parsers: Parsers | None = None) -> None:
+    def __init__(self, model: str, host: str) -> None:
         self._model = model
         self._host = host
-        self._parsers = parsers
         self._open: dict[str, _Open] = {}
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
@@ -71,7 +68,7 @@ class OpenAIEndpoint:
         """Answer calls for this sample until the end of the block. Calls still in progress are then cancelled."""
         port = await self._port()
         key = f"sample-{secrets.token_urlsafe(24)}"
-        self._open[key] = sample = _Open(ChatSession(session, self._parsers))
+        self._open[key] = sample = _Open(ChatSession(session))
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             yield Access(f"http://{host}:{port}/v1", key, sample.chat)
@@ -219,6 +216,8 @@ def _result(call: asyncio.Task[Answer]) -> Answer:
     """The answer of a call that is done. Raises ApiError."""
     if call.cancelled():
         raise ApiError("the sample has ended", "sample_ended")
+    if (error := call.exception()) and not isinstance(error, ApiError):
+        raise ApiError(f"the sample has failed: {error}", "sample_failed") from error
     return call.result()
 
 

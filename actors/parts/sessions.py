@@ -355,6 +355,10 @@ class SampleSession:
         return self._forest.calls
 
     @property
+    def parsers(self) -> Parsers:
+        return self.router.actor.parsers
+
+    @property
     def room(self) -> int:
         """The number of tokens that the sample may still sample."""
         return max(0, self.sampling.max_new_tokens - self.tokens_sampled)
@@ -520,11 +524,11 @@ class Sampler(Actor):
         self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model, self.config.data)
         own = self.config.rollout_manager
         self._workflow = resolve_workflow(own.workflow, own.workflow_options)
-        self._parsers = Parsers(
+        self.parsers = Parsers(
             self._tokenizer, own.tool_call_parser, own.reasoning_parser, self.config.data.chat_template_kwargs
         )
         if own.names_parsers:
-            await asyncio.to_thread(self._parsers.load)
+            await asyncio.to_thread(self.parsers.load)
 
     async def do(self, member: Member, job: SequenceJob | ScoreJob) -> Any:
         """The result of a job that a generator or a reward actor does. Raises BusError."""
@@ -563,7 +567,7 @@ class Sampler(Actor):
         if self._endpoint is None:
             from actors.parts.openai_endpoint import OpenAIEndpoint  # imports a web server, which few runs need
 
-            self._endpoint = OpenAIEndpoint(self.config.model, self.config.rollout_manager.endpoint_host, self._parsers)
+            self._endpoint = OpenAIEndpoint(self.config.model, self.config.rollout_manager.endpoint_host)
         return self._endpoint
 
     def stats(self) -> dict[str, float]:

@@ -25,6 +25,7 @@ from areal.rewards import math_answers
 from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
 from areal.tokens import load_tokenizer
+from areal.workflows.builtin import rehearse as rehearse_workflow
 from areal.workflows.builtin import resolve_workflow
 
 # How long answers of rows are read; 40,000 plain numbers take a few seconds.
@@ -61,6 +62,7 @@ def check(config: Config) -> None:
     for name in config.rewards | config.reward.options:
         rewards.check(name, config.reward.options.get(name, {}))
     resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
+    rehearse_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
     if "code" in config.rewards or config.rollout_manager.workflow == "python_tool":
         open_sandbox(config.sandbox).close()
     if ":" in config.trainer.objective:

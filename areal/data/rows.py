@@ -29,3 +29,16 @@ class Row:
 def prompt_text(prompt: Prompt) -> str:
     """Return the prompt as plain text: chat messages without their roles, with a blank line between them."""
     return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+
+
+def seed_of(row: Row) -> int:
+    """Return the row's field `seed` or, if it has none, its index."""
+    seed = row.fields.get("seed")
+    return row.index if seed is None else seed
+
+
+def extended(prompt: Prompt, text: str) -> Prompt:
+    """Return the prompt with the text at its end, on a line of its own."""
+    if isinstance(prompt, str):
+        return f"{prompt}\n{text}" if prompt else text
+    return [*prompt[:-1], prompt[-1] | {"content": f"{prompt[-1]['content']}\n{text}"}]

@@ -1,4 +1,5 @@
-"""Loads environments of the verifiers library (0.1) and their rows. areal.workflows.verifiers_policy plays them.
+"""Loads environments of the verifiers library (0.1) and task sets of its 0.4, and their rows.
+areal.workflows.verifiers_policy plays the environments, areal.workflows.verifiers_agent the tasks.
 
 The library is not a dependency of this project: users install it together with the environments that they need.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import json
 import signal
 import types
@@ -23,7 +25,7 @@ def load(name: str, options: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def _load(name: str, options: str) -> Any:
-    what = f"data.source 'verifiers:{name}'"
+    what = _what(name)
     try:
         library = importlib.import_module("verifiers")
         module = importlib.import_module("verifiers.envs.environment")
@@ -38,15 +40,57 @@ def _load(name: str, options: str) -> Any:
         raise UserError(
             f"{what} does not load ({type(error).__name__}: {error}): install it, or correct data.options."
         ) from error
-    if made.requires_group_rollouts or made.tool_defs:
-        raise UserError(f"{what} has tools or scores whole groups, which is not supported here: choose another one.")
+    if made.requires_group_rollouts:
+        raise UserError(f"{what} scores whole groups, which is not supported here: choose another one.")
     return made
 
 
+@functools.cache
+def has_tasks() -> bool:
+    """True if the installed library has task sets, as from 0.4 on, and no environments of 0.1."""
+    installed = importlib.util.find_spec("verifiers") is not None
+    return installed and importlib.util.find_spec("verifiers.envs") is None
+
+
+def tasks(name: str, options: Mapping[str, Any]) -> list[Any]:
+    """Return the tasks of the task set `name` (0.4), which `options["taskset"]` configures. Raises UserError."""
+    return _tasks(name, json.dumps(dict(options), sort_keys=True))
+
+
+@functools.cache
+def _tasks(name: str, options: str) -> list[Any]:
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    try:
+        chosen = loaders.taskset_config_type(name).model_validate(
+            {"id": name, **json.loads(options).get("taskset", {})}
+        )
+        made = loaders.load_taskset(chosen)
+        found = list(made) if made.bounded else None
+    except Exception as error:  # loading runs the task set's own code, which may raise anything
+        raise UserError(
+            f"{_what(name)} does not load ({type(error).__name__}: {error}): install it, or correct data.options."
+        ) from error
+    if found is None or made.toolsets(made.config):
+        raise UserError(f"{_what(name)} has no end or shares tools between tasks, which is not supported here.")
+    return found
+
+
+def _what(name: str) -> str:
+    return f"data.source 'verifiers:{name}'"
+
+
 def rows(name: str, options: Mapping[str, Any], side: str) -> Any:
-    """Return the environment's data set (`side`: train or eval). Each row has what `play` needs. Raises UserError."""
-    world = load(name, options)
-    found = world.get_eval_dataset() if side == "eval" else world.get_dataset()
+    """Return the environment's data set (`side`: train or eval), or the task set as one, whatever the side. Each row
+    has what `play` needs. Raises UserError."""
+    if has_tasks():
+        from datasets import Dataset  # takes seconds
+
+        found = Dataset.from_list(
+            [{"prompt": task.data.prompt_text, "task": i} for i, task in enumerate(tasks(name, options))]
+        )
+    else:
+        world = load(name, options)
+        found = world.get_eval_dataset() if side == "eval" else world.get_dataset()
     made: dict[str, str | None] = {"environment": name, "environment_options": json.dumps(dict(options))}
     if "answer" not in found.column_names:
         made["answer"] = None

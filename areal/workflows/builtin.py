@@ -17,19 +17,22 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 
 from areal.config import UserError
+from areal.data import verifiers_tasks
 from areal.data.rows import Row, prompt_text
 from areal.plugins import load
 from areal.text import python_call
 from areal.trajectory import Trajectory
-from areal.workflows import environments, verifiers_policy
+from areal.workflows import environments, mcp_tools, verifiers_agent, verifiers_policy
 from areal.workflows.agents import agent
 from areal.workflows.agents import check as check_agent
-from areal.workflows.conversation import Conversation, Keep, Message, begin, keep_until, user
+from areal.workflows.conversation import Conversation, Keep, Message, begin, check_shown, keep_until, user
+from areal.workflows.openai_api import ChatRequest, ChatSession
 from areal.workflows.session import Session
 
 Workflow = Callable[..., Awaitable[Trajectory]]
 
 Turns = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -91,8 +94,38 @@ async def environment(
     return session.trajectory(0.0)
 
 
-async def verifiers(session: Session, row: Row) -> Trajectory:
-    """Acts in an environment of the verifiers library, which also gives the rows (data.source verifiers:NAME)."""
+async def tools(
+    session: Session, row: Row, *, servers: dict[str, mcp_tools.Server], max_turns: Turns = 8, max_output: Turns = 4000,
+    timeout_seconds: Seconds = mcp_tools.TIMEOUT_SECONDS,
+) -> Trajectory:  # fmt: skip
+    """The policy may call the tools of MCP servers (areal.workflows.mcp_tools), and continues with their results (each
+    at most `max_output` characters). The first turn without a call is scored, or else the last of `max_turns`."""
+    answer = ""
+    async with mcp_tools.opened(servers, timeout_seconds) as offered:
+        messages = [user(row.prompt)] if isinstance(row.prompt, str) else list(row.prompt)
+        check_shown(session.tokenizer, messages, offered.shown)
+        chat = ChatSession(session)
+        for left in reversed(range(max_turns)):
+            said = await chat.complete(ChatRequest(messages=messages, tools=offered.shown))
+            if not len(said.sampled.tokens):
+                break
+            answer = session.tokenizer.decode(said.sampled.tokens, skip_special_tokens=True)
+            calls = said.message.get("tool_calls", [])
+            if not calls or not left or said.sampled.finish == "length":
+                break
+            messages.append(said.message)
+            for call in calls:
+                result = await offered.call(call["function"]["name"], call["function"]["arguments"])
+                told = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
+                messages.append(told | {"content": _cut(result, max_output)})
+    return session.trajectory(await session.score(answer, session.calls[-1].tokens))
+
+
+async def verifiers(session: Session, row: Row, *, timeout_seconds: Seconds = 600.0) -> Trajectory:
+    """Acts in an environment of the verifiers library, which also gives the rows (data.source verifiers:NAME). Only a
+    task of its 0.4 has the time limit."""
+    if verifiers_tasks.has_tasks():
+        return await agent(session, row, agent=f"{verifiers_agent.__name__}:solve", timeout_seconds=timeout_seconds)
     return await verifiers_policy.play(session, row)
 
 
@@ -125,6 +158,7 @@ BUILT_IN: dict[str, Workflow] = {
     "multi_turn": multi_turn,
     "python_tool": python_tool,
     "environment": environment,
+    "tools": tools,
     "agent": agent,
     "verifiers": verifiers,
 }
@@ -138,28 +172,42 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
             f"known are {', '.join(BUILT_IN)}, or write package.module:function."
         )
     workflow = BUILT_IN.get(name) or load(name, "The workflow")
-    _check_options(name, workflow, options)
+    options = _checked(name, workflow, options)
     if workflow is environment:
         environments.resolve(options["environment"], options.get("environment_options") or {})
+    if workflow is tools:
+        mcp_tools.check(options["servers"])
     if workflow is agent:
         check_agent(options)
     return functools.partial(workflow, **options)
 
 
-def _check_options(name: str, workflow: Workflow, options: Mapping[str, Any]) -> None:
+def rehearse(name: str, options: Mapping[str, Any]) -> None:
+    """Tries, once, what the workflow's samples will do, which may take a while: makes an environment from
+    outside, starts MCP servers. Raises UserError."""
+    if name == "environment":
+        environments.rehearse(options["environment"], options.get("environment_options") or {})
+    if name == "tools":
+        mcp_tools.rehearse(options)
+
+
+def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options; those of a built-in workflow as the types that it wants. Raises UserError."""
     where = f"rollout_manager.workflow_options: workflow {name!r}"
     try:
         inspect.signature(workflow).bind(None, None, **options)
     except TypeError as error:
         raise UserError(f"{where}: {error}: it takes {_options_of(workflow)}.") from None
     if name not in BUILT_IN:
-        return
+        return options
     hints = get_type_hints(workflow, include_extras=True)
+    checked = {}
     for option, value in options.items():
         try:
-            TypeAdapter(hints[option]).validate_python(value, strict=True)
+            checked[option] = TypeAdapter(hints[option]).validate_python(value, strict=True)
         except ValidationError as error:
             raise UserError(f"{where}: {option} is {value!r:.80}: {error.errors()[0]['msg']}.") from None
+    return checked
 
 
 def _options_of(workflow: Workflow) -> str:

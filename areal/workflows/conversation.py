@@ -183,6 +183,12 @@ def begin(tokenizer: Any, prompt: Prompt) -> tuple[Conversation, list[Message]]:
     return Conversation(tokenizer, plain=plain), messages
 
 
+def check_shown(tokenizer: Any, messages: Sequence[Message], tools: list[dict[str, Any]]) -> None:
+    """Raises ValueError if the chat template does not show the tools to the policy."""
+    if Conversation(tokenizer, tools).prompt(messages) == Conversation(tokenizer).prompt(messages):
+        raise ValueError("the model's chat template shows it no tools: choose a model whose template does")
+
+
 def user(text: str) -> Message:
     """A message to the policy, with the role user."""
     return {"role": "user", "content": text}

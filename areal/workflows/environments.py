@@ -6,11 +6,14 @@
 
 The name of this environment is `package.module:MyEnvironment`. Each object of the class is made with
 `environment_options` and serves one sample. If it has an async `close`, that is called at the end, also after an error.
+`gymnasium:ID` names an environment of the Gymnasium library, `openenv:URL` one that an OpenEnv server serves,
+`docker:IMAGE` and `podman:IMAGE` a container.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
@@ -18,6 +21,9 @@ from typing import Any, Protocol
 from areal import plugins
 from areal.config import UserError
 from areal.data.rows import Prompt, Row
+from areal.workflows.containers import Container
+from areal.workflows.gymnasium_environments import GymnasiumEnvironment
+from areal.workflows.openenv_environments import OpenEnvEnvironment
 
 
 class Environment(Protocol):
@@ -59,24 +65,47 @@ class ColumnAddition:
 BUILT_IN: dict[str, Callable[..., Environment]] = {"column_addition": ColumnAddition}
 
 
+# PREFIX:NAME makes an environment of another program or library, which it calls NAME.
+OUTSIDE: dict[str, Callable[..., Container | GymnasiumEnvironment | OpenEnvEnvironment]] = {
+    "docker": functools.partial(Container, "docker"),
+    "gymnasium": GymnasiumEnvironment,
+    "openenv": OpenEnvEnvironment,
+    "podman": functools.partial(Container, "podman"),
+}
+
+
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """A factory of the environment called `name`: a built-in one, or `package.module:Class`. Raises UserError."""
-    if name not in BUILT_IN and ":" not in name:
+    """A factory of the environment called `name`: a built-in one, one from outside, or `package.module:Class`. Raises
+    UserError."""
+    prefix, _, rest = name.partition(":")
+    if name not in BUILT_IN and not rest:
         raise UserError(
-            f"Unknown environment {name!r} in rollout_manager.workflow_options: "
-            f"known are {', '.join(BUILT_IN)}, or write package.module:Class."
+            f"Unknown environment {name!r} in rollout_manager.workflow_options: known are {', '.join(BUILT_IN)} and "
+            f"{', '.join(f'{prefix}:NAME' for prefix in OUTSIDE)}, or write package.module:Class."
         )
+    make: Any = functools.partial(OUTSIDE[prefix], rest) if prefix in OUTSIDE else _own(name)
+    try:
+        inspect.signature(make).bind(**options)
+    except TypeError as error:
+        raise UserError(f"The environment {name!r} does not take these environment_options: {error}.") from None
+    return functools.partial(make, **options)
+
+
+def _own(name: str) -> Any:
     make = BUILT_IN.get(name) or plugins.load(name, "The environment")
     for method in "reset", "step":
         if not inspect.iscoroutinefunction(getattr(make, method, None)):
             raise UserError(
                 f"The environment {name!r} has no async {method}: docs/workflows.md describes what it needs."
             )
-    try:
-        inspect.signature(make).bind(**options)
-    except TypeError as error:
-        raise UserError(f"The environment {name!r} does not take these environment_options: {error}.") from None
-    return lambda: make(**options)
+    return make
+
+
+def rehearse(name: str, options: Mapping[str, Any]) -> None:
+    """Tries whether an environment from outside can be made. Raises UserError."""
+    made = resolve(name, options)()
+    if isinstance(made, Container | GymnasiumEnvironment | OpenEnvEnvironment):
+        made.rehearse()
 
 
 @contextlib.asynccontextmanager

@@ -52,7 +52,10 @@ class ApiError(Exception):
 
 
 class CallsPolicy(Policy, Protocol):
-    """The part of a session that an agent's calls need."""
+    """The part of a session that an agent's calls need. `parsers` read what the policy says."""
+
+    @property
+    def parsers(self) -> Parsers: ...
 
     def reward(self, call: Generation, value: float) -> None: ...
 
@@ -103,15 +106,15 @@ class ChatSession:
     """The calls of one sample. A call whose messages begin with those of an earlier one and its answer continues from
     the tokens of that one; the others begin a conversation of their own.
 
-    parsers: read what the policy says; default: those of the default configuration. last_text: the text of the last
-    answer, without tool calls and thinking. reward: the reward that the agent has reported for the sample. rewarded:
-    whether it has reported one for a call. failure: set to the error if a generation of this sample fails.
+    last_text: the text of the last answer, without tool calls and thinking. reward: the reward that the agent has
+    reported for the sample. rewarded: whether it has reported one for a call. failure: set to the error if a generation
+    of this sample fails.
     """
 
-    def __init__(self, session: CallsPolicy, parsers: Parsers | None = None) -> None:
+    def __init__(self, session: CallsPolicy) -> None:
         self._session = session
         self.tokenizer = session.tokenizer
-        self._parsers = parsers or Parsers(session.tokenizer)
+        self._parsers = session.parsers
         self._known: dict[bytes, Conversation] = {}  # after each answer, by the digest of all messages
         self._answers: dict[str, Generation] = {}
         self._tool_calls: set[str] = set()  # their ids
@@ -124,7 +127,7 @@ class ChatSession:
         self, request: ChatRequest, name: str = "", on_text: Callable[[str], None] | None = None
     ) -> Answer:
         """What the policy answers. `name`: the answer's id. `on_text` gets the text while it comes, unless it has to be
-        complete to be parsed. Raises ApiError."""
+        complete to be parsed. Raises ApiError, or what the session raised: the sample has then failed."""
         await self._check(request.offered)
         messages = [_message(raw) for raw in request.messages]
         talk, prompt = self._prompt(messages, request.offered)
@@ -173,7 +176,7 @@ class ChatSession:
         except Exception as error:  # any error: a sample that has lost a turn cannot be trained
             if not self.failure.done():
                 self.failure.set_result(error)
-            raise ApiError(f"the sample has failed: {error}", "sample_failed") from error
+            raise
 
     async def _check(self, tools: list[Json] | None) -> None:
         """Raises ApiError if vLLM's parsers do not take these tools. The first call imports vLLM."""
@@ -360,8 +363,8 @@ def _message(raw: Json) -> Json:
     if role not in ("system", "user", "assistant", "tool"):
         raise ApiError(f"a message has the role {role!r}: roles are system, developer, user, assistant and tool")
     message = {"role": role, "content": _text(raw.get("content"))}
-    if role == "tool" and raw.get("tool_call_id"):
-        message["tool_call_id"] = raw["tool_call_id"]
+    if role == "tool":
+        message |= {key: raw[key] for key in ("tool_call_id", "name") if raw.get(key)}
     if role == "assistant" and raw.get("tool_calls"):
         if not isinstance(raw["tool_calls"], list):
             raise ApiError("the tool_calls of a message are not a list")

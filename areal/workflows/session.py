@@ -7,11 +7,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from areal.trajectory import Tokens, Trajectory
-from areal.workflows.conversation import Generation, Policy
-from areal.workflows.openai_api import Access
+from areal.workflows.conversation import Generation
+from areal.workflows.openai_api import Access, CallsPolicy
 
 
-class Session(Policy, Protocol):
+class Session(CallsPolicy, Protocol):
     """What a workflow may use for one sample. If the actor that serves a call is lost, another one takes it over.
 
     A workflow may make several calls of `generate` at the same time.

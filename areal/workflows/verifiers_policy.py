@@ -11,36 +11,60 @@ from typing import Any
 from areal.data import verifiers_tasks
 from areal.data.rows import Row
 from areal.trajectory import Trajectory
-from areal.workflows.conversation import Conversation, Policy
+from areal.workflows.conversation import check_shown
+from areal.workflows.openai_api import ChatRequest, ChatSession
 from areal.workflows.session import Session
 
 
 async def play(session: Session, row: Row) -> Trajectory:
     """Runs the policy in the row's environment. Raises RuntimeError if the environment fails or gives no reward."""
     world = verifiers_tasks.load(row.fields["environment"], json.loads(row.fields["environment_options"]))
-    talk = Conversation(session.tokenizer)
     kept = {key: value for key, value in row.fields.items() if value is not None}
-    played = await world.run_rollout(kept | {"prompt": row.prompt}, _policy(session, talk), "policy", {})
+    played = await world.run_rollout(kept | {"prompt": row.prompt}, _policy(session), "policy", {})
     if played.get("error") or played.get("reward") is None:
         raise RuntimeError(f"environment {row.fields['environment']!r}: {played.get('error') or 'it gave no reward'}")
     return session.trajectory(float(played["reward"]))
 
 
-def _policy(session: Policy, talk: Conversation) -> Any:
+def _policy(session: Session) -> Any:
     """The session as a client of the verifiers library."""
     from verifiers.clients import Client
     from verifiers.errors import OverlongPromptError
     from verifiers.types import Response, ResponseMessage
 
-    async def get_response(self: Any, prompt: Any, model: str, *_: Any, **__: Any) -> Any:
-        messages = [message.model_dump(exclude_none=True) for message in prompt]
-        sampled = await session.generate(talk.prompt(messages))
-        if not len(sampled.tokens):
+    chat = ChatSession(session)
+
+    async def get_response(self: Any, prompt: Any, model: str, *, tools: Any = None, **_: Any) -> Any:
+        messages = [_openai(message.model_dump(exclude_none=True)) for message in prompt]
+        shown = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in tools or []]
+        if shown:
+            check_shown(session.tokenizer, messages, shown)
+        answer = await chat.complete(ChatRequest(messages=messages, tools=shown))
+        if not len(answer.sampled.tokens):
             raise OverlongPromptError
-        cut = sampled.finish == "length"
-        said = ResponseMessage(**talk.add(sampled), finish_reason=sampled.finish, is_truncated=cut)
-        return Response(id=str(len(talk.generations)), created=0, model=model, message=said)
+        calls = [{"id": call["id"], **call["function"]} for call in answer.message.get("tool_calls", ())]
+        cut = answer.sampled.finish == "length"
+        said = ResponseMessage(
+            role="assistant",
+            content=answer.message["content"] or "",
+            finish_reason=answer.sampled.finish,
+            is_truncated=cut,
+            tool_calls=calls or None,
+        )
+        return Response(id=str(len(session.calls)), created=0, model=model, message=said)
 
     # `get_response` replaces all steps of the base class, so its abstract methods are never called.
     unused = dict.fromkeys(Client.__abstractmethods__)
     return type("Policy", (Client,), unused | {"get_response": get_response})(None)
+
+
+def _openai(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of the library in the form of OpenAI's API."""
+    if calls := message.get("tool_calls"):
+        named = ({"name": call["name"], "arguments": call["arguments"]} for call in calls)
+        wrapped = [
+            {"id": call["id"], "type": "function", "function": function}
+            for call, function in zip(calls, named, strict=True)
+        ]
+        return message | {"tool_calls": wrapped}
+    return message

@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scripted_policy
 
 from actors.evaluator import Evaluator
 from actors.parts.sessions import SampleFailed
 from actors.rollout_manager import RolloutManager, _GroupFailed, _GroupStart
 from actors.runtime.actor import Signal
 from areal.config import Config
+from areal.data.rows import Row
 from areal.trajectory import Group, Trajectory
+from areal.workflows.builtin import resolve_workflow
 from protocols.errors import BusyError, DeadlineError, FencedError, RefusedError
 from protocols.messages import Member
 
@@ -29,14 +32,18 @@ async def strange(session, row):
     return replace(await workflow(session, row), reward=float("nan"))
 
 
+class Episode(scripted_policy.Session):
+    in_workflow = staticmethod(contextlib.nullcontext)
+
+
 class Session:
     """In the place of a sample's session, which these workflows do not use."""
 
     in_workflow = staticmethod(contextlib.nullcontext)
 
 
-def run(role, overlong_tokens, workflow=workflow):
-    """The sample that an actor of this role gets, without a cluster around it."""
+def alone(role, overlong_tokens=0, workflow=workflow):
+    """An actor of this role without a cluster around it."""
     actor = object.__new__(role)
     actor._workflow, actor.scored = workflow, 1
     actor.config = Config(
@@ -48,7 +55,12 @@ def run(role, overlong_tokens, workflow=workflow):
         sampling={"max_new_tokens": 10},
         reward={"functions": ["addition"], "overlong_tokens": overlong_tokens},
     )
-    return asyncio.run(actor.run_workflow(Session(), None))
+    return actor
+
+
+def run(role, overlong_tokens, workflow=workflow):
+    """The sample that an actor of this role gets."""
+    return asyncio.run(alone(role, overlong_tokens, workflow).run_workflow(Session(), None))
 
 
 @pytest.mark.parametrize(("overlong_tokens", "reward"), [(0, 1.0), (4, 0.25), (1, 1.0)])
@@ -64,6 +76,32 @@ def test_a_sample_that_could_not_travel_has_failed_and_ends_no_actor(role):
 
 def test_evaluation_scores_the_same_sample_as_it_is():
     assert run(Evaluator, 4).reward == 1.0
+
+
+class Gate:
+    """An environment. Every second one waits in its step until the gate is open."""
+
+    opened: asyncio.Event
+
+    async def reset(self, row):
+        self.waits = row.index % 2
+        return "go"
+
+    async def step(self, action):
+        if self.waits:
+            await self.opened.wait()
+        return "", 1.0, True
+
+
+async def test_of_256_episodes_of_a_manager_the_slow_ones_hold_no_other_up():
+    Gate.opened = asyncio.Event()
+    manager = alone(RolloutManager, workflow=resolve_workflow("environment", {"environment": f"{__name__}:Gate"}))
+    rows = [Row(i, "", None, None, {}) for i in range(256)]
+    episodes = [asyncio.create_task(manager.run_workflow(Episode("x"), row)) for row in rows]
+    await asyncio.gather(*episodes[::2])
+    assert not any(episode.done() for episode in episodes[1::2])
+    Gate.opened.set()
+    assert sum(done.reward for done in await asyncio.gather(*episodes)) == 256
 
 
 async def sample(name: str, turns: int, ended: list[str]):

@@ -12,7 +12,7 @@ import anthropic
 import numpy as np
 import openai
 import pytest
-from scripted_policy import Session
+from scripted_policy import Session, byte_tokenizer
 
 from actors.parts import openai_endpoint
 from actors.parts.openai_endpoint import OpenAIEndpoint
@@ -27,6 +27,11 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"type": "function", "name": "weather", "description": "Today's.", "parameters": SCHEMA}
 TOOL = {"name": "weather", "description": "Today's.", "input_schema": SCHEMA}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
+
+
+def prompt_tokens(session: Session) -> int:
+    """Of the first call."""
+    return int(session.trajectory(0.0).sampled.argmax())
 
 
 def user(content) -> dict:
@@ -48,7 +53,7 @@ async def responses(serve):
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*says):
-            session = Session(*says)
+            session = Session(*says, tokenizer=byte_tokenizer())
             api = await serve(session)
             client = openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
             return session, api, (await stack.enter_async_context(client)).responses
@@ -62,7 +67,7 @@ async def messages(serve):
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(*says):
-            session = Session(*says)
+            session = Session(*says, tokenizer=byte_tokenizer())
             api = await serve(session)
             return session, api, (await stack.enter_async_context(claude(api))).messages
 
@@ -84,7 +89,7 @@ async def collected(events) -> list:
 async def test_a_response_is_what_the_policy_sampled(responses):
     session, _, client = await responses("4")
     done = await client.create(model="m", input="2+2?", instructions="Be brief.", temperature=0.3, store=False)
-    assert session.prompts == ["Be brief.\n\n2+2?"]
+    assert session.prompts == ["system Be brief.user 2+2?assistant "]
     assert (done.output_text, done.status, done.model, done.instructions) == ("4", "completed", "m", "Be brief.")
     assert (done.usage.output_tokens, done.usage.total_tokens) == (2, done.usage.input_tokens + 2)
 
@@ -129,7 +134,7 @@ async def test_a_streamed_response_has_the_same_parts(responses):
         [event.text for event in events if event.type == "response.output_text.done"],
         "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta"),
     )
-    assert (said.content[0].text, call.name, done.usage.input_tokens) == ("fair:", "weather", len(session.prompts[0]))
+    assert (said.content[0].text, call.name, done.usage.input_tokens) == ("fair:", "weather", prompt_tokens(session))
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "clear sky"}
     how = {"model": "m", "tools": [FUNCTION], "previous_response_id": done.id}
     assert (await client.create(input=[result], **how)).output_text == "4"
@@ -174,10 +179,10 @@ async def test_a_message_is_what_the_policy_sampled(messages):
     system = [{"type": "text", "text": "x-anthropic-billing-header: cch=1"}, {"type": "text", "text": "Be brief."}]
     how = {"model": "m", "max_tokens": 9, "extra_body": {"temperature": 0.3}}
     done = await client.create(system=system, messages=[user("2+2?")], **how)
-    assert session.prompts == ["Be brief.\n\n2+2?"]
+    assert session.prompts == ["system Be brief.user 2+2?assistant "]
     assert ([block.to_dict() for block in done.content], done.model) == ([{"type": "text", "text": "4"}], "m")
     assert (done.stop_reason, done.stop_sequence, done.role) == ("end_turn", None, "assistant")
-    assert (done.usage.input_tokens, done.usage.output_tokens) == (len(session.prompts[0]), 2)
+    assert (done.usage.input_tokens, done.usage.output_tokens) == (prompt_tokens(session), 2)
 
 
 async def test_the_uses_and_results_of_tools_are_turns_of_one_conversation(messages):
@@ -199,7 +204,8 @@ async def test_the_uses_and_results_of_tools_are_turns_of_one_conversation(messa
     given += [{"role": "assistant", "content": done.content}, {"role": "system", "content": "Be kind."}, user("Sure?")]
     assert (await client.create(messages=given, **how)).content[0].text == "Yes."
     said = session.tokenizer.decode(session.trajectory(1.0).tokens, skip_special_tokens=True)
-    assert said.endswith("clear skyno such citySo?Sunny.Be kind.Sure?Yes.")
+    results = "tool clear skytool no such cityuser So?"
+    assert said.endswith(f"{results}assistant Sunny.system Be kind.user Sure?assistant Yes.")
     assert len(session.calls) == 3
 
 
@@ -210,7 +216,8 @@ async def test_a_streamed_message_has_the_same_parts(messages):
         done = await stream.get_final_message()
     said, use = done.content
     assert (said.text, use.name, use.input, done.stop_reason) == ("fair:", "weather", {"city": "Köln"}, "tool_use")
-    assert (done.usage.input_tokens, done.usage.output_tokens) == (len(session.prompts[0]), len("fair: " + CALL) + 1)
+    sampled = len(("fair: " + CALL).encode()) + 1
+    assert (done.usage.input_tokens, done.usage.output_tokens) == (prompt_tokens(session), sampled)
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "clear sky"}
     given = [user("Weather?"), {"role": "assistant", "content": done.content}, user([result])]
     events = await collected(await client.create(messages=given, stream=True, **how))
@@ -304,9 +311,9 @@ def replies() -> dict:
     response = ResponsesRequest(input="?", stream=True)
     message = MessagesRequest(messages=[user("?")], stream=True)
     return {
-        "chat": ChatReply(chat, Session.tokenizer),
+        "chat": ChatReply(chat, Session().tokenizer),
         "response": ResponseReply(response, {}),
-        "message": MessageReply(message, Session.tokenizer),
+        "message": MessageReply(message, Session().tokenizer),
     }
 
 

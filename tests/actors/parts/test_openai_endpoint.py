@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -14,14 +15,17 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
+from helpers import processes_mentioning
 from scripted_policy import END, Recorded, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from actors.parts import openai_endpoint
 from actors.parts.openai_endpoint import OpenAIEndpoint
 from actors.runtime.actor import Signal
-from areal.config import UserError
+from areal.config import DataConfig, UserError
+from areal.data import verifiers_tasks
 from areal.data.rows import Row
+from areal.data.sources import open_source
 from areal.workflows.agents import AgentFailed, agent
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.conversation import Generation
@@ -58,7 +62,12 @@ class Policy(Recorded):
         self.scored: list[str] = []
         self.busy = self.stopped = 0
         self.changed = Signal()
-        self._endpoint = OpenAIEndpoint("policy", "127.0.0.1", parsers)
+        self._endpoint = OpenAIEndpoint("policy", "127.0.0.1")
+        self._parsers = parsers or Parsers(tokenizer)
+
+    @property
+    def parsers(self) -> Parsers:
+        return self._parsers
 
     async def generate(self, tokens, max_new_tokens=None, keep=None) -> Generation:
         self.prompts.append(self.tokenizer.decode(tokens))
@@ -533,3 +542,70 @@ async def test_an_agent_of_a_library_needs_another_base_url_only(opened, protoco
         done = await library.Runner.run(guide, "Weather?")
     assert (done.final_output, asked) == ("Sunny.", ["Köln"])
     assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
+
+
+PRICES = """
+import verifiers.v1 as vf
+
+
+class PriceTools(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    async def price(self, fruit: str) -> int:
+        return {"fig": 7}[fruit]
+
+
+class Price(vf.Task):
+    @vf.reward
+    async def told(self, trace) -> float:
+        return {"7": 1.0}[trace.last_reply]
+
+    @classmethod
+    def toolsets(cls, config):
+        return [PriceTools(vf.ToolsetConfig())]
+
+
+class Prices(vf.Taskset[Price]):
+    def load(self):
+        yield Price(vf.TaskData(prompt="Say 7."), self.config.task)
+        yield Price(vf.TaskData(prompt="How much is a fig?"), self.config.task)
+
+
+__all__ = ["Prices"]
+if __name__ == "__main__":
+    PriceTools.run()
+"""
+
+
+@pytest.fixture
+def priced(monkeypatch, tmp_path):
+    """A row of a task set of verifiers, with the policy's call of the task's tool."""
+    if not verifiers_tasks.has_tasks():
+        pytest.skip("verifiers 0.4 is not installed")
+    (tmp_path / "prices.py").write_text(PRICES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the tools' process
+    source = open_source(DataConfig(source="verifiers:prices", eval_size=0), seed=0)
+    row = next(row for row in map(source.row, range(2)) if row.prompt == "How much is a fig?")
+    return row, '<tool_call>{"name": "price_tools_price", "arguments": {"fruit": "fig"}}</tool_call>'
+
+
+async def test_a_task_of_verifiers_is_done_with_its_tools_and_scored_by_its_reward(tokenizer, priced):
+    row, call = priced
+    policy = Policy(tokenizer, call, "7")
+    done = await resolve_workflow("verifiers", {})(policy, row)
+    assert "tools price_tools_price<end><start>user How much is a fig?" in policy.prompts[0]
+    assert policy.prompts[1].endswith("<start>tool 7<end><start>assistant ")
+    assert (done.reward, int(done.sampled.sum())) == (1.0, len(call) + len("7") + 2)
+
+
+async def test_a_task_of_verifiers_that_fails_is_no_score(tokenizer, priced):
+    row, _ = priced
+    with pytest.raises(RuntimeError, match="task set 'prices': .*KeyError: '8'"):
+        await resolve_workflow("verifiers", {})(Policy(tokenizer, "8"), row)
+
+
+async def test_a_task_of_verifiers_has_a_time_limit_and_leaves_no_program(tokenizer, priced):
+    row, _ = priced
+    with pytest.raises(AgentFailed, match="did not end within"):
+        await resolve_workflow("verifiers", {"timeout_seconds": 12})(Policy(tokenizer, None), row)
+    assert not processes_mentioning("prices")

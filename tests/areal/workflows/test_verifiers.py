@@ -1,4 +1,4 @@
-"""Environments of the verifiers library, where that is installed."""
+"""Environments of the verifiers library (0.1), where that is installed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import sys
 import types
 
 import pytest
-from scripted_policy import Session
+from scripted_policy import Session, byte_tokenizer
 
 from areal.config import DataConfig, UserError
+from areal.data import verifiers_tasks
 from areal.data.sources import open_source
 from areal.workflows.builtin import resolve_workflow
 
-installed = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed")
+is_installed = importlib.util.find_spec("verifiers") is not None
+installed = pytest.mark.skipif(not is_installed or verifiers_tasks.has_tasks(), reason="verifiers 0.1 is not installed")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed")
+@pytest.mark.skipif(is_installed, reason="verifiers is installed")
 def test_without_the_library_the_user_is_told_how_to_install_it():
     with pytest.raises(UserError, match="pip install 'verifiers"):
         open_source(DataConfig(source="verifiers:echo-twice"), seed=0)
@@ -55,6 +57,48 @@ async def test_an_environment_plays_with_the_policy_and_scores_by_its_own_rubric
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.fixture
+def shop(monkeypatch):
+    """An environment with a tool: the policy has to ask for the price and to tell it."""
+    import verifiers
+    from datasets import Dataset
+
+    def price(fruit: str) -> int:
+        """The price of a fruit."""
+        return {"fig": 7}[fruit]
+
+    async def told(completion) -> float:
+        return float(completion[-1]["content"] == "7")
+
+    def load_environment():
+        rows = Dataset.from_list([{"question": "How much is a fig?"}])
+        return verifiers.ToolEnv(tools=[price], max_turns=4, dataset=rows, rubric=verifiers.Rubric(funcs=[told]))
+
+    monkeypatch.setitem(sys.modules, "shop", types.SimpleNamespace(load_environment=load_environment))
+
+
+@installed
+async def test_the_policy_calls_the_tools_of_an_environment_and_is_told_their_errors(shop):
+    row = open_source(DataConfig(source="verifiers:shop", eval_size=0), seed=0).row(0)
+    calls = [
+        f'<tool_call>{{"name": "price", "arguments": {{"fruit": "{fruit}"}}}}</tool_call>' for fruit in ("x", "fig")
+    ]
+    session = Session(f"Let me see. {calls[0]}", calls[1], "7", tokenizer=byte_tokenizer())
+    done = await resolve_workflow("verifiers", {})(session, row)
+    assert session.prompts[0] == "tools priceuser How much is a fig?assistant "
+    assert session.prompts[1].endswith("</tool_call>tool 'x'assistant ")
+    assert session.prompts[2].endswith("</tool_call>tool 7assistant ")
+    assert done.reward == 1.0
+    assert session.tokenizer.decode(done.tokens[done.sampled]).count("<end>") == 3
+
+
+@installed
+async def test_a_tokenizer_whose_template_shows_no_tools_is_refused(shop):
+    row = open_source(DataConfig(source="verifiers:shop", eval_size=0), seed=0).row(0)
+    with pytest.raises(ValueError, match="shows it no tools"):
+        await resolve_workflow("verifiers", {})(Session("7"), row)
+
+
 @installed
 async def test_an_environment_that_fails_is_no_score(echo_twice):
     source = open_source(DataConfig(source="verifiers:echo-twice", options={"count": 3}, eval_size=0), seed=0)
@@ -62,7 +106,7 @@ async def test_an_environment_that_fails_is_no_score(echo_twice):
         await resolve_workflow("verifiers", {})(Session(), source.row(0))
 
 
-@installed
+@pytest.mark.skipif(not is_installed, reason="verifiers is not installed")
 def test_an_environment_that_does_not_load_is_a_mistake_of_the_users():
     with pytest.raises(UserError, match="does not load"):
         open_source(DataConfig(source="verifiers:no-such-thing"), seed=0)

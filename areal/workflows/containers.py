@@ -1,0 +1,145 @@
+"""Episodes in a container: `environment: docker:IMAGE` or `podman:IMAGE`. The policy runs shell commands in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import shutil
+import subprocess
+import uuid
+from collections.abc import Mapping, Sequence
+
+from areal.config import UserError
+from areal.data.rows import Prompt, Row
+from areal.processes import tied
+
+_COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
+# What a container does: it tells that it is there, and ends with the process that holds its standard input.
+_WAITS = "echo; exec cat > /dev/null"
+_WRITES = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
+# How long a container may take to be removed.
+END_SECONDS = 30.0
+
+
+class Container:
+    """One episode. Each turn's first ```bash block is run, and its output is what the policy sees next. A turn without
+    a block is the last: `command` then decides by its exit status whether the reward is 1 or 0.
+
+    The row's field `files` (contents by path) is written before the first turn, its field `tests` before `command`.
+    network, memory, cpus, processes: what the container may use. arguments: more for `run`. timeout_seconds: the most
+    that the start, and each command, may take.
+    """
+
+    def __init__(
+        self, program: str, image: str, *, command: str, network: str = "none", memory: str = "1g", cpus: float = 1.0,
+        processes: int = 256, arguments: Sequence[str] = (), max_output: int = 4000, timeout_seconds: float = 60.0,
+    ) -> None:  # fmt: skip
+        self._program, self._image, self._command = program, image, command
+        self._limits = [
+            f"--network={network}", f"--memory={memory}", f"--memory-swap={memory}", f"--cpus={cpus}",
+            f"--pids-limit={processes}", "--cap-drop=ALL", "--security-opt=no-new-privileges", *arguments,
+        ]  # fmt: skip
+        self._max_output = max_output
+        self._timeout = timeout_seconds
+        self._name = f"areal-{uuid.uuid4().hex}"
+        self._container: asyncio.subprocess.Process | None = None
+
+    def rehearse(self) -> None:
+        """Look for the program and the image. Raises UserError."""
+        named = f"The environment '{self._program}:{self._image}'"
+        if not shutil.which(self._program):
+            raise UserError(f"{named} needs {self._program}, which is not installed here: install it.")
+        look = [self._program, "image", "inspect", self._image]
+        try:
+            looked = subprocess.run(look, capture_output=True, text=True, check=False, timeout=self._timeout)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{named}: {self._program} does not answer within {self._timeout:g} s.") from None
+        if looked.returncode:
+            reason = looked.stderr.strip().rpartition("\n")[2]
+            raise UserError(
+                f"{named} cannot be started ({reason}): pull the image, or start {self._program}'s service."
+            )
+
+    async def reset(self, row: Row) -> Prompt:
+        """Start the container. Returns the row's prompt. Raises RuntimeError, TimeoutError."""
+        run = ["run", "--interactive", "--rm", f"--name={self._name}", "--entrypoint=sh", *self._limits, self._image]
+        self._container = await asyncio.create_subprocess_exec(
+            *tied(self._program, *run, "-c", _WAITS),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        assert self._container.stdout is not None and self._container.stderr is not None  # they are pipes
+        try:
+            async with asyncio.timeout(self._timeout):
+                started = await self._container.stdout.readline()
+                reason = b"" if started else await self._container.stderr.read()
+        except TimeoutError:
+            raise TimeoutError(f"{self._image} did not start within timeout_seconds ({self._timeout:g} s)") from None
+        if not started:
+            raise RuntimeError(
+                f"{self._program} does not start {self._image}: {reason.decode(errors='replace').strip()}"
+            )
+        self._tests = row.fields.get("tests") or {}
+        if not await self._written(row.fields.get("files") or {}):
+            raise RuntimeError(f"{self._image}: the row's files cannot be written")
+        return row.prompt
+
+    async def step(self, action: str) -> tuple[str, float, bool]:
+        """Raises RuntimeError if the container is lost."""
+        found = _COMMAND.search(action)
+        if found:
+            status, output = await self._run(found[1])
+            return f"```output\n{output}\n```\nexit status: {status}", 0.0, False
+        passed = await self._written(self._tests) and (await self._run(self._command))[0] == "0"
+        return "", float(passed), True
+
+    async def close(self) -> None:
+        """End the container, with all that runs in it."""
+        if self._container is None:
+            return
+        assert self._container.stdin is not None  # it is a pipe
+        self._container.stdin.close()
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await self._container.wait()
+        except TimeoutError:
+            self._container.kill()
+            await _quietly(self._program, "rm", "--force", self._name)
+
+    async def _written(self, files: Mapping[str, str | None]) -> bool:
+        """Whether all files could be written. Tables of rows have None for the files of other rows."""
+        given = [(path, text.encode()) for path, text in files.items() if text is not None]
+        return all([(await self._run(_WRITES, path, given=text))[0] == "0" for path, text in given])
+
+    async def _run(self, code: str, *arguments: str, given: bytes = b"") -> tuple[str, str]:
+        """The exit status of shell code, or that it was killed, and what it printed, cut. Raises RuntimeError."""
+        process = await asyncio.create_subprocess_exec(
+            self._program, "exec", "--interactive", self._name, "sh", "-c", code, "sh", *arguments,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None  # they are pipes
+        printed, status = bytearray(), f"killed after {self._timeout:g} s"
+        try:
+            async with asyncio.timeout(self._timeout):
+                process.stdin.write(given)
+                process.stdin.close()
+                while part := await process.stdout.read(65536):
+                    printed += part[: 4 * self._max_output - len(printed)]
+                status = str(await process.wait())
+        except TimeoutError:
+            # All but its first process, which the kernel spares.
+            await _quietly(self._program, "exec", self._name, "sh", "-c", "kill -9 -1")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        if self._container is None or self._container.returncode is not None:
+            raise RuntimeError(f"the container of {self._image} has ended")
+        text = printed.decode(errors="replace").strip()
+        return status, text if len(text) <= self._max_output else f"{text[: self._max_output]}\n[more]"
+
+
+async def _quietly(*command: str) -> None:
+    """Run a command of the container program to its end. Raises TimeoutError."""
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    async with asyncio.timeout(END_SECONDS):
+        await process.wait()
