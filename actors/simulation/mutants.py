@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
-from actors import generator
+from actors import generator, rollout_manager
 from actors.generator import Generator
 from actors.master import Master
 from actors.parts.jobs import Sequences
@@ -24,7 +25,7 @@ from actors.trainer import Trainer
 from areal.staleness.ledger import Ledger
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
-from areal.trajectory import Group
+from areal.trajectory import Branch, Group, Trajectory, columns, paths
 from protocols.codec import Frame, decode_header, encode_header
 from protocols.messages import AskRecovery, Done, GroupStarted, JobFailed, KeepAlive, Message, Recovery, TokenColumns
 from protocols.transport import STREAM_SILENCE_SECONDS, Peer, Server
@@ -160,6 +161,28 @@ def tokens_twice_after_a_break() -> AbstractContextManager[None]:
         await leave(call, generator, error)
 
     return replaced(Call, _leave=leave_with_more)
+
+
+def shared_tokens_trained_twice() -> AbstractContextManager[None]:
+    """A branch has the sampled tokens that it shares as its own, too."""
+
+    def sequences(sample: Trajectory) -> Iterator[Trajectory]:
+        for path in paths(sample.branches or (Branch(0, len(sample)),)):
+            yield replace(
+                sample, tokens=sample.tokens[path], logprobs=sample.logprobs[path], versions=sample.versions[path],
+                returns=None, branches=(),
+            )  # fmt: skip
+
+    return replaced(Trajectory, sequences=sequences)
+
+
+def branches_lost_on_the_way() -> AbstractContextManager[None]:
+    """A group arrives at the trainer as if each of its samples were one conversation."""
+
+    def flat(samples: Sequence[Trajectory]) -> dict[str, Any]:
+        return {name: column for name, column in columns(samples).items() if not name.startswith("branch")}
+
+    return replaced(rollout_manager, columns=flat)
 
 
 def hold_ignored() -> AbstractContextManager[None]:
@@ -350,6 +373,8 @@ MUTANTS: dict[str, Mutant] = {
     "no wait for the write": no_wait_for_the_write,
     "checkpoint before it is written": checkpoint_reported_before_it_is_written,
     "tokens twice after a break": tokens_twice_after_a_break,
+    "shared tokens trained twice": shared_tokens_trained_twice,
+    "branches lost on the way": branches_lost_on_the_way,
     "start versions not reported": start_versions_not_reported,
     "min_version stays": min_version_stays,
     "rejected payloads kept": rejected_payloads_kept,

@@ -29,8 +29,8 @@ class StepResult:
     effective_sample_size: (sum w)^2 / (n sum w^2), the equivalent number of equally weighted tokens as a share of n.
     kl_behaviour: KL(pi_behav || pi_prox), nats per token. kl_reference: KL(pi_prox || pi_ref) (k3), nats per token, or
     None. token_staleness_mean: versions between a token's sampling and this step.
-    tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch. tokens_computed: tokens that the
-    model computed, where a prefix tree computes shared tokens once.
+    tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch, of each branch of a sample.
+    tokens_computed: tokens that the model computed, where a prefix tree computes shared tokens once.
     tflops: TFLOP/s of one device (areal.training.flops) over the seconds below, mean over the ranks. mfu: `tflops` as a
     share of what the device can do at most; None if that is not known.
     The seconds are those of the rank that returns this, in practice rank 0. forward_seconds includes the passes for
