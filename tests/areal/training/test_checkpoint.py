@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from helpers import made_once
 from safetensors.torch import load_file
 from tiny_training import (
     TEMPERATURE,
@@ -55,9 +56,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", params=["some cases", pytest.param("all cases", marks=pytest.mark.slow)])
 def four_ranks(request, folder, tmp_path_factory):
     """What `save_and_load` wrote on four ranks, and the cases."""
-    out, cases = tmp_path_factory.mktemp("four"), SHORT if request.param == "some cases" else tuple(CASES)
-    run_worker(__file__, "save_and_load", folder, out, *cases, ranks=RANKS)
-    return out, cases
+    cases = SHORT if request.param == "some cases" else tuple(CASES)
+
+    def make(out):
+        run_worker(__file__, "save_and_load", folder, out, *cases, ranks=RANKS)
+
+    return made_once(tmp_path_factory, f"four ranks, {request.param}", make), cases
 
 
 def test_each_rank_writes_and_reads_a_quarter(four_ranks):

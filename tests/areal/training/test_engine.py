@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import made_once
 from safetensors.torch import load_file, save_file
 from tiny_training import (
     TEMPERATURE,
@@ -109,8 +110,7 @@ def test_gradients_are_the_same_when_samples_share_tokens(engine_of, folder, cap
     assert (result.tokens_computed < result.tokens_total) == (prefix_tree and cap > 1)
 
 
-@pytest.mark.parametrize("cap", [1, 40, 10_000])
-@pytest.mark.parametrize("prefix_tree", [True, False])
+@pytest.mark.parametrize(("cap", "prefix_tree"), [(40, True), (10_000, True), (10_000, False)])
 def test_gradients_of_branched_samples_are_those_of_each_branch_alone(engine_of, folder, cap, prefix_tree):
     batch = make_forest()
     result, gradients = step_and_gradients(engine_of(max_tokens_per_microbatch=cap, prefix_tree=prefix_tree), batch)
@@ -312,9 +312,10 @@ ON_TWO_RANKS = ("zero0", "zero3", "bf16-zero1", "bf16-adapters-zero3")
 @pytest.fixture(scope="module", params=["some cases", pytest.param("all cases", marks=pytest.mark.slow)])
 def two_ranks(request, folder, tmp_path_factory):
     """What `work` wrote on two ranks."""
-    out = tmp_path_factory.mktemp("two")
-    run_worker(__file__, folder, out, *(ON_TWO_RANKS if request.param == "some cases" else CASES), ranks=2)
-    return out
+    cases = ON_TWO_RANKS if request.param == "some cases" else CASES
+    return made_once(
+        tmp_path_factory, f"two ranks, {request.param}", lambda out: run_worker(__file__, folder, out, *cases, ranks=2)
+    )
 
 
 def checkpoints(folder):
