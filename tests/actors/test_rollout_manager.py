@@ -35,11 +35,17 @@ async def strange(session, row):
 class Episode(scripted_policy.Session):
     in_workflow = staticmethod(contextlib.nullcontext)
 
+    def close(self) -> None:
+        pass
+
 
 class Session:
     """In the place of a sample's session, which these workflows do not use."""
 
     in_workflow = staticmethod(contextlib.nullcontext)
+
+    def close(self) -> None:
+        pass
 
 
 def alone(role, overlong_tokens=0, workflow=workflow):

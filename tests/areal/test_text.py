@@ -14,7 +14,7 @@ from areal.rewards.code_tests import continued, program_in, same_output
 from areal.rewards.functions import exact_match
 from areal.rewards.math_answers import final_number
 from areal.text import python_call, shown
-from areal.workflows.openai_api import _cut, _tool_calls
+from areal.workflows.parsers import cut
 
 # What the functions are to find, as regular expressions, which take time beyond all bounds on some texts.
 PYTHON = re.compile(r"```python\s*\n(.*?)```|<tool>(.*?)</tool>", re.DOTALL)
@@ -42,8 +42,7 @@ READERS = {
     "final_number": final_number,
     "final_number, boxed": lambda text: final_number("\\boxed{5}" + text + "$"),
     "final_number, in a formula": lambda text: final_number(text + "$\\boxed{5}$" + text + "}"),
-    "tool calls": lambda text: _tool_calls(text, 0),
-    "stops": lambda text: _cut(text, ["stop"] * 16),
+    "stops": lambda text: cut(text, ["stop"] * 16),
     "addition": lambda text: addition.reward("a12=", text, {"answer": "3"}),
     "exact_match": lambda text: exact_match("", text, {"answer": "3"}),
     "shown": shown,
