@@ -25,6 +25,7 @@ def test_each_experiment_but_that_which_the_paper_lacks_is_in_a_table():
     assert {name for names in TABLES.values() for name in names} == {*FILES} - {"gsm8k-llama3"}
 
 
+@pytest.mark.slow
 def test_a_miniature_runs_and_its_table_is_printed(tmp_path):
     script = Path(__file__).with_name("paper_mini.py")
     done = subprocess.run(
