@@ -316,8 +316,6 @@ class Evaluator(Sampler):
         except SampleFailed as error:
             log.warning("not scored", row=row.index, error=str(error))
             return None
-        finally:
-            session.close()
         if other := set(done.versions[done.sampled].tolist()) - {version}:
             raise NotExact(f"the evaluation of version {version} received tokens of versions {sorted(other)}")
         return done

@@ -99,6 +99,11 @@ class Trajectory:
         """bool [T]: the tokens that the policy sampled."""
         return self.versions != NOT_SAMPLED
 
+    @property
+    def credits(self) -> np.ndarray:
+        """float64 [T]: what each token is credited with."""
+        return np.full(len(self), self.reward) if self.returns is None else self.returns
+
     def sequences(self) -> Iterator[Trajectory]:
         """Each branch as a trajectory without branches, from its first token on. Only the branch that owns a sampled
         token has it as sampled."""
@@ -133,6 +138,12 @@ def paths(branches: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
         yield path
 
 
+def common(one: np.ndarray, other: np.ndarray) -> int:
+    """The number of first tokens that two sequences have in common."""
+    length = min(len(one), len(other))
+    return int(np.append(one[:length] != other[:length], True).argmax())
+
+
 def columns(samples: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     """The samples as arrays, in which they follow each other. `trajectories` is the inverse.
 
@@ -147,7 +158,7 @@ def columns(samples: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         **{name: np.concatenate([getattr(t, name) for t in samples]) for name in ("tokens", "logprobs", "versions")},
     }
     if any(t.returns is not None for t in samples):
-        found["returns"] = np.concatenate([_returns(t) for t in samples])
+        found["returns"] = np.concatenate([t.credits for t in samples])
     if any(t.branches for t in samples):
         branches = [branch for t in samples for branch in t.branches]
         found["branch_counts"] = np.array([len(t.branches) for t in samples], np.int32)
@@ -174,10 +185,6 @@ def trajectories(found: Mapping[str, np.ndarray]) -> Iterator[Trajectory]:
         *arrays, found["rewards"].tolist(), found["cut"].tolist(), branches, returns, strict=True
     ):
         yield Trajectory(tokens, logprobs, versions, reward, "length" if cut else "stop", its, own)
-
-
-def _returns(sample: Trajectory) -> np.ndarray:
-    return np.full(len(sample), sample.reward) if sample.returns is None else sample.returns
 
 
 def _check_branches(branches: Sequence[Branch], tokens: int) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from areal.trajectory import NOT_SAMPLED, Group, Trajectory, paths
+from areal.trajectory import NOT_SAMPLED, Group, Trajectory, common, paths
 
 log = structlog.get_logger()
 
@@ -89,13 +89,12 @@ class FlatBatch:
         versions = np.concatenate([t.versions for t in own]).astype(np.int32)
         for n in np.flatnonzero(versions[lengths.cumsum() - lengths] != NOT_SAMPLED):
             raise ValueError(f"group {groups[members[n].group].id}: a sample without a prompt cannot be trained")
-        returns = [np.full(len(t), t.reward) if t.returns is None else t.returns for t in own]
-        alike = all(t.returns is None for t in own)
+        differ = any(t.returns is not None for t in own)
         return cls(
             tokens=np.concatenate([t.tokens for t in own]).astype(np.int32),
             logprobs=np.concatenate([t.logprobs for t in own]).astype(np.float32),
             versions=versions,
-            returns=np.zeros(0) if alike else np.concatenate(returns),
+            returns=np.concatenate([t.credits for t in own]) if differ else np.zeros(0),
             lengths=lengths,
             shared=_shared(members) if prefix_tree else np.zeros_like(lengths),
             samples=np.array([member.sample for member in members], dtype=np.int32),
@@ -151,12 +150,10 @@ class _Member(NamedTuple):
 
 def _shared(members: Sequence[_Member]) -> np.ndarray:
     """`FlatBatch.shared`."""
-    counts = [0]
-    for one, other in pairwise(members):
-        length = min(len(one.own), len(other.own)) if one.group == other.group else 0
-        same = np.append(one.own.tokens[:length] == other.own.tokens[:length], False)
-        counts.append(int(same.argmin()))
-    return np.array(counts, dtype=np.int32)
+    counts = (
+        common(one.own.tokens, other.own.tokens) if one.group == other.group else 0 for one, other in pairwise(members)
+    )
+    return np.array([0, *counts], dtype=np.int32)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from areal.trajectory import Trajectory
 from areal.workflows import environments, mcp_tools, verifiers_agent, verifiers_policy
 from areal.workflows.agents import agent
 from areal.workflows.agents import check as check_agent
-from areal.workflows.conversation import Conversation, Keep, Message, begin, check_shown, keep_until, user
+from areal.workflows.conversation import Conversation, Keep, Message, begin, check_shown, keep_until, messages_of, user
 from areal.workflows.openai_api import ChatRequest, ChatSession
 from areal.workflows.session import Session
 
@@ -102,7 +102,7 @@ async def tools(
     at most `max_output` characters). The first turn without a call is scored, or else the last of `max_turns`."""
     answer = ""
     async with mcp_tools.opened(servers, timeout_seconds) as offered:
-        messages = [user(row.prompt)] if isinstance(row.prompt, str) else list(row.prompt)
+        messages = messages_of(row.prompt)
         check_shown(session.tokenizer, messages, offered.shown)
         chat = ChatSession(session)
         for left in reversed(range(max_turns)):

@@ -178,9 +178,12 @@ class Conversation:
 def begin(tokenizer: Any, prompt: Prompt) -> tuple[Conversation, list[Message]]:
     """A new conversation and its first messages. Messages are rendered by the tokenizer's chat template, if it has one.
     If the prompt is text, it is used as it is, and so are all later messages."""
-    plain = isinstance(prompt, str)
-    messages: list[Message] = [user(prompt)] if isinstance(prompt, str) else list(prompt)
-    return Conversation(tokenizer, plain=plain), messages
+    return Conversation(tokenizer, plain=isinstance(prompt, str)), messages_of(prompt)
+
+
+def messages_of(prompt: Prompt) -> list[Message]:
+    """The prompt as messages. A text is one of the user."""
+    return [user(prompt)] if isinstance(prompt, str) else list(prompt)
 
 
 def check_shown(tokenizer: Any, messages: Sequence[Message], tools: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areal.config import Credit
-from areal.trajectory import Branch, Trajectory
+from areal.trajectory import Branch, Trajectory, common
 from areal.workflows.conversation import Generation, not_sampled
 
 
@@ -31,12 +31,10 @@ class _Path:
 
 
 class Forest:
-    """See the module. `calls`: the answers, in the order in which they came. `branched`: how many of these calls began
-    a branch beside earlier ones."""
+    """See the module. `calls`: the answers, in the order in which they came."""
 
     def __init__(self) -> None:
         self.calls: list[Generation] = []
-        self.branched = 0
         self._rewards: dict[int, float] = {}
         self._paths: list[_Path] = []
 
@@ -46,7 +44,6 @@ class Forest:
             return
         path, shared = self._longest(prompt)
         if path is None or shared < len(path.tokens):
-            self.branched += bool(self._paths)
             path = self._branch(path, prompt[:shared])
         new = prompt[shared:]
         path.pieces += [not_sampled(new), sampled]
@@ -92,11 +89,7 @@ class Forest:
         """The path with most tokens at the beginning of the prompt, and how many they are."""
         best, most = None, 0
         for path in reversed(self._paths):
-            length = min(len(path.tokens), len(prompt))
-            if length <= most:
-                continue
-            differs = np.append(path.tokens[:length] != prompt[:length], True)
-            if (same := int(differs.argmax())) > most:
+            if len(path.tokens) > most and (same := common(path.tokens, prompt)) > most:
                 best, most = path, same
         return best, most
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -115,7 +116,7 @@ class ChatSession:
         self._session = session
         self.tokenizer = session.tokenizer
         self._parsers = session.parsers
-        self._known: dict[bytes, Conversation] = {}  # after each answer, by the digest of all messages
+        self._known: dict[bytes, Conversation] = {}  # after each answer, by the digest of all messages and the tools
         self._answers: dict[str, Generation] = {}
         self._tool_calls: set[str] = set()  # their ids
         self.last_text = ""
@@ -130,7 +131,8 @@ class ChatSession:
         complete to be parsed. Raises ApiError, or what the session raised: the sample has then failed."""
         await self._check(request.offered)
         messages = [_message(raw) for raw in request.messages]
-        talk, prompt = self._prompt(messages, request.offered)
+        digests = list(accumulate(messages, _digest, initial=json.dumps(request.offered).encode()))
+        talk, prompt = self._prompt(messages, request.offered, digests)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         keep = keep_until_text(self.tokenizer, stops) if stops else None
         if on_text and not self._parsers.reads(request.offered):
@@ -140,8 +142,7 @@ class ChatSession:
             return Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
         read = await self._read(sampled, request, stops)
         message = _shown(read)
-        talk.add(sampled, _message(message))
-        self._known[_digests(talk.messages, request.offered)[-1]] = talk
+        self._known[_digest(digests[-1], talk.add(sampled, _message(message)))] = talk
         self._answers[name] = sampled
         self.last_text = message["content"] or ""
         finish = "stop" if read.stopped else "tool_calls" if "tool_calls" in message else sampled.finish
@@ -158,10 +159,11 @@ class ChatSession:
         self._session.reward(sampled, value)
         self.rewarded = True
 
-    def _prompt(self, messages: list[Json], tools: list[Json] | None) -> tuple[Conversation, list[int]]:
+    def _prompt(
+        self, messages: list[Json], tools: list[Json] | None, digests: list[bytes]
+    ) -> tuple[Conversation, list[int]]:
         """The conversation that the messages continue, and the tokens of the prompt. Raises ApiError if the messages
         cannot be rendered and encoded."""
-        digests = _digests(messages, tools)
         known = next((talk for digest in reversed(digests) if (talk := self._known.get(digest))), None)
         if known is not None:
             with contextlib.suppress(Exception):  # of templates that do not show the last answer, for example
@@ -195,15 +197,10 @@ class ChatSession:
         return read
 
 
-def _digests(messages: Sequence[Json], tools: list[Json] | None) -> list[bytes]:
-    """For each assistant's message, a digest of the tools and of all messages up to it."""
-    so_far = blake2b(json.dumps(tools).encode(), digest_size=16)
-    found = []
-    for message in messages:
-        so_far.update(json.dumps(compared(message), sort_keys=True).encode())
-        if message["role"] == "assistant":
-            found.append(so_far.digest())
-    return found
+def _digest(before: bytes, message: Json) -> bytes:
+    """The digest of a message and of all before it, whose digest is `before`."""
+    told = json.dumps(compared(message), sort_keys=True).encode()
+    return blake2b(before + told, digest_size=16).digest()
 
 
 def _telling(tokenizer: Any, stops: Sequence[str], on_text: Callable[[str], None]) -> Keep:
@@ -215,7 +212,7 @@ def _telling(tokenizer: Any, stops: Sequence[str], on_text: Callable[[str], None
     def keep(tokens: np.ndarray) -> None:
         nonlocal told
         grown.add(tokens)
-        known, stopped = cut(grown.text, list(stops))
+        known, stopped = cut(grown.text, stops)
         end = len(known) if stopped else max(told, len(known) - hidden)
         if end > told:
             on_text(known[told:end])
@@ -267,14 +264,10 @@ class ChatReply:
         self.request = request
         self._tokenizer = tokenizer
         self._told = 0  # characters
-        self.name, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
-        if request.stream and self.names[1:]:
+        self._name, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+        self.names = [self._name, *(f"{self._name}-{index}" for index in range(1, request.n or 1))]
+        if request.stream and len(self.names) > 1:
             raise ApiError("several answers cannot be streamed: leave out n or stream")
-
-    @property
-    def names(self) -> list[str]:
-        """The ids of all answers: for further ones, the number of the choice is added."""
-        return [self.name, *(f"{self.name}-{index}" for index in range(1, self.request.n or 1))]
 
     def body(self, *answers: Answer) -> Json:
         choices = [
@@ -317,7 +310,7 @@ class ChatReply:
         return self._envelope("chat.completion.chunk") | {"choices": [choice]}
 
     def _envelope(self, kind: str) -> Json:
-        return {"id": self.name, "object": kind, "created": self._created, "model": self.request.model}
+        return {"id": self._name, "object": kind, "created": self._created, "model": self.request.model}
 
 
 def error_body(message: str, code: str | None) -> Json:

@@ -37,7 +37,7 @@ def _policy(session: Session) -> Any:
     async def get_response(self: Any, prompt: Any, model: str, *, tools: Any = None, **_: Any) -> Any:
         messages = [_openai(message.model_dump(exclude_none=True)) for message in prompt]
         shown = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in tools or []]
-        if shown:
+        if shown and not session.calls:
             check_shown(session.tokenizer, messages, shown)
         answer = await chat.complete(ChatRequest(messages=messages, tools=shown))
         if not len(answer.sampled.tokens):
@@ -60,11 +60,10 @@ def _policy(session: Session) -> Any:
 
 def _openai(message: dict[str, Any]) -> dict[str, Any]:
     """A message of the library in the form of OpenAI's API."""
-    if calls := message.get("tool_calls"):
-        named = ({"name": call["name"], "arguments": call["arguments"]} for call in calls)
-        wrapped = [
-            {"id": call["id"], "type": "function", "function": function}
-            for call, function in zip(calls, named, strict=True)
-        ]
-        return message | {"tool_calls": wrapped}
-    return message
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {"id": call["id"], "type": "function", "function": {key: call[key] for key in ("name", "arguments")}}
+        for call in message["tool_calls"]
+    ]
+    return message | {"tool_calls": calls}

@@ -48,30 +48,40 @@ async def serve():
 
 
 @pytest.fixture
-async def responses(serve):
-    """Opens a sample whose policy says the texts: (session, access, client.responses)."""
+async def opened(serve):
+    """Opens a sample whose policy says the texts, with a client that `make` makes: (session, access, client)."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*says):
+        async def start(make, *says):
             session = Session(*says, tokenizer=byte_tokenizer())
             api = await serve(session)
-            client = openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
-            return session, api, (await stack.enter_async_context(client)).responses
+            return session, api, await stack.enter_async_context(make(api))
 
         yield start
 
 
 @pytest.fixture
-async def messages(serve):
+def responses(opened):
+    """Opens a sample whose policy says the texts: (session, access, client.responses)."""
+
+    async def start(*says):
+        session, api, client = await opened(
+            lambda api: openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0), *says
+        )
+        return session, api, client.responses
+
+    return start
+
+
+@pytest.fixture
+def messages(opened):
     """Opens a sample whose policy says the texts: (session, access, client.messages)."""
-    async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*says):
-            session = Session(*says, tokenizer=byte_tokenizer())
-            api = await serve(session)
-            return session, api, (await stack.enter_async_context(claude(api))).messages
+    async def start(*says):
+        session, api, client = await opened(claude, *says)
+        return session, api, client.messages
 
-        yield start
+    return start
 
 
 def claude(api, **key) -> anthropic.AsyncAnthropic:

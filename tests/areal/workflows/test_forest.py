@@ -30,7 +30,7 @@ def forest_of(*calls: tuple[list[int], list[int]]) -> Forest:
 def test_a_conversation_that_only_grows_has_no_branches():
     forest = forest_of((PROMPT, [3, 4]), ([*PROMPT, 3, 4, 5], [6]), ([*PROMPT, 3, 4, 5, 6], [7]))
     done = forest.trajectory(1.0, "sample", 1.0)
-    assert (done.branches, done.returns, done.reward, done.finish, forest.branched) == ((), None, 1.0, "stop", 0)
+    assert (done.branches, done.returns, done.reward, done.finish) == ((), None, 1.0, "stop")
     assert done.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert done.versions.tolist() == [-1, -1, 0, 0, -1, 1, 2]
 
@@ -48,7 +48,6 @@ def test_branches_that_leave_a_path_later_come_first():
     assert done.branches == ((0, 6), (5, 2), (3, 2), (0, 2))
     paths = [one.tokens.tolist() for one in done.sequences()]
     assert paths == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9, 8], [1, 2, 3, 9, 8], [7, 7]]
-    assert forest.branched == 3
 
 
 def test_an_answer_without_tokens_counts_for_nothing():

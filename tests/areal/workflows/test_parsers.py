@@ -138,6 +138,13 @@ def test_a_turn_with_a_malformed_call_is_text_without_special_tokens(read, name,
     assert read(text, name) == Parsed(plain or text, None, [], False)
 
 
+def in_a_process(code: str) -> None:
+    """Run the code in a process of its own, to its end without an error."""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_tools_calls_are_text_and_vllm_is_not_imported():
     code = (
         "import sys, numpy as np; from test_parsers import Parsers, byte_tokenizer, turn;"
@@ -145,8 +152,7 @@ def test_without_tools_calls_are_text_and_vllm_is_not_imported():
         "assert Parsers(made).parse(turn(made, text), None).content == text;"
         "sys.exit('vllm' in sys.modules)"
     )
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}).returncode == 0
+    in_a_process(code)
 
 
 def test_the_import_of_vllm_starts_nothing_and_leaves_no_variables():
@@ -156,9 +162,7 @@ def test_the_import_of_vllm_starts_nothing_and_leaves_no_variables():
         "assert dict(os.environ) == before; assert not torch.cuda.is_initialized();"
         "import multiprocessing; assert not multiprocessing.active_children()"
     )
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    in_a_process(code)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
