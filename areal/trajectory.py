@@ -199,11 +199,13 @@ def _check_branches(branches: Sequence[Branch], tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and its G samples: the unit of admission, readiness and training."""
+    """A prompt and its G samples: the unit of admission, readiness and training. `notes`: what nobody trains on, see
+    areal.storage.rollouts."""
 
     id: str
     prompt_index: int
     trajectories: tuple[Trajectory, ...]
+    notes: str = ""
 
     @property
     def start_version(self) -> int:

@@ -1,0 +1,321 @@
+"""Rollouts: the samples of a run with their fate, in Parquet files, rollouts/000001.parquet and so on.
+
+A row is a branch of a sample; most samples have one. `SCHEMA` has the columns, docs/observe.md explains them. A file is
+written whole, or not at all. The trained groups of a step are all in one file, so after a crash the newest step in the
+files says where to go on. The oldest files are removed once all together are larger than a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from areal.config import UserError
+from areal.trajectory import Branch, Group, Trajectory
+
+Fate = Literal["trained", "filtered", "discarded"]
+
+FOLDER = "rollouts"
+FORMAT_VERSION = 1
+ONE_OF = 16
+"""`sample` keeps one group of this many."""
+ROWS_AT_ONCE = 1024
+"""Rows of a row group."""
+LARGEST_FIELD = 16 << 10
+"""Bytes of a value of the data's row, as JSON. Longer ones are left out."""
+OTHERS_KNOWN = 10_000
+"""Ids of the newest groups that were not trained: one that arrives twice is added once."""
+_TEXT = pa.string()
+SCHEMA = pa.schema(
+    {
+        "step": pa.int32(),  # that trained it, as in metrics.jsonl; null if none did
+        "place": pa.int32(),  # of the group in the batch; null if it was not trained
+        "group": _TEXT,
+        "prompt_index": pa.int64(),
+        "sample": pa.int32(),  # its number in the group
+        "branch": pa.int32(),  # its number in the sample
+        "fate": _TEXT,  # trained, filtered or discarded
+        "reason": _TEXT,  # of what was not trained
+        "row": _TEXT,  # of the data, JSON
+        "prompt": _TEXT,  # up to the first sampled token
+        "completion": _TEXT,  # from there on
+        "turns": pa.int32(),  # pieces of sampled tokens
+        "prompt_tokens": pa.int32(),
+        "completion_tokens": pa.int32(),  # sampled ones
+        "reward": pa.float64(),
+        "reward_parts": _TEXT,  # JSON
+        "advantage": pa.float64(),  # mean over the sampled tokens in the loss
+        "finish": _TEXT,  # stop or length
+        "start_version": pa.int32(),  # oldest version of a sampled token in the sample
+        "staleness": pa.int32(),  # of the group; null if it was not trained
+        "generators": _TEXT,  # that sampled it, comma-separated
+        "began": pa.float64(),  # seconds since 1970
+        "seconds": pa.float64(),
+        "shared": pa.int32(),  # first tokens in common with the branch before
+        "tokens": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),  # of pi_behav, 0 where not sampled
+        "versions": pa.list_(pa.int32()),  # -1 where not sampled
+        "returns": pa.list_(pa.float64()),  # null if all tokens are credited with the reward
+        "proximal_logprobs": pa.list_(pa.float32()),  # 0 for tokens that are not in the loss; null if not trained
+        "advantages": pa.list_(pa.float32()),  # likewise
+    },
+    metadata={"areal_rollouts": str(FORMAT_VERSION)},
+)
+_DICTIONARY = ["group", "fate", "reason", "row", "prompt", "reward_parts", "finish", "generators"]
+
+
+class TokenValues(NamedTuple):
+    """What a training step found for each token: float32 [T], over all branches of all samples of all groups in order,
+    each branch from its first token on. 0 for tokens that are not in the loss."""
+
+    proximal_logprobs: np.ndarray
+    advantages: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A group and its fate. step, place, values: None if it was not trained."""
+
+    group: Group
+    fate: Fate
+    reason: str = ""
+    step: int | None = None
+    place: int | None = None
+    values: TokenValues | None = None
+
+
+def notes_of(fields: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
+    """The `notes` of a group. fields: the row's; long ones are left out. samples: for each, `parts` of its reward,
+    `generators`, `began` and `seconds`."""
+    row = {name: text for name, value in fields.items() if len(text := json.dumps(value)) <= LARGEST_FIELD}
+    return json.dumps(
+        {"row": "{" + ", ".join(f"{json.dumps(k)}: {v}" for k, v in row.items()) + "}", "samples": samples}
+    )
+
+
+class RolloutWriter:
+    """Writes the rollouts of a run into `folder`. Every method may be called from any thread.
+
+    kept: `all`, `sample` or `none`. limit: bytes of all files together. texts: decodes sequences of tokens.
+    `step`: the newest step whose trained groups are in the files or added. `waiting`: bytes that `write` would write,
+    before they are compressed.
+    """
+
+    def __init__(
+        self, folder: Path, kept: str, limit: int, texts: Callable[[list[np.ndarray]], list[str]]
+    ) -> None:  # fmt: skip
+        self._folder = folder
+        self._one_of = {"all": 1, "sample": ONE_OF}.get(kept)
+        self._limit = limit
+        self._texts = texts
+        self._lock = threading.Lock()
+        self._added: list[Rollout] = []
+        self._others: deque[str] = deque(maxlen=OTHERS_KNOWN)
+        self._number = self.step = self.waiting = 0
+        for path in files(folder):  # of an earlier trainer of the run
+            self._number = int(path.stem)
+            found = pq.read_table(path, columns=["step", "group"])
+            self.step = max(self.step, pc.max(found["step"]).as_py() or 0)
+            self._others.extend(found.filter(pc.is_null(found["step"]))["group"].unique().to_pylist())
+
+    def trained(self, step: int, groups: Sequence[Group], values: TokenValues | None) -> None:
+        """Add the groups that a step has trained, unless the files have this step."""
+        if step <= self.step:
+            return
+        start = 0
+        for place, group in enumerate(groups):
+            end = start + sum(len(one) for sample in group.trajectories for one in sample.sequences())
+            own = None if values is None else TokenValues(*(array[start:end] for array in values))
+            self._add(Rollout(group, "trained", "", step, place, own))
+            start = end
+        self.step = step
+
+    def left(self, group: Group, fate: Fate, reason: str) -> None:
+        """Add a group that is not trained, unless it was added before."""
+        if group.id not in self._others:
+            self._others.append(group.id)
+            self._add(Rollout(group, fate, reason))
+
+    def write(self) -> None:
+        """Write what was added into a new file. Raises OSError; then what was added is lost."""
+        with self._lock:
+            added, self._added, self.waiting = self._added, [], 0
+            if added:
+                self._write(added)
+
+    def _add(self, rollout: Rollout) -> None:
+        with self._lock:
+            if self._one_of and crc32(rollout.group.id.encode()) % self._one_of == 0:
+                self._added.append(rollout)
+                self.waiting += 12 * sum(map(len, rollout.group.trajectories)) + len(rollout.group.notes)
+
+    def _write(self, added: Sequence[Rollout]) -> None:
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / f"{self._number + 1:06}.parquet"
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            with pq.ParquetWriter(file, SCHEMA, compression="zstd", use_dictionary=_DICTIONARY) as parquet:
+                branches = _branches(added)
+                while some := list(islice(branches, ROWS_AT_ONCE)):
+                    parquet.write_table(_table(some, self._texts))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        self._number += 1
+        self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        sizes = [(path, path.stat().st_size) for path in files(self._folder)]
+        over = sum(size for _, size in sizes) - self._limit
+        for path, size in sizes[:-1]:
+            if over <= 0:
+                return
+            path.unlink()
+            over -= size
+
+
+class _Branch(NamedTuple):
+    """A row of a file."""
+
+    rollout: Rollout
+    staleness: int | None
+    sample: int
+    branch: int
+    shared: int
+    whole: Trajectory
+    own: Trajectory
+    values: TokenValues | None
+    note: dict[str, Any]
+    row: str
+
+
+def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
+    for rollout in rollouts:
+        notes = json.loads(rollout.group.notes or "{}")
+        about = notes.get("samples") or [{}] * len(rollout.group.trajectories)
+        staleness = rollout.step and rollout.step - 1 - rollout.group.start_version
+        start = 0
+        for sample, (whole, note) in enumerate(zip(rollout.group.trajectories, about, strict=True)):
+            for branch, own in enumerate(whole.sequences()):
+                end = start + len(own)
+                values = rollout.values and TokenValues(*(array[start:end] for array in rollout.values))
+                shared = whole.branches[branch].shared if whole.branches else 0
+                yield _Branch(
+                    rollout, staleness, sample, branch, shared, whole, own, values, note, notes.get("row", "{}")
+                )
+                start = end
+
+
+def _table(some: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list[str]]) -> pa.Table:
+    rollouts, own = [one.rollout for one in some], [one.own for one in some]
+    starts = [int(t.sampled.argmax()) for t in own]
+    gains = [one.values and float(one.values.advantages[one.own.sampled].mean()) for one in some]
+    columns = {
+        "step": [r.step for r in rollouts],
+        "place": [r.place for r in rollouts],
+        "group": [r.group.id for r in rollouts],
+        "prompt_index": [r.group.prompt_index for r in rollouts],
+        "sample": [one.sample for one in some],
+        "branch": [one.branch for one in some],
+        "fate": [r.fate for r in rollouts],
+        "reason": [r.reason for r in rollouts],
+        "row": [one.row for one in some],
+        "prompt": texts([t.tokens[:start] for t, start in zip(own, starts, strict=True)]),
+        "completion": texts([t.tokens[start:] for t, start in zip(own, starts, strict=True)]),
+        "turns": [int(np.count_nonzero(np.diff(t.sampled.astype(np.int8)) == 1)) for t in own],
+        "prompt_tokens": starts,
+        "completion_tokens": [int(t.sampled.sum()) for t in own],
+        "reward": [t.reward for t in own],
+        "reward_parts": [json.dumps(one.note.get("parts", {})) for one in some],
+        "advantage": gains,
+        "finish": [t.finish for t in own],
+        "start_version": [one.whole.start_version for one in some],
+        "staleness": [one.staleness for one in some],
+        "generators": [",".join(one.note.get("generators", ())) for one in some],
+        "began": [one.note.get("began") for one in some],
+        "seconds": [one.note.get("seconds") for one in some],
+        "shared": [one.shared for one in some],
+        **{
+            name: _lists([getattr(t, name) for t in own], name)
+            for name in ("tokens", "logprobs", "versions", "returns")
+        },
+        **{
+            name: _lists([one.values and getattr(one.values, name) for one in some], name)
+            for name in TokenValues._fields
+        },
+    }
+    return pa.table(columns, SCHEMA)
+
+
+def _lists(arrays: Sequence[np.ndarray | None], column: str) -> pa.Array:
+    kind = SCHEMA.field(column).type
+    ends = np.cumsum([0, *(0 if a is None else len(a) for a in arrays)], dtype=np.int32)
+    own = [a for a in arrays if a is not None]
+    values = pa.array(np.concatenate(own) if own else [], kind.value_type)
+    return pa.ListArray.from_arrays(ends, values, kind, mask=pa.array([a is None for a in arrays]))
+
+
+def files(folder: Path) -> list[Path]:
+    """The files of rollouts in `folder`, oldest first."""
+    return sorted(folder.glob("[0-9]*.parquet"), key=lambda path: int(path.stem))
+
+
+def batches(folder: Path) -> Iterator[tuple[int, list[Group]]]:
+    """The trained groups in `folder`, step by step, with the number of the step. Groups that were not kept are missing.
+
+    Raises UserError if a file cannot be read.
+    """
+    names = ["step", "place", "group", "prompt_index", "sample", "branch", "shared", "finish", "reward",
+             "tokens", "logprobs", "versions", "returns"]  # fmt: skip
+    for path in files(folder):
+        try:
+            table = pq.read_table(path, columns=names, filters=pc.field("fate") == "trained")
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"The rollouts in {path} cannot be read ({error}): move the file away.") from None
+        ordered = table.sort_by([(name, "ascending") for name in ("step", "place", "sample", "branch")])
+        for step, rows in groupby(_rows(ordered), key=itemgetter("step")):
+            yield step, [_group(list(of_group)) for _, of_group in groupby(rows, key=itemgetter("place"))]
+
+
+def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
+        names = batch.schema.names
+        for n in range(batch.num_rows):
+            yield {name: _value(batch.column(i)[n]) for i, name in enumerate(names)}
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    if pa.types.is_list(scalar.type):
+        return None if scalar.values is None else scalar.values.to_numpy(zero_copy_only=False)
+    return scalar.as_py()
+
+
+def _group(rows: Sequence[dict[str, Any]]) -> Group:
+    samples = [_trajectory(list(of_sample)) for _, of_sample in groupby(rows, key=itemgetter("sample"))]
+    return Group(rows[0]["group"], rows[0]["prompt_index"], tuple(samples))
+
+
+def _trajectory(rows: Sequence[dict[str, Any]]) -> Trajectory:
+    own = {
+        name: np.concatenate([row[name][row["shared"] :] for row in rows])
+        for name in ("tokens", "logprobs", "versions", "returns")
+        if rows[0][name] is not None
+    }
+    branches = [Branch(row["shared"], len(row["tokens"]) - row["shared"]) for row in rows]
+    return Trajectory(
+        **own, reward=rows[0]["reward"], finish=rows[0]["finish"], branches=tuple(branches if len(rows) > 1 else ()),
+    )  # fmt: skip
