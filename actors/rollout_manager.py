@@ -7,6 +7,7 @@ index, so a rollout manager has no state that another one could not rebuild. It 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,7 +17,7 @@ from actors.parts.sessions import SampleFailed, Sampler, SampleSession
 from areal.data.rows import Row
 from areal.generation.routing import Load, groups_that_fit, plan_moves
 from areal.rewards.result import mean_parts, overlong_penalty
-from areal.trajectory import Group, Trajectory, columns
+from areal.trajectory import Group, Trajectory, columns, notes_of
 from protocols.errors import BusError, FencedError, RefusedError
 from protocols.messages import (
     AskPermits,
@@ -182,14 +183,16 @@ class RolloutManager(Sampler):
         finally:
             for session in sessions:
                 session.close()
-        group = Group(permit.group, permit.prompt_index, scored)
-        beside = max(0, _sampled(sessions) - sum(int(t.sampled.sum()) for t in scored))
+        samples, notes = zip(*scored, strict=True)
+        kept = notes_of(row.fields, notes) if self.config.observe.rollouts != "none" else ""
+        group = Group(permit.group, permit.prompt_index, samples, kept)
+        beside = max(0, _sampled(sessions) - sum(int(t.sampled.sum()) for t in group.trajectories))
         return group, beside, mean_parts(session.reward_parts for session in sessions)
 
-    async def _first_scored(self, work: list[Coroutine[Any, Any, Trajectory | SampleFailed]]) -> tuple[Trajectory, ...]:
-        """The first `group_size` scored samples; the others are cancelled. Raises SampleFailed once so many samples
-        have failed that fewer than `group_size` are left."""
-        scored: list[Trajectory] = []
+    async def _first_scored(self, work: list[Coroutine[Any, Any, _Scored | SampleFailed]]) -> list[_Scored]:
+        """The first `group_size` scored samples, with their notes; the others are cancelled. Raises SampleFailed once
+        so many samples have failed that fewer than `group_size` are left."""
+        scored: list[_Scored] = []
         failures: list[SampleFailed] = []
         async with asyncio.TaskGroup() as tasks:
             samples = [tasks.create_task(one) for one in work]
@@ -202,13 +205,16 @@ class RolloutManager(Sampler):
                 one.cancel()
         if len(failures) > self.config.oversample:
             raise failures[0]
-        return tuple(scored)
+        return scored
 
     async def _run_sample(
         self, permit: Permit, session: SampleSession, row: Row, start: _GroupStart
-    ) -> Trajectory | SampleFailed:
+    ) -> _Scored | SampleFailed:
+        began = time.time()
         try:
-            return await self.run_workflow(session, row)
+            done = await self.run_workflow(session, row)
+            times = {"began": began, "seconds": time.time() - began}
+            return done, {"parts": session.reward_parts, "generators": [*session.generators], **times}
         except SampleFailed as failure:
             if not session.started:
                 start.sample_lost()
@@ -235,6 +241,7 @@ class RolloutManager(Sampler):
             prompt_index=group.prompt_index,
             discarded=discarded,
             reward_parts=reward_parts,
+            notes=group.notes,
             **columns(group.trajectories),
         )
         while True:
@@ -251,6 +258,10 @@ class RolloutManager(Sampler):
                     ) from None
                 log.warning("the trainer did not take a group", group=group.id, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
+
+
+_Scored = tuple[Trajectory, dict[str, Any]]
+"""A sample and what `notes_of` notes about it."""
 
 
 class _GroupFailed(Exception):

@@ -8,14 +8,16 @@ A checkpoint is written beside the next steps, too: its copy is made between two
 A trainer that shares its devices with generators has them in *turns*: before a step it asks the generators to yield,
 and after it, it lets them go on. With `colocate` the memory of those who do not have the turn is empty.
 
-A group is acknowledged once it is in the spool on disk. It stays there until a checkpoint covers the step that trained
-it. So a killed trainer loses nothing: after its restart it loads the last checkpoint, redoes in order the batches that
-the master has logged since, and publishes the run's current version under a new lineage.
+A group is acknowledged once it is in the spool on disk. It stays there until its rollouts are written and a checkpoint
+covers the step that trained it. So a killed trainer loses nothing: after its restart it loads the last checkpoint,
+redoes in order the batches that the master has logged since, and publishes the run's current version under a new
+lineage.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import structlog
 
 from actors.parts.direct_weights import DirectSender
@@ -31,9 +34,11 @@ from actors.parts.weight_service import WeightServer
 from actors.runtime.actor import Actor, handles, parked
 from areal.config import Config, UserError
 from areal.devices import shares_devices
+from areal.storage.rollouts import FOLDER, RolloutWriter
 from areal.storage.spool import Spool
+from areal.tokens import load_tokenizer
 from areal.training.guard import Guard
-from areal.trajectory import Group, Trajectory, trajectories
+from areal.trajectory import Group, TokenValues, Trajectory, trajectories
 from areal.weights.chunks import Holding, Manifest
 from protocols.errors import BusError, BusyError, FencedError, RefusedError
 from protocols.messages import (
@@ -66,6 +71,9 @@ ASK_BATCH_SECONDS = 20.0
 REPEAT_SECONDS = 5.0
 # Pause before a generator that has not yielded the devices is asked again.
 YIELD_RETRY_SECONDS = 1.0
+# Rollouts are written after this time, or once there are this many bytes of them, or with a checkpoint.
+ROLLOUTS_SECONDS = 30.0
+ROLLOUTS_BYTES = 32 << 20
 # Number of published versions that are kept: a generator may still be reading an older version than the newest.
 VERSIONS_KEPT = 4
 
@@ -89,6 +97,8 @@ class Learner(Protocol):
     def work_done(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def values(self) -> TokenValues | None: ...
     async def step(
         self, groups: list[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]: ...
@@ -103,19 +113,33 @@ class Learner(Protocol):
     def close(self) -> None: ...
 
 
+def open_rollouts(config: Config) -> RolloutWriter:
+    """The writer of the run's rollouts."""
+    tokenizer = functools.cache(load_tokenizer)
+
+    def texts(sequences: list[np.ndarray]) -> list[str]:
+        return [tokenizer(config.model).decode(tokens.tolist()) for tokens in sequences]
+
+    own = config.observe
+    return RolloutWriter(config.folder / FOLDER, own.rollouts, int(own.rollouts_gib * (1 << 30)), texts)
+
+
 class Trainer(Actor):
     role = "trainer"
     _started: Learner | None = None
     _opened: Spool | None = None
+    _kept: RolloutWriter | None = None
     _takes_groups = False
 
     def __init__(
         self, *args: Any, start_learner: Callable[[Config], Awaitable[Learner]] = Ranks.start,
-        open_spool: Callable[[Path], Spool] = Spool.open, **kwargs: Any,
+        open_spool: Callable[[Path], Spool] = Spool.open,
+        open_rollouts: Callable[[Config], RolloutWriter] = open_rollouts, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self._start_learner = start_learner
         self._open_spool = open_spool
+        self._open_rollouts = open_rollouts
         self._weight_server = WeightServer(VERSIONS_KEPT)
         self._direct = DirectSender(self, VERSIONS_KEPT)
         self._lineage = 0
@@ -129,6 +153,8 @@ class Trainer(Actor):
     async def setup(self) -> None:
         self.activity = "starting DeepSpeed"
         self._opened = await asyncio.to_thread(self._open_spool, self.config.folder / "spool.db")
+        self._kept = await asyncio.to_thread(self._open_rollouts, self.config)
+        self.spawn(self._keep_rollouts(), "keep rollouts")
         self._guard = Guard(self.config.guard)
         async with self._turn():
             self._started = await self._start_learner(self.config)
@@ -146,7 +172,7 @@ class Trainer(Actor):
                 break
             async with self._turn():
                 self.activity = f"training step {self._version + 1}"
-                await self._hand_out(await self._train(batch))
+                await self._hand_out(*await self._train(batch))
                 await self._save_if_due()
         await self._published()
         await self._save_ended()
@@ -162,6 +188,8 @@ class Trainer(Actor):
         self._direct.close()
         if self._started is not None:
             self._started.close()
+        if self._kept is not None:
+            await self._write_rollouts()
         if self._opened is not None:
             self._opened.close()
         if self.config and self.config.weights.folder and self._stop.done() and self._stop.result().ok:
@@ -183,6 +211,11 @@ class Trainer(Actor):
     def _spool(self) -> Spool:
         assert self._opened is not None
         return self._opened
+
+    @property
+    def _rollouts(self) -> RolloutWriter:
+        assert self._kept is not None
+        return self._kept
 
     # --- devices that generators share
 
@@ -238,7 +271,7 @@ class Trainer(Actor):
         try:
             samples = tuple(sample.checked() for sample in trajectories(stored.columns))
             _check(samples, self._learner.vocab_size)
-            group = Group(stored.group, stored.prompt_index, samples)
+            group = Group(stored.group, stored.prompt_index, samples, stored.notes)
             start_version = group.start_version
         except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
@@ -261,8 +294,15 @@ class Trainer(Actor):
             await self._forget(group)
             raise
         if not accepted:
+            self._left(group)
             await self._forget(group)
         return Done()
+
+    def _left(self, group: Group) -> None:
+        if self.config.filter_zero_signal and not group.has_signal:
+            self._rollouts.left(group, "filtered", "all its samples had the same reward")
+        else:
+            self._rollouts.left(group, "discarded", "its lease had ended, or it had become too old")
 
     async def _forget(self, group: Group) -> None:
         self._fresh.pop(group.id, None)
@@ -297,7 +337,8 @@ class Trainer(Actor):
         for version in range(recovery.checkpoint_version, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"
             batch = await self.ask_master(AskBatch(version=version), BatchAnswer)
-            await self._train(batch)
+            _, groups = await self._train(batch)
+            self._rollouts.trained(self._version, groups, self._learner.values)
         if recovery.lineage:
             await self._publish_restored(self.policy)
         self._seconds.clear()
@@ -326,9 +367,9 @@ class Trainer(Actor):
                 if batch.status == "ready":
                     return batch
 
-    async def _train(self, batch: BatchAnswer) -> dict[str, Any]:
-        """Do a training step, or redo it after a restart. If the guard rejects the step, the run ends: the step is not
-        published, committed or saved."""
+    async def _train(self, batch: BatchAnswer) -> tuple[dict[str, Any], list[Group]]:
+        """Do a training step, or redo it after a restart. Returns its metrics and its groups. If the guard rejects the
+        step, the run ends: the step is not published, committed or saved."""
         with self._clock("fetch"):
             groups = await self._fetch(batch.groups)
         with self._clock("train"):
@@ -342,7 +383,7 @@ class Trainer(Actor):
             await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
         self._trained[self._version] = batch.groups
         self._version += 1
-        return metrics | _metrics(groups)
+        return metrics | _metrics(groups), groups
 
     async def _give_up(self, reason: str) -> NoReturn:
         """Report the failure to the master repeatedly, until the master ends the run."""
@@ -353,7 +394,7 @@ class Trainer(Actor):
             await self.ask_master(TrainingFailed(reason=reason), Done)
             await asyncio.sleep(REPEAT_SECONDS)
 
-    async def _hand_out(self, metrics: dict[str, Any]) -> None:
+    async def _hand_out(self, metrics: dict[str, Any], groups: list[Group]) -> None:
         """Start to commit the step and publish its weights, while the next step is computed.
 
         The snapshot overwrites the one before, so that version has to be published first. Therefore the published
@@ -364,17 +405,19 @@ class Trainer(Actor):
             await self._learner.snapshot(Path(self._policy().folder))
         spent = {f"{what}_seconds": self._seconds[what] for what in CLOCKS}
         self._seconds.clear()
-        self._publication = self.spawn(self._publish(metrics | spent), "publish")
+        trained = functools.partial(self._rollouts.trained, self._version, groups, self._learner.values)
+        self._publication = self.spawn(self._publish(metrics | spent, trained), "publish")
 
     async def _published(self) -> None:
         if self._publication is not None:
             with self._clock("publish_wait"):
                 await self._publication
 
-    async def _publish(self, metrics: dict[str, Any]) -> None:
+    async def _publish(self, metrics: dict[str, Any], committed: Callable[[], None]) -> None:
         policy = self._policy()
         writing = self.spawn(self._write(policy), "write")
         await self.ask_master(CommitStep(lineage=policy.lineage, version=policy.version, metrics=metrics), Done)
+        committed()
         await self.ask_master(PublishPolicy(policy=await writing), Done)
         await self._learner.forget(self._weights(policy.version - VERSIONS_KEPT))
 
@@ -448,6 +491,7 @@ class Trainer(Actor):
         self.took("checkpoint", began, asyncio.get_running_loop().time() - began)
         if publication is not None:
             await publication
+        await self._write_rollouts()  # before the master counts the checkpoint: no trainer redoes its steps after that
         await self.ask_master(CheckpointSaved(version=version, folder=str(folder)), Done)
         self._saved = version
         covered = [step for step in self._trained if step < version]
@@ -456,6 +500,24 @@ class Trainer(Actor):
             del self._trained[step]
         await self._learner.forget(self._checkpoint((version - 1) // every * every - (kept - 1) * every))
         return None
+
+    # --- rollouts
+
+    async def _keep_rollouts(self) -> None:
+        """Write the rollouts now and then."""
+        loop = asyncio.get_running_loop()
+        written = loop.time()
+        while True:
+            await asyncio.sleep(1.0)
+            if loop.time() - written > ROLLOUTS_SECONDS or self._rollouts.waiting > ROLLOUTS_BYTES:
+                await self._write_rollouts()
+                written = loop.time()
+
+    async def _write_rollouts(self) -> None:
+        try:
+            await asyncio.to_thread(self._rollouts.write)
+        except Exception as error:  # whatever it is, the run goes on without them
+            log.error("rollouts are lost, because they cannot be written", exc_info=error)
 
     @contextmanager
     def _clock(self, what: str) -> Iterator[None]:

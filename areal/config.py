@@ -809,6 +809,12 @@ class ObserveConfig(Section):
         description="readers send it as `Authorization: Bearer`; required if the interface is not loopback",
     )
     tensorboard: bool = Field(True, description="write TensorBoard event files to the run folder")
+    rollouts: Literal["all", "sample", "none"] = Field(
+        "all", description="rollouts kept in the run folder, as Parquet; sample: those of one group in 16"
+    )
+    rollouts_gib: float = Field(
+        20.0, gt=0, description="size of the kept rollouts from which on the oldest files are removed"
+    )
     wandb: str | None = Field(None, description="name of the Weights & Biases project to log to")
     trackio: str | None = Field(None, description="name of the trackio project to log to")
 

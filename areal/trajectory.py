@@ -5,16 +5,20 @@ A token that the policy did not sample (the prompt, a tool's answer) has version
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 NOT_SAMPLED = -1
 LARGEST_REWARD = 1e30
 """The largest absolute value of a reward. The square of the sum of very many such rewards is still finite."""
+
+LARGEST_FIELD = 16 << 10
+"""The largest size of a value of a row in notes, as JSON."""
 
 Finish = Literal["stop", "length"]
 Tokens = Sequence[int] | np.ndarray
@@ -199,8 +203,7 @@ def _check_branches(branches: Sequence[Branch], tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and its G samples: the unit of admission, readiness and training. `notes`: what nobody trains on, see
-    areal.storage.rollouts."""
+    """A prompt and its G samples: the unit of admission, readiness and training. `notes`: of `notes_of`, or empty."""
 
     id: str
     prompt_index: int
@@ -219,3 +222,20 @@ class Group:
         rewards = {t.reward for t in self.trajectories if t.returns is None}
         returns = [t.returns[t.sampled] for t in self.trajectories if t.returns is not None]
         return len(rewards.union(*(np.unique(own).tolist() for own in returns))) > 1
+
+
+def notes_of(fields: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
+    """The `notes` of a group. fields: the row's; long ones are left out. samples: for each, `parts` of its reward,
+    `generators`, `began` and `seconds`."""
+    row = {name: text for name, value in fields.items() if len(text := json.dumps(value)) <= LARGEST_FIELD}
+    return json.dumps(
+        {"row": "{" + ", ".join(f"{json.dumps(k)}: {v}" for k, v in row.items()) + "}", "samples": samples}
+    )
+
+
+class TokenValues(NamedTuple):
+    """What a training step found for each token: float32 [T], over all branches of all samples of all groups in order,
+    each branch from its first token on. 0 for tokens that are not in the loss."""
+
+    proximal_logprobs: np.ndarray
+    advantages: np.ndarray

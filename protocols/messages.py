@@ -49,7 +49,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -479,7 +479,8 @@ class StoreGroup(Message):
     float32 and `versions` int32 [tokens]; `returns` float64 [tokens], unless all tokens are credited with their
     sample's reward; and if samples have several branches, `branch_counts` int32 [samples], `branch_shared` and
     `branch_own` int32 [branches]. See areal.trajectory. `discarded`: number of tokens that were sampled for the group
-    and are in none of its trajectories. `reward_parts`: the mean of each part of the rewards."""
+    and are in none of its trajectories. `reward_parts`: the mean of each part of the rewards. `notes`: for the rollouts
+    that the run keeps (areal.storage.rollouts), empty if it keeps none."""
 
     group: Name
     prompt_index: int
@@ -495,6 +496,7 @@ class StoreGroup(Message):
     branch_own: Int32s | None = None
     discarded: Count = 0
     reward_parts: dict[str, Number] = {}
+    notes: str = ""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal.devices import CORES, settle
-from areal.trajectory import Group
+from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import Manifest
 from areal.weights.folders import remove_folder
 
@@ -53,6 +53,11 @@ class Ranks:
     def vocab_size(self) -> int:
         """All token ids of the model are smaller than this."""
         return self._engine.vocab_size
+
+    @property
+    def values(self) -> TokenValues | None:
+        """What the last step has found for each token, if the run keeps rollouts."""
+        return self._engine.values
 
     async def step(
         self, groups: Sequence[Group], *, version: int, temperature: float, mask_older_than: int | None
@@ -117,7 +122,13 @@ def start_engine(config: Config) -> TrainingEngine:
     from areal.training.engine import TrainingEngine
 
     steps = config.steps * config.trainer.minibatches
-    return TrainingEngine(Path(config.model), config.trainer, seed=config.seed, optimizer_steps=steps)
+    return TrainingEngine(
+        Path(config.model),
+        config.trainer,
+        seed=config.seed,
+        optimizer_steps=steps,
+        keep_values=config.observe.rollouts != "none",
+    )
 
 
 def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group] | None) -> Any:

@@ -43,6 +43,7 @@ from protocols.messages import (
     Done,
     Member,
     ScoringFailed,
+    actor_name,
 )
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ class Call:
             generator = self._home or await self._router.choose("generator", min_version=session.min_version)
             self._place.stand(generator)
             session.home = generator
+            session.generators[actor_name(generator.identity)] = None
             try:
                 return await self._continue_on(generator)
             except RefusedError as error:
@@ -294,7 +296,7 @@ class SampleSession:
     counts towards its load at once, until the first call ends or `close` is called. `on_start` is called with the
     version that sampled the first token. `min_version` rises to the group's start version once that is known, so that
     no older version samples a later token. `running`: its calls in progress. `tokens_sampled`: all tokens received, in
-    all calls, trained or not. `reward_parts`: of the last score.
+    all calls, trained or not. `reward_parts`: of the last score. `generators`: those that were asked, in order.
     """
 
     def __init__(
@@ -311,6 +313,7 @@ class SampleSession:
         self.started = False
         self.tokens_sampled = 0
         self.reward_parts: dict[str, float] = {}
+        self.generators: dict[str, None] = {}
         self.running: set[Call] = set()
         self.closed = False
         self._forest = Forest()

@@ -9,12 +9,13 @@ from typing import Any
 from actors.simulation.engines import Toil
 from actors.simulation.loop import DEAD, ProcessLoop
 from actors.simulation.network import SimNetwork
-from actors.simulation.watched import Disk, WatchedBus
+from actors.simulation.watched import Disk, WatchedBus, WatchedRollouts
+from areal.storage.rollouts import Rollout
 
 
 class Process:
     """One name in the cluster, such as `generator-0`, over all restarts. `slower`: extra seconds of each disk
-    operation, at most."""
+    operation, at most. `rollouts`: those that are written. `writer`: the only one that may write more."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -24,6 +25,8 @@ class Process:
         self.slower = 0.0
         self.running: Incarnation | None = None
         self.disk: Disk | None = None
+        self.rollouts: list[Rollout] = []
+        self.writer: WatchedRollouts | None = None
 
 
 class Incarnation:

@@ -23,6 +23,7 @@ from actors.simulation.engines import SimLearner
 from actors.simulation.quiet import replaced
 from actors.trainer import Trainer
 from areal.staleness.ledger import Ledger
+from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
 from areal.trajectory import Branch, Group, Trajectory, columns, paths
@@ -110,9 +111,9 @@ def payloads_dropped_once_trained() -> AbstractContextManager[None]:
     train = Trainer._train
 
     async def train_and_drop(trainer: Trainer, batch: Any) -> Any:
-        metrics = await train(trainer, batch)
+        done = await train(trainer, batch)
         trainer._spool.forget(batch.groups)
-        return metrics
+        return done
 
     return replaced(Trainer, _train=train_and_drop)
 
@@ -248,6 +249,28 @@ def min_version_stays() -> Iterator[None]:
         yield
 
 
+def rollouts_written_at_the_end() -> AbstractContextManager[None]:
+    """The trainer writes its rollouts when the run has ended, not before each checkpoint."""
+    write = Trainer._write_rollouts
+
+    async def write_if_over(trainer: Trainer) -> None:
+        if trainer._stop.done():
+            await write(trainer)
+
+    return replaced(Trainer, _write_rollouts=write_if_over)
+
+
+def rollouts_written_again() -> AbstractContextManager[None]:
+    """A trainer that redoes steps writes their rollouts a second time."""
+    trained = RolloutWriter.trained
+
+    def trained_anew(writer: RolloutWriter, *arguments: Any) -> None:
+        writer.step = 0
+        trained(writer, *arguments)
+
+    return replaced(RolloutWriter, trained=trained_anew)
+
+
 def rejected_payloads_kept() -> AbstractContextManager[None]:
     """The trainer keeps the payloads of groups that the master does not accept."""
 
@@ -378,6 +401,8 @@ MUTANTS: dict[str, Mutant] = {
     "start versions not reported": start_versions_not_reported,
     "min_version stays": min_version_stays,
     "rejected payloads kept": rejected_payloads_kept,
+    "rollouts written at the end": rollouts_written_at_the_end,
+    "rollouts written again": rollouts_written_again,
     "payloads not dropped at a start": payloads_not_dropped_at_a_start,
     "spool never emptied": spool_never_emptied,
     "lineages ignored": lineages_ignored,

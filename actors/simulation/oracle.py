@@ -7,6 +7,7 @@ master has appended, and one of the events that are on disk. It shares no code w
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -19,6 +20,7 @@ from actors.simulation.engines import Files, Weights, are_whole, is_doubtful, se
 from actors.simulation.loop import Scheduler
 from areal.config import Config
 from areal.staleness.ledger import LEASE_EXPIRED, RELEASED, ZERO_SIGNAL, Ledger
+from areal.storage.rollouts import Rollout
 from areal.trajectory import Group, Trajectory
 from areal.workflows.conversation import Generation
 from protocols.codec import Frame
@@ -614,8 +616,8 @@ class Oracle:
         if not self._is_stopped_at(version) or f"at step {version}:" not in reason:
             self.fail(Violation(f"the run fails after version {version - 1}: {reason}", "master-0"))
 
-    def ended(self) -> None:
-        """The run has reached its end: check what it has done."""
+    def ended(self, rollouts: Sequence[Rollout]) -> None:
+        """The run has reached its end: check what it has done, and the rollouts that it has written."""
         book = self.disk
         steps = self.config.steps
         if book.version != steps:
@@ -630,6 +632,15 @@ class Oracle:
         known = set(book.trained) | set(book.discarded) | book.waiting | {row.prompt for row in book.rows.values()}
         if known != set(range(book.prompts)):
             self.fail(Violation(f"prompts {sorted(set(range(book.prompts)) - known)} are lost"))
+
+        kept = [(r.step, r.place, r.group.id) for r in rollouts if r.fate == "trained"]
+        trained = [(v + 1, *pair) for v, groups in sorted(book.batches.items()) for pair in enumerate(groups)]
+        if kept != trained:
+            wrong = sorted(set(kept) ^ set(trained)) or kept
+            self.fail(Violation(f"the rollouts of {wrong} are missing, twice or not in order", wrong[0][2]))
+        others = Counter(rollout.group.id for rollout in rollouts)
+        if twice := [group for group, times in others.items() if times > 1]:
+            self.fail(Violation(f"the rollouts of {twice} are kept twice", *twice))
 
     def _check_fates_of_evaluations(self, book: Book) -> None:
         config, steps = self.config, self.config.steps

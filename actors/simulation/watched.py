@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from actors.simulation.oracle import Oracle
 from areal.data.rows import Row
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
+from areal.storage.rollouts import Rollout, RolloutWriter
 from areal.storage.spool import Spool
 from areal.trajectory import Group, Trajectory
 from protocols.codec import Frame, Header
@@ -103,6 +104,20 @@ class WatchedSpool(Spool):
     def put(self, group: Group) -> None:
         super().put(group)
         self.on_put(group.id)
+
+
+class WatchedRollouts(RolloutWriter):
+    """The real writer of rollouts, which writes into `written`. `may_write`: whether no other has opened them since."""
+
+    def __init__(self, written: list[Rollout], may_write: Callable[[WatchedRollouts], bool]) -> None:
+        super().__init__(Path(), "none", 0, lambda sequences: [])
+        self._one_of = 1
+        self._written, self._may_write = written, may_write
+        self.step = max((rollout.step or 0 for rollout in written), default=0)
+
+    def _write(self, added: Sequence[Rollout]) -> None:
+        if self._may_write(self):
+            self._written += added
 
 
 class WatchedManager(RolloutManager):

@@ -58,6 +58,7 @@ from actors.simulation.watched import (
     WatchedEvaluator,
     WatchedJournal,
     WatchedManager,
+    WatchedRollouts,
     WatchedSpool,
     empty_journal,
     empty_spool,
@@ -258,6 +259,7 @@ class World:
                 seams: dict[str, Any] = {
                     "start_learner": lambda config: self._start_learner(one),
                     "open_spool": lambda path: self._open_spool(one),
+                    "open_rollouts": lambda config: self._open_rollouts(one.process),
                 }
                 return Trainer(one.bus, MASTER, **common, **seams)
             case "generator":
@@ -350,6 +352,10 @@ class World:
         spool.on_put = functools.partial(self._puts, one)
         return spool
 
+    def _open_rollouts(self, process: Process) -> WatchedRollouts:
+        process.writer = WatchedRollouts(process.rollouts, lambda writer: writer is process.writer)
+        return process.writer
+
     def _puts(self, one: Incarnation, group: str) -> None:
         self.spooled_by[group] = one, self.scheduler.now
 
@@ -387,7 +393,7 @@ class World:
 
     def _master_ended(self, how: str, ok: bool) -> None:
         if ok:
-            self.oracle.ended()
+            self.oracle.ended(self.processes["trainer-0"].rollouts)
         else:
             self.oracle.stopped(how)
             self.counters["stopped"] += 1

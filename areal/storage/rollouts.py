@@ -23,9 +23,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import structlog
 
 from areal.config import UserError
-from areal.trajectory import Branch, Group, Trajectory
+from areal.trajectory import Branch, Group, TokenValues, Trajectory
+
+log = structlog.get_logger()
 
 Fate = Literal["trained", "filtered", "discarded"]
 
@@ -35,8 +38,6 @@ ONE_OF = 16
 """`sample` keeps one group of this many."""
 ROWS_AT_ONCE = 1024
 """Rows of a row group."""
-LARGEST_FIELD = 16 << 10
-"""Bytes of a value of the data's row, as JSON. Longer ones are left out."""
 OTHERS_KNOWN = 10_000
 """Ids of the newest groups that were not trained: one that arrives twice is added once."""
 _TEXT = pa.string()
@@ -78,14 +79,6 @@ SCHEMA = pa.schema(
 _DICTIONARY = ["group", "fate", "reason", "row", "prompt", "reward_parts", "finish", "generators"]
 
 
-class TokenValues(NamedTuple):
-    """What a training step found for each token: float32 [T], over all branches of all samples of all groups in order,
-    each branch from its first token on. 0 for tokens that are not in the loss."""
-
-    proximal_logprobs: np.ndarray
-    advantages: np.ndarray
-
-
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """A group and its fate. step, place, values: None if it was not trained."""
@@ -96,15 +89,6 @@ class Rollout:
     step: int | None = None
     place: int | None = None
     values: TokenValues | None = None
-
-
-def notes_of(fields: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
-    """The `notes` of a group. fields: the row's; long ones are left out. samples: for each, `parts` of its reward,
-    `generators`, `began` and `seconds`."""
-    row = {name: text for name, value in fields.items() if len(text := json.dumps(value)) <= LARGEST_FIELD}
-    return json.dumps(
-        {"row": "{" + ", ".join(f"{json.dumps(k)}: {v}" for k, v in row.items()) + "}", "samples": samples}
-    )
 
 
 class RolloutWriter:
@@ -126,9 +110,13 @@ class RolloutWriter:
         self._added: list[Rollout] = []
         self._others: deque[str] = deque(maxlen=OTHERS_KNOWN)
         self._number = self.step = self.waiting = 0
-        for path in files(folder):  # of an earlier trainer of the run
+        for path in files(folder) if self._one_of else ():  # of an earlier trainer of the run
             self._number = int(path.stem)
-            found = pq.read_table(path, columns=["step", "group"])
+            try:
+                found = _read(path, ["step", "group"])
+            except UserError as error:
+                log.error(str(error))
+                continue
             self.step = max(self.step, pc.max(found["step"]).as_py() or 0)
             self._others.extend(found.filter(pc.is_null(found["step"]))["group"].unique().to_pylist())
 
@@ -151,7 +139,7 @@ class RolloutWriter:
             self._add(Rollout(group, fate, reason))
 
     def write(self) -> None:
-        """Write what was added into a new file. Raises OSError; then what was added is lost."""
+        """Write what was added into a new file. If that raises anything, what was added is lost."""
         with self._lock:
             added, self._added, self.waiting = self._added, [], 0
             if added:
@@ -282,13 +270,17 @@ def batches(folder: Path) -> Iterator[tuple[int, list[Group]]]:
     names = ["step", "place", "group", "prompt_index", "sample", "branch", "shared", "finish", "reward",
              "tokens", "logprobs", "versions", "returns"]  # fmt: skip
     for path in files(folder):
-        try:
-            table = pq.read_table(path, columns=names, filters=pc.field("fate") == "trained")
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"The rollouts in {path} cannot be read ({error}): move the file away.") from None
+        table = _read(path, [*names, "fate"]).filter(pc.field("fate") == "trained")
         ordered = table.sort_by([(name, "ascending") for name in ("step", "place", "sample", "branch")])
         for step, rows in groupby(_rows(ordered), key=itemgetter("step")):
             yield step, [_group(list(of_group)) for _, of_group in groupby(rows, key=itemgetter("place"))]
+
+
+def _read(path: Path, columns: list[str]) -> pa.Table:
+    try:
+        return pq.read_table(path, columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"The rollouts in {path} cannot be read ({error}): move the file away.") from None
 
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:

@@ -15,11 +15,12 @@ import safetensors.numpy
 from areal.storage.database import open_store, prepare
 from areal.trajectory import Group, columns, trajectories
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files
 _SCHEMA = """
     CREATE TABLE groups (
-        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, prompt_index INTEGER NOT NULL, arrays BLOB NOT NULL
+        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, prompt_index INTEGER NOT NULL, arrays BLOB NOT NULL,
+        notes TEXT NOT NULL
     );
 """
 
@@ -49,9 +50,11 @@ class Spool:
 
     def put(self, group: Group) -> None:
         """Store a group. A group whose id is there already changes nothing."""
-        row = (group.id, *_packed(group))
+        row = (group.id, group.prompt_index, safetensors.numpy.save(columns(group.trajectories)), group.notes)
         with self._transaction() as connection:
-            connection.execute("INSERT OR IGNORE INTO groups (id, prompt_index, arrays) VALUES (?, ?, ?)", row)
+            connection.execute(
+                "INSERT OR IGNORE INTO groups (id, prompt_index, arrays, notes) VALUES (?, ?, ?, ?)", row
+            )
 
     def get(self, ids: Sequence[str]) -> list[Group]:
         """Return the groups with these ids, in this order. Raises SpoolError with the ids that are missing."""
@@ -79,9 +82,11 @@ class Spool:
                 os.close(self._file_lock)
                 self._file_lock = None
 
-    def _row(self, group_id: str) -> tuple[int, bytes] | None:
+    def _row(self, group_id: str) -> tuple[int, bytes, str] | None:
         with self._transaction() as connection:
-            return connection.execute("SELECT prompt_index, arrays FROM groups WHERE id = ?", (group_id,)).fetchone()
+            return connection.execute(
+                "SELECT prompt_index, arrays, notes FROM groups WHERE id = ?", (group_id,)
+            ).fetchone()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -93,9 +98,5 @@ class Spool:
                 raise SpoolError(f"the spool cannot be used: {error}") from error
 
 
-def _packed(group: Group) -> tuple[int, bytes]:
-    return group.prompt_index, safetensors.numpy.save(columns(group.trajectories))
-
-
-def _unpacked(group_id: str, prompt_index: int, arrays: bytes) -> Group:
-    return Group(group_id, prompt_index, tuple(trajectories(safetensors.numpy.load(arrays))))
+def _unpacked(group_id: str, prompt_index: int, arrays: bytes, notes: str) -> Group:
+    return Group(group_id, prompt_index, tuple(trajectories(safetensors.numpy.load(arrays))), notes)

@@ -46,7 +46,7 @@ from areal.training.separation import keeps_apart, only_attention_mixes
 from areal.training.shards import Copied, ModelFolder, Published, ranks_of_this_host, share_out
 from areal.training.tally import StepResult, Tally
 from areal.training.ulysses import Part, SequenceGroup, register
-from areal.trajectory import NOT_SAMPLED, Group
+from areal.trajectory import NOT_SAMPLED, Group, TokenValues
 from areal.weights.chunks import Manifest
 from areal.weights.folders import saved_buffers
 from areal.weights.lora import add_adapters
@@ -135,11 +135,14 @@ class TrainingEngine:
     """A causal language model in training, on one rank.
 
     model: folder of a Hugging Face model. The number of ranks comes from torchrun's environment; without it there is
-    one rank. optimizer_steps: of the whole run, needed if the learning rate is not constant. Raises UserError if the
-    model cannot be loaded or not be trained with this number of ranks, or if a C++ compiler is missing.
+    one rank. optimizer_steps: of the whole run, needed if the learning rate is not constant. keep_values: whether a
+    step leaves what it found for each token in `values`. Raises UserError if the model cannot be loaded or not be
+    trained with this number of ranks, or if a C++ compiler is missing.
     """
 
-    def __init__(self, model: Path, config: TrainerConfig, *, seed: int, optimizer_steps: int = 1) -> None:
+    def __init__(
+        self, model: Path, config: TrainerConfig, *, seed: int, optimizer_steps: int = 1, keep_values: bool = False
+    ) -> None:
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_heads(model, config.sequence_parallel)
@@ -158,6 +161,8 @@ class TrainingEngine:
         torch.manual_seed(seed)
         self.config = config
         self.source = model
+        self._keep_values = keep_values
+        self.values: TokenValues | None = None
         build_communication()
         _join_ranks()
         self._control = dist.new_group(backend="gloo", timeout=SILENCE)
@@ -456,6 +461,8 @@ class TrainingEngine:
                 self._mask(rows, flat, trained, proximal)
         for m, minibatch in enumerate(minibatches):
             self._train_minibatch(minibatch, version, temperature, tally, first=m == 0)
+        if self._keep_values:
+            self.values = self._values(rows, flat)
         return tally.result(
             self._control,
             tokens_trained=int(trained.sum()),
@@ -463,6 +470,13 @@ class TrainingEngine:
             reference=self.config.kl_coef > 0,
             peak_tflops=self._peak_tflops,
         )
+
+    def _values(self, rows: list[Row], flat: FlatBatch) -> TokenValues:
+        """What the step has found for each token of the batch (all ranks)."""
+        found = torch.zeros(2, len(flat.tokens))
+        for row in rows:
+            found[:, torch.from_numpy(row.places)] = torch.stack([row.proximal, row.advantages]).float().cpu()
+        return TokenValues(*self._summed(found)[:, flat.by_sample()])
 
     def loss(self, batch: Sequence[Group] | None, *, temperature: float) -> float:
         """The mean of -log pi over the batch's sampled tokens, in nats; nothing is trained (all ranks)."""

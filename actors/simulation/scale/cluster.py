@@ -33,6 +33,7 @@ from actors.simulation.scale.setups import GRAIN, Setup
 from actors.trainer import Trainer
 from areal.config import Config
 from areal.storage.journal import Journal
+from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool
 from protocols import transport
 from protocols.codec import Frame
@@ -212,7 +213,12 @@ class Cluster:
                 return self.master
             case "trainer":
                 return Trainer(
-                    bus, MASTER, **common, start_learner=self._start_learner, open_spool=lambda path: Spool(_memory())
+                    bus,
+                    MASTER,
+                    **common,
+                    start_learner=self._start_learner,
+                    open_spool=lambda path: Spool(_memory()),
+                    open_rollouts=lambda config: RolloutWriter(Path(), "none", 0, lambda sequences: []),
                 )
             case "generator":
                 return Generator(bus, MASTER, **common, start_engine=self._start_engine)
