@@ -294,7 +294,7 @@ class SampleSession:
     counts towards its load at once, until the first call ends or `close` is called. `on_start` is called with the
     version that sampled the first token. `min_version` rises to the group's start version once that is known, so that
     no older version samples a later token. `running`: its calls in progress. `tokens_sampled`: all tokens received, in
-    all calls, trained or not. `reward_parts`: of the last score.
+    all calls, trained or not. `forest`: those calls that are trained. `reward_parts`: of the last score.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class SampleSession:
         self.reward_parts: dict[str, float] = {}
         self.running: set[Call] = set()
         self.closed = False
-        self._forest = Forest()
+        self.forest = Forest()
         self._unused: Place | None = Place(router, home)  # until the first call
         self._waits = 0
         self._in_workflow = False
@@ -340,19 +340,19 @@ class SampleSession:
         finally:
             self.running.discard(call)
             call.close()
-        self._forest.add(prompt, sampled)
+        self.forest.add(prompt, sampled)
         return sampled
 
     def reward(self, call: Generation, value: float) -> None:
-        self._forest.reward(call, value)
+        self.forest.reward(call, value)
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
         own = self.router.actor.config.reward
-        return self._forest.trajectory(reward, own.credit, own.turn_discount)
+        return self.forest.trajectory(reward, own.credit, own.turn_discount)
 
     @property
     def calls(self) -> Sequence[Generation]:
-        return self._forest.calls
+        return self.forest.calls
 
     @property
     def parsers(self) -> Parsers:
@@ -503,11 +503,13 @@ class Sampler(Actor):
 
     def __init__(
         self, *args: Any, open_source: Callable[[DataConfig, int], Prompts] = open_source,
-        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, **kwargs: Any,
+        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, make_parsers: type[Parsers] = Parsers,
+        **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self._open_source = open_source
         self._load_tokenizer = load_tokenizer
+        self._make_parsers = make_parsers
         self.scored = 0
         self.jobs = itertools.count()
         self._flows: dict[str, Flow[Any]] = {}  # to generators and reward actors, by identity
@@ -524,7 +526,7 @@ class Sampler(Actor):
         self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model, self.config.data)
         own = self.config.rollout_manager
         self._workflow = resolve_workflow(own.workflow, own.workflow_options)
-        self.parsers = Parsers(
+        self.parsers = self._make_parsers(
             self._tokenizer, own.tool_call_parser, own.reasoning_parser, self.config.data.chat_template_kwargs
         )
         if own.names_parsers:
