@@ -569,8 +569,12 @@ class Sampler(Actor):
         if self._endpoint is None:
             from actors.parts.openai_endpoint import OpenAIEndpoint  # imports a web server, which few runs need
 
-            self._endpoint = OpenAIEndpoint(self.config.model, self.config.rollout_manager.endpoint_host)
+            host = self.config.rollout_manager.endpoint_host
+            self._endpoint = OpenAIEndpoint(self.config.model, host, self.request_refused)
         return self._endpoint
+
+    def request_refused(self, told: str) -> None:
+        """Called with each request that the endpoint has answered with an error."""
 
     def stats(self) -> dict[str, float]:
         return {"samples_scored": self.scored}

@@ -24,7 +24,6 @@ import numpy as np
 from rich.console import Console
 
 from actors.parts.jobs import ScoreJob, SequenceJob
-from actors.parts.openai_endpoint import OpenAIEndpoint
 from actors.parts.sessions import SampleFailed, Sampler, SampleSession
 from actors.runtime.actor import incarnation
 from actors.runtime.addresses import Door
@@ -38,6 +37,7 @@ from areal.models import resolve_model
 from areal.processes import ROOT
 from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardFailed, RewardPool
+from areal.rewards.result import overlong_penalty
 from areal.text import shown
 from areal.trajectory import Trajectory
 from areal.workflows.agents import AgentFailed
@@ -74,7 +74,8 @@ def try_agent(
     row = read_row(rows, config.data, index) if rows else open_source(config.data, config.seed).row(index)
     row = dataclasses.replace(row, index=index)
     title = f"{agent or config.rollout_manager.workflow} on row {index} of {rows or config.data.named}"
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # asyncio cancels what runs
+    # asyncio cancels what runs.
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         with Console(stderr=True).status("starting the engine, then one episode"):
             return asyncio.run(_try(config, row, title, console))
@@ -82,6 +83,8 @@ def try_agent(
         raise UserError(str(error)) from None
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _configured(
@@ -147,7 +150,7 @@ class Trial(Sampler):
         self._names = tuple(row.reward or config.reward.functions)
         self._used = contextlib.AsyncExitStack()
         self._scores: list[Score] = []
-        self._refusals: list[str] = []
+        self._notes: list[str] = []
         self._seconds: dict[str, float] = {}
         self._running: Counter[str] = Counter()
         self._since: dict[str, float] = {}
@@ -181,7 +184,7 @@ class Trial(Sampler):
         done, failure = None, None
         with self._timed("episode"):
             try:
-                done = (await self._workflow(session, self._row)).checked()
+                done = self._lowered((await self._workflow(session, self._row)).checked())
             except UserError:
                 raise
             except (SampleFailed, AgentFailed) as error:
@@ -191,6 +194,14 @@ class Trial(Sampler):
             finally:
                 session.close()
         return self._episode(title, session, done), failure
+
+    def _lowered(self, done: Trajectory) -> Trajectory:
+        """As a rollout manager does it."""
+        config = self.config
+        overlong = config.reward.overlong_tokens
+        if penalty := overlong_penalty(int(done.sampled.sum()), config.sampling.max_new_tokens, overlong):
+            self._notes.append(f"reward.overlong_tokens has lowered the reward by {penalty:g}.")
+        return done.lowered(penalty)
 
     def _episode(self, title: str, session: SampleSession, done: Trajectory | None) -> Episode:
         forest, turns = session.forest, []
@@ -218,7 +229,7 @@ class Trial(Sampler):
 
     def _warnings(self, session: SampleSession, done: Trajectory | None) -> list[str]:
         trained = sum(len(call.tokens) for call in session.calls)
-        found = [f"The endpoint refused a request: {refusal}" for refusal in self._refusals]
+        found = list(self._notes)
         if long := self.too_long(self._row):
             found.append(f"A run would leave this row out: {long}.")
         if not self._tokenizer.chat_template:
@@ -231,7 +242,8 @@ class Trial(Sampler):
         if not session.room:
             found.append("All of sampling.max_new_tokens is used: further calls get empty answers.")
         if session.tokens_sampled > trained:
-            found.append(f"{session.tokens_sampled - trained} more tokens were sampled, for calls that were given up.")
+            more = session.tokens_sampled - trained
+            found.append(f"{more} more tokens were sampled: after a stop text, or for calls that the agent gave up.")
         if done is not None and (left := trained - int(done.sampled.sum())):
             found.append(f"The workflow's own trajectory leaves out {left} tokens that were sampled.")
         return found
@@ -241,12 +253,8 @@ class Trial(Sampler):
         text: str = self._tokenizer.decode(tokens)
         return text
 
-    @property
-    def endpoint(self) -> OpenAIEndpoint:
-        if self._endpoint is None:
-            host = self.config.rollout_manager.endpoint_host
-            self._endpoint = OpenAIEndpoint(self.config.model, host, self._refusals.append)
-        return self._endpoint
+    def request_refused(self, told: str) -> None:
+        self._notes.append(f"The endpoint refused a request: {told}")
 
     def scoring_failed(self, reason: str) -> None:
         """There is no master to tell."""

@@ -153,8 +153,8 @@ def _result(episode: Episode) -> list[str]:
     if episode.sample is not None:
         sampled = int(episode.sample.sampled.sum())
         lines.append(
-            f"{len(episode.turns)} calls, {len(episode.sample.branches) or 1} branches, {sampled} tokens sampled, "
-            f"{len(episode.sample) - sampled} not sampled"
+            f"calls {len(episode.turns)}, branches {len(episode.sample.branches) or 1}, tokens {len(episode.sample)}, "
+            f"of which {sampled} sampled"
         )
     took = [f"{part} {episode.seconds.get(part, 0.0):.1f} s" for part in PARTS]
     return [*lines, f"{took[0]}, {took[1]}, of which {' and '.join(took[2:])}"]
