@@ -101,8 +101,9 @@ def test_a_trial_that_is_stopped_leaves_no_process(folder, tiny_model, sign):
     below = descendants(trial.pid)
     assert below
     trial.send_signal(sign)
-    _, errors = trial.communicate(timeout=60)
+    _, errors = trial.communicate(timeout=120)
     assert trial.returncode == 130 and "Traceback" not in errors
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{process.pid}").exists() for process in below):
         assert time.monotonic() < deadline
         time.sleep(0.05)
