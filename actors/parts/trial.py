@@ -61,7 +61,7 @@ _FUNCTION = re.compile(r"(\S+\.py|[\w.]+):[A-Za-z_]\w*")
 def try_agent(
     words: Sequence[str], model: str | None, file: Path | None, rows: Path | None, index: int, console: Console
 ) -> int:
-    """Do one episode, and print it. Returns the exit status: 0, 1 if the sample has failed, 130 after a signal.
+    """Do one episode, and print it. Returns the exit status: 0, 1 if the sample has failed, 130 or 143 after a signal.
 
     words: an agent (a command, or FILE.py:FUNCTION), and overrides of the configuration in `file`. Without an agent the
     configured workflow is tried. rows: a file; None: the training rows of the configuration. Raises UserError.
@@ -74,8 +74,6 @@ def try_agent(
     row = read_row(rows, config.data, index) if rows else open_source(config.data, config.seed).row(index)
     row = dataclasses.replace(row, index=index)
     title = f"{agent or config.rollout_manager.workflow} on row {index} of {rows or config.data.named}"
-    # asyncio cancels what runs.
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         with Console(stderr=True).status("starting the engine, then one episode"):
             return asyncio.run(_try(config, row, title, console))
@@ -83,8 +81,8 @@ def try_agent(
         raise UserError(str(error)) from None
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
 
 
 def _configured(
@@ -109,7 +107,9 @@ def _configured(
 
 
 async def _try(config: Config, row: Row, title: str, console: Console) -> int:
-    trial = Trial(config, row)
+    trial, this = Trial(config, row), asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     try:
         await trial.setup()
         episode, failure = await trial.play(title)
@@ -232,7 +232,7 @@ class Trial(Sampler):
         found = list(self._notes)
         if long := self.too_long(self._row):
             found.append(f"A run would leave this row out: {long}.")
-        if not self._tokenizer.chat_template:
+        if self._read and not self._tokenizer.chat_template:
             found.append("The model has no chat template, so messages are joined as they are: set data.chat_template.")
         if tools := next((tools for _, _, tools in self._read if tools), None):
             try:
