@@ -139,6 +139,24 @@ def _parser() -> argparse.ArgumentParser:
         "exit with 1 if a row is bad",
     )
     score.set_defaults(tool=_score)
+    agent = tools.add_parser("agent", help="try an agent before a run (docs/agents.md)")
+    attempt = agent.add_subparsers(metavar="try", required=True).add_parser(
+        "try", help="do one episode with a real engine, and print it; exit code 1 if it fails"
+    )
+    attempt.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="COMMAND key=value",
+        help="the agent (a command in quotes, or FILE.py:FUNCTION; default: the configured workflow) and changes to "
+        "the configuration, e.g. rollout_manager.tool_call_parser=qwen3_xml",
+    )
+    attempt.add_argument("--model", metavar="FOLDER", help="default: that of the configuration")
+    attempt.add_argument(
+        "--row", type=Path, metavar="FILE", help="rows (.jsonl), or one (default: the configured ones)"
+    )
+    attempt.add_argument("--index", type=int, default=0, metavar="N", help="number of the row (default: 0)")
+    attempt.add_argument("--config", type=Path, metavar="FILE.yaml", help="configuration of the run")
+    attempt.set_defaults(tool=_agent_try)
     health = tools.add_parser(
         "health", help="exit with 0 if the run's master answers and the actor is healthy, else with 1"
     )
@@ -364,6 +382,12 @@ def _score(options: argparse.Namespace) -> None:
             score_file(config, options.input, output, console)
         elif not check_file(config, options.input, output, console):
             sys.exit(1)
+
+
+def _agent_try(options: argparse.Namespace) -> None:
+    from actors.parts.trial import try_agent
+
+    sys.exit(try_agent(options.overrides, options.model, options.config, options.row, options.index, _console(120)))
 
 
 def _health(options: argparse.Namespace) -> None:

@@ -459,24 +459,40 @@ class JsonlTable:
 def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) for each line that is not blank. `what` says in error messages what the file
     is. Raises UserError."""
+    # Not splitlines(): JSON text may contain U+2028 and similar characters.
+    for number, line in enumerate(_read_text(path, what).split("\n"), 1):
+        if line.strip():
+            yield number, _read_object(line, f"{path}, line {number},", "write one object a line")
+
+
+def read_row(path: Path, config: SourceConfig, number: int = 0) -> Row:
+    """Return the row of this number, from 0, in a .jsonl file; any other file is one row. Raises UserError."""
+    what = f"the file of rows {path}"
+    if path.suffix == ".jsonl":
+        found = next(itertools.islice(read_jsonl(path, what), number, None), None)
+        if found is None:
+            raise UserError(f"{what} has no row {number}, counted from 0: name another one")
+        return _make_row(found[1], config, f"{path}, line {found[0]},")
+    return _make_row(_read_object(_read_text(path, what), str(path), "correct it"), config, str(path))
+
+
+def _read_text(path: Path, what: str) -> str:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{what}: {path.resolve()} cannot be read ({error.strerror}): correct the path") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{what} is not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
-    # Not splitlines(): JSON text may contain U+2028 and similar characters.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number},"
-        try:
-            raw = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} is not JSON ({error}): write one object a line") from error
-        if not isinstance(raw, dict):
-            raise UserError(f"{where} is a {type(raw).__name__}, not an object: write one object a line")
-        yield number, raw
+
+
+def _read_object(text: str, where: str, advice: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({error}): {advice}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{where} is a {type(raw).__name__}, not an object: {advice}")
+    return raw
 
 
 class HuggingFaceTable:
