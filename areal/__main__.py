@@ -82,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         help="fine-tune a model on prompts and completions before a run; also works under torchrun",
     )
     sft.add_argument("--model", required=True, metavar="FOLDER")
-    sft.add_argument("--data", required=True, metavar="FILE.jsonl", help="rows of prompt and completion, or RUN/rollouts")
+    sft.add_argument(
+        "--data", required=True, metavar="FILE.jsonl", help="rows of prompt and completion, or RUN/rollouts"
+    )
     sft.add_argument("--output", required=True, metavar="FOLDER")
     sft.add_argument("--config", type=Path, metavar="FILE.yaml", help="keys of areal.training.sft.SftConfig")
     sft.add_argument(

@@ -62,6 +62,13 @@ def hub_id(model: str) -> str | None:
     return cached and cached[1].replace("--", "/")
 
 
+def name_of(place: str) -> str:
+    """The name of a model or data set: on the hub, or that of its file or folder."""
+    if place.startswith("hf:"):
+        return place.removeprefix("hf:").partition(":")[0]
+    return hub_id(place) or Path(place).name
+
+
 def check_heads(folder: Path, ranks: int) -> None:
     """Raise UserError if `ranks` ranks cannot divide the attention heads of the model in `folder` among them."""
     if ranks == 1:

@@ -24,7 +24,7 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from areal.config import Config, UserError, load_config
 from areal.data.sources import is_prompt, with_system
-from areal.models import hub_id
+from areal.models import name_of
 from areal.storage.run_folder import last_checkpoint
 from areal.storage.selection import COLUMNS, Sample, chosen, groups_of, pair, read_rows, rollouts_in
 from areal.tokens import load_tokenizer
@@ -221,8 +221,8 @@ def _card(done: Export, config: Config, kind: Format, best: bool) -> DatasetCard
     )
     return DatasetCard.from_template(
         data, template_str=_CARD, config=config, done=done, kind=kind, best=best,
-        model=hub_id(config.model) or Path(config.model).name,
-        sources=[Path(str(part.source)).name for part in config.data.parts],
+        model=name_of(config.model),
+        sources=[name_of(str(part.source)) for part in config.data.parts],
     )  # fmt: skip
 
 
@@ -235,11 +235,11 @@ _CARD = """\
 # {{ config.name }}: {{ "preference pairs" if kind == "preference" else "answers" }} of a reinforcement learning run
 
 {% if kind == "preference" -%}
-Each row has the best and the worst of {{ config.group_size }} answers that a language model sampled to the same prompt, where
-their rewards differ.
+Each row has the best and the worst of {{ config.group_size }} answers that a language model sampled to the same
+prompt, where their rewards differ.
 {%- else -%}
-Each row has {{ "the best of" if best else "one of" }} {{ config.group_size }} answers that a language model sampled to the
-same prompt, if its reward was high enough.
+Each row has {{ "the best of" if best else "one of" }} {{ config.group_size }} answers that a language model sampled to
+the same prompt, if its reward was high enough.
 {%- endif %} The model was trained by reinforcement learning meanwhile, so later rows are from a better model.
 
 | | |
@@ -258,8 +258,10 @@ rows = load_dataset("OWNER/NAME", split="train")  # or the path of this folder
 ```
 
 {% if kind == "preference" -%}
-`prompt`, `chosen` and `rejected` are as TRL's `DPOTrainer` reads them; `score_chosen` and `score_rejected` are the rewards.
+`prompt`, `chosen` and `rejected` are as TRL's `DPOTrainer` reads them; `score_chosen` and `score_rejected` are the
+rewards.
 {%- else -%}
 `prompt` and `completion` are as TRL's `SFTTrainer` reads them; `reward` is that of the answer.
 {%- endif %} `group` is the same for rows of the same prompt and time.
+
 """

@@ -130,7 +130,7 @@ def _read_rows(config: SftConfig, model: Path) -> tuple[list[Group], list[Group]
         )
     data = config.data
     if data.source and (rollouts := rollouts_in(Path(data.source))):
-        parts = _sampled(tokenizer, model, rollouts, config)
+        parts = sampled(tokenizer, model, rollouts, config)
     else:
         parts = _demonstrations(tokenizer, config)
     rows, held_out = ([row for row in part if len(row.trajectories[0]) <= config.max_length] for part in parts)
@@ -171,8 +171,11 @@ def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
     return Group(str(row.index), row.index, (trajectory,))
 
 
-def _sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> list[list[Group]]:
-    """The chosen rollouts, each branch by itself: those to train on, and those held out. No prompt is in both."""
+def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> list[list[Group]]:
+    """The chosen rollouts, each branch by itself: those to train on, and those held out. No prompt is in both.
+
+    Raises UserError if there are too few, or if `tokenizer`, that of `model`, does not read them as the run's did.
+    """
     data, by_prompt, highest, n = config.data, dict[str, list[Group]](), -math.inf, 0
     for group in groups_of(read_rows(rollouts, [*COLUMNS, "prompt", "completion", "tokens", "versions"])):
         highest = max([highest, *(sample.reward for sample in group)])
