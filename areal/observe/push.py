@@ -83,8 +83,8 @@ def upload(folder: Path, repo: str, *, public: bool) -> str:
     except Exception as error:  # the hub's client raises the errors of several libraries
         reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{folder} is ready, but it was not uploaded ({reason}): where there is a network, log in with hf auth login, "
-            f"and run hf upload {repo} {folder}{'' if public else ' --private'}."
+            f"{folder} is ready, but it was not uploaded ({reason}): where there is a network, run hf auth login and "
+            f"hf upload {repo} {folder}{'' if public else ' --private'}."
         ) from None
     return str(address)
 
@@ -152,20 +152,20 @@ def _evaluations(results: list[Result]) -> Iterator[EvalResult]:
 
 def _card(run: Run, config: Config, version: int, name: str, made: Path) -> ModelCard:
     results, base = list(_results(run, config, version)), hub_id(config.model)
+    sources = [str(part.source) for part in config.data.parts]
     data = ModelCardData(
         model_name=name,
         library_name="transformers",
         pipeline_tag="text-generation",
         base_model=base,
-        datasets=[name_of(str(part.source)) for part in config.data.parts if str(part.source).startswith("hf:")]
-        or None,
+        datasets=[name_of(source) for source in sources if source.startswith("hf:")] or None,
         tags=["reinforcement-learning", "areal-as-actors", config.trainer.objective.partition(":")[0]],
         eval_results=list(_evaluations(results)) or None,
     )
     return ModelCard.from_template(
         data, template_str=_CARD, name=name, run=run, config=config, version=version, results=results, figure=FIGURE,
         base=name_of(config.model), hub_base=base, adapter=(made / ADAPTER).is_dir(), paper=PAPER, score=_score,
-        sources=[name_of(str(part.source)) for part in config.data.parts], summary=run.summary,
+        sources=list(map(name_of, sources)), summary=run.summary,
         rewards=[name_of(reward) for reward in config.reward.functions],
     )  # fmt: skip
 
@@ -187,9 +187,9 @@ _CARD = """\
 
 # {{ name }}
 
-This is {% if hub_base %}[{{ base }}](https://huggingface.co/{{ base }}){% else %}the model `{{ base }}`{% endif %} after \
-{{ version }} steps of asynchronous reinforcement learning with AReaL-as-actors. Generation and training ran at the same time; \
-the method is AReaL's ([arXiv 2505.24298]({{ paper }})).
+This is {% if hub_base %}[{{ base }}](https://huggingface.co/{{ base }}){% else %}the model `{{ base }}`{% endif %} \
+after {{ version }} steps of asynchronous reinforcement learning with AReaL-as-actors. Generation and training ran at \
+the same time; the method is AReaL's ([arXiv 2505.24298]({{ paper }})).
 {% if results %}
 | mean score, % | rows | before | after |
 |---|---|---|---|
@@ -208,8 +208,8 @@ the method is AReaL's ([arXiv 2505.24298]({{ paper }})).
 | rewards | {{ rewards | join(", ") or "of each row" }} |
 | objective | `{{ config.trainer.objective }}`, advantages less the mean of the {{ config.trainer.advantage_mean }}, \
 scaled by the deviation of the {{ config.trainer.advantage_std }} |
-| steps | {{ version }} of {{ config.batch_size }} groups of {{ config.group_size }} samples, in {{ config.trainer.minibatches }} \
-minibatches |
+| steps | {{ version }} of {{ config.batch_size }} groups of {{ config.group_size }} samples, in \
+{{ config.trainer.minibatches }} minibatches |
 | learning rate | {{ config.trainer.lr }}, {{ config.trainer.lr_schedule }}; {% if config.trainer.lora %}LoRA of rank \
 {{ config.trainer.lora.rank }}{% else %}all weights{% endif %} in {{ config.trainer.dtype }} |
 | KL penalty | {{ config.trainer.kl_coef or "none" }} |

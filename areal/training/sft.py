@@ -36,7 +36,7 @@ LINES_AN_EPOCH = 10
 
 
 class SftData(RowsConfig):
-    """As in a run, or `source` is the folder of a run, or of its rollouts. Prompts are encoded as in a run with the same
+    """As in a run; `source` may also be the folder of a run's rollouts. Prompts are encoded as in a run with the same
     `system_prompt`. Samples of rollouts that were cut at the limit of tokens are left out."""
 
     answer_key: str = Field("completion", description="field of a row that holds the completion")
@@ -190,8 +190,8 @@ def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> l
     if len(by_prompt) < 2:
         least = "above 0" if data.min_reward is None else f"of at least {data.min_reward:g}"
         raise UserError(
-            f"The rollouts in {rollouts} have samples with a reward {least}, which ended before the limit of tokens, for "
-            f"only {len(by_prompt)} prompts, and the highest reward is {highest:g}: set data.min_reward."
+            f"Only {len(by_prompt)} prompts of {rollouts} have a sample with a reward {least} that was not cut at the limit "
+            f"of tokens, and the highest reward is {highest:g}: set data.min_reward."
         )
     eval_size, held_out = data.eval_size or max(1, n // HELD_OUT_SHARE), list[Group]()
     for prompt in Random(f"{config.seed}/held_out").sample(list(by_prompt), len(by_prompt) - 1):
@@ -206,6 +206,6 @@ def _check_tokenizer(tokenizer: Any, model: Path, row: dict[str, Any]) -> None:
     texts = [tokenizer.decode(part.tolist()) for part in (row["tokens"][:start], row["tokens"][start:])]
     if texts != [row["prompt"], row["completion"]]:
         raise UserError(
-            f"The model {model} has another tokenizer than the run of these rollouts: write their texts into a file with "
+            f"The model {model} has another tokenizer than the run of these rollouts: write their texts to a file with "
             f"areal export RUN --output rows.jsonl, and train on that."
         )
