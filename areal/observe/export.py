@@ -34,6 +34,8 @@ from areal.weights.folders import atomic_folder
 Format = Literal["sft", "preference"]
 ROWS_AT_ONCE = 1024
 DATA_FILE = "data/train-00000-of-00001.parquet"
+Asked = tuple[list[dict[str, str]], str]
+_CONTENT = "content-sampled-6f1d8a"  # text that no template changes
 _MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 
 
@@ -67,7 +69,7 @@ def export(run: Path, output: Path, kind: Format, *, best: bool = True, least: f
     config: Config = load_config(run / "config.yaml")
     texts = Texts(load_tokenizer(str(last_checkpoint(run) or config.model), config.data), config)
     texts.chat = all(row["turns"] == 1 and not row["branch"] for row in read_rows(rollouts, ["turns", "branch"])) and (
-        texts.messages(next(read_rows(rollouts, ["row", "prompt"]))) is not None
+        texts.asked(next(read_rows(rollouts, ["row", "prompt"]))) is not None
     )
     groups = groups_of(read_rows(rollouts, [*COLUMNS, "row", "prompt", "turns", "tokens", "versions"]))
     done, schema = Export(), _schema(kind, texts.chat)
@@ -98,12 +100,12 @@ class Texts:
         self._first: list[int] = tokenizer.encode("")
         self._special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._systems = dict.fromkeys(part.system_prompt for part in config.data.parts)
-        self._messages = lru_cache(maxsize=16)(self._find)
+        self._asked = lru_cache(maxsize=16)(self._find)
 
     def prompt(self, row: dict[str, Any], start: int) -> Any:
         """What comes before token `start`. None: it is not what the chat template makes of the row's messages."""
         if self.chat:
-            return self.messages(row)
+            return (self.asked(row) or (None,))[0]
         tokens, first = row["tokens"][:start].tolist(), self._first
         return self._tokenizer.decode(tokens[len(first) :] if tokens[: len(first)] == first else tokens)
 
@@ -111,13 +113,15 @@ class Texts:
         """The tokens from `start` to `end`, which were sampled."""
         tokens = row["tokens"][start:end].tolist()
         text = self._tokenizer.decode(tokens[:-1] if tokens[-1] in self._special else tokens)
-        return [{"role": "assistant", "content": text}] if self.chat else text
+        asked = self.asked(row) if self.chat else None
+        return [{"role": "assistant", "content": asked[1] + text}] if asked else text
 
-    def messages(self, row: dict[str, Any]) -> list[dict[str, str]] | None:
-        """The messages that the chat template has made the prompt of; None if these are not known."""
-        return self._messages(row["row"], row["prompt"])
+    def asked(self, row: dict[str, Any]) -> Asked | None:
+        """The messages that the chat template has made the prompt of, and what the template has begun the answer with,
+        such as <think>; None if these are not known."""
+        return self._asked(row["row"], row["prompt"])
 
-    def _find(self, fields: str, prompt: str) -> list[dict[str, str]] | None:
+    def _find(self, fields: str, prompt: str) -> Asked | None:
         asked = json.loads(fields).get("prompt")
         if not self._tokenizer.chat_template or not is_prompt(asked):
             return None
@@ -126,7 +130,9 @@ class Texts:
             if isinstance(chat, list):
                 messages = [{"role": message["role"], "content": message["content"]} for message in chat]
                 if prompt == self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False):
-                    return messages
+                    answered = [*messages, {"role": "assistant", "content": _CONTENT}]
+                    shown = self._tokenizer.apply_chat_template(answered, tokenize=False).partition(_CONTENT)[0]
+                    return messages, prompt[len(shown) :] if prompt.startswith(shown) else ""
         return None
 
 

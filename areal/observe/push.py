@@ -65,9 +65,8 @@ def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, made / name)
         write_figure(folder, made / FIGURE)
-        _card(run, config, int(checkpoint.name.removeprefix("step_")), repo or config.name, made).save(
-            made / "README.md"
-        )
+        version = int(checkpoint.name.removeprefix("step_"))
+        _card(run, config, version, repo or config.name, made).save(made / "README.md")
     return output
 
 

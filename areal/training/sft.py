@@ -190,8 +190,8 @@ def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> l
     if len(by_prompt) < 2:
         least = "above 0" if data.min_reward is None else f"of at least {data.min_reward:g}"
         raise UserError(
-            f"Only {len(by_prompt)} prompts of {rollouts} have a sample with a reward {least} that was not cut at the limit "
-            f"of tokens, and the highest reward is {highest:g}: set data.min_reward."
+            f"Only {len(by_prompt)} prompts of {rollouts} have a sample with a reward {least} that was not cut at the "
+            f"limit of tokens, and the highest reward is {highest:g}: set data.min_reward."
         )
     eval_size, held_out = data.eval_size or max(1, n // HELD_OUT_SHARE), list[Group]()
     for prompt in Random(f"{config.seed}/held_out").sample(list(by_prompt), len(by_prompt) - 1):
