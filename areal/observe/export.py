@@ -226,8 +226,9 @@ def _card(done: Export, config: Config, kind: Format, best: bool) -> DatasetCard
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": "data/*.parquet"}]}],
     )
     return DatasetCard.from_template(
-        data, template_str=_CARD, config=config, done=done, kind=kind, best=best,
+        data, template_str=_CARD, config=config, done=done, kind=kind, best=best, name_of=name_of,
         model=name_of(config.model),
+        rewards=[name_of(reward) for reward in config.reward.functions],
         sources=[name_of(str(part.source)) for part in config.data.parts],
     )  # fmt: skip
 
@@ -253,8 +254,8 @@ the same prompt, if its reward was high enough.
 | rows | {{ done.rows }}, of {{ done.samples }} samples in {{ done.groups }} groups |
 | model | {{ model }} |
 | prompts | {{ sources | join(", ") }} |
-| rewards | {{ config.reward.functions | join(", ") or "of each row" }} |
-| objective | {{ config.trainer.objective }}, {{ config.steps }} steps |
+| rewards | {{ rewards | join(", ") or "of each row" }} |
+| objective | {{ name_of(config.trainer.objective) }}, {{ config.steps }} steps |
 | sampling | temperature {{ config.sampling.temperature }}, top_p {{ config.sampling.top_p }} |
 
 ```python

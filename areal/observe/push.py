@@ -128,10 +128,16 @@ def _results(run: Run, config: Config, version: int) -> Iterator[Result]:
     by_version = {done["version"]: done for done in run.evaluations}
     before, after = by_version.get(0, {}), by_version.get(version, {})
     if after.get("accuracy") is not None:
-        part = config.data.parts[0]
-        yield Result("held-out rows", part, before if before.get("accuracy") is not None else None, after)
+        parts = config.data.parts
+        rows = parts[0] if len(parts) == 1 else SourceConfig()
+        yield Result("held-out rows", rows, before if before.get("accuracy") is not None else None, after)
     for name, scores in (after.get("benchmarks") or {}).items():
-        yield Result(name, config.evaluator.benchmarks[name], (before.get("benchmarks") or {}).get(name), scores)
+        yield Result(
+            name,
+            config.evaluator.benchmarks.get(name, SourceConfig()),
+            (before.get("benchmarks") or {}).get(name),
+            scores,
+        )
 
 
 def _evaluations(results: list[Result]) -> Iterator[EvalResult]:
@@ -139,7 +145,7 @@ def _evaluations(results: list[Result]) -> Iterator[EvalResult]:
         place = str(result.rows.eval_source or result.rows.source or "several sources")
         about: dict[str, Any] = {
             "task_type": "text-generation", "dataset_type": name_of(place), "dataset_name": result.name,
-            "dataset_split": result.rows.split if place.startswith("hf:") else None,
+            "dataset_split": (place.split(":")[2:] or [result.rows.split])[0] if place.startswith("hf:") else None,
         }  # fmt: skip
         yield EvalResult(
             metric_type="accuracy", metric_name="mean score", metric_value=result.after["accuracy"], **about
@@ -158,13 +164,13 @@ def _card(run: Run, config: Config, version: int, name: str, made: Path) -> Mode
         pipeline_tag="text-generation",
         base_model=base,
         datasets=[name_of(source) for source in sources if source.startswith("hf:")] or None,
-        tags=["reinforcement-learning", "areal-as-actors", config.trainer.objective.partition(":")[0]],
+        tags=["reinforcement-learning", "areal-as-actors"],
         eval_results=list(_evaluations(results)) or None,
     )
     return ModelCard.from_template(
-        data, template_str=_CARD, name=name, run=run, config=config, version=version, results=results, figure=FIGURE,
+        data, template_str=_CARD, name=name, config=config, version=version, results=results, figure=FIGURE,
         base=name_of(config.model), hub_base=base, adapter=(made / ADAPTER).is_dir(), paper=PAPER, score=_score,
-        sources=list(map(name_of, sources)), summary=run.summary,
+        name_of=name_of, sources=list(map(name_of, sources)), summary=run.summary,
         rewards=[name_of(reward) for reward in config.reward.functions],
     )  # fmt: skip
 
@@ -205,8 +211,8 @@ the same time; the method is AReaL's ([arXiv 2505.24298]({{ paper }})).
 |---|---|
 | prompts | {{ sources | join(", ") }} |
 | rewards | {{ rewards | join(", ") or "of each row" }} |
-| objective | `{{ config.trainer.objective }}`, advantages less the mean of the {{ config.trainer.advantage_mean }}, \
-scaled by the deviation of the {{ config.trainer.advantage_std }} |
+| objective | `{{ name_of(config.trainer.objective) }}`, advantages less the mean of the \
+{{ config.trainer.advantage_mean }}, scaled by the deviation of the {{ config.trainer.advantage_std }} |
 | steps | {{ version }} of {{ config.batch_size }} groups of {{ config.group_size }} samples, in \
 {{ config.trainer.minibatches }} minibatches |
 | learning rate | {{ config.trainer.lr }}, {{ config.trainer.lr_schedule }}; {% if config.trainer.lora %}LoRA of rank \
@@ -214,7 +220,7 @@ scaled by the deviation of the {{ config.trainer.advantage_std }} |
 | KL penalty | {{ config.trainer.kl_coef or "none" }} |
 | sampling | temperature {{ config.sampling.temperature }}, top_p {{ config.sampling.top_p }}, up to \
 {{ config.sampling.max_new_tokens }} tokens |
-| workflow | `{{ config.rollout_manager.workflow }}` |
+| workflow | `{{ name_of(config.rollout_manager.workflow) }}` |
 | staleness | at most {{ summary.get("staleness_max", "?") }} versions, under a bound of {{ config.max_staleness }} |
 
 `config.yaml` has all settings, without paths and secrets; `metrics.jsonl` has a record for each step.

@@ -125,6 +125,16 @@ def test_a_mistake_gets_one_sentence_before_anything_is_loaded(
     assert sentence in capsys.readouterr().err
 
 
+def test_a_completion_may_be_a_message_of_the_assistant(tiny_model, rows, tmp_path, capsys):
+    lines = [json.loads(line) for line in rows.read_text().splitlines()[:20]]
+    chats = [row | {"completion": [{"role": "assistant", "content": row["completion"]}]} for row in lines]
+    for name, some in {"texts": lines, "chats": chats}.items():
+        write(tmp_path / f"{name}.jsonl", some)
+        assert not main(arguments(tiny_model, tmp_path / f"{name}.jsonl", tmp_path / name, "batch_size=8"))
+    losses = held_out_losses(capsys.readouterr().out)
+    assert losses[:2] == losses[2:]
+
+
 def write_rollouts(folder: Path, model: Path, samples: dict[str, list[tuple[str, float]]]) -> Path:
     """Groups of single answers with their rewards, by prompt; the first has a sample of two branches, too."""
     of, groups = load_tokenizer(str(model)), []
