@@ -82,13 +82,37 @@ def _parser() -> argparse.ArgumentParser:
         help="fine-tune a model on prompts and completions before a run; also works under torchrun",
     )
     sft.add_argument("--model", required=True, metavar="FOLDER")
-    sft.add_argument("--data", required=True, metavar="FILE.jsonl", help="rows of prompt and completion")
+    sft.add_argument(
+        "--data", required=True, metavar="FILE.jsonl", help="rows of prompt and completion, or RUN/rollouts"
+    )
     sft.add_argument("--output", required=True, metavar="FOLDER")
     sft.add_argument("--config", type=Path, metavar="FILE.yaml", help="keys of areal.training.sft.SftConfig")
     sft.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes to the configuration, e.g. epochs=2 trainer.lr=1e-5"
     )
     sft.set_defaults(tool=_sft)
+    export = tools.add_parser("export", help="write the rollouts of a run as a data set for TRL and others")
+    export.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    export.add_argument(
+        "--output", required=True, type=Path, metavar="FILE.jsonl|FILE.parquet|FOLDER",
+        help="a folder has a data set card and can be uploaded as it is",
+    )  # fmt: skip
+    export.add_argument(
+        "--format", choices=("sft", "preference"), default="sft",
+        help="the best sample of each group (default), or the best and the worst where they differ",
+    )  # fmt: skip
+    export.add_argument("--all", action="store_true", help="sft: all samples and not only the best of each group")
+    export.add_argument(
+        "--min-reward", type=float, metavar="R",
+        help="lowest reward of a sample to imitate (default: above 0; in a pair: any)",
+    )  # fmt: skip
+    export.set_defaults(tool=_export)
+    push = tools.add_parser("push", help="make a model folder of a run for the model hub, with a card, and upload it")
+    push.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    push.add_argument("--repo", metavar="OWNER/NAME", help="upload to this repository, which is made if it is new")
+    push.add_argument("--public", action="store_true", help="make a new repository public (default: private)")
+    push.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to make (default: RUN_FOLDER/hub)")
+    push.set_defaults(tool=_push)
     evaluate = tools.add_parser(
         "eval",
         help="evaluate a model on benchmarks (docs/evaluation.md)",
@@ -323,6 +347,22 @@ def _sft(options: argparse.Namespace) -> None:
     given = {"model": options.model, "data.source": options.data, "output": options.output}
     overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     fine_tune(load_config(options.config, [*overrides, *options.overrides], SftConfig), Console())
+
+
+def _export(options: argparse.Namespace) -> None:
+    from areal.observe.export import export
+
+    if options.all and options.format == "preference":
+        raise UserError("--all is for --format sft, because a pair is the best and the worst of a group: leave it out.")
+    done = export(options.folder, options.output, options.format, best=not options.all, least=options.min_reward)
+    print(f"{options.output}: {done}")
+
+
+def _push(options: argparse.Namespace) -> None:
+    from areal.observe.push import make_folder, upload
+
+    folder = make_folder(options.folder, options.output, options.repo)
+    print(upload(folder, options.repo, public=options.public) if options.repo else folder)
 
 
 def _eval(options: argparse.Namespace) -> None:
