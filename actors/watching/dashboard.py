@@ -13,7 +13,7 @@ from collections import deque
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import yaml
 from aiohttp import web
@@ -21,6 +21,7 @@ from aiohttp.typedefs import Handler
 
 from areal.config import UserError
 from areal.observe import timeline
+from areal.observe.digests import Digests
 from areal.observe.report import FILES_OF_A_RUN
 from areal.storage.events import FILE, GONE
 from areal.storage.run_folder import NewRecords, read_summary
@@ -29,6 +30,8 @@ from protocols.addresses import is_loopback
 # Length of the timeline, which ends at the newest event.
 WINDOW_SECONDS = 120.0
 LONGEST_NUMBER = 18
+# An answer waits no longer for rollouts, of which the next answers read more. One file may take as long again.
+ROLLOUTS_SECONDS = 0.2
 # A connection that has sent no request for this long is closed.
 IDLE_SECONDS = 30.0
 LEFT_OUT = ("prompts", "discarded")
@@ -54,6 +57,7 @@ class RunView:
         self._evaluated: list[dict[str, Any]] = []
         self._events: deque[dict[str, Any]] = deque()
         self._actors: dict[str, dict[str, Any]] = {}
+        self._digests = Digests(folder)
 
     def since(self, step: int) -> dict[str, Any]:
         """The steps after `step`, and the current state of everything else."""
@@ -65,6 +69,7 @@ class RunView:
             "max_staleness": config.get("max_staleness"),
             "steps": [record for record in self._steps if record["step"] > step],
             "evaluations": self._evaluated,
+            "alerts": self._alerts(config),
             "actors": [self._actors[actor] for actor in sorted(self._actors)],
             "lanes": self._lanes(),
             "ended": (read_summary(self._folder) or {}).get("reason"),
@@ -83,6 +88,14 @@ class RunView:
         # An actor's activity is recorded repeatedly, so one that began before the window also has an event within it.
         while self._events and self._events[0]["time"] < self._events[-1]["time"] - WINDOW_SECONDS:
             self._events.popleft()
+
+    def _alerts(self, config: dict[str, Any]) -> list[dict[str, Any]]:
+        """For each alert its name, its sentence and the query of the page of its rollouts, None if none are kept."""
+        found = self._digests.alerts(self._steps, self._evaluated, config, ROLLOUTS_SECONDS)
+        rollouts = self._digests.any
+        return [
+            {"name": a.name, "text": a.sentence, "query": urlencode(a.filters) if rollouts else None} for a in found
+        ]
 
     def _lanes(self) -> list[dict[str, Any]]:
         """For each actor, what it did in the last WINDOW_SECONDS: tuples of the name, the beginning (in seconds before

@@ -170,11 +170,16 @@ class Curve:
         return bool(len(self.values)) and bool(self.rises()[-1])
 
     def since(self, wrong: np.ndarray) -> int | None:
-        """The first step of the last ones that are all wrong; None if the newest one is not."""
+        """The first step of the newest change; None if the newest mean is not wrong. A mean becomes wrong some steps
+        after its values: those that are nearer to the newest mean than to the level belong to the change."""
         if not len(wrong) or not wrong[-1]:
             return None
         sound = np.flatnonzero(~wrong)
-        return int(self.steps[sound[-1] + 1 if len(sound) else 0])
+        first = end = int(sound[-1]) + 1 if len(sound) else 0
+        near = np.abs(self.values - self.last) < np.abs(self.values - self.level)
+        while first > max(0, end - RECENT + 1) and near[first - 1]:
+            first -= 1
+        return int(self.steps[first])
 
 
 def _alert(name: str, curve: Curve, first: int, sentence: str, **filters: str | float) -> Alert:

@@ -1,4 +1,4 @@
-"""Reads kept rollouts (areal.storage.rollouts) for the alerts: each file once, few columns, and of many tokens a part."""
+"""Reads kept rollouts (areal.storage.rollouts) for the alerts: each file once, few columns, of many tokens a part."""
 
 from __future__ import annotations
 

@@ -63,6 +63,20 @@ async def test_actors_are_shown_as_they_last_were_until_they_are_gone(folder):
     assert lanes["reward/0"] == [("scoring", 2.0, 2.0, False)]
 
 
+async def test_alerts_come_with_their_rollouts_if_the_run_keeps_any(folder):
+    sound = [{"step": step, "cut_share": 0.0} for step in range(1, 16)]
+    add(folder, "metrics.jsonl", *sound, *({"step": step, "cut_share": 0.5} for step in range(16, 26)))
+    view = RunView(folder)
+    (alert,) = view.since(25)["alerts"]
+    assert alert["name"] == "cut completions" and alert["query"] is None
+    (folder / "rollouts").mkdir()
+    (folder / "rollouts" / "000001.parquet").touch()
+    (alert,) = view.since(25)["alerts"]
+    assert alert["query"] == "step_min=16&step_max=25&finish=length"
+    add(folder, "metrics.jsonl", *({"step": step, "cut_share": 0.0} for step in range(26, 31)))
+    assert view.since(25)["alerts"] == []
+
+
 @pytest.mark.parametrize("query", ["", "?token=", "?token=other"])
 async def test_nobody_sees_anything_without_the_token(folder, query):
     async with client(folder, token="mine") as page:
