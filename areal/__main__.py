@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     trace = tools.add_parser("trace", help="write the trace of a run, trace.json, to open in ui.perfetto.dev")
     trace.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     trace.set_defaults(tool=_trace)
-    page = tools.add_parser("dashboard", help="serve a live web page of a run, or of several with their curves overlaid")
+    page = tools.add_parser(
+        "dashboard", help="serve a live web page of a run, or of several with their curves overlaid"
+    )
     page.add_argument("folders", type=Path, metavar="RUN_FOLDER", nargs="+")
     page.add_argument(
         "--host", default="127.0.0.1", help="interface to listen on (default: 127.0.0.1, this machine only)"

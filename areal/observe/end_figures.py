@@ -16,12 +16,12 @@ import numpy as np
 import yaml
 from rich.table import Table
 
-from areal.observe.alerts import RECENT, Curve
+from areal.observe.alerts import Curve
 from areal.observe.comparison import half_width, pooled_deviation, staleness_of, value_of
 from areal.observe.report import Run, read_run
 from areal.storage.run_folder import STEADY, differences, within
 
-# Keys that say nothing about a run but where it is and what it is called, and the seed, over which figures are averaged.
+# Keys that say only where a run is and what it is called, and the seed, over which figures are averaged.
 LEFT_OUT = ("name", "run_dir", "seed", "master", "network", "observe")
 LAST_STEPS = 10
 
@@ -43,7 +43,7 @@ def end_figures(runs: Sequence[Run]) -> list[Figure]:
     kinds: list[tuple[str, str, Callable[[Run], float]]] = [
         ("held-out accuracy, before", ".3f", lambda run: _accuracy(run, "accuracy_before", 0)),
         ("held-out accuracy", ".3f", lambda run: _accuracy(run, "accuracy_after", -1)),
-        *((name, ".3f", lambda run, name=name: _benchmark(run, name)) for name in names),  # type: ignore[misc]
+        *((name, ".3f", lambda run, name=name: _benchmark(run, name)) for name in names),
         (f"reward, last {LAST_STEPS} steps", ".3f", lambda run: _mean(run.series("reward_mean")[-LAST_STEPS:])),
         ("staleness, mean", ".2f", staleness_of),
         ("staleness, max", ".1f", lambda run: max(run.series("staleness_max"), default=math.nan)),
