@@ -225,7 +225,8 @@ def print_summary(folder: Path, console: Console) -> None:
         console.print(table)
     for alert, command in alerts_of(folder, read_run(folder)):
         console.print(Text.assemble((alert.name, "bold red"), f": {alert.sentence}"))
-        console.print(Text(f"  {command}"), soft_wrap=True)
+        if command:
+            console.print(Text(f"  {command}"), soft_wrap=True)
     results = [done for done in summary["evaluations"] if done["benchmarks"]]
     if results:
         console.print(_benchmarks_table(results))
