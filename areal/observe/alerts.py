@@ -3,8 +3,10 @@
 An alert is about the newest steps: it ends once the run has recovered. It compares the mean of the last RECENT steps
 with the level of the first EARLY steps (their median: in the first step only the shortest samples are finished). A
 change counts if it is large, by the thresholds below, and larger than ERRORS standard errors of the two, which are
-taken from the steps themselves: small batches vary more. Where a healthy run may show the same sign, an alert needs a
-second one: lengths, entropy and the variety of answers change a lot while a policy learns, but then its reward rises.
+taken from the steps themselves: small batches vary more. Of 150 simulated runs of 120 steps with 4 to 64 prompts a
+step and nothing wrong, looked at every 5 steps, 5 had such an alert, once. Where a healthy run may show the same sign,
+an alert needs a second one: lengths, entropy and the variety of answers change a lot while a policy learns, but then
+its reward rises.
 
 The thresholds of single values are the healthy ranges of docs/health.md, or half way to the limits of the guard, which
 ends the run. With all of them the recorded quickstarts are silent at every one of their steps.
@@ -21,7 +23,7 @@ import numpy as np
 
 EARLY = 10
 RECENT = 5
-ERRORS = 3.0
+ERRORS = 4.0
 FACTOR = 2.0
 """Lengths: a policy that halves or doubles its answers without more reward has found something else than the task."""
 REMAINS = 0.25
@@ -136,7 +138,9 @@ class Curve:
             if len(values) >= EARLY + RECENT:
                 early = self.values[:EARLY]
                 self.level = float(np.median(early))
-                self.errors[RECENT - 1 :] = np.sqrt(windows.var(1, ddof=1) / RECENT + early.var(ddof=1) / EARLY)
+                squares = windows.var(1) * RECENT + early.var() * EARLY
+                pooled = squares / (RECENT + EARLY - 2)  # five values alone tell little about their variance
+                self.errors[RECENT - 1 :] = np.sqrt(pooled * (1 / RECENT + 1 / EARLY))
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], key: str) -> Curve:
@@ -166,8 +170,8 @@ class Curve:
         return np.asarray(np.abs(self.means - self.level) > PART * np.maximum(np.abs(self.means), np.abs(self.level)))
 
     def rose(self) -> bool:
-        """Whether it is now above its level, beyond chance."""
-        return bool(len(self.values)) and bool(self.rises()[-1])
+        """Whether it is now above its level. Half of ERRORS are enough: this is what keeps an alert silent."""
+        return bool(len(self.values)) and bool(self.means[-1] - self.level > ERRORS / 2 * self.errors[-1])
 
     def since(self, wrong: np.ndarray) -> int | None:
         """The first step of the newest change; None if the newest mean is not wrong. A mean becomes wrong some steps
