@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -300,7 +300,9 @@ def _no_signal(records: Sequence[Mapping[str, Any]], digests: Sequence[Digest], 
         filters = {"reward_min": most[0][0], "reward_max": most[0][0]}
     sentence += ": the prompts are too easy or too hard; take other data"
     sentence += "." if filtered else ", or set filter_zero_signal."
-    yield _alert("no signal", mixed, first, sentence, **filters)
+    alert = _alert("no signal", mixed, first, sentence, **filters)
+    # What was filtered has no step.
+    yield replace(alert, filters={"fate": "filtered", "start_version_min": first - 1}) if filtered else alert
 
 
 def _mixed(record: Mapping[str, Any], filtered: bool) -> float | None:

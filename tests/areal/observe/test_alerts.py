@@ -166,6 +166,7 @@ def test_groups_that_were_filtered_count_as_groups_without_signal(tmp_path):
         record |= {"mixed_groups": 1.0, "groups_trained": 10, "groups_filtered": filtered, "reward_mean_all": 0.5}
     (alert,) = found_in(tmp_path, records)
     assert alert.name == "no signal" and "80% of the groups" in alert.sentence
+    assert alert.where == "fate = 'filtered' and start_version >= 20"
 
 
 def test_a_file_is_read_once_and_a_broken_one_is_left_out(tmp_path):
