@@ -53,11 +53,16 @@ def _parser() -> argparse.ArgumentParser:
         help="print a table of the paper, such as paper:table2, with these runs beside it",
     )
     report.set_defaults(tool=_report)
+    versus = tools.add_parser("compare", help="print in what runs differ, and the figures that they end with")
+    versus.add_argument("folders", type=Path, metavar="RUN_FOLDER", nargs="+")
+    versus.set_defaults(tool=lambda options: _compare(options.folders))
     trace = tools.add_parser("trace", help="write the trace of a run, trace.json, to open in ui.perfetto.dev")
     trace.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     trace.set_defaults(tool=_trace)
-    page = tools.add_parser("dashboard", help="serve a live web page of a run")
-    page.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    page = tools.add_parser(
+        "dashboard", help="serve a live web page of a run, or of several with their curves overlaid"
+    )
+    page.add_argument("folders", type=Path, metavar="RUN_FOLDER", nargs="+")
     page.add_argument(
         "--host", default="127.0.0.1", help="interface to listen on (default: 127.0.0.1, this machine only)"
     )
@@ -320,6 +325,12 @@ def _report(options: argparse.Namespace) -> None:
         _console(120).print(write_comparison(options.folders, options.figure))
 
 
+def _compare(folders: Sequence[Path]) -> None:
+    from areal.observe.end_figures import compare
+
+    _console(200).print(compare(folders))
+
+
 def _trace(options: argparse.Namespace) -> None:
     from areal.observe.trace import write_trace
 
@@ -329,7 +340,7 @@ def _trace(options: argparse.Namespace) -> None:
 def _dashboard(options: argparse.Namespace) -> None:
     from actors.watching.dashboard import serve
 
-    serve(options.folder, options.host, options.port, options.token)
+    serve(options.folders, options.host, options.port, options.token)
 
 
 def _track(options: argparse.Namespace) -> None:
