@@ -53,6 +53,16 @@ def _parser() -> argparse.ArgumentParser:
         help="print a table of the paper, such as paper:table2, with these runs beside it",
     )
     report.set_defaults(tool=_report)
+    rollouts = tools.add_parser("rollouts", help="print rollouts of a run (docs/observe.md)")
+    rollouts.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    rollouts.add_argument("--where", metavar="SQL", help='condition on their columns: "reward < 0.1 and step > 50"')
+    order = rollouts.add_mutually_exclusive_group()
+    order.add_argument(
+        "--sort", default="step desc", metavar="COLUMN", help='or "COLUMN desc" (default: "step desc", newest first)'
+    )
+    order.add_argument("--random", action="store_true", help="show rollouts at random")
+    rollouts.add_argument("--show", type=int, default=5, metavar="N", help="number to show (default: 5)")
+    rollouts.set_defaults(tool=_rollouts)
     trace = tools.add_parser("trace", help="write the trace of a run, trace.json, to open in ui.perfetto.dev")
     trace.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     trace.set_defaults(tool=_trace)
@@ -276,6 +286,13 @@ def _report(options: argparse.Namespace) -> None:
         from areal.observe.comparison import write_comparison
 
         _console(120).print(write_comparison(options.folders, options.figure))
+
+
+def _rollouts(options: argparse.Namespace) -> None:
+    from areal.observe.rollout_print import print_rollouts
+
+    sort = None if options.random else options.sort
+    print_rollouts(options.folder, options.where, sort, options.show, _console(120))
 
 
 def _trace(options: argparse.Namespace) -> None:
