@@ -7,7 +7,6 @@ other than loopback, requests need a token.
 from __future__ import annotations
 
 import hmac
-import math
 import secrets
 from collections import deque
 from functools import lru_cache
@@ -19,6 +18,8 @@ import yaml
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from actors.watching.answers import answer, finite, page
+from actors.watching.rollouts import RolloutPages
 from areal.config import UserError
 from areal.observe import timeline
 from areal.observe.report import FILES_OF_A_RUN
@@ -32,12 +33,6 @@ LONGEST_NUMBER = 18
 # A connection that has sent no request for this long is closed.
 IDLE_SECONDS = 30.0
 LEFT_OUT = ("prompts", "discarded")
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
 
 
 class RunView:
@@ -46,7 +41,7 @@ class RunView:
     def __init__(self, folder: Path) -> None:
         if not any((folder / name).is_file() for name in FILES_OF_A_RUN):
             raise UserError(f"{folder} is not the folder of a run: give a folder such as runs/NAME.")
-        self._folder = folder
+        self.folder = folder
         self._metrics = NewRecords(folder / "metrics.jsonl")
         self._evaluations = NewRecords(folder / "evaluations.jsonl")
         self._new_events = NewRecords(folder / FILE)
@@ -60,21 +55,21 @@ class RunView:
         self._read()
         config = self._config()
         return {
-            "run": config.get("name", self._folder.name),
+            "run": config.get("name", self.folder.name),
             "total": config.get("steps"),
             "max_staleness": config.get("max_staleness"),
             "steps": [record for record in self._steps if record["step"] > step],
             "evaluations": self._evaluated,
             "actors": [self._actors[actor] for actor in sorted(self._actors)],
             "lanes": self._lanes(),
-            "ended": (read_summary(self._folder) or {}).get("reason"),
+            "ended": (read_summary(self.folder) or {}).get("reason"),
         }
 
     def _read(self) -> None:
         for record in self._metrics.read():
-            self._steps.append(_finite({k: v for k, v in record.items() if k not in LEFT_OUT}))
-        self._evaluated += _finite(self._evaluations.read())
-        for event in _finite(self._new_events.read()):
+            self._steps.append(finite({k: v for k, v in record.items() if k not in LEFT_OUT}))
+        self._evaluated += finite(self._evaluations.read())
+        for event in finite(self._new_events.read()):
             self._events.append(event)
             if event.get("state") == GONE:
                 self._actors.pop(event["actor"], None)
@@ -100,7 +95,7 @@ class RunView:
         return [{"actor": actor, "spans": lanes[actor]} for actor in sorted(lanes)]
 
     def _config(self) -> dict[str, Any]:
-        file = self._folder / "config.yaml"
+        file = self.folder / "config.yaml"
         return _values(file, file.stat().st_mtime_ns) if file.is_file() else {}
 
 
@@ -111,11 +106,9 @@ def _values(file: Path, changed: int) -> Any:
 
 
 def application(view: RunView, token: str | None) -> web.Application:
-    """The web application: the page at /, its data at /data?since=STEP. `token`: the required value of ?token=; None:
+    """The web application: the page at /, its data at /data?since=STEP, and that of rollouts. `token`: the required value of ?token=; None:
     no token is required, but the address in the request has to be one of this machine: any web page could otherwise
     have its own name point to this machine, and read the answers."""
-    page = (Path(__file__).parent / "dashboard.html").read_text(encoding="utf-8")
-
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         if token is None and not is_loopback(urlsplit(f"//{request.host}").hostname or ""):
@@ -127,17 +120,14 @@ def application(view: RunView, token: str | None) -> web.Application:
             raise web.HTTPForbidden(text="The token is missing from the address or wrong: add ?token=...")
         return await handler(request)
 
-    async def show(request: web.Request) -> web.Response:
-        return web.Response(text=page, content_type="text/html", headers=HEADERS)
-
     async def data(request: web.Request) -> web.Response:
         since = request.query.get("since", "0")
         if not since.isdecimal() or len(since) > LONGEST_NUMBER:
             raise web.HTTPBadRequest(text="since has to be the number of a step")
-        return web.json_response(view.since(int(since)), headers=HEADERS)
+        return answer(view.since(int(since)))
 
     app = web.Application(middlewares=[guarded])
-    app.add_routes([web.get("/", show), web.get("/data", data)])
+    app.add_routes([web.get("/", page("dashboard.html")), web.get("/data", data), *RolloutPages(view.folder).routes()])
     return app
 
 
@@ -161,12 +151,3 @@ def serve(folder: Path, host: str, port: int, token: str | None) -> None:
         raise UserError(
             f"The page cannot be served at {host}:{port} ({error.strerror}): choose another --port."
         ) from None
-
-
-def _finite(value: Any) -> Any:
-    """`value` with None in place of NaN and infinities, which JSON in a browser cannot represent."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
