@@ -106,9 +106,10 @@ def _values(file: Path, changed: int) -> Any:
 
 
 def application(view: RunView, token: str | None) -> web.Application:
-    """The web application: the page at /, its data at /data?since=STEP, and that of rollouts. `token`: the required value of ?token=; None:
-    no token is required, but the address in the request has to be one of this machine: any web page could otherwise
-    have its own name point to this machine, and read the answers."""
+    """The web application: the page at /, its data at /data?since=STEP, and the page of rollouts. `token`: the required
+    value of ?token=; None: no token is required, but the address in the request has to be one of this machine: any web
+    page could otherwise have its own name point to this machine, and read the answers."""
+
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         if token is None and not is_loopback(urlsplit(f"//{request.host}").hostname or ""):

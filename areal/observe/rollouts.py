@@ -222,8 +222,16 @@ class Rollouts:
             names = [about[0] for about in cursor.description or ()]
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
-        stop = threading.Timer(SECONDS, cursor.interrupt)
-        stop.start()
+        done = threading.Event()
+
+        def stop() -> None:
+            left = SECONDS
+            while not done.wait(left):
+                cursor.interrupt()
+                left = 0.1  # between two queries, and at the beginning of one, an interrupt is lost
+
+        watch = threading.Thread(target=stop)
+        watch.start()
         try:
             return self._read(read, ask)
         except duckdb.InterruptException:
@@ -232,8 +240,8 @@ class Rollouts:
         except duckdb.Error as error:
             raise _mistake(error) from None
         finally:
-            stop.cancel()
-            stop.join()
+            done.set()
+            watch.join()
             cursor.close()
 
     def _read(self, read: Callable[[_Ask, list[str]], T], ask: _Ask) -> T:
