@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,7 @@ class RolloutPages:
         self._rollouts = Rollouts(folder)
         self._threads = ThreadPoolExecutor(QUERIES, "rollouts")
         self._tokenizer = functools.cache(lambda: tokenizer_of(folder))
+        self._loading = threading.Lock()  # two threads cannot import transformers at the same time
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -68,7 +70,8 @@ class RolloutPages:
         return await self._answer(lambda: self._rollouts.prompt(request.query.get("group", "")))
 
     def _opened(self, row: dict[str, Any]) -> dict[str, Any]:
-        tokenizer = self._tokenizer()
+        with self._loading:
+            tokenizer = self._tokenizer()
         of_tokens = {
             name: value and [round(number, DIGITS) for number in value]
             for name, value in row.items()

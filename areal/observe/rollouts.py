@@ -197,17 +197,19 @@ class Rollouts:
         )  # fmt: skip
 
     def prompt(self, group: str) -> list[dict[str, Any]]:
-        """What became of the prompt of a group through the run: by start_version, the number of samples, and the mean,
-        the lowest and the highest of their rewards.
+        """What became of the prompt of a group through the run. For each group of it, by start_version: the number of
+        samples, and the mean, the lowest and the highest of their rewards.
 
-        These are the samples with the same row of the data and the same prompt text: an index comes once in a run, the
+        These are the groups with the same row of the data and the same prompt text: an index comes once in a run, the
         row comes again in each epoch.
         """
-        values = {"group": group}
-        own = self._select('SELECT "row", prompt', '"group" = $group AND sample = 0 AND branch = 0 LIMIT 1', values)
+        own = self._select(
+            'SELECT "row", prompt', '"group" = $group AND sample = 0 AND branch = 0 LIMIT 1', {"group": group}
+        )
         return self._select(
-            "SELECT start_version, count(*) AS samples, avg(reward) AS mean, min(reward) AS low, max(reward) AS high",
-            'branch = 0 AND "row" = $row AND prompt = $prompt GROUP BY start_version ORDER BY start_version', own[0],
+            'SELECT "group", min(start_version) AS start_version, count(*) AS samples, avg(reward) AS mean, '
+            "min(reward) AS low, max(reward) AS high",
+            'branch = 0 AND "row" = $row AND prompt = $prompt GROUP BY "group" ORDER BY start_version, "group"', own[0],
         ) if own else []  # fmt: skip
 
     def _select(self, select: str, rest: str, values: dict[str, Any]) -> list[dict[str, Any]]:

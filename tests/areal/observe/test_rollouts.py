@@ -172,7 +172,10 @@ def test_one_row_has_everything_and_its_group_is_beside_it(written):
 
 def test_a_prompt_is_followed_through_the_run_by_its_row_of_the_data(written):
     points = Rollouts(written).prompt("g4.0")
-    assert [(p["start_version"], p["samples"], p["mean"]) for p in points] == [(0, 4, 0.5), (1, 4, 0.5), (2, 4, 0.75)]
+    assert [(p["group"], p["start_version"], p["samples"], p["mean"]) for p in points] == [
+        ("g0.0", 0, 2, 0.625), ("g1.0", 0, 2, 0.375), ("g2.0", 1, 2, 0.5), ("g3.0", 1, 2, 0.5), ("g4.0", 2, 2, 0.75),
+        ("g5.0", 2, 2, 0.75),
+    ]  # fmt: skip
     assert (points[0]["low"], points[0]["high"]) == (0.25, 1.0)
     assert [p["samples"] for p in Rollouts(written).prompt("g9.0")] == [2]
     assert Rollouts(written).prompt("none") == []
