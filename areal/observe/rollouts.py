@@ -167,7 +167,7 @@ class Rollouts:
             wanted: dict[str, list[int]] = {}
             for file, number in chosen or ():
                 wanted.setdefault(paths[file], []).append(number)
-            rows = {}
+            rows: dict[tuple[str, int], dict[str, Any]] = {}
             # File by file takes a fifth of the time of one query. The newest file may have columns that others lack.
             for name, numbers in wanted.items():
                 values = {"files": list({name, paths[-1]}), "name": name, "numbers": numbers}
