@@ -56,6 +56,16 @@ def _parser() -> argparse.ArgumentParser:
     versus = tools.add_parser("compare", help="print in what runs differ, and the figures that they end with")
     versus.add_argument("folders", type=Path, metavar="RUN_FOLDER", nargs="+")
     versus.set_defaults(tool=lambda options: _compare(options.folders))
+    rollouts = tools.add_parser("rollouts", help="print rollouts of a run (docs/observe.md)")
+    rollouts.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    rollouts.add_argument("--where", metavar="SQL", help='condition on their columns: "reward < 0.1 and step > 50"')
+    order = rollouts.add_mutually_exclusive_group()
+    order.add_argument(
+        "--sort", default="step desc", metavar="COLUMN", help='or "COLUMN desc" (default: "step desc", newest first)'
+    )
+    order.add_argument("--random", action="store_true", help="show rollouts at random")
+    rollouts.add_argument("--show", type=int, default=5, metavar="N", help="number to show (default: 5)")
+    rollouts.set_defaults(tool=_rollouts)
     trace = tools.add_parser("trace", help="write the trace of a run, trace.json, to open in ui.perfetto.dev")
     trace.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     trace.set_defaults(tool=_trace)
@@ -329,6 +339,13 @@ def _compare(folders: Sequence[Path]) -> None:
     from areal.observe.end_figures import compare
 
     _console(200).print(compare(folders))
+
+
+def _rollouts(options: argparse.Namespace) -> None:
+    from areal.observe.rollout_print import print_rollouts
+
+    sort = None if options.random else options.sort
+    print_rollouts(options.folder, options.where, sort, options.show, _console(120))
 
 
 def _trace(options: argparse.Namespace) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tokenizers.decoders import DecodeStream
 
 from areal.config import RowsConfig, UserError
 
@@ -65,3 +68,9 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"The chat template {file} cannot be read ({error}): correct data.chat_template.") from None
+
+
+def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """The text that each token adds. A character of several tokens is added by the last of them; the others add ""."""
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import math
 import secrets
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +21,8 @@ import yaml
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from actors.watching.answers import answer, finite, page
+from actors.watching.rollouts import RolloutPages
 from areal.config import UserError
 from areal.observe import timeline
 from areal.observe.comparison import value_of
@@ -40,12 +41,6 @@ ROLLOUTS_SECONDS = 0.2
 # A connection that has sent no request for this long is closed.
 IDLE_SECONDS = 30.0
 LEFT_OUT = ("prompts", "discarded")
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
 
 
 class RunView:
@@ -57,7 +52,7 @@ class RunView:
     def __init__(self, folder: Path) -> None:
         if not any((folder / name).is_file() for name in FILES_OF_A_RUN):
             raise UserError(f"{folder} is not the folder of a run: give a folder such as runs/NAME.")
-        self._folder = folder
+        self.folder = folder
         self._metrics = NewRecords(folder / "metrics.jsonl")
         self._evaluations = NewRecords(folder / "evaluations.jsonl")
         self._new_events = NewRecords(folder / FILE)
@@ -72,7 +67,7 @@ class RunView:
         self._read()
         config = self.config()
         return {
-            "run": config.get("name", self._folder.name),
+            "run": config.get("name", self.folder.name),
             "total": config.get("steps"),
             "max_staleness": config.get("max_staleness"),
             "steps": [record for record in self._steps if record["step"] > step],
@@ -80,14 +75,14 @@ class RunView:
             "alerts": self._alerts(config),
             "actors": [self._actors[actor] for actor in sorted(self._actors)],
             "lanes": self._lanes(),
-            "ended": (read_summary(self._folder) or {}).get("reason"),
+            "ended": (read_summary(self.folder) or {}).get("reason"),
         }
 
     def _read(self) -> None:
         for record in self._metrics.read():
-            self._steps.append(_finite({k: v for k, v in record.items() if k not in LEFT_OUT}))
-        self._evaluated += _finite(self._evaluations.read())
-        for event in _finite(self._new_events.read()):
+            self._steps.append(finite({k: v for k, v in record.items() if k not in LEFT_OUT}))
+        self._evaluated += finite(self._evaluations.read())
+        for event in finite(self._new_events.read()):
             self._events.append(event)
             if event.get("state") == GONE:
                 self._actors.pop(event["actor"], None)
@@ -100,7 +95,7 @@ class RunView:
     def run(self) -> Run:
         """The run as it is now, without its configuration and its events."""
         self._read()
-        return Run(self._folder.name, self._steps, read_summary(self._folder) or {}, "", self._evaluated)
+        return Run(self.folder.name, self._steps, read_summary(self.folder) or {}, "", self._evaluated)
 
     def _alerts(self, config: dict[str, Any]) -> list[dict[str, Any]]:
         """For each alert its name, its sentence and the query of the page of its rollouts, None if none are kept."""
@@ -127,7 +122,7 @@ class RunView:
 
     def config(self) -> dict[str, Any]:
         """The values of config.yaml; empty if there is none."""
-        file = self._folder / "config.yaml"
+        file = self.folder / "config.yaml"
         return _values(file, file.stat().st_mtime_ns) if file.is_file() else {}
 
 
@@ -169,13 +164,12 @@ def _values(file: Path, changed: int) -> Any:
 
 
 def application(view: RunView | RunsView, token: str | None) -> web.Application:
-    """The web application: the page at /, its data at /data?since=STEP, with a since for each run.
+    """The web application: the page at /, its data at /data?since=STEP, with a since for
+    each run, and of one run the page of rollouts.
 
     token: the required value of ?token=; None: no token is required, but the address in the request has to be one of
     this machine: any web page could otherwise have its own name point to this machine, and read the answers.
     """
-    page, plots = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in (view.page, "plots.js"))
-    page = page.replace("/* plots.js */", plots)
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -188,17 +182,16 @@ def application(view: RunView | RunsView, token: str | None) -> web.Application:
             raise web.HTTPForbidden(text="The token is missing from the address or wrong: add ?token=...")
         return await handler(request)
 
-    async def show(request: web.Request) -> web.Response:
-        return web.Response(text=page, content_type="text/html", headers=HEADERS)
-
     async def data(request: web.Request) -> web.Response:
         since = request.query.getall("since", ["0"] * view.count)
         if len(since) != view.count or not all(n.isdecimal() and len(n) <= LONGEST_NUMBER for n in since):
             raise web.HTTPBadRequest(text="since has to be the number of a step, once for each run")
-        return web.json_response(view.since(*map(int, since)), headers=HEADERS)
+        return answer(view.since(*map(int, since)))
 
     app = web.Application(middlewares=[guarded])
-    app.add_routes([web.get("/", show), web.get("/data", data)])
+    app.add_routes([web.get("/", page(view.page)), web.get("/data", data)])
+    if isinstance(view, RunView):
+        app.add_routes(RolloutPages(view.folder).routes())
     return app
 
 
@@ -222,12 +215,3 @@ def serve(folders: Sequence[Path], host: str, port: int, token: str | None) -> N
         raise UserError(
             f"The page cannot be served at {host}:{port} ({error.strerror}): choose another --port."
         ) from None
-
-
-def _finite(value: Any) -> Any:
-    """`value` with None in place of NaN and infinities, which JSON in a browser cannot represent."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

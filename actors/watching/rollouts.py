@@ -1,0 +1,104 @@
+"""The dashboard's page of rollouts: lists them by filters, and opens one with its tokens, its group and its prompt.
+
+The browser sends names of columns and values, never SQL. Queries run in a few threads, with a time limit each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from actors.watching.answers import answer, finite, page
+from areal.config import UserError
+from areal.observe.rollouts import Rollouts, condition, pieces, tokenizer_of
+from areal.text import shown
+from areal.tokens import token_texts
+
+ROWS = 50
+"""Rows of a page."""
+QUERIES = 2
+"""Queries that run at the same time; others wait."""
+LONGEST_NUMBER = 9
+DIGITS = 5
+"""Decimals of log-probs, advantages and returns of tokens."""
+
+
+class RolloutPages:
+    """The page at /rollouts, and what it asks for, for the run in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._rollouts = Rollouts(folder)
+        self._threads = ThreadPoolExecutor(QUERIES, "rollouts")
+        self._tokenizer = functools.cache(lambda: tokenizer_of(folder))
+        self._loading = threading.Lock()  # two threads cannot import transformers at the same time
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/rollouts", page("rollouts.html")),
+            web.get("/rollouts/list", self._list),
+            web.get("/rollouts/row", self._row),
+            web.get("/rollouts/group", self._group),
+            web.get("/rollouts/prompt", self._prompt),
+        ]
+
+    async def _list(self, request: web.Request) -> web.Response:
+        filters = {name: text for name, text in request.query.items() if name not in ("token", "sort", "order", "page")}
+        sort, descending = request.query.get("sort") or "step", request.query.get("order", "desc") == "desc"
+        start = ROWS * _number(request, "page")
+
+        def found() -> dict[str, Any]:
+            one = self._rollouts.page(condition(filters), sort, descending, ROWS, start)
+            return {"fates": one.fates, "steps": one.steps, "rows": one.rows, "start": start}
+
+        return await self._answer(found)
+
+    async def _row(self, request: web.Request) -> web.Response:
+        group, sample, branch = request.query.get("group", ""), _number(request, "sample"), _number(request, "branch")
+        return await self._answer(lambda: self._opened(self._rollouts.row(group, sample, branch)))
+
+    async def _group(self, request: web.Request) -> web.Response:
+        return await self._answer(lambda: self._rollouts.group(request.query.get("group", "")))
+
+    async def _prompt(self, request: web.Request) -> web.Response:
+        return await self._answer(lambda: self._rollouts.prompt(request.query.get("group", "")))
+
+    def _opened(self, row: dict[str, Any]) -> dict[str, Any]:
+        with self._loading:
+            tokenizer = self._tokenizer()
+        of_tokens = {
+            name: value and [round(number, DIGITS) for number in value]
+            for name, value in row.items()
+            if name in ("logprobs", "proximal_logprobs", "advantages", "returns")
+        }
+        texts = tokenizer and token_texts(tokenizer, row["tokens"])
+        return {**row, **of_tokens, "texts": texts, "pieces": pieces(row["versions"])}
+
+    async def _answer(self, query: Callable[[], Any]) -> web.Response:
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: _plain(finite(query())))
+        except UserError as error:
+            raise web.HTTPBadRequest(text=shown(str(error))) from None
+        return answer(found)
+
+
+def _number(request: web.Request, name: str) -> int:
+    text = request.query.get(name, "0")
+    if not text.isdecimal() or len(text) > LONGEST_NUMBER:
+        raise web.HTTPBadRequest(text=f"{name} has to be a number")
+    return int(text)
+
+
+def _plain(value: Any) -> Any:
+    """`value` with its texts as people see them."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return shown(value) if isinstance(value, str) else value

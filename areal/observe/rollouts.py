@@ -1,0 +1,283 @@
+"""Queries on the rollouts of a run (areal.storage.rollouts), for the command line and the web page.
+
+DuckDB answers them from the Parquet files. It may read the folder of the rollouts and nothing else, has no network, and
+its settings are locked: a query may come from somebody's command line. Texts and tokens are read only for the rows that
+are shown, never for those that are only filtered or sorted.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import duckdb
+import numpy as np
+import yaml
+
+from areal.config import UserError
+from areal.storage.rollouts import FOLDER, SCHEMA, files
+from areal.tokens import load_tokenizer
+from areal.trajectory import NOT_SAMPLED
+
+T = TypeVar("T")
+
+COLUMNS = tuple(SCHEMA.names)
+SORTED_BY = tuple(
+    name for name in COLUMNS[: COLUMNS.index("shared")] if name not in ("row", "prompt", "completion", "reward_parts")
+)
+"""Columns that the page shows in its table, each of which can sort it."""
+RANGES = (
+    "step", "prompt_index", "reward", "advantage", "prompt_tokens", "completion_tokens", "turns", "staleness",
+    "start_version", "seconds",
+)  # fmt: skip
+CHOICES = ("fate", "finish", "reason", "group")
+THREADS = 2
+MEMORY = "1GB"
+SECONDS = 20.0
+"""A query that takes longer is stopped."""
+GLIMPSE = 300
+"""Characters of a text in a list of rows."""
+EXCERPT = 4000
+"""Characters of the texts of a group, side by side."""
+_ATTEMPTS = 3  # to read files of which the oldest may just be removed
+_FROM = "FROM read_parquet($files, union_by_name = true)"
+_CUT = f"left(prompt, {GLIMPSE}) AS prompt, left(completion, {GLIMPSE}) AS completion"
+
+
+class Where(NamedTuple):
+    """A condition on rows: an SQL expression and the values of its parameters, by name."""
+
+    sql: str = "true"
+    values: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The rows that a condition has: how many of each fate, of how many steps; and those of one page."""
+
+    fates: dict[str, int]
+    steps: int
+    rows: list[dict[str, Any]]
+
+
+class Piece(NamedTuple):
+    """Tokens from `start` to `end` - 1 of a row that were all sampled, or all not."""
+
+    sampled: bool
+    start: int
+    end: int
+
+
+def sql_condition(text: str) -> Where:
+    """The condition that somebody wrote as one SQL expression. Raises UserError."""
+    try:
+        return Where(str(duckdb.SQLExpression(text)))
+    except duckdb.Error as error:
+        raise _mistake(error) from None
+
+
+def condition(filters: Mapping[str, str]) -> Where:
+    """The condition of the page's filters: NAME, NAME_min and NAME_max for the columns in RANGES, NAME for those in
+    CHOICES, and `text`, which prompt or completion contains. Empty ones count as missing. Raises UserError."""
+    sql, values = [], {}
+    for name, text in filters.items():
+        column, _, end = name.rpartition("_")
+        if not text:
+            continue
+        if name in CHOICES:
+            sql.append(f'"{name}" = ${name}')
+            values[name] = text
+        elif name == "text":
+            sql.append("(contains(prompt, $text) OR contains(completion, $text))")
+            values[name] = text
+        elif name in RANGES:
+            sql.append(f'"{name}" = ${name}')
+            values[name] = _number(name, text)
+        elif column in RANGES and end in ("min", "max"):
+            sql.append(f'"{column}" {">=" if end == "min" else "<="} ${name}')
+            values[name] = _number(name, text)
+        else:
+            raise UserError(f"There is no filter {name!r}: use one of text, {', '.join(CHOICES)}, {', '.join(RANGES)}, "
+                            f"the numbers also with _min or _max.")  # fmt: skip
+    return Where(" AND ".join(sql) or "true", values)
+
+
+def _number(name: str, text: str) -> Any:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"The filter {name} is {text!r}: give it a number.")
+    return value
+
+
+class Rollouts:
+    """The rollouts in the run folder `run`. Every method may be called from any thread, and raises UserError if there
+    are none, if the files cannot be read, or if a condition is wrong or takes too long."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = (run / FOLDER).resolve()
+        settings: dict[str, str | bool | int | float | list[str]] = {
+            "threads": THREADS, "memory_limit": MEMORY, "temp_directory": "",
+            "autoload_known_extensions": False, "autoinstall_known_extensions": False,
+        }  # fmt: skip
+        self._connection = duckdb.connect(":memory:", config=settings)
+        self._connection.execute("SET parquet_metadata_cache = true")  # a file never changes
+        self._connection.execute("SET allowed_directories = [?]", [str(self._folder)])
+        self._connection.execute("SET enable_external_access = false")
+        self._connection.execute("SET lock_configuration = true")
+
+    def page(
+        self, where: Where, sort: str | None, descending: bool, limit: int, offset: int = 0, whole: bool = False
+    ) -> Found:
+        """The rows number `offset` to `offset` + `limit` - 1, ordered by a column; at random if `sort` is None.
+
+        Rows with null come last; where they are equal, the order is that of the files. whole: the rows have all
+        columns; otherwise those of SORTED_BY and the first GLIMPSE characters of prompt and completion.
+        """
+        if sort not in (*SORTED_BY, None):
+            raise UserError(f"Rows cannot be sorted by {sort!r}: use one of {', '.join(SORTED_BY)}.")
+        key = f'"{sort}"' if sort else "random()"
+        order = f"key {'DESC' if descending else 'ASC'} NULLS LAST, file, number"
+        # First the places of the rows, then these rows: sorting all texts would take a hundred times as long.
+        places = f"""
+            WITH found AS MATERIALIZED (
+                SELECT file_index AS file, file_row_number AS number, {key} AS key, step, fate {_FROM}
+                WHERE ({where.sql})
+            ), fates AS (SELECT fate, count(*) AS rows FROM found GROUP BY fate ORDER BY rows DESC),
+            chosen AS (SELECT file, number, key FROM found ORDER BY {order} LIMIT $limit OFFSET $offset)
+            SELECT (SELECT list([fate, rows::VARCHAR]) FROM fates), (SELECT count(DISTINCT step) FROM found),
+                (SELECT list([file, number] ORDER BY {order}) FROM chosen)
+        """
+        columns = "*" if whole else ", ".join(f'"{name}"' for name in SORTED_BY) + f", {_CUT}"
+        texts = f"""
+            SELECT {columns}, file_row_number AS "row number" {_FROM}
+            WHERE filename = $name AND file_row_number IN $numbers
+        """
+        asked = {**where.values, "limit": limit, "offset": offset}
+
+        def read(ask: _Ask, paths: list[str]) -> Found:
+            fates, steps, chosen = ask(places, {"files": paths, **asked})[0].values()
+            wanted: dict[str, list[int]] = {}
+            for file, number in chosen or ():
+                wanted.setdefault(paths[file], []).append(number)
+            rows: dict[tuple[str, int], dict[str, Any]] = {}
+            # File by file takes a fifth of the time of one query. The newest file may have columns that others lack.
+            for name, numbers in wanted.items():
+                values = {"files": list({name, paths[-1]}), "name": name, "numbers": numbers}
+                rows |= {(name, row.pop("row number")): row for row in ask(texts, values)}
+            found = [rows[paths[file], number] for file, number in chosen or ()]
+            return Found({fate: int(count) for fate, count in fates or ()}, steps, found)
+
+        return self._answer(read)
+
+    def row(self, group: str, sample: int, branch: int) -> dict[str, Any]:
+        """All columns of one row. Raises UserError if there is no such row."""
+        found = self._select(
+            "SELECT *", '"group" = $group AND sample = $sample AND branch = $branch LIMIT 1',
+            {"group": group, "sample": sample, "branch": branch},
+        )  # fmt: skip
+        if not found:
+            raise UserError(f"There is no sample {sample} of group {group!r}, or no branch {branch} of it.")
+        return found[0]
+
+    def group(self, group: str) -> list[dict[str, Any]]:
+        """The rows of a group, in order: sample, branch, reward, advantage, completion_tokens, finish, and the first
+        EXCERPT characters of the completion."""
+        return self._select(
+            f"SELECT sample, branch, reward, advantage, completion_tokens, finish, "
+            f"left(completion, {EXCERPT}) AS completion",
+            '"group" = $group ORDER BY sample, branch', {"group": group},
+        )  # fmt: skip
+
+    def prompt(self, group: str) -> list[dict[str, Any]]:
+        """What became of the prompt of a group through the run. For each group of it, by start_version: the number of
+        samples, and the mean, the lowest and the highest of their rewards.
+
+        These are the groups with the same row of the data and the same prompt text: an index comes once in a run, the
+        row comes again in each epoch.
+        """
+        own = self._select(
+            'SELECT "row", prompt', '"group" = $group AND sample = 0 AND branch = 0 LIMIT 1', {"group": group}
+        )
+        return self._select(
+            'SELECT "group", min(start_version) AS start_version, count(*) AS samples, avg(reward) AS mean, '
+            "min(reward) AS low, max(reward) AS high",
+            'branch = 0 AND "row" = $row AND prompt = $prompt GROUP BY "group" ORDER BY start_version, "group"', own[0],
+        ) if own else []  # fmt: skip
+
+    def _select(self, select: str, rest: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._answer(lambda ask, paths: ask(f"{select} {_FROM} WHERE {rest}", {"files": paths, **values}))
+
+    def _answer(self, read: Callable[[_Ask, list[str]], T]) -> T:
+        """What `read` returns, which may ask several queries on a list of files."""
+        cursor = self._connection.cursor()
+
+        def ask(sql: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+            cursor.execute(sql, values)
+            names = [about[0] for about in cursor.description or ()]
+            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+        done = threading.Event()
+
+        def stop() -> None:
+            left = SECONDS
+            while not done.wait(left):
+                cursor.interrupt()
+                left = 0.1  # between two queries, and at the beginning of one, an interrupt is lost
+
+        watch = threading.Thread(target=stop)
+        watch.start()
+        try:
+            return self._read(read, ask)
+        except duckdb.InterruptException:
+            raise UserError(f"The query took longer than {SECONDS:g} s and was stopped: ask for less, for example for "
+                            f"fewer steps.") from None  # fmt: skip
+        except duckdb.Error as error:
+            raise _mistake(error) from None
+        finally:
+            done.set()
+            watch.join()
+            cursor.close()
+
+    def _read(self, read: Callable[[_Ask, list[str]], T], ask: _Ask) -> T:
+        for attempt in range(_ATTEMPTS):
+            paths = [str(path) for path in files(self._folder)]
+            if not paths:
+                break
+            try:
+                return read(ask, paths)
+            except duckdb.IOException:
+                if attempt == _ATTEMPTS - 1 or all(Path(path).exists() for path in paths):
+                    raise
+        raise UserError(f"{self._folder} has no rollouts: give the folder of a run that keeps them.")
+
+
+_Ask = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+
+
+def _mistake(error: duckdb.Error) -> UserError:
+    message = " ".join(str(error).partition("\n\nLINE")[0].split()).rstrip(".!")
+    return UserError(f"The rollouts cannot be queried ({message}): their columns are {', '.join(COLUMNS)}.")
+
+
+def pieces(versions: Sequence[int]) -> list[Piece]:
+    """The tokens of a row with these versions [T], as turns: what the policy sampled, and what it was given."""
+    sampled = np.asarray(versions) != NOT_SAMPLED
+    ends = np.flatnonzero(np.diff(sampled)) + 1
+    return [Piece(bool(sampled[a]), a, b) for a, b in pairwise([0, *ends.tolist(), len(sampled)])]
+
+
+def tokenizer_of(run: Path) -> Any | None:
+    """The tokenizer of a run's model; None if the folder of the model is not here, or has none."""
+    try:
+        model = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]
+        return load_tokenizer(model) if Path(model).is_dir() else None
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, UserError):
+        return None

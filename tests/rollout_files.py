@@ -1,0 +1,70 @@
+"""Rollouts of a small run, as its trainer writes them. Tokens are bytes (scripted_policy.byte_tokenizer)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import yaml
+from scripted_policy import byte_tokenizer
+
+from areal.storage.rollouts import FOLDER, RolloutWriter
+from areal.trajectory import Branch, Group, TokenValues, Trajectory, notes_of
+
+Said = list[tuple[str, bool]]
+"""Texts, and whether the policy sampled them."""
+TOKENIZER = byte_tokenizer()
+
+
+def sample(said: Said, reward: float = 0.0, version: int = 0, branches: tuple[Branch, ...] = ()) -> Trajectory:
+    encoded = [(TOKENIZER.encode(text, add_special_tokens=False), sampled) for text, sampled in said]
+    versions = np.array([version if sampled else -1 for tokens, sampled in encoded for _ in tokens], np.int32)
+    logprobs = np.where(versions >= 0, np.float32(-0.5), np.float32(0))
+    tokens = np.array([token for tokens, _ in encoded for token in tokens], np.int32)
+    return Trajectory(tokens, logprobs, versions, reward, "stop", branches)
+
+
+def group(index: int, *samples: Trajectory, question: str = "2+2") -> Group:
+    about = [
+        {"parts": {"exact": s.reward}, "generators": ["generator/0#1"], "began": 1e9, "seconds": 2.0} for s in samples
+    ]
+    return Group(f"g{index}.0", index, samples, notes_of({"prompt": question}, about))
+
+
+def writer(run: Path) -> RolloutWriter:
+    def texts(sequences: list[np.ndarray]) -> list[str]:
+        return [TOKENIZER.decode(tokens.tolist(), skip_special_tokens=False) for tokens in sequences]
+
+    return RolloutWriter(run / FOLDER, "all", 1 << 30, texts)
+
+
+def values(*groups: Group) -> TokenValues:
+    """pi_prox is twice as likely as pi_behav everywhere, and every advantage is 0.25."""
+    rows = [one for g in groups for s in g.trajectories for one in s.sequences()]
+    sampled = np.concatenate([one.sampled for one in rows])
+    logprobs = np.concatenate([one.logprobs for one in rows]) + np.float32(np.log(2))
+    return TokenValues(np.where(sampled, logprobs, 0).astype(np.float32), np.where(sampled, 0.25, 0).astype(np.float32))
+
+
+def write_run(run: Path) -> None:
+    """Three steps of two groups of two samples, a file each, and a group that was not trained. The first sample of g0.0
+    has a tool's answer between its turns, the first of g1.0 two branches."""
+    tool: Said = [("user: 2+2\n", False), ("call\n", True), ("tool: é\n", False), ("4 <b>[red]\x1b[2J", True)]
+    forked: Said = [("user: 2+2\n", False), ("one", True), ("other", True)]
+    branches = (Branch(0, len("user: 2+2\none")), Branch(len("user: 2+2\n"), len("other")))
+    own = writer(run)
+    for step in (1, 2, 3):
+        plain = sample([("user: 2+2\n", False), (f"say {step}", True)], step / 4, step - 1)
+        first = sample(tool, 1.0) if step == 1 else plain
+        second = sample(forked, 0.5, 0, branches) if step == 1 else plain
+        pair = [group(2 * step - 2, first, plain), group(2 * step - 1, second, plain)]
+        own.trained(step, pair, values(*pair))
+        if step == 2:
+            own.left(group(9, plain, plain, question="3+3"), "filtered", "all rewards are equal")
+        own.write()
+
+
+def write_model(run: Path) -> None:
+    """A config.yaml that names a folder with the tokenizer."""
+    TOKENIZER.save_pretrained(run / "model")
+    (run / "config.yaml").write_text(yaml.safe_dump({"name": "demo", "model": str(run / "model")}))
