@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
@@ -377,6 +378,19 @@ async def reports(base_url, api_key, row):
             await client.post("/reward", body={"reward": "much"}, cast_to=object)
 
 
+async def blocks_all_threads(base_url, api_key, row):
+    """As an agent of a library without asyncio, in one of the threads that asyncio has for such calls."""
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+
+    def ask() -> bool:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60) as client:
+            done = client.chat.completions.create(model="m", messages=[user(row["prompt"])], tools=[WEATHER])
+            return done.choices[0].finish_reason == "tool_calls"
+
+    return float(await asyncio.to_thread(ask))
+
+
 async def says_nothing(*access):
     return 1.0
 
@@ -420,6 +434,11 @@ async def test_the_agent_gives_the_reward_or_the_row_s_functions_do(tokenizer, m
     policy, done = await sample(tokenizer, monkeypatch, "4", agent=f"its_agents:{name}")
     assert (done.reward, policy.scored) == (reward, scored)
     assert tokenizer.decode(done.tokens[done.sampled]) == "4<end>"
+
+
+async def test_agents_that_block_all_threads_of_asyncio_get_their_tool_calls(tokenizer, monkeypatch):
+    _, done = await sample(tokenizer, monkeypatch, CALL, agent="its_agents:blocks_all_threads")
+    assert done.reward == 1
 
 
 @pytest.mark.parametrize(
