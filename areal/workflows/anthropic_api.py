@@ -167,9 +167,7 @@ def _continued(asked: MessagesRequest, threads: Threads) -> ChatRequest:
     earlier = threads.get(asked.thread.previous_message_id or "")
     if earlier is None:
         raise ApiError("thread: previous_message_id is not the id of a message of this sample", "thread_not_found", 404)
-    return request.model_copy(
-        update={"messages": [*earlier.messages, *request.messages], "tools": earlier.tools}
-    )
+    return request.model_copy(update={"messages": [*earlier.messages, *request.messages], "tools": earlier.tools})
 
 
 def _chat_messages(role: str, content: str | list[Json]) -> list[Json]:

@@ -563,6 +563,43 @@ async def test_an_agent_of_a_library_needs_another_base_url_only(opened, protoco
     assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
 
 
+async def test_a_graph_of_langgraph_goes_on_in_one_conversation(opened):
+    prebuilt = pytest.importorskip("langgraph.prebuilt")
+    chat_model = pytest.importorskip("langchain_openai").ChatOpenAI
+
+    def weather(city: str) -> str:
+        """Today's."""
+        return f"clear sky over {city}"
+
+    policy, api, _ = await opened("fair: " + CALL, "Sunny.")
+    model = chat_model(model="m", base_url=api.base_url, api_key=api.api_key, max_retries=0)
+    graph = prebuilt.create_react_agent(model, [weather], prompt="Be brief.")
+    done = await graph.ainvoke({"messages": [("user", "Weather?")]})
+    assert [message.content for message in done["messages"]][2:] == ["clear sky over Köln", "Sunny."]
+    assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
+
+
+async def test_mini_swe_agent_goes_on_in_one_conversation(opened, tmp_path, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path / "settings"))
+    default = pytest.importorskip("minisweagent.agents.default")
+    local = pytest.importorskip("minisweagent.environments.local")
+    litellm_model = pytest.importorskip("minisweagent.models.litellm_model")
+    commands = ["echo fixed > code", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    calls = [json.dumps({"name": "bash", "arguments": {"command": command}}) for command in commands]
+    policy, api, _ = await opened(*(f"So: <tool_call>{call}</tool_call>" for call in calls))
+    model = litellm_model.LitellmModel(
+        model_name="openai/policy", cost_tracking="ignore_errors",
+        model_kwargs={"api_base": api.base_url, "api_key": api.api_key},
+    )  # fmt: skip
+    coder = default.DefaultAgent(
+        model, local.LocalEnvironment(cwd=str(tmp_path)), system_template="Fix it.", instance_template="{{task}}"
+    )
+    done = await asyncio.to_thread(coder.run, "Fix code.")
+    assert (done["exit_status"], (tmp_path / "code").read_text()) == ("Submitted", "fixed\n")
+    assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
+
+
 PRICES = """
 import verifiers.v1 as vf
 
