@@ -22,7 +22,7 @@ from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from areal.workflows import anthropic_api, openai_api
-from areal.workflows.anthropic_api import CountRequest, MessageReply, MessagesRequest
+from areal.workflows.anthropic_api import CountRequest, MessageReply, MessagesRequest, Threads
 from areal.workflows.openai_api import Access, Answer, ApiError, ChatReply, ChatRequest, ChatSession, Event, Reply
 from areal.workflows.responses_api import ResponseReply, Responses, ResponsesRequest
 from areal.workflows.session import Session
@@ -47,6 +47,7 @@ class _Open:
 
     chat: ChatSession
     responses: Responses = field(default_factory=dict)
+    threads: Threads = field(default_factory=dict)
     calls: set[asyncio.Task[Answer]] = field(default_factory=set)
 
 
@@ -144,7 +145,7 @@ class OpenAIEndpoint:
     async def _message(self, request: web.Request) -> web.StreamResponse:
         sample = self._sample(request)
         asked = _parse(MessagesRequest, await _body(request))
-        return await _answer(request, sample, MessageReply(asked, sample.chat.tokenizer))
+        return await _answer(request, sample, MessageReply(asked, sample.chat.tokenizer, sample.threads))
 
     async def _count(self, request: web.Request) -> web.Response:
         sample = self._sample(request)
@@ -174,7 +175,7 @@ _log.addFilter(_is_ours)
 
 def _error(request: web.Request, status: int, message: str, code: str | None) -> web.Response:
     if request.path.startswith("/v1/messages"):
-        return web.json_response(anthropic_api.error_body(status, message), status=status)
+        return web.json_response(anthropic_api.error_body(status, message, code), status=status)
     return web.json_response(openai_api.error_body(message, code), status=status)
 
 

@@ -43,6 +43,17 @@ class OutputConfig(BaseModel):
     format: Annotated[Json | None, AfterValidator(only_text)] = None
 
 
+Threads = dict[str, ChatRequest]
+"""A sample's messages by their ids: each as the request that it answers, with its answer added."""
+
+
+class Thread(BaseModel):
+    """Where the conversation is kept: "continue" adds the request's messages to those up to an earlier message."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+
 class CountRequest(BaseModel):
     """The body of a request that counts tokens. Other fields are ignored."""
 
@@ -77,6 +88,7 @@ class MessagesRequest(CountRequest):
     max_tokens: int | None = Field(None, ge=1)
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = False
+    thread: Thread | None = None
 
     def chat(self) -> ChatRequest:
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "stream": self.stream}
@@ -84,10 +96,11 @@ class MessagesRequest(CountRequest):
 
 
 class MessageReply:
-    """A `Reply` as a message. Raises ApiError if the request cannot be translated."""
+    """A `Reply` as a message, which is added to `threads`. Raises ApiError if the request cannot be translated."""
 
-    def __init__(self, asked: MessagesRequest, tokenizer: Any) -> None:
-        self.request = asked.chat()
+    def __init__(self, asked: MessagesRequest, tokenizer: Any, threads: Threads) -> None:
+        self.request = _continued(asked, threads)
+        self._threads = threads
         self._tokenizer = tokenizer
         self._told: int | None = None  # characters; None: no text block has begun
         self.names = [f"msg_{secrets.token_hex(12)}"]
@@ -97,6 +110,7 @@ class MessageReply:
 
     def body(self, *answers: Answer) -> Json:
         (answer,) = answers
+        self._keep(answer)
         return self._envelope | {"content": _blocks(answer.message)} | self._ending(answer) | {"usage": _usage(answer)}
 
     def start(self) -> list[Event]:
@@ -110,6 +124,7 @@ class MessageReply:
         return [*begin, _delta(0, {"type": "text_delta", "text": piece})]
 
     def finish(self, answer: Answer) -> list[Event]:
+        self._keep(answer)
         events: list[Event] = []
         for index, block in enumerate(_blocks(answer.message)):
             empty, delta = _streamed(block)
@@ -122,7 +137,11 @@ class MessageReply:
         return [*events, {"type": "message_stop"}]
 
     def error(self, error: ApiError) -> list[Event]:
-        return [error_body(error.status, str(error))]
+        return [error_body(error.status, str(error), error.code)]
+
+    def _keep(self, answer: Answer) -> None:
+        messages = [*self.request.messages, answer.message]
+        self._threads[self.names[0]] = self.request.model_copy(update={"messages": messages})
 
     def _ending(self, answer: Answer) -> Json:
         if answer.finish == "stop" and self.request.stop:
@@ -133,9 +152,22 @@ class MessageReply:
         return {"stop_reason": _STOP_REASONS[answer.finish], "stop_sequence": None}
 
 
-def error_body(status: int, message: str) -> Json:
-    """The body of an error."""
-    return {"type": "error", "error": {"type": _ERRORS.get(status, "invalid_request_error"), "message": message}}
+def error_body(status: int, message: str, code: str | None = None) -> Json:
+    """The body of an error. Clients of threads look for the code."""
+    error: Json = {"type": _ERRORS.get(status, "invalid_request_error"), "message": message}
+    return {"type": "error", "error": error | ({"details": {"error_code": code}} if code else {})}
+
+
+def _continued(asked: MessagesRequest, threads: Threads) -> ChatRequest:
+    """The request with the system prompt, the tools and the messages of the thread that it continues. Raises
+    ApiError."""
+    request = asked.chat()
+    if asked.thread is None or asked.thread.type == "create":
+        return request
+    earlier = threads.get(asked.thread.previous_message_id or "")
+    if earlier is None:
+        raise ApiError("thread: previous_message_id is not the id of a message of this sample", "thread_not_found", 404)
+    return request.model_copy(update={"messages": [*earlier.messages, *request.messages], "tools": earlier.tools})
 
 
 def _chat_messages(role: str, content: str | list[Json]) -> list[Json]:

@@ -11,6 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -46,6 +47,8 @@ NO_FORM = (
 MAX_ANSWERS = 64
 """The largest `n` of a request."""
 StopText = Annotated[str, Field(max_length=1024)]
+# Parsers have threads of their own: agents that wait for an answer may occupy all those of asyncio.to_thread.
+_PARSING = ThreadPoolExecutor(thread_name_prefix="parser")
 
 
 class ApiError(Exception):
@@ -197,14 +200,16 @@ class ChatSession:
         if not self._parsers.reads(tools):
             return
         try:
-            await asyncio.to_thread(self._parsers.check, tools)
+            await asyncio.get_running_loop().run_in_executor(_PARSING, self._parsers.check, tools)
         except ValueError as error:
             raise ApiError(str(error)) from None
 
     async def _read(self, sampled: Generation, request: ChatRequest, stops: list[str]) -> Parsed:
         if not self._parsers.reads(request.offered):
             return self._parsers.parse(sampled, None, stops)
-        read = await asyncio.to_thread(self._parsers.parse, sampled, request.offered, stops, self._tool_calls)
+        read = await asyncio.get_running_loop().run_in_executor(
+            _PARSING, self._parsers.parse, sampled, request.offered, stops, self._tool_calls
+        )
         self._tool_calls.update(call["id"] for call in read.calls)
         return read
 

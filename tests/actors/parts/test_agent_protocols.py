@@ -237,6 +237,39 @@ async def test_a_streamed_message_has_the_same_parts(messages):
     ]  # fmt: skip
 
 
+async def test_the_tool_runner_of_anthropic_s_client_goes_on_in_one_conversation(opened):
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """Today's."""
+        return f"clear sky over {city}"
+
+    session, _, client = await opened(lambda api: claude(api, api_key=api.api_key), CALL, "Sunny.")
+    runner = client.beta.messages.tool_runner(
+        model="m", max_tokens=9, system="Be brief.", tools=[weather], messages=[user("Weather?")]
+    )
+    assert (await runner.until_done()).content[0].text == "Sunny."
+    said = session.tokenizer.decode(session.trajectory(1.0).tokens, skip_special_tokens=True)
+    assert said == f"tools weathersystem Be brief.user Weather?assistant {CALL}tool clear sky over Kölnassistant Sunny."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_thread_has_the_messages_the_system_prompt_and_the_tools_that_came_before(opened, stream):
+    session, _, client = await opened(lambda api: claude(api, api_key=api.api_key), "4", "Yes.", "No.")
+    how = {"model": "m", "max_tokens": 9, "betas": ["message-threads-2026-08-12"], "stream": stream}
+
+    async def say(text: str, thread: dict, **more) -> str:
+        done = await client.beta.messages.create(messages=[user(text)], thread=thread, **how, **more)
+        return (await collected(done))[0].message.id if stream else done.id
+
+    first = await say("2+2?", {"type": "create"}, system="Be brief.", tools=[TOOL])
+    for text in ("Sure?", "No?"):
+        await say(text, {"type": "continue", "previous_message_id": first})
+    begun = "tools weathersystem Be brief.user 2+2?assistant 4user "
+    assert session.prompts[1:] == [f"{begun}Sure?assistant ", f"{begun}No?assistant "]
+    with pytest.raises(anthropic.types.ThreadNotFoundError):
+        await say("?", {"type": "continue", "previous_message_id": "msg_0"})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("says", "text", "reason", "sequence"),
@@ -326,7 +359,7 @@ def replies() -> dict:
     return {
         "chat": ChatReply(chat, Session().tokenizer),
         "response": ResponseReply(response, {}),
-        "message": MessageReply(message, Session().tokenizer),
+        "message": MessageReply(message, Session().tokenizer, {}),
     }
 
 

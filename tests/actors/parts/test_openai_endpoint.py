@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
@@ -380,6 +381,19 @@ async def reports(base_url, api_key, row):
             await client.post("/reward", body={"reward": "much"}, cast_to=object)
 
 
+async def blocks_all_threads(base_url, api_key, row):
+    """As an agent of a library without asyncio, in one of the threads that asyncio has for such calls."""
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+
+    def ask() -> bool:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60) as client:
+            done = client.chat.completions.create(model="m", messages=[user(row["prompt"])], tools=[WEATHER])
+            return done.choices[0].finish_reason == "tool_calls"
+
+    return float(await asyncio.to_thread(ask))
+
+
 async def says_nothing(*access):
     return 1.0
 
@@ -423,6 +437,11 @@ async def test_the_agent_gives_the_reward_or_the_row_s_functions_do(tokenizer, m
     policy, done = await sample(tokenizer, monkeypatch, "4", agent=f"its_agents:{name}")
     assert (done.reward, policy.scored) == (reward, scored)
     assert tokenizer.decode(done.tokens[done.sampled]) == "4<end>"
+
+
+async def test_agents_that_block_all_threads_of_asyncio_get_their_tool_calls(tokenizer, monkeypatch):
+    _, done = await sample(tokenizer, monkeypatch, CALL, agent="its_agents:blocks_all_threads")
+    assert done.reward == 1
 
 
 @pytest.mark.parametrize(
@@ -544,6 +563,43 @@ async def test_an_agent_of_a_library_needs_another_base_url_only(opened, protoco
     else:
         done = await library.Runner.run(guide, "Weather?")
     assert (done.final_output, asked) == ("Sunny.", ["Köln"])
+    assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
+
+
+async def test_a_graph_of_langgraph_goes_on_in_one_conversation(opened):
+    prebuilt = pytest.importorskip("langgraph.prebuilt")
+    chat_model = pytest.importorskip("langchain_openai").ChatOpenAI
+
+    def weather(city: str) -> str:
+        """Today's."""
+        return f"clear sky over {city}"
+
+    policy, api, _ = await opened("fair: " + CALL, "Sunny.")
+    model = chat_model(model="m", base_url=api.base_url, api_key=api.api_key, max_retries=0)
+    graph = prebuilt.create_react_agent(model, [weather], prompt="Be brief.")
+    done = await graph.ainvoke({"messages": [("user", "Weather?")]})
+    assert [message.content for message in done["messages"]][2:] == ["clear sky over Köln", "Sunny."]
+    assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
+
+
+async def test_mini_swe_agent_goes_on_in_one_conversation(opened, tmp_path, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path / "settings"))
+    default = pytest.importorskip("minisweagent.agents.default")
+    local = pytest.importorskip("minisweagent.environments.local")
+    litellm_model = pytest.importorskip("minisweagent.models.litellm_model")
+    commands = ["echo fixed > code", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    calls = [json.dumps({"name": "bash", "arguments": {"command": command}}) for command in commands]
+    policy, api, _ = await opened(*(f"So: <tool_call>{call}</tool_call>" for call in calls))
+    model = litellm_model.LitellmModel(
+        model_name="openai/policy", cost_tracking="ignore_errors",
+        model_kwargs={"api_base": api.base_url, "api_key": api.api_key},
+    )  # fmt: skip
+    coder = default.DefaultAgent(
+        model, local.LocalEnvironment(cwd=str(tmp_path)), system_template="Fix it.", instance_template="{{task}}"
+    )
+    done = await asyncio.to_thread(coder.run, "Fix code.")
+    assert (done["exit_status"], (tmp_path / "code").read_text()) == ("Submitted", "fixed\n")
     assert len(policy.calls) == 2 and not policy.trajectory(1.0).branches
 
 
