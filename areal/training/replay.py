@@ -55,13 +55,16 @@ from areal.weights.chunks import Manifest
 from areal.weights.folders import remove_folder
 
 if TYPE_CHECKING:
+    from multiprocessing.context import ForkProcess
+
     from areal.training.engine import TrainingEngine
 
 FOLDER = "replays"
 UNCHANGED = "unchanged"
-# Below this share of effective samples, a batch says less about a variant than half of it would if the variant had
-# sampled it. What is learned from the rest depends on few samples with large weights.
-WORTHLESS = 0.5
+# Below this share of effective samples, fewer than two of a group of eight count, and nothing is compared within it. The
+# share is a mean over WINDOW steps, since in a single step one sample with a large weight may decide.
+WORTHLESS = 0.25
+WINDOW = 10
 FINAL_SHARE = 10
 """The figures of a replay are means over this part of its steps, the last ones."""
 # Not the guard of a run: a variant is only given up once it computes no numbers any more.
@@ -154,9 +157,7 @@ def plan(
             raise UserError(f"The sweep has {own.name} twice: write each value once.")
         found[own.name] = own
     if len({own.config.trainer.ranks for own in found.values()}) > 1:
-        raise UserError(
-            "trainer.ranks differs in the sweep, but all replays of one start on the same ranks: leave it out."
-        )
+        raise UserError("trainer.ranks differs in the sweep, but its replays share their ranks: leave it out.")
     return list(found.values())
 
 
@@ -181,11 +182,11 @@ def _listed(key: str, values: str) -> list[Any]:
 
 def _range(run: Path, config: Config, steps: str) -> tuple[int, int]:
     """The step after which a replay of `steps` begins, and its last."""
-    match = re.fullmatch(r"(\d*):(\d*)", steps)
-    first, last = (int(match[1] or 0), int(match[2] or _trained(run))) if match else (0, 0)
-    if first >= last:
+    match, trained = re.fullmatch(r"(\d*):(\d*)", steps), _trained(run)
+    first, last = (int(match[1] or 0), int(match[2] or trained)) if match else (0, 0)
+    if not first < last <= trained:
         raise UserError(
-            f"--steps {steps} has no step of the {_trained(run)} in {run}: write A:B, for those after A up to B."
+            f"--steps {steps} is not within the {trained} steps of {run}: write A:B, for those after A up to B."
         )
     if first and not _checkpoint(run, first).is_dir():
         there = sorted(int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*"))
@@ -211,9 +212,9 @@ def _check_rollouts(run: Path, config: Config, first: int, last: int) -> None:
         if kept[step] == config.batch_size:
             continue
         if config.observe.rollouts != "all":
-            why = f"observe.rollouts was {config.observe.rollouts}: a run has to keep all"
+            why = f"observe.rollouts was {config.observe.rollouts}: replay a run that keeps all"
         elif kept and step < min(kept):
-            why = f"the oldest files were removed; raise observe.rollouts_gib, or replay from a later step, --steps A:{last}"
+            why = f"the oldest files were removed (observe.rollouts_gib): begin later, --steps A:{last}"
         else:
             why = "they were not written, or are gone: choose other steps, --steps A:B"
         raise UserError(f"Of step {step}, {run} has {kept[step]} of the {config.batch_size} groups, because {why}.")
@@ -223,7 +224,7 @@ def _changed(file: Path, config: Config, changes: Mapping[str, Any]) -> Config:
     """The run's settings with `changes`. Raises UserError for a change that is none of the training."""
     values = read_values(file)
     if "trainer.objective" in changes:
-        # As if the run's own configuration named the objective: what the run's objective has brought along goes with it.
+        # What the run's objective has brought along goes with it, and the new one brings its own.
         trainer, before = values["trainer"], OBJECTIVE_SETTINGS.get(config.trainer.objective, {})
         for key in set().union(*OBJECTIVE_SETTINGS.values()):
             default = before.get(key, TrainerConfig.model_fields[key].default)
@@ -272,16 +273,17 @@ def _do_in_processes(replays: Sequence[Replay], console: Console) -> dict[str, d
 
     load_libraries(Path(replays[0].config.model))
     gc.freeze()
-    fork, waiting, running = multiprocessing.get_context("fork"), list(replays), {}
     at_once = max(1, len(os.sched_getaffinity(0)) // max(own.config.trainer.threads for own in replays))
+    fork, waiting = multiprocessing.get_context("fork"), list(replays)
+    running: list[tuple[ForkProcess, Replay]] = []
     while waiting or running:
         while waiting and len(running) < at_once:
             process = fork.Process(target=_do_in_process, args=(waiting[0], os.getpid()))
             process.start()
-            running[process.sentinel] = process, waiting.pop(0)
-        for sentinel in wait(list(running)):
-            process, own = running.pop(sentinel)
-            process.join()
+            running.append((process, waiting.pop(0)))
+        wait([process.sentinel for process, _ in running])
+        for process, own in [pair for pair in running if pair[0].exitcode is not None]:
+            running.remove((process, own))
             console.print(f"{len(replays) - len(waiting) - len(running)}/{len(replays)} {own.name}", soft_wrap=True)
     return {own.name: read_summary(own.folder) or _summary(own, "its process died") for own in replays}
 
@@ -369,11 +371,11 @@ def _weighted(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *, mas
     in_loss = flat.trained(mask, mask_cut=mask_cut)
     gaps = np.where(in_loss, logp - flat.logprobs.astype(np.float64), 0.0)
     log_weights = np.bincount(np.repeat(flat.samples, flat.lengths), gaps)
-    weights = np.exp(log_weights - log_weights.max())
-    own = np.exp(
-        log_weights - np.maximum.reduceat(log_weights, np.unique(flat.groups, return_index=True)[1])[flat.groups]
-    )
+    largest = np.full(len(batch), -np.inf)
+    np.maximum.at(largest, flat.groups, log_weights)
+    own = np.exp(log_weights - largest[flat.groups])  # the largest of each group is 1
     of_groups = np.bincount(flat.groups, own * flat.rewards) / np.bincount(flat.groups, own)
+    weights = np.exp(log_weights - log_weights.max())
     return {
         "effective_samples": float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum())),
         "reward_weighted": float(of_groups.mean()),
@@ -422,9 +424,11 @@ def _recorded(own: Replay) -> str | None:
 
 
 def _worthless_from(records: Sequence[dict[str, Any]]) -> int | None:
-    """The first step from which on there are too few effective samples in all steps."""
-    low = list(itertools.takewhile(lambda record: not record["effective_samples"] >= WORTHLESS, reversed(records)))
-    return low[-1]["step"] if low else None
+    """The first step from which on there are too few effective samples to the end, by the mean of WINDOW steps."""
+    shares = [record["effective_samples"] for record in records]
+    means = [sum(shares[max(0, n - WINDOW) : n]) / min(n, WINDOW) for n in range(1, len(shares) + 1)]
+    low = list(itertools.takewhile(lambda n: not means[n] >= WORTHLESS, reversed(range(len(means)))))
+    return records[low[-1]]["step"] if low else None
 
 
 _FIGURES = {
@@ -441,33 +445,27 @@ def _final(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _table(replays: Sequence[Replay], same: Mapping[str, Replay], done: Mapping[str, dict[str, Any]]) -> Table:
-    table = Table("variant", *_FIGURES.values())
+    table = Table("variant", *_FIGURES.values(), "like", title="means over the last tenth of the steps")
     for column in table.columns[1:]:
         column.justify = "right"
     for own in replays:
-        twin = same[own.name]
-        summary = done[twin.name]
-        if twin is not own:
-            table.add_row(own.name, f"as {twin.name}: no setting that matters here differs")
-        else:
-            table.add_row(own.name, *(f"{summary[name]:.4g}" if name in summary else "" for name in _FIGURES))
+        twin = same[own.name].name
+        figures = [f"{done[twin][name]:.4g}" if name in done[twin] else "" for name in _FIGURES]
+        table.add_row(own.name, *figures, "" if twin == own.name else twin)
     return table
 
 
 def _verdict(own: Replay, summary: Mapping[str, Any]) -> str:
-    name = own.name
     if not summary["ok"]:
-        return f"{name}: stopped, {summary['reason']}"
+        return f"{own.name}: stopped, {summary['reason']}"
     if summary["same_weights"] is not None:
         how = "the same weights, bit by bit" if summary["same_weights"] else "other weights"
-        return (
-            f"{name}: {how}, as those of the run after step {own.last}" if summary["same_weights"] else f"{name}: {how}"
-        )
+        return f"{own.name}: {how}"
     if not own.off_policy:
-        return f"{name}: the run has no weights of step {own.last} to compare with"
+        return f"{own.name}: nothing is known of the run's weights after step {own.last}"
     if step := summary["worthless_from"]:
         return (
-            f"{name}: worthless from step {step} on, where effective samples stay below {WORTHLESS:g}: the variant has "
-            f"moved so far from the policies that sampled the data that a few samples decide"
+            f"{own.name}: worthless from step {step} on, where the effective samples stay below {WORTHLESS:g}: the "
+            f"variant is so far from the policies that sampled the data that a few samples decide"
         )
-    return f"{name}: effective samples are {summary['effective_samples']:.2f} at the end"
+    return f"{own.name}: effective samples are {summary['effective_samples']:.2f} at the end"
