@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 
 FOLDER = "replays"
 UNCHANGED = "unchanged"
-# Below this share of effective samples, fewer than two of a group of eight count, and nothing is compared within it. The
-# share is a mean over WINDOW steps, since in a single step one sample with a large weight may decide.
+# Below this share of effective samples, fewer than two of a group of eight count: nothing is compared within the group.
+# The share is a mean over WINDOW steps, since in a single step one sample with a large weight may decide.
 WORTHLESS = 0.25
 WINDOW = 10
 FINAL_SHARE = 10
