@@ -1,1 +1,1 @@
-"""The library: configuration, data, ledger, algorithms, engines and reports; no sockets and no actors."""
+"""The library: configuration, data, ledger, algorithms, engines and reports; no actors and none of their messages."""

@@ -23,6 +23,7 @@ import yaml
 from conftest import ROOT, Run
 from helpers import Process, descendants, processes, processes_mentioning, read_jsonl
 
+from areal.storage.rollouts import batches
 from areal.storage.run_folder import read_metrics
 
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
@@ -129,7 +130,7 @@ def engine_keeps_its_core(run: Run) -> bool:
 
 
 def check_accounts(folder: Path, config: dict) -> None:
-    """Every step once, every prompt trained once or accounted for, nothing too old."""
+    """Every step once, every prompt trained once or accounted for, nothing too old; and the rollouts of all that."""
     records = read_jsonl(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text())
     assert [r["step"] for r in records] == list(range(1, config["steps"] + 1))
@@ -145,6 +146,8 @@ def check_accounts(folder: Path, config: dict) -> None:
     assert set(range(max(trained) + 1)) <= set(accounted), "a prompt was lost"
     assert summary["ok"]
     assert summary["samples_trained"] == len(trained) * config["group_size"]
+    kept = [(step, [group.prompt_index for group in groups]) for step, groups in batches(folder / "rollouts")]
+    assert kept == [(r["step"], r["prompts"]) for r in records]
     assert not [p for p in processes() if str(folder) in p.command]
 
 

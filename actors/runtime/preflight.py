@@ -30,6 +30,8 @@ from areal.workflows.builtin import resolve_workflow
 
 # How long answers of rows are read; 40,000 plain numbers take a few seconds.
 ANSWERS_SECONDS = 10.0
+# How long vLLM may take to load its parsers: 6 s on a machine that is free.
+PARSERS_SECONDS = 120.0
 # Rows whose answers are read in one child process.
 ROWS_AT_ONCE = 128
 # Rows that are looked at if the source is endless, or if only rows themselves can name the reward.
@@ -91,7 +93,13 @@ def check_parsers(config: Config) -> None:
     folder = str(resolve_model(config))
     # A process of its own: vLLM would stay in the memory of this one.
     command = tied(sys.executable, "-c", _LOAD_PARSERS, folder, own.tool_call_parser, own.reasoning_parser or "")
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PARSERS_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"vLLM's parsers did not load within {PARSERS_SECONDS:g} s: leave out rollout_manager.tool_call_parser and "
+            f"reasoning_parser, or start the run on a machine that is less busy."
+        ) from None
     if done.returncode:
         raise UserError((done.stderr.strip() or f"vLLM's parsers exited with {done.returncode}.").splitlines()[-1])
 

@@ -1,7 +1,7 @@
 """Reads and writes the run folder.
 
 It has config.yaml, journal.db, spool.db, metrics.jsonl, evaluations.jsonl, events.jsonl, summary.json, report.html,
-tensorboard/, logs/, checkpoints/ and weights/; secrets.json if the configuration has secrets;
+tensorboard/, logs/, rollouts/, checkpoints/ and weights/; secrets.json if the configuration has secrets;
 and, while the run goes on, address and keys/ (areal.storage.claim).
 """
 

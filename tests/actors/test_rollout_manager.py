@@ -134,11 +134,11 @@ def first_scored(names: str, oversample: int) -> tuple[tuple[str, ...], list[str
 
 
 def test_a_group_is_complete_with_the_first_that_are_scored_and_the_others_are_stopped():
-    assert first_scored("abcd", oversample=2) == (("a", "b"), ["a", "b", "c stopped", "d stopped"])
+    assert first_scored("abcd", oversample=2) == (["a", "b"], ["a", "b", "c stopped", "d stopped"])
 
 
 def test_a_failed_sample_fails_no_group_of_which_enough_are_left():
-    assert first_scored("XaYb", oversample=2) == (("a", "b"), ["X", "a", "Y", "b"])
+    assert first_scored("XaYb", oversample=2) == (["a", "b"], ["X", "a", "Y", "b"])
 
 
 @pytest.mark.parametrize(("names", "oversample"), [("Xa", 0), ("XYa", 1), ("aXYZ", 2)])

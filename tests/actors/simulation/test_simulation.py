@@ -580,6 +580,8 @@ CAUGHT_BY = {
     "branches lost on the way": (5, 60),
     "start versions not reported": (0, 10),
     "min_version stays": (16, 300),
+    "rollouts written at the end": (0, 10),
+    "rollouts written again": (62, 200),
     "rejected payloads kept": (6, 60),
     "payloads not dropped at a start": (88, 240),
     "spool never emptied": (0, 10),

@@ -1,0 +1,163 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from areal.config import UserError
+from areal.storage.rollouts import ONE_OF, RolloutWriter, batches, files
+from areal.trajectory import Branch, Group, TokenValues, Trajectory, notes_of
+
+# A prompt 0 1 and two answers, of which the second branches off within the first; then a conversation of its own.
+BRANCHED = Trajectory(
+    tokens=np.array([0, 1, 2, 3, 7, 8, 9, 5], np.int32),
+    logprobs=np.array([0, 0, -2, -3, 0, -8, 0, -5], np.float32),
+    versions=np.array([-1, -1, 4, 4, -1, 5, -1, 3], np.int32),
+    reward=1.0,
+    finish="stop",
+    branches=(Branch(0, 4), Branch(3, 2), Branch(0, 2)),
+    returns=np.arange(8.0),
+)
+NOTES = notes_of(
+    {"prompt": "0 1", "answer": "2", "tests": "x" * 20_000},
+    [{"parts": {"form": 0.5}, "generators": ["generator/0", "generator/1"], "began": 1e9, "seconds": 2.5}] * 2,
+)
+
+
+def group(number: int, version: int = 4) -> Group:
+    plain = Trajectory(
+        np.array([0, number, 2], np.int32), np.array([0, -0.1, -0.7], np.float32),
+        np.array([-1, version, version + 1], np.int32), 0.1 + number, "length",
+    )  # fmt: skip
+    return Group(f"g{number}.0", number, (plain, BRANCHED), NOTES)
+
+
+def writer(folder: Path, kept: str = "all", limit: int = 1 << 30) -> RolloutWriter:
+    return RolloutWriter(folder, kept, limit, lambda sequences: [" ".join(map(str, own)) for own in sequences])
+
+
+def rows(folder: Path) -> list[dict]:
+    return [row for path in files(folder) for row in pq.read_table(path).to_pylist()]
+
+
+def test_the_trained_groups_come_back_as_they_were(tmp_path):
+    own = writer(tmp_path)
+    for step in (6, 7):
+        own.trained(step, [group(2 * step), group(2 * step + 1)], None)
+        own.left(group(100 + step), "discarded", "too late")
+        own.write()
+    assert [step for step, _ in batches(tmp_path)] == [6, 7]
+    for step, found in batches(tmp_path):
+        for one, other in zip(found, [group(2 * step), group(2 * step + 1)], strict=True):
+            assert (one.id, one.prompt_index) == (other.id, other.prompt_index)
+            for a, b in zip(one.trajectories, other.trajectories, strict=True):
+                assert (a.reward, a.finish, a.branches) == (b.reward, b.finish, b.branches)
+                for name in ("tokens", "logprobs", "versions"):
+                    assert getattr(a, name).dtype == getattr(b, name).dtype
+                    assert getattr(a, name).tolist() == getattr(b, name).tolist()
+                assert (a.returns is None and b.returns is None) or a.returns.tolist() == b.returns.tolist()
+
+
+def test_a_row_is_a_branch_and_says_what_became_of_it(tmp_path):
+    own = writer(tmp_path)
+    places = np.arange(14, dtype=np.float32)  # 3 tokens, and branches of 4, 5 and 2
+    own.trained(7, [group(1)], TokenValues(places, 10 * places))
+    own.left(group(2), "filtered", "no signal")
+    own.write()
+    first, one, two, three, *others = rows(tmp_path)
+    assert (first["step"], first["place"], first["group"], first["sample"], first["fate"]) == (
+        7,
+        0,
+        "g1.0",
+        0,
+        "trained",
+    )
+    assert (first["prompt"], first["completion"], first["finish"]) == ("0", "1 2", "length")
+    assert (first["prompt_tokens"], first["completion_tokens"], first["turns"]) == (1, 2, 1)
+    assert (first["start_version"], first["staleness"]) == (4, 3)  # version 6, and 3 is the oldest of the group
+    assert (first["proximal_logprobs"], first["advantage"], first["returns"]) == ([0, 1, 2], 15, None)
+    assert json.loads(first["row"]) == {"prompt": "0 1", "answer": "2"}
+    assert json.loads(first["reward_parts"]) == {"form": 0.5}
+    assert (first["generators"], first["began"], first["seconds"]) == ("generator/0,generator/1", 1e9, 2.5)
+    assert [row["branch"] for row in (one, two, three)] == [0, 1, 2]
+    assert [row["shared"] for row in (one, two, three)] == [0, 3, 0]
+    assert (two["tokens"], two["versions"], two["prompt"]) == ([0, 1, 2, 7, 8], [-1, -1, -1, -1, 5], "0 1 2 7")
+    assert [row["advantages"][0] for row in (one, two, three)] == [30, 70, 120]
+    assert {(row["step"], row["fate"], row["reason"], row["advantage"]) for row in others} == {
+        (None, "filtered", "no signal", None)
+    }
+
+
+def test_a_later_trainer_goes_on_after_the_newest_step_and_adds_nothing_twice(tmp_path):
+    own = writer(tmp_path)
+    own.trained(1, [group(1)], None)
+    own.left(group(9), "discarded", "")
+    own.write()
+    own.trained(2, [group(2)], None)  # lost with its writer
+    own = writer(tmp_path)
+    assert own.step == 1
+    own.trained(1, [group(1)], None)
+    own.trained(2, [group(2)], None)
+    own.left(group(9), "discarded", "")
+    own.write()
+    own.write()
+    assert [row["group"] for row in rows(tmp_path)] == ["g1.0"] * 4 + ["g9.0"] * 4 + ["g2.0"] * 4
+    assert [path.name for path in files(tmp_path)] == ["000001.parquet", "000002.parquet"]
+
+
+def test_a_writer_that_is_killed_leaves_whole_files(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "import test_rollouts as t\n"
+        "own = t.writer(Path(sys.argv[2]))\n"
+        "for step in range(1, 10_000):\n"
+        "    own.trained(step, [t.group(step)], None); own.write(); print(step, flush=True)"
+    )
+    arguments = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        said = [process.stdout.readline() for _ in range(20)]
+        os.kill(process.pid, signal.SIGKILL)
+    found = [step for step, _ in batches(tmp_path)]
+    assert said[-1] == "20\n" and found == list(range(1, len(found) + 1)) and len(found) >= 20
+    assert writer(tmp_path).step == len(found)
+
+
+def test_the_oldest_files_are_removed_beyond_the_limit(tmp_path):
+    own = writer(tmp_path)
+    own.trained(1, [group(1)], None)
+    own.write()
+    size = files(tmp_path)[0].stat().st_size
+    own = writer(tmp_path, limit=int(2.5 * size))
+    for step in range(2, 6):
+        own.trained(step, [group(step)], None)
+        own.write()
+    assert [step for step, _ in batches(tmp_path)] == [4, 5]
+
+
+def test_of_a_sample_whole_groups_are_kept_and_of_none_nothing(tmp_path):
+    kept, nothing = writer(tmp_path / "some", "sample"), writer(tmp_path / "none", "none")
+    for own in (kept, nothing):
+        own.trained(1, [group(n) for n in range(40 * ONE_OF)], None)
+        own.write()
+    (found,) = [found for _, found in batches(tmp_path / "some")]
+    assert 20 < len(found) < 60 and all(len(one.trajectories) == 2 for one in found)
+    assert not files(tmp_path / "none")
+
+
+def test_a_file_that_cannot_be_read_is_named_and_stops_no_trainer(tmp_path):
+    own = writer(tmp_path)
+    own.trained(1, [group(1)], None)
+    own.write()
+    (tmp_path / "000002.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="000002.parquet"):
+        list(batches(tmp_path))
+    own = writer(tmp_path)
+    own.trained(2, [replace(group(2), notes="")], None)
+    own.write()
+    assert [path.stem for path in files(tmp_path)] == ["000001", "000002", "000003"]
