@@ -217,7 +217,7 @@ def _check_rollouts(run: Path, config: Config, first: int, last: int) -> None:
             why = f"the oldest files were removed (observe.rollouts_gib): begin later, --steps A:{last}"
         else:
             why = "they were not written, or are gone: choose other steps, --steps A:B"
-        raise UserError(f"Of step {step}, {run} has {kept[step]} of the {config.batch_size} groups, because {why}.")
+        raise UserError(f"{run} has {kept[step]} of the {config.batch_size} groups of step {step}, because {why}.")
 
 
 def _changed(file: Path, config: Config, changes: Mapping[str, Any]) -> Config:
@@ -359,11 +359,11 @@ def _step(engine: TrainingEngine, own: Replay, step: int, batch: list[Group]) ->
         "staleness_mean": float(np.mean(ages)),
         "staleness_max": max(ages),
         **asdict(result),
-        **_weighted(batch, logp, mask, mask_cut=trainer.mask_cut),
+        **weighted(batch, logp, mask, mask_cut=trainer.mask_cut),
     }
 
 
-def _weighted(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *, mask_cut: bool) -> dict[str, float]:
+def weighted(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *, mask_cut: bool) -> dict[str, float]:
     """logp: [T], of all tokens of the batch, as in `TokenValues`."""
     from areal.training.packed import FlatBatch
 
