@@ -170,14 +170,18 @@ def _split(given: str) -> tuple[str, str]:
 
 def _parsed(override: str) -> tuple[str, Any]:
     key, value = _split(override)
-    return key, yaml.safe_load(value)
+    return key, _value(value, override)
 
 
 def _listed(key: str, values: str) -> list[Any]:
+    return _value(f"[{values}]", f"{key}={values}")
+
+
+def _value(text: str, given: str) -> Any:
     try:
-        return yaml.safe_load(f"[{values}]")
+        return yaml.safe_load(text)
     except yaml.YAMLError:
-        raise UserError(f"--sweep {key}={values} is no list of values: write {key}=VALUE,VALUE.") from None
+        raise UserError(f"What {given!r} sets is not YAML: quote it.") from None
 
 
 def _range(run: Path, config: Config, steps: str) -> tuple[int, int]:
@@ -260,10 +264,12 @@ def replay(replays: Sequence[Replay], console: Console) -> bool:
         done = {own.name: _do(own, console) for own in todo}
     else:
         done = _do_in_processes(todo, console)
-    if len(replays) > 1:
-        console.print(_table(replays, same, done))
-    for own in todo:
-        console.print(_verdict(own, done[own.name]), soft_wrap=True)
+    if len(todo) > 1:
+        console.print(_table(todo, done))
+    for own in replays:
+        twin = same[own.name]
+        alone = f"as {twin.name}: no setting that has an effect differs"
+        console.print(f"{own.name}: {_verdict(own, done[own.name]) if twin is own else alone}", soft_wrap=True)
     return all(summary["ok"] and summary["same_weights"] is not False for summary in done.values())
 
 
@@ -444,28 +450,28 @@ def _final(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: sum(record[name] for record in last) / len(last) for name in _FIGURES} if last else {}
 
 
-def _table(replays: Sequence[Replay], same: Mapping[str, Replay], done: Mapping[str, dict[str, Any]]) -> Table:
-    table = Table("variant", *_FIGURES.values(), "like", title="means over the last tenth of the steps")
-    for column in table.columns[1:]:
-        column.justify = "right"
+def _table(replays: Sequence[Replay], done: Mapping[str, dict[str, Any]]) -> Table:
+    table = Table(title="means over the last tenth of the steps")
+    table.add_column("variant", no_wrap=True)
+    for heading in _FIGURES.values():
+        table.add_column(heading, justify="right")
     for own in replays:
-        twin = same[own.name].name
-        figures = [f"{done[twin][name]:.4g}" if name in done[twin] else "" for name in _FIGURES]
-        table.add_row(own.name, *figures, "" if twin == own.name else twin)
+        summary = done[own.name]
+        table.add_row(own.name, *(f"{summary[name]:.4g}" if name in summary else "" for name in _FIGURES))
     return table
 
 
 def _verdict(own: Replay, summary: Mapping[str, Any]) -> str:
     if not summary["ok"]:
-        return f"{own.name}: stopped, {summary['reason']}"
+        return f"stopped, {summary['reason']}"
     if summary["same_weights"] is not None:
         how = "the same weights, bit by bit" if summary["same_weights"] else "other weights"
-        return f"{own.name}: {how}"
+        return how
     if not own.off_policy:
-        return f"{own.name}: nothing is known of the run's weights after step {own.last}"
+        return f"nothing is known of the run's weights after step {own.last}"
     if step := summary["worthless_from"]:
         return (
-            f"{own.name}: worthless from step {step} on, where the effective samples stay below {WORTHLESS:g}: the "
+            f"worthless from step {step} on, where the effective samples stay below {WORTHLESS:g}: the "
             f"variant is so far from the policies that sampled the data that a few samples decide"
         )
-    return f"{own.name}: effective samples are {summary['effective_samples']:.2f} at the end"
+    return f"effective samples are {summary['effective_samples']:.2f} at the end"
