@@ -53,11 +53,16 @@ def _parser() -> argparse.ArgumentParser:
         help="print a table of the paper, such as paper:table2, with these runs beside it",
     )
     report.set_defaults(tool=_report)
+    versus = tools.add_parser("compare", help="print in what runs differ, and the figures that they end with")
+    versus.add_argument("folders", type=Path, metavar="RUN_FOLDER", nargs="+")
+    versus.set_defaults(tool=lambda options: _compare(options.folders))
     trace = tools.add_parser("trace", help="write the trace of a run, trace.json, to open in ui.perfetto.dev")
     trace.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     trace.set_defaults(tool=_trace)
-    page = tools.add_parser("dashboard", help="serve a live web page of a run")
-    page.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    page = tools.add_parser(
+        "dashboard", help="serve a live web page of a run, or of several with their curves overlaid"
+    )
+    page.add_argument("folders", type=Path, metavar="RUN_FOLDER", nargs="+")
     page.add_argument(
         "--host", default="127.0.0.1", help="interface to listen on (default: 127.0.0.1, this machine only)"
     )
@@ -82,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         help="fine-tune a model on prompts and completions before a run; also works under torchrun",
     )
     sft.add_argument("--model", required=True, metavar="FOLDER")
-    sft.add_argument("--data", required=True, metavar="FILE.jsonl", help="rows of prompt and completion")
+    sft.add_argument(
+        "--data", required=True, metavar="FILE.jsonl", help="rows of prompt and completion, or RUN/rollouts"
+    )
     sft.add_argument("--output", required=True, metavar="FOLDER")
     sft.add_argument("--config", type=Path, metavar="FILE.yaml", help="keys of areal.training.sft.SftConfig")
     sft.add_argument(
@@ -109,6 +116,28 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="key=value", help="changes to the training, e.g. trainer.lr=1e-5"
     )
     replay.set_defaults(tool=_replay)
+    export = tools.add_parser("export", help="write the rollouts of a run as a data set for TRL and others")
+    export.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    export.add_argument(
+        "--output", required=True, type=Path, metavar="FILE.jsonl|FILE.parquet|FOLDER",
+        help="a folder has a data set card and can be uploaded as it is",
+    )  # fmt: skip
+    export.add_argument(
+        "--format", choices=("sft", "preference"), default="sft",
+        help="the best sample of each group (default), or the best and the worst where they differ",
+    )  # fmt: skip
+    export.add_argument("--all", action="store_true", help="sft: all samples and not only the best of each group")
+    export.add_argument(
+        "--min-reward", type=float, metavar="R",
+        help="lowest reward of a sample to imitate (default: above 0; in a pair: any)",
+    )  # fmt: skip
+    export.set_defaults(tool=_export)
+    push = tools.add_parser("push", help="make a model folder of a run for the model hub, with a card, and upload it")
+    push.add_argument("folder", type=Path, metavar="RUN_FOLDER")
+    push.add_argument("--repo", metavar="OWNER/NAME", help="upload to this repository, which is made if it is new")
+    push.add_argument("--public", action="store_true", help="make a new repository public (default: private)")
+    push.add_argument("--output", type=Path, metavar="FOLDER", help="the folder to make (default: RUN_FOLDER/hub)")
+    push.set_defaults(tool=_push)
     evaluate = tools.add_parser(
         "eval",
         help="evaluate a model on benchmarks (docs/evaluation.md)",
@@ -159,6 +188,24 @@ def _parser() -> argparse.ArgumentParser:
         "exit with 1 if a row is bad",
     )
     score.set_defaults(tool=_score)
+    agent = tools.add_parser("agent", help="try an agent before a run (docs/agents.md)")
+    attempt = agent.add_subparsers(metavar="try", required=True).add_parser(
+        "try", help="do one episode with a real engine, and print it; exit code 1 if it fails"
+    )
+    attempt.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="COMMAND key=value",
+        help="the agent (a command in quotes, or FILE.py:FUNCTION; default: the configured workflow) and changes to "
+        "the configuration, e.g. rollout_manager.tool_call_parser=qwen3_xml",
+    )
+    attempt.add_argument("--model", metavar="FOLDER", help="default: that of the configuration")
+    attempt.add_argument(
+        "--row", type=Path, metavar="FILE", help="rows (.jsonl), or one (default: the configured ones)"
+    )
+    attempt.add_argument("--index", type=int, default=0, metavar="N", help="number of the row (default: 0)")
+    attempt.add_argument("--config", type=Path, metavar="FILE.yaml", help="configuration of the run")
+    attempt.set_defaults(tool=_agent_try)
     health = tools.add_parser(
         "health", help="exit with 0 if the run's master answers and the actor is healthy, else with 1"
     )
@@ -298,6 +345,12 @@ def _report(options: argparse.Namespace) -> None:
         _console(120).print(write_comparison(options.folders, options.figure))
 
 
+def _compare(folders: Sequence[Path]) -> None:
+    from areal.observe.end_figures import compare
+
+    _console(200).print(compare(folders))
+
+
 def _trace(options: argparse.Namespace) -> None:
     from areal.observe.trace import write_trace
 
@@ -307,7 +360,7 @@ def _trace(options: argparse.Namespace) -> None:
 def _dashboard(options: argparse.Namespace) -> None:
     from actors.watching.dashboard import serve
 
-    serve(options.folder, options.host, options.port, options.token)
+    serve(options.folders, options.host, options.port, options.token)
 
 
 def _track(options: argparse.Namespace) -> None:
@@ -332,6 +385,22 @@ def _replay(options: argparse.Namespace) -> None:
 
     if not replay(plan(options.run, options.overrides, options.sweep, options.steps, options.output), _console(160)):
         sys.exit(1)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from areal.observe.export import export
+
+    if options.all and options.format == "preference":
+        raise UserError("--all is for --format sft, because a pair is the best and the worst of a group: leave it out.")
+    done = export(options.folder, options.output, options.format, best=not options.all, least=options.min_reward)
+    print(f"{options.output}: {done}")
+
+
+def _push(options: argparse.Namespace) -> None:
+    from areal.observe.push import make_folder, upload
+
+    folder = make_folder(options.folder, options.output, options.repo)
+    print(upload(folder, options.repo, public=options.public) if options.repo else folder)
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -391,6 +460,12 @@ def _score(options: argparse.Namespace) -> None:
             score_file(config, options.input, output, console)
         elif not check_file(config, options.input, output, console):
             sys.exit(1)
+
+
+def _agent_try(options: argparse.Namespace) -> None:
+    from actors.parts.trial import try_agent
+
+    sys.exit(try_agent(options.overrides, options.model, options.config, options.row, options.index, _console(120)))
 
 
 def _health(options: argparse.Namespace) -> None:

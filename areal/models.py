@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -53,6 +54,19 @@ def find_model(name: str, key: str, tell: Callable[[str], None] = quietly) -> Pa
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise UserError(f"There is no model folder {name}: set {key}=FOLDER to one that holds a config.json.")
     return _checked(_from_hub(name, key, tell))
+
+
+def hub_id(model: str) -> str | None:
+    """The model's name on the model hub, if its folder is one in the hub's cache."""
+    cached = re.search(r"models--([^/]+)/snapshots/", model)
+    return cached and cached[1].replace("--", "/")
+
+
+def name_of(place: str) -> str:
+    """The name of a model or data set: on the hub, or that of its file or folder."""
+    if place.startswith("hf:"):
+        return place.removeprefix("hf:").partition(":")[0]
+    return hub_id(place) or Path(place).name
 
 
 def check_heads(folder: Path, ranks: int) -> None:

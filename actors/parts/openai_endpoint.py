@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,12 +53,14 @@ class _Open:
 class OpenAIEndpoint:
     """Serves calls for open samples. It starts to listen when the first sample is opened.
 
-    model: the name that /v1/models returns; requests may use any name. host: the interface to listen on.
+    model: the name that /v1/models returns; requests may use any name. host: the interface to listen on. on_refusal is
+    told about each request that is answered with an error, except for errors within a stream.
     """
 
-    def __init__(self, model: str, host: str) -> None:
+    def __init__(self, model: str, host: str, on_refusal: Callable[[str], None] = lambda told: None) -> None:
         self._model = model
         self._host = host
+        self._on_refusal = on_refusal
         self._open: dict[str, _Open] = {}
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
@@ -96,7 +98,7 @@ class OpenAIEndpoint:
         return port
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._response)
         app.router.add_post("/v1/messages", self._message)
@@ -104,6 +106,18 @@ class OpenAIEndpoint:
         app.router.add_post("/v1/reward", self._reward)
         app.router.add_get("/v1/models", self._models)
         return app
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return errors in the format of the protocol that the path belongs to."""
+        try:
+            return await handler(request)
+        except ApiError as refused:
+            error = refused
+        except web.HTTPException as refused:  # for example an unknown path, or a body that is too large
+            error = ApiError(refused.text or refused.reason, status=refused.status)
+        self._on_refusal(f"{request.method} {request.path}: {error.status}, {error}")
+        return _error(request, error.status, str(error), error.code)
 
     def _sample(self, request: web.Request) -> _Open:
         """The open sample that the request's API key belongs to. Raises ApiError."""
@@ -156,17 +170,6 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 _log = logging.getLogger(__name__)
 _log.addFilter(_is_ours)
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return errors in the format of the protocol that the path belongs to."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        return _error(request, error.status, str(error), error.code)
-    except web.HTTPException as error:  # for example an unknown path, or a body that is too large
-        return _error(request, error.status, error.text or error.reason, None)
 
 
 def _error(request: web.Request, status: int, message: str, code: str | None) -> web.Response:

@@ -296,7 +296,8 @@ class SampleSession:
     counts towards its load at once, until the first call ends or `close` is called. `on_start` is called with the
     version that sampled the first token. `min_version` rises to the group's start version once that is known, so that
     no older version samples a later token. `running`: its calls in progress. `tokens_sampled`: all tokens received, in
-    all calls, trained or not. `reward_parts`: of the last score. `generators`: those that were asked, in order.
+    all calls, trained or not. `forest`: those calls that are trained. `reward_parts`: of the last score. `generators`:
+    those that were asked, in order.
     """
 
     def __init__(
@@ -316,7 +317,7 @@ class SampleSession:
         self.generators: dict[str, None] = {}
         self.running: set[Call] = set()
         self.closed = False
-        self._forest = Forest()
+        self.forest = Forest()
         self._unused: Place | None = Place(router, home)  # until the first call
         self._waits = 0
         self._in_workflow = False
@@ -343,19 +344,19 @@ class SampleSession:
         finally:
             self.running.discard(call)
             call.close()
-        self._forest.add(prompt, sampled)
+        self.forest.add(prompt, sampled)
         return sampled
 
     def reward(self, call: Generation, value: float) -> None:
-        self._forest.reward(call, value)
+        self.forest.reward(call, value)
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
         own = self.router.actor.config.reward
-        return self._forest.trajectory(reward, own.credit, own.turn_discount)
+        return self.forest.trajectory(reward, own.credit, own.turn_discount)
 
     @property
     def calls(self) -> Sequence[Generation]:
-        return self._forest.calls
+        return self.forest.calls
 
     @property
     def parsers(self) -> Parsers:
@@ -506,11 +507,13 @@ class Sampler(Actor):
 
     def __init__(
         self, *args: Any, open_source: Callable[[DataConfig, int], Prompts] = open_source,
-        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, **kwargs: Any,
+        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, make_parsers: type[Parsers] = Parsers,
+        **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self._open_source = open_source
         self._load_tokenizer = load_tokenizer
+        self._make_parsers = make_parsers
         self.scored = 0
         self.jobs = itertools.count()
         self._flows: dict[str, Flow[Any]] = {}  # to generators and reward actors, by identity
@@ -527,7 +530,7 @@ class Sampler(Actor):
         self._tokenizer = await asyncio.to_thread(self._load_tokenizer, self.config.model, self.config.data)
         own = self.config.rollout_manager
         self._workflow = resolve_workflow(own.workflow, own.workflow_options)
-        self.parsers = Parsers(
+        self.parsers = self._make_parsers(
             self._tokenizer, own.tool_call_parser, own.reasoning_parser, self.config.data.chat_template_kwargs
         )
         if own.names_parsers:
@@ -570,8 +573,12 @@ class Sampler(Actor):
         if self._endpoint is None:
             from actors.parts.openai_endpoint import OpenAIEndpoint  # imports a web server, which few runs need
 
-            self._endpoint = OpenAIEndpoint(self.config.model, self.config.rollout_manager.endpoint_host)
+            host = self.config.rollout_manager.endpoint_host
+            self._endpoint = OpenAIEndpoint(self.config.model, host, self.request_refused)
         return self._endpoint
+
+    def request_refused(self, told: str) -> None:
+        """Called with each request that the endpoint has answered with an error."""
 
     def stats(self) -> dict[str, float]:
         return {"samples_scored": self.scored}

@@ -1,4 +1,5 @@
-"""A live web page of a run, made from the files in the run folder: `python -m areal dashboard RUN_FOLDER`.
+"""A live web page of a run, made from the files in the run folder: `python -m areal dashboard RUN_FOLDER`. Of several
+runs it is a page with their curves overlaid.
 
 The page loads nothing from elsewhere, and asks the server once a second for new data. If it is served on an interface
 other than loopback, requests need a token.
@@ -7,13 +8,15 @@ other than loopback, requests need a token.
 from __future__ import annotations
 
 import hmac
+import json
 import math
 import secrets
 from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import yaml
 from aiohttp import web
@@ -21,7 +24,10 @@ from aiohttp.typedefs import Handler
 
 from areal.config import UserError
 from areal.observe import timeline
-from areal.observe.report import FILES_OF_A_RUN
+from areal.observe.comparison import value_of
+from areal.observe.digests import Digests
+from areal.observe.end_figures import differing_settings, end_figures
+from areal.observe.report import FILES_OF_A_RUN, Run
 from areal.storage.events import FILE, GONE
 from areal.storage.run_folder import NewRecords, read_summary
 from protocols.addresses import is_loopback
@@ -29,6 +35,8 @@ from protocols.addresses import is_loopback
 # Length of the timeline, which ends at the newest event.
 WINDOW_SECONDS = 120.0
 LONGEST_NUMBER = 18
+# An answer waits no longer for rollouts, of which the next answers read more. One file may take as long again.
+ROLLOUTS_SECONDS = 0.2
 # A connection that has sent no request for this long is closed.
 IDLE_SECONDS = 30.0
 LEFT_OUT = ("prompts", "discarded")
@@ -43,6 +51,9 @@ HEADERS = {
 class RunView:
     """The data of the page for the run in `folder`. Raises UserError if it is not the folder of a run."""
 
+    page = "dashboard.html"
+    count = 1
+
     def __init__(self, folder: Path) -> None:
         if not any((folder / name).is_file() for name in FILES_OF_A_RUN):
             raise UserError(f"{folder} is not the folder of a run: give a folder such as runs/NAME.")
@@ -54,17 +65,19 @@ class RunView:
         self._evaluated: list[dict[str, Any]] = []
         self._events: deque[dict[str, Any]] = deque()
         self._actors: dict[str, dict[str, Any]] = {}
+        self._digests = Digests(folder)
 
     def since(self, step: int) -> dict[str, Any]:
         """The steps after `step`, and the current state of everything else."""
         self._read()
-        config = self._config()
+        config = self.config()
         return {
             "run": config.get("name", self._folder.name),
             "total": config.get("steps"),
             "max_staleness": config.get("max_staleness"),
             "steps": [record for record in self._steps if record["step"] > step],
             "evaluations": self._evaluated,
+            "alerts": self._alerts(config),
             "actors": [self._actors[actor] for actor in sorted(self._actors)],
             "lanes": self._lanes(),
             "ended": (read_summary(self._folder) or {}).get("reason"),
@@ -84,6 +97,19 @@ class RunView:
         while self._events and self._events[0]["time"] < self._events[-1]["time"] - WINDOW_SECONDS:
             self._events.popleft()
 
+    def run(self) -> Run:
+        """The run as it is now, without its configuration and its events."""
+        self._read()
+        return Run(self._folder.name, self._steps, read_summary(self._folder) or {}, "", self._evaluated)
+
+    def _alerts(self, config: dict[str, Any]) -> list[dict[str, Any]]:
+        """For each alert its name, its sentence and the query of the page of its rollouts, None if none are kept."""
+        found = self._digests.alerts(self._steps, self._evaluated, config, ROLLOUTS_SECONDS)
+        rollouts = self._digests.any
+        return [
+            {"name": a.name, "text": a.sentence, "query": urlencode(a.filters) if rollouts else None} for a in found
+        ]
+
     def _lanes(self) -> list[dict[str, Any]]:
         """For each actor, what it did in the last WINDOW_SECONDS: tuples of the name, the beginning (in seconds before
         the end of the timeline), the duration in seconds, and True if the actor measured it itself."""
@@ -99,22 +125,57 @@ class RunView:
                 lanes.setdefault(span.actor, []).append((span.name, end - span.begin, span.seconds, measured))
         return [{"actor": actor, "spans": lanes[actor]} for actor in sorted(lanes)]
 
-    def _config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
+        """The values of config.yaml; empty if there is none."""
         file = self._folder / "config.yaml"
         return _values(file, file.stat().st_mtime_ns) if file.is_file() else {}
 
 
-@lru_cache(maxsize=1)
+class RunsView:
+    """The data of the page that compares the runs in several folders. Raises UserError if one of them holds no run."""
+
+    page = "overlay.html"
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._views = [RunView(folder) for folder in folders]
+        self.count = len(folders)
+
+    def since(self, *steps: int) -> dict[str, Any]:
+        """For each run its steps after the one of `steps` in its place, its settings that other runs do not share, and
+        its figures."""
+        runs = [view.run() for view in self._views]
+        configs = [view.config() for view in self._views]
+        settings = differing_settings(configs)
+        figures = end_figures(runs)
+        return {
+            "columns": [*settings, *(figure.name for figure in figures)],
+            "runs": [
+                {
+                    "run": run.name,
+                    "steps": [record for record in run.records if record["step"] > step],
+                    "evaluations": run.evaluations,
+                    "ended": run.summary.get("reason"),
+                    "cells": [json.dumps(value_of(config, key)) for key in settings] + [f.shown(n) for f in figures],
+                }
+                for n, (run, config, step) in enumerate(zip(runs, configs, steps, strict=True))
+            ],
+        }
+
+
+@lru_cache(maxsize=64)
 def _values(file: Path, changed: int) -> Any:
     """The values of a YAML file. They are cached until the file changes, because every viewer asks once a second."""
     return yaml.safe_load(file.read_text()) or {}
 
 
-def application(view: RunView, token: str | None) -> web.Application:
-    """The web application: the page at /, its data at /data?since=STEP. `token`: the required value of ?token=; None:
-    no token is required, but the address in the request has to be one of this machine: any web page could otherwise
-    have its own name point to this machine, and read the answers."""
-    page = (Path(__file__).parent / "dashboard.html").read_text(encoding="utf-8")
+def application(view: RunView | RunsView, token: str | None) -> web.Application:
+    """The web application: the page at /, its data at /data?since=STEP, with a since for each run.
+
+    token: the required value of ?token=; None: no token is required, but the address in the request has to be one of
+    this machine: any web page could otherwise have its own name point to this machine, and read the answers.
+    """
+    page, plots = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in (view.page, "plots.js"))
+    page = page.replace("/* plots.js */", plots)
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -131,19 +192,19 @@ def application(view: RunView, token: str | None) -> web.Application:
         return web.Response(text=page, content_type="text/html", headers=HEADERS)
 
     async def data(request: web.Request) -> web.Response:
-        since = request.query.get("since", "0")
-        if not since.isdecimal() or len(since) > LONGEST_NUMBER:
-            raise web.HTTPBadRequest(text="since has to be the number of a step")
-        return web.json_response(view.since(int(since)), headers=HEADERS)
+        since = request.query.getall("since", ["0"] * view.count)
+        if len(since) != view.count or not all(n.isdecimal() and len(n) <= LONGEST_NUMBER for n in since):
+            raise web.HTTPBadRequest(text="since has to be the number of a step, once for each run")
+        return web.json_response(view.since(*map(int, since)), headers=HEADERS)
 
     app = web.Application(middlewares=[guarded])
     app.add_routes([web.get("/", show), web.get("/data", data)])
     return app
 
 
-def serve(folder: Path, host: str, port: int, token: str | None) -> None:
+def serve(folders: Sequence[Path], host: str, port: int, token: str | None) -> None:
     """Serve the page until interrupted. Raises UserError if it cannot be served."""
-    view = RunView(folder)
+    view = RunView(folders[0]) if len(folders) == 1 else RunsView(folders)
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(16)
     address = f"http://{host}:{port}/" + (f"?token={token}" if token else "")

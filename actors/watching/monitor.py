@@ -21,6 +21,7 @@ from rich.text import Text
 
 from actors.watching.health import status_of
 from areal.config import Config
+from areal.observe.report import alerts_of, read_run
 from areal.storage.run_folder import NewRecords
 from areal.text import shown
 from protocols.errors import BusError
@@ -222,6 +223,10 @@ def print_summary(folder: Path, console: Console) -> None:
         for name, value in _summary_rows(summary):
             table.add_row(name, value)
         console.print(table)
+    for alert, command in alerts_of(folder, read_run(folder)):
+        console.print(Text.assemble((alert.name, "bold red"), f": {alert.sentence}"))
+        if command:
+            console.print(Text(f"  {command}"), soft_wrap=True)
     results = [done for done in summary["evaluations"] if done["benchmarks"]]
     if results:
         console.print(_benchmarks_table(results))

@@ -278,7 +278,7 @@ def _held_out(config: SourceConfig, source: Table | Generator, count: int, seed:
 
 def _key(prompt: Any) -> str:
     """What prompts of the same problem share: the text, or the messages without those of the system."""
-    if not _is_prompt(prompt):
+    if not is_prompt(prompt):
         return json.dumps(prompt, sort_keys=True, default=str)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return json.dumps([[m["role"], m["content"]] for m in messages if m["role"] != "system"])
@@ -320,7 +320,7 @@ def _make_row(
             raise UserError(f"{where} has no {key!r}, only {', '.join(raw) or 'nothing'}: add it or set {setting}")
     answer = raw[answer_key] if answer_key else None
     prompt = _prompt(raw, config, prompt_key, where)
-    if not _is_prompt(prompt):
+    if not is_prompt(prompt):
         raise UserError(
             f"{where} has a {prompt_key!r} that is neither text nor a list of messages with role and content: "
             f"correct it"
@@ -334,7 +334,7 @@ def _make_row(
         raise UserError(f"{where} cannot be sent to rewards ({error}): keep to JSON values") from error
     return Row(
         index=0,
-        prompt=_with_system(prompt, config.system_prompt),
+        prompt=with_system(prompt, config.system_prompt),
         answer=answer if answer is None or isinstance(answer, str) else json.dumps(answer),
         reward=_rewards(raw.get("reward"), where) or config.reward,
         fields=fields,
@@ -358,7 +358,7 @@ def _template(text: str) -> jinja2.Template:
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True).from_string(text)
 
 
-def _is_prompt(value: Any) -> bool:
+def is_prompt(value: Any) -> bool:
     if isinstance(value, str):
         return value != ""
     return isinstance(value, list) and value != [] and all(_is_message(message) for message in value)
@@ -368,7 +368,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
-def _with_system(prompt: Prompt, system: str | None) -> Prompt:
+def with_system(prompt: Prompt, system: str | None) -> Prompt:
     """Return chat messages with the system prompt first, unless they have one of their own. None: return the prompt as
     it is. An empty system prompt: return chat messages without one."""
     if system is None:
@@ -459,24 +459,40 @@ class JsonlTable:
 def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) for each line that is not blank. `what` says in error messages what the file
     is. Raises UserError."""
+    # Not splitlines(): JSON text may contain U+2028 and similar characters.
+    for number, line in enumerate(_read_text(path, what).split("\n"), 1):
+        if line.strip():
+            yield number, _read_object(line, f"{path}, line {number},", "write one object a line")
+
+
+def read_row(path: Path, config: SourceConfig, number: int = 0) -> Row:
+    """Return the row of this number, from 0, in a .jsonl file; any other file is one row. Raises UserError."""
+    what = f"the file of rows {path}"
+    if path.suffix == ".jsonl":
+        found = next(itertools.islice(read_jsonl(path, what), number, None), None)
+        if found is None:
+            raise UserError(f"{what} has no row {number}, counted from 0: name another one")
+        return _make_row(found[1], config, f"{path}, line {found[0]},")
+    return _make_row(_read_object(_read_text(path, what), str(path), "correct it"), config, str(path))
+
+
+def _read_text(path: Path, what: str) -> str:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{what}: {path.resolve()} cannot be read ({error.strerror}): correct the path") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{what} is not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
-    # Not splitlines(): JSON text may contain U+2028 and similar characters.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number},"
-        try:
-            raw = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} is not JSON ({error}): write one object a line") from error
-        if not isinstance(raw, dict):
-            raise UserError(f"{where} is a {type(raw).__name__}, not an object: write one object a line")
-        yield number, raw
+
+
+def _read_object(text: str, where: str, advice: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({error}): {advice}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{where} is a {type(raw).__name__}, not an object: {advice}")
+    return raw
 
 
 class HuggingFaceTable:

@@ -73,12 +73,12 @@ def _differing(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for key in dict.fromkeys(key for each in settings for key, *_ in differences(settings[0], each)):
         if within(key, LEFT_OUT):
             continue
-        texts = [json.dumps(_value(each, key)) for each in settings]
+        texts = [json.dumps(value_of(each, key)) for each in settings]
         kept.setdefault(tuple(map(texts.index, texts)), key)
-    return [{key: _value(each, key) for key in kept.values()} for each in settings]
+    return [{key: value_of(each, key) for key in kept.values()} for each in settings]
 
 
-def _value(settings: dict[str, Any], key: str) -> Any:
+def value_of(settings: dict[str, Any], key: str) -> Any:
     value: Any = settings
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -95,20 +95,30 @@ def _text(key: str, value: Any) -> str:
 
 def _points(lines: dict[str, dict[float, list[Run]]]) -> dict[str, list[Point]]:
     cells = [[run.summary["accuracy_after"] for run in runs] for line in lines.values() for runs in line.values()]
-    freedom = sum(len(cell) - 1 for cell in cells)
-    squares = sum((value - statistics.fmean(cell)) ** 2 for cell in cells for value in cell)
-    deviation = math.sqrt(squares / freedom) if freedom else math.nan
+    deviation = pooled_deviation(cells)
     found: dict[str, list[Point]] = {}
     for label, line in lines.items():
         for x, runs in sorted(line.items()):
             accuracy = statistics.fmean(run.summary["accuracy_after"] for run in runs)
-            error = 2 * deviation / math.sqrt(len(runs))
-            staleness = statistics.fmean(map(_staleness, runs))
+            error = half_width(deviation, len(runs))
+            staleness = statistics.fmean(map(staleness_of, runs))
             found.setdefault(label, []).append(Point(x, len(runs), accuracy, error, staleness))
     return found
 
 
-def _staleness(run: Run) -> float:
+def pooled_deviation(cells: Sequence[Sequence[float]]) -> float:
+    """The standard deviation within cells of values that differ in the seed alone; nan if no cell has two values."""
+    freedom = sum(len(cell) - 1 for cell in cells)
+    squares = sum((value - statistics.fmean(cell)) ** 2 for cell in cells for value in cell)
+    return math.sqrt(squares / freedom) if freedom else math.nan
+
+
+def half_width(deviation: float, runs: int) -> float:
+    """Of the interval of a mean over so many runs: two standard errors, about 95 %."""
+    return 2 * deviation / math.sqrt(runs)
+
+
+def staleness_of(run: Run) -> float:
     """The mean over the steps, without the first, in which generation has just begun."""
     steady = [age for step, age in zip(run.steps, run.series("staleness_mean"), strict=True) if step >= STEADY]
     return statistics.fmean(steady) if steady else math.nan

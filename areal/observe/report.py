@@ -10,12 +10,17 @@ import itertools
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from areal.config import UserError
+from areal.observe.alerts import Alert
+from areal.observe.digests import Digests
 from areal.observe.timeline import Span, activities, measured, read_events
 from areal.text import shown
 
@@ -31,6 +36,8 @@ LEGEND_COLUMNS = 5
 FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json")
 # The length of the timeline, up to the end of the last step.
 TIMELINE_SECONDS = 60.0
+# No further file of rollouts is read for the alerts after this time.
+ROLLOUTS_SECONDS = 20.0
 WAITING = "#9a9a9a"
 # With more steps than this, single points cannot be told apart and get no markers.
 MARKED_STEPS = 40
@@ -101,6 +108,7 @@ def write_report(folder: Path) -> Path:
     html = page.render(
         run=run,
         ending=_ending(run.summary),
+        alerts=alerts_of(folder, run),
         headlines=headlines(run.summary),
         figures=figures,
         timeline=draw_timeline(run),
@@ -148,6 +156,14 @@ def read_run(folder: Path) -> Run:
     records = _records(_text(metrics).splitlines(), "step")
     evaluations = _records(_text(folder / "evaluations.jsonl").splitlines(), "version")
     return Run(folder.resolve().name, records, values, _text(config), evaluations, read_events(folder))
+
+
+def alerts_of(folder: Path, run: Run) -> list[tuple[Alert, str]]:
+    """The alerts of a run, each with the command that prints its rollouts; without one if the run keeps none."""
+    digests = Digests(folder)
+    found = digests.alerts(run.records, run.evaluations, yaml.safe_load(run.config) or {}, ROLLOUTS_SECONDS)
+    shows = f"python -m areal rollouts {shlex.quote(str(folder))} --where"
+    return [(alert, f'{shows} "{alert.where}"' if digests.any else "") for alert in found]
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -550,6 +566,14 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 
 <div class="card"><b>{{ value }}</b><span>{{ name }}</span></div>
 {% endfor %}
 </div>
+{% if alerts %}
+<h2>Alerts</h2>
+<p>docs/health.md explains them.</p>
+{% for alert, command in alerts %}
+<p class="ending"><b>{{ alert.name }}</b>: {{ alert.sentence }}{% if command %}
+<br><code>{{ command }}</code>{% endif %}</p>
+{% endfor %}
+{% endif %}
 <h2>Training</h2>
 {% if figures %}
 <div class="figures">

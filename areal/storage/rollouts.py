@@ -259,7 +259,7 @@ def _lists(arrays: Sequence[np.ndarray | None], column: str) -> pa.Array:
 
 def files(folder: Path) -> list[Path]:
     """The files of rollouts in `folder`, oldest first."""
-    return sorted(folder.glob("[0-9]*.parquet"), key=lambda path: int(path.stem))
+    return sorted((p for p in folder.glob("*.parquet") if p.stem.isdecimal()), key=lambda path: int(path.stem))
 
 
 def groups_by_step(folder: Path) -> Counter[int]:

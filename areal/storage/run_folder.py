@@ -188,6 +188,11 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return json.loads(summary.read_text()) if summary.exists() else None
 
 
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint of the run in `folder`, a model folder; None if it has none."""
+    return max(folder.glob("checkpoints/step_*"), key=lambda path: path.name, default=None)
+
+
 def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence[str]) -> Config:
     """Return the configuration for resuming the run in `folder`: its own, or the one in `file`, with `overrides`.
 

@@ -1,8 +1,9 @@
-"""Supervised fine-tuning: trains a model that reinforcement learning then starts from.
+"""Supervised fine-tuning: trains a model that reinforcement learning then starts from, or on what a run has sampled.
 
 The rows have a prompt and a completion. The training engine of runs trains on them, with all of its features. The loss
 is -log pi of the completion's tokens and of the end-of-sequence token after them, averaged according to
-`trainer.loss_mean`. Under torchrun every rank reads the same rows, and only rank 0 prints.
+`trainer.loss_mean`. Of rollouts, it is that of the sampled tokens, exactly as they were sampled. Under torchrun every
+rank reads the same rows, and only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from areal.config import RowsConfig, Section, TrainerConfig, UserError
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.models import find_model
+from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
 from areal.tokens import load_tokenizer
 from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 from areal.workflows.conversation import begin
@@ -34,10 +36,17 @@ LINES_AN_EPOCH = 10
 
 
 class SftData(RowsConfig):
-    """As in a run. Prompts are encoded as in a run with the same `system_prompt`."""
+    """As in a run; `source` may also be the folder of a run's rollouts. Prompts are encoded as in a run with the same
+    `system_prompt`. Samples of rollouts that were cut at the limit of tokens are left out."""
 
     answer_key: str = Field("completion", description="field of a row that holds the completion")
     eval_size: int | None = Field(None, ge=1, description="held-out rows; default: a twentieth of all")  # type: ignore[assignment]
+    best_of_group: bool = Field(
+        True, description="of a folder of rollouts: only the sample of each group with the highest reward; false: all"
+    )
+    min_reward: float | None = Field(
+        None, description="of a folder of rollouts: only samples with at least this reward; default: above 0"
+    )
 
 
 class SftConfig(Section):
@@ -119,6 +128,21 @@ def _read_rows(config: SftConfig, model: Path) -> tuple[list[Group], list[Group]
         raise UserError(
             f"The tokenizer of {model} has no end-of-sequence token: set eos_token in tokenizer_config.json."
         )
+    data = config.data
+    if data.source and (rollouts := rollouts_in(Path(data.source))):
+        parts = sampled(tokenizer, model, rollouts, config)
+    else:
+        parts = _demonstrations(tokenizer, config)
+    rows, held_out = ([row for row in part if len(row.trajectories[0]) <= config.max_length] for part in parts)
+    if not rows or not held_out:
+        raise UserError(
+            f"{data.named} has too few rows of at most max_length={config.max_length} tokens: raise max_length."
+        )
+    return rows, held_out, sum(map(len, parts)) - len(rows) - len(held_out)
+
+
+def _demonstrations(tokenizer: Any, config: SftConfig) -> list[list[Group]]:
+    """The rows of the source: those to train on, and those held out."""
     data, eval_size = config.data, config.data.eval_size
     if eval_size is None:
         size = open_source(data.model_copy(update={"eval_size": 0}), config.seed).size or 0
@@ -127,13 +151,7 @@ def _read_rows(config: SftConfig, model: Path) -> tuple[list[Group], list[Group]
     if source.size is None:
         raise UserError(f"{data.named} generates an unlimited number of rows: set data.size.")
     read = [source.row(i) for i in range(source.size)], [source.heldout(i) for i in range(eval_size)]
-    encoded = [[_encode(tokenizer, row, data) for row in rows] for rows in read]
-    rows, held_out = ([row for row in part if len(row.trajectories[0]) <= config.max_length] for part in encoded)
-    if not rows or not held_out:
-        raise UserError(
-            f"{data.named} has too few rows of at most max_length={config.max_length} tokens: raise max_length."
-        )
-    return rows, held_out, sum(map(len, encoded)) - len(rows) - len(held_out)
+    return [[_encode(tokenizer, row, data) for row in rows] for rows in read]
 
 
 def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
@@ -141,8 +159,53 @@ def _encode(tokenizer: Any, row: Row, data: SftData) -> Group:
         raise UserError(f"The row of {data.named} with the prompt {row.prompt!r:.60} has no {data.answer_key}: add it.")
     talk, messages = begin(tokenizer, row.prompt)
     prompt = talk.prompt(messages)
-    completion = [*tokenizer.encode(row.answer, add_special_tokens=False), tokenizer.eos_token_id]
+    match row.fields["answer"]:
+        case [{"role": "assistant", "content": str(text)}]:  # a chat, as areal export writes it
+            pass
+        case _:
+            text = row.answer
+    completion = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     versions = np.array([NOT_SAMPLED] * len(prompt) + [0] * len(completion), np.int32)
     tokens = np.array([*prompt, *completion], np.int32)
     trajectory = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
     return Group(str(row.index), row.index, (trajectory,))
+
+
+def sampled(tokenizer: Any, model: Path, rollouts: Path, config: SftConfig) -> list[list[Group]]:
+    """The chosen rollouts, each branch by itself: those to train on, and those held out. No prompt is in both.
+
+    Raises UserError if there are too few, or if `tokenizer`, that of `model`, does not read them as the run's did.
+    """
+    data, by_prompt, highest, n = config.data, dict[str, list[Group]](), -math.inf, 0
+    for group in groups_of(read_rows(rollouts, [*COLUMNS, "prompt", "completion", "tokens", "versions"])):
+        highest = max([highest, *(sample.reward for sample in group)])
+        for sample in chosen(group, best=data.best_of_group, least=data.min_reward):
+            for row in sample.rows:
+                _check_tokenizer(tokenizer, model, row)
+                versions = np.where(row["versions"] == NOT_SAMPLED, NOT_SAMPLED, 0).astype(np.int32)
+                tokens = np.array(row["tokens"], np.int32)  # a copy: the row is part of a larger block of memory
+                trajectory = Trajectory(tokens, np.zeros(len(tokens), np.float32), versions, 1.0, "stop")
+                by_prompt.setdefault(sample.rows[0]["prompt"], []).append(Group(str(n), n, (trajectory,)))
+                n += 1
+    if len(by_prompt) < 2:
+        least = "above 0" if data.min_reward is None else f"of at least {data.min_reward:g}"
+        raise UserError(
+            f"Only {len(by_prompt)} prompts of {rollouts} have a sample with a reward {least} that was not cut at the "
+            f"limit of tokens, and the highest reward is {highest:g}: set data.min_reward."
+        )
+    eval_size, held_out = data.eval_size or max(1, n // HELD_OUT_SHARE), list[Group]()
+    for prompt in Random(f"{config.seed}/held_out").sample(list(by_prompt), len(by_prompt) - 1):
+        if len(held_out) >= eval_size:
+            break
+        held_out += by_prompt.pop(prompt)
+    return [[row for rows in by_prompt.values() for row in rows], held_out]
+
+
+def _check_tokenizer(tokenizer: Any, model: Path, row: dict[str, Any]) -> None:
+    start = int((row["versions"] != NOT_SAMPLED).argmax())
+    texts = [tokenizer.decode(part.tolist()) for part in (row["tokens"][:start], row["tokens"][start:])]
+    if texts != [row["prompt"], row["completion"]]:
+        raise UserError(
+            f"The model {model} has another tokenizer than the run of these rollouts: write their texts to a file with "
+            f"areal export RUN --output rows.jsonl, and train on that."
+        )

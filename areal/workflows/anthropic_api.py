@@ -6,9 +6,9 @@ import json
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
-from areal.workflows.openai_api import MAX_STOPS, Answer, ApiError, ChatRequest, Event, Json, StopText
+from areal.workflows.openai_api import MAX_STOPS, Answer, ApiError, ChatRequest, Event, Json, StopText, only_text
 
 Blocks = Annotated[list[Json], Field(fail_fast=True)]
 
@@ -40,7 +40,7 @@ class ToolChoice(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    format: None = None
+    format: Annotated[Json | None, AfterValidator(only_text)] = None
 
 
 class CountRequest(BaseModel):

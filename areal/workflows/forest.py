@@ -31,11 +31,11 @@ class _Path:
 
 
 class Forest:
-    """See the module. `calls`: the answers, in the order in which they came."""
+    """See the module. `calls`: the answers, in the order in which they came. `rewards`: those of calls, by number."""
 
     def __init__(self) -> None:
         self.calls: list[Generation] = []
-        self._rewards: dict[int, float] = {}
+        self.rewards: dict[int, float] = {}
         self._paths: list[_Path] = []
 
     def add(self, prompt: np.ndarray, sampled: Generation) -> None:
@@ -56,7 +56,7 @@ class Forest:
         number = next((i for i, known in enumerate(self.calls) if known is call), None)
         if number is None:
             raise ValueError("a reward was given to a call that this sample does not have, or that sampled no token")
-        self._rewards[number] = float(value)
+        self.rewards[number] = float(value)
 
     def trajectory(self, reward: float | None, credit: Credit, discount: float) -> Trajectory:
         """The sample. Its reward is `reward`, or 0 for None, plus the rewards of all calls.
@@ -68,11 +68,11 @@ class Forest:
         """
         if not self.calls:
             raise ValueError("nothing was sampled")
-        if reward is None and not self._rewards:
+        if reward is None and not self.rewards:
             raise ValueError("neither the sample nor a call has a reward")
         order = list(self._order())
         pieces = [piece for path in order for piece in path.pieces]
-        total = (reward or 0.0) + sum(self._rewards.values())
+        total = (reward or 0.0) + sum(self.rewards.values())
         credits = self._credits(reward or 0.0, total, credit, discount)
         branches = tuple(Branch(path.shared, len(path.tokens) - path.shared) for path in order)
         return Trajectory(
@@ -84,6 +84,10 @@ class Forest:
             branches=branches if len(branches) > 1 else (),
             returns=None if all(own == total for own in credits) else self._returns(order, credits),
         ).checked()
+
+    def places(self) -> list[int]:
+        """The numbers of the calls in the order in which `trajectory` has their tokens."""
+        return [number for path in self._order() for number, _ in path.calls]
 
     def _longest(self, prompt: np.ndarray) -> tuple[_Path | None, int]:
         """The path with most tokens at the beginning of the prompt, and how many they are."""
@@ -113,7 +117,7 @@ class Forest:
 
     def _credits(self, reward: float, total: float, credit: Credit, discount: float) -> list[float]:
         """What the tokens of each call are credited with."""
-        own = [self._rewards.get(number, 0.0) for number in range(len(self.calls))]
+        own = [self.rewards.get(number, 0.0) for number in range(len(self.calls))]
         match credit:
             case "sample":
                 return [total] * len(own)

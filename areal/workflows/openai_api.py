@@ -17,7 +17,8 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
+from pydantic_core import PydanticCustomError
 
 from areal.workflows.conversation import (
     THINKING,
@@ -38,6 +39,10 @@ Event = Json | Literal["[DONE]"]
 
 # Each of them is searched for in all new text. OpenAI allows four.
 MAX_STOPS = 16
+NO_FORM = (
+    "only text can be trained: a format forbids tokens while it is sampled, and the trainer does not know which "
+    "(docs/agents.md)"
+)
 MAX_ANSWERS = 64
 """The largest `n` of a request."""
 StopText = Annotated[str, Field(max_length=1024)]
@@ -61,8 +66,15 @@ class CallsPolicy(Policy, Protocol):
     def reward(self, call: Generation, value: float) -> None: ...
 
 
+def only_text(form: str | Json | None) -> str | Json | None:
+    """Validates the format that an answer has to have."""
+    if form not in (None, "text"):
+        raise PydanticCustomError("form", NO_FORM)
+    return form
+
+
 class ResponseFormat(BaseModel):
-    type: Literal["text"]
+    type: Annotated[str, AfterValidator(only_text)]
 
 
 class StreamOptions(BaseModel):

@@ -166,7 +166,7 @@ async def test_a_response_that_was_cut_is_incomplete(responses):
         ({"input": [user([{"type": "input_image", "image_url": "x"}])]}, "text"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "tool call"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type: "),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format.type: only text can be trained"),
         ({"max_output_tokens": 0}, "max_output_tokens: "),
         ({"background": True}, "background: "),
         ({"conversation": "c"}, "conversation: "),
@@ -277,7 +277,10 @@ async def test_tokens_are_counted_without_a_turn(messages):
         ({"tools": [{"type": "web_search_20250305", "name": "web_search", "input_schema": {}}]}, "tools.0.type: "),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),
         ({"max_tokens": 0}, "max_tokens: "),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format: "),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "output_config.format: only text can be trained",
+        ),
     ],
 )
 async def test_what_a_message_cannot_do_is_said(messages, asked, reason):

@@ -62,7 +62,8 @@ class Policy(Recorded):
         self.scored: list[str] = []
         self.busy = self.stopped = 0
         self.changed = Signal()
-        self._endpoint = OpenAIEndpoint("policy", "127.0.0.1")
+        self.refused: list[str] = []
+        self._endpoint = OpenAIEndpoint("policy", "127.0.0.1", self.refused.append)
         self._parsers = parsers or Parsers(tokenizer)
 
     @property
@@ -262,7 +263,7 @@ async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sample
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": "x" * 1025}, "stop"),
         ({"messages": []}, "messages: "),
-        ({"response_format": {"type": "json_object"}}, "response_format.type: "),
+        ({"response_format": {"type": "json_object"}}, "response_format.type: only text can be trained"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text"),
         ({"messages": [{"role": "oracle", "content": "x"}]}, "oracle"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool call"),
@@ -273,6 +274,8 @@ async def test_what_cannot_be_done_is_said(opened, asked, reason):
     with pytest.raises(openai.BadRequestError, match=reason):
         await chat.create(**({"model": "m", "messages": [user("?")]} | asked))
     assert not policy.prompts
+    (told,) = policy.refused
+    assert told.startswith("POST /v1/chat/completions: 400, ") and reason in told
 
 
 async def test_a_key_is_good_for_its_sample_alone_and_while_it_lasts(tokenizer):

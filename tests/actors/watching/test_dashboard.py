@@ -9,7 +9,7 @@ import math
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from actors.watching.dashboard import RunView, application
+from actors.watching.dashboard import RunsView, RunView, application
 from areal.__main__ import main
 
 
@@ -61,6 +61,20 @@ async def test_actors_are_shown_as_they_last_were_until_they_are_gone(folder):
     assert ("waiting", 3.0, 2.0, False) in lanes["trainer/0"]
     assert ("train", 1.0, 1.0, True) in lanes["trainer/0"]
     assert lanes["reward/0"] == [("scoring", 2.0, 2.0, False)]
+
+
+async def test_alerts_come_with_their_rollouts_if_the_run_keeps_any(folder):
+    sound = [{"step": step, "cut_share": 0.0} for step in range(1, 16)]
+    add(folder, "metrics.jsonl", *sound, *({"step": step, "cut_share": 0.5} for step in range(16, 26)))
+    view = RunView(folder)
+    (alert,) = view.since(25)["alerts"]
+    assert alert["name"] == "cut completions" and alert["query"] is None
+    (folder / "rollouts").mkdir()
+    (folder / "rollouts" / "000001.parquet").touch()
+    (alert,) = view.since(25)["alerts"]
+    assert alert["query"] == "step_min=16&step_max=25&finish=length"
+    add(folder, "metrics.jsonl", *({"step": step, "cut_share": 0.0} for step in range(26, 31)))
+    assert view.since(25)["alerts"] == []
 
 
 @pytest.mark.parametrize("query", ["", "?token=", "?token=other"])
@@ -120,6 +134,34 @@ def test_elsewhere_than_on_this_machine_there_is_a_token(folder, host, secret, m
     assert ("?token=" in capsys.readouterr().out) == secret
 
 
+async def test_several_runs_are_one_page_that_asks_for_what_is_new_of_each(tmp_path):
+    folders = [tmp_path / name for name in ("slow", "fast")]
+    for lr, own in enumerate(folders):
+        own.mkdir()
+        (own / "config.yaml").write_text(f"name: {own.name}\nseed: {lr}\ntrainer: {{lr: {lr}}}\n")
+        add(own, "metrics.jsonl", *({"step": step, "reward_mean": 0.5, "staleness_max": lr} for step in (1, 2)))
+    add(folders[1], "evaluations.jsonl", {"version": 0, "accuracy": 0.25})
+    async with TestClient(TestServer(application(RunsView(folders), None))) as page:
+        text = await (await page.get("/")).text()
+        assert "src=" not in text and "href=" not in text and "http" not in text and "function axes(" in text
+        data = await (await page.get("/data")).json()
+        assert [(run["run"], len(run["steps"]), run["ended"]) for run in data["runs"]] == [
+            ("slow", 2, None),
+            ("fast", 2, None),
+        ]
+        cells = [dict(zip(data["columns"], run["cells"], strict=True)) for run in data["runs"]]
+        names = ("trainer.lr", "reward, last 10 steps", "staleness, max", "held-out accuracy")
+        assert [[own[name] for name in names] for own in cells] == [
+            ["0", "0.500", "0.0", "–"],
+            ["1", "0.500", "1.0", "0.250"],
+        ]
+        add(folders[0], "metrics.jsonl", {"step": 3})
+        data = await (await page.get("/data?since=2&since=1")).json()
+        assert [[record["step"] for record in run["steps"]] for run in data["runs"]] == [[3], [2]]
+        assert (await page.get("/data?since=2")).status == 400
+
+
 def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
-    assert main(["dashboard", str(tmp_path)]) == 2
-    assert "is not the folder of a run" in capsys.readouterr().err
+    for folders in ([tmp_path], [tmp_path, tmp_path]):
+        assert main(["dashboard", *map(str, folders)]) == 2
+        assert "is not the folder of a run" in capsys.readouterr().err

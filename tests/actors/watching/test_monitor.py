@@ -52,6 +52,12 @@ def test_the_benchmarks_of_a_model_are_a_table(tmp_path):
     assert "before" not in told and "Summary" not in told
 
 
+def test_alerts_are_named_when_a_run_has_ended(tmp_path):
+    records = [{"step": step, "cut_share": 0.5 if step > 20 else 0.0} for step in range(1, 31)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert "cut completions: 50% of the completions have been cut off" in " ".join(printed(tmp_path).split())
+
+
 def test_benchmarks_of_a_run_are_shown_at_their_first_and_their_last_version(tmp_path):
     last = SCORES | {"accuracy": 0.75}
     told = printed(tmp_path, v10={"aime24": last}, v0={"aime24": SCORES}, v5={"aime24": SCORES | {"accuracy": 0.5}})

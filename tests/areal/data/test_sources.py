@@ -2,12 +2,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from areal.config import DataConfig, RowsConfig, UserError
 from areal.data.rows import prompt_text
-from areal.data.sources import open_source
+from areal.data.sources import open_source, read_row
 
 
 def jsonl(folder, rows, name="rows.jsonl"):
@@ -247,3 +248,16 @@ def test_a_template_writes_the_prompt_from_the_fields_of_the_row(tmp_path):
         prompt_template="{{ nothing }}",
     )
     refused("does not fit data.prompt_template", path, prompt_template="{{ ''.__class__.__mro__ }}")
+
+
+def test_a_row_is_read_from_its_place_in_a_file_or_from_a_file_of_its_own(tmp_path):
+    config = DataConfig(source="unused.jsonl", prompt_key="question")
+    file = jsonl(tmp_path, [{"question": str(i), "answer": i} for i in range(3)])
+    assert [read_row(Path(file), config, i).prompt for i in range(3)] == ["0", "1", "2"]
+    with pytest.raises(UserError, match="has no row 3, counted from 0"):
+        read_row(Path(file), config, 3)
+    (one := tmp_path / "one.json").write_text(json.dumps({"question": "?", "answer": 1}, indent=2))
+    assert read_row(one, config).fields == {"prompt": "?", "question": "?", "answer": 1}
+    one.write_text("[]")
+    with pytest.raises(UserError, match="one.json is a list, not an object: correct it"):
+        read_row(one, config)

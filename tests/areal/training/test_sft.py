@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,6 +19,10 @@ from tiny_training import weights_of
 
 from areal.__main__ import main
 from areal.data import addition
+from areal.storage.rollouts import RolloutWriter
+from areal.tokens import load_tokenizer
+from areal.training.sft import SftConfig, SftData, sampled
+from areal.trajectory import Branch, Group, Trajectory
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = ["epochs=2", "batch_size=8", "trainer.lr=2e-3", "trainer.warmup_steps=4", "trainer.lr_schedule=cosine"]
@@ -117,3 +123,76 @@ def test_a_mistake_gets_one_sentence_before_anything_is_loaded(
     write(tmp_path / "rows.jsonl", [{"prompt": "a1b2=", "completion": "3"}, row])
     assert main(arguments(tiny_model, tmp_path / "rows.jsonl", tmp_path / "out", *overrides)) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_completion_may_be_a_message_of_the_assistant(tiny_model, rows, tmp_path, capsys):
+    lines = [json.loads(line) for line in rows.read_text().splitlines()[:20]]
+    chats = [row | {"completion": [{"role": "assistant", "content": row["completion"]}]} for row in lines]
+    for name, some in {"texts": lines, "chats": chats}.items():
+        write(tmp_path / f"{name}.jsonl", some)
+        assert not main(arguments(tiny_model, tmp_path / f"{name}.jsonl", tmp_path / name, "batch_size=8"))
+    losses = held_out_losses(capsys.readouterr().out)
+    assert losses[:2] == losses[2:]
+
+
+def write_rollouts(folder: Path, model: Path, samples: dict[str, list[tuple[str, float]]]) -> Path:
+    """Groups of single answers with their rewards, by prompt; the first has a sample of two branches, too."""
+    of, groups = load_tokenizer(str(model)), []
+    for prompt, answers in samples.items():
+        own = []
+        for answer, reward in answers:
+            parts = [of.encode(prompt), [*of.encode(answer), of.eos_token_id]]
+            tokens, versions = np.concatenate(parts), np.repeat([-1, 7], [len(part) for part in parts])
+            own.append(trajectory(tokens, versions, reward))
+        groups.append(Group(f"g{len(groups)}.0", len(groups), tuple(own)))
+    branched = trajectory([1, 2, 3, 4, 5, 6, 7], [-1, -1, 7, 7, -1, 8, 8], 2.0, (Branch(0, 4), Branch(3, 3)))
+    groups[0] = Group("g0.0", 0, (*groups[0].trajectories, branched))
+    writer = RolloutWriter(folder, "all", 1 << 30, lambda sequences: [of.decode(tokens) for tokens in sequences])
+    writer.trained(1, groups, None)
+    writer.write()
+    return folder
+
+
+def trajectory(tokens, versions, reward: float, branches: tuple[Branch, ...] = ()) -> Trajectory:
+    zeros = np.zeros(len(tokens), np.float32)
+    return Trajectory(
+        np.array(tokens, np.int32), zeros, np.array(versions, np.int32), reward, "stop", branches
+    )  # fmt: skip
+
+
+def test_of_rollouts_exactly_the_sampled_tokens_of_the_best_are_trained(tiny_model, tmp_path):
+    answers = {"a1=": [("2", 1.0)], "a2=": [("3", 1.0), ("4", 1.0), ("5", 0.0)], "a3=": [("5", 0.0)]}
+    data = SftData(source=str(write_rollouts(tmp_path / "rollouts", tiny_model, answers)), eval_size=1)
+    of = load_tokenizer(str(tiny_model))
+    rows, held_out = sampled(of, tiny_model, tmp_path / "rollouts", SftConfig(model="", output="", data=data))
+    found = [row.trajectories[0] for row in sorted([*rows, *held_out], key=lambda row: row.prompt_index)]
+    assert [one.tokens.tolist() for one in found] == [
+        [1, 2, 3, 4],
+        [1, 2, 3, 5, 6, 7],
+        [*of.encode("a2=3"), of.eos_token_id],
+    ]
+    assert [one.versions.tolist() for one in found] == [[-1, -1, 0, 0], [-1, -1, -1, -1, 0, 0], [-1, -1, -1, 0, 0]]
+    assert {len(rows), len(held_out)} == {1, 2}  # no prompt is in both
+
+
+def test_a_model_learns_from_the_rollouts_of_a_run(tiny_model, tmp_path, capsys):
+    raw = [addition.make_row(0, i, max_digits=4) for i in range(40)]
+    right = {row["prompt"]: [("1", 0.0), (addition.demonstration(row, Random(0), 0.0), 1.0)] for row in raw}
+    rollouts = write_rollouts(tmp_path / "rollouts", tiny_model, right)
+    assert not main(arguments(tiny_model, rollouts, tmp_path / "tuned", *SETTINGS))
+    losses = held_out_losses(capsys.readouterr().out)
+    assert losses[2] < losses[0] - 0.3
+
+
+def test_rollouts_without_rewards_or_of_another_tokenizer_are_told(tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "areal.training.engine", None)  # importing it would be an error
+    rollouts = write_rollouts(tmp_path / "rollouts", tiny_model, {"a1=": [("2", 0.0)], "a2=": [("2", -1.0)]})
+    assert main(arguments(tiny_model, rollouts, tmp_path / "out")) == 2
+    assert "Only 1 prompts of" in (told := capsys.readouterr().err)
+    assert "the highest reward is 2: set data.min_reward" in told
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    vocabulary = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(vocabulary.replace('"a": 10', '"a": 11').replace('"b": 11', '"b": 10'))
+    assert main(arguments(other, rollouts, tmp_path / "out", "data.min_reward=-1")) == 2
+    assert "has another tokenizer than the run of these rollouts" in capsys.readouterr().err

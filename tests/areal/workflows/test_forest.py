@@ -48,6 +48,7 @@ def test_branches_that_leave_a_path_later_come_first():
     assert done.branches == ((0, 6), (5, 2), (3, 2), (0, 2))
     paths = [one.tokens.tolist() for one in done.sequences()]
     assert paths == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9, 8], [1, 2, 3, 9, 8], [7, 7]]
+    assert forest.places() == [0, 2, 1, 3]
 
 
 def test_an_answer_without_tokens_counts_for_nothing():

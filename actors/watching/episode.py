@@ -1,0 +1,171 @@
+"""Shows one episode of a workflow as a tree: what the policy was told, what it sampled, how that was read, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from areal.rewards.result import Result
+from areal.text import shown
+from areal.trajectory import Branch, Trajectory, paths
+from areal.workflows.conversation import Generation
+from areal.workflows.parsers import Parsed
+
+# Longer texts are shown without their middle.
+LONGEST, QUOTED = 2000, 60
+# Tokens of the branch above that are shown where a branch leaves it.
+BEYOND = 16
+# Some of these are in the calls of most models, and rarely in other text.
+_OF_CALLS = ("tool_call", "<function", "[TOOL_CALLS]", "<|python_tag|>", '"arguments"')
+
+PARTS = ("start", "episode", "sampling", "scoring")
+"""What takes time. The last two are parts of the episode."""
+
+Decode = Callable[[np.ndarray], str]
+"""The text of tokens, special ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A call. number: its place among the answers, from 1. read: the answer as the agent got it, None if the workflow
+    took the tokens as they are. tools: whether tools were offered. reward: that of this call alone, if it has one."""
+
+    number: int
+    sampled: Generation
+    read: Parsed | None = None
+    tools: bool = False
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a reward function said about a completion."""
+
+    name: str
+    completion: str
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """title: what was done. sample: None if nothing was sampled. turns: in the order in which `sample` has their
+    tokens. reward: of the sample, None if it failed. seconds: by `PARTS`. warnings: what else may be wrong."""
+
+    title: str
+    sample: Trajectory | None
+    turns: Sequence[Turn]
+    reward: float | None
+    scores: Sequence[Score]
+    seconds: Mapping[str, float]
+    warnings: Sequence[str]
+
+
+def show(episode: Episode, decode: Decode, parser: str, console: Console) -> None:
+    """Print the episode. parser: the name of the parser of tool calls."""
+    if episode.sample is not None:
+        console.print(tree(episode.title, episode.sample, episode.turns, decode))
+    console.print(Text("\n".join(_result(episode))))
+    for warning in [*episode.warnings, *warnings(episode.turns, episode.sample, decode, parser)]:
+        console.print(Text(f"! {shown(warning)}", style="yellow"))
+
+
+def tree(title: str, sample: Trajectory, turns: Sequence[Turn], decode: Decode) -> Tree:
+    """The sample's conversations and branches with their turns, which are in the order of its tokens."""
+    root, left = Tree(Text(shown(title), style="bold")), iter(turns)
+    branches = sample.branches or (Branch(0, len(sample)),)
+    every = [np.zeros(0, np.int64), *paths(branches)]
+    start = 0
+    for (before, path), branch in zip(pairwise(every), branches, strict=True):
+        calls, end = root.add(Text(_place(branch, sample.tokens[before], decode), style="bold")), start + branch.own
+        while start < end:
+            turn = next(left)
+            begin = start + int(sample.sampled[start:end].argmax())
+            stop = begin + len(turn.sampled.tokens)
+            if begin > start:
+                told = Text(f"not sampled: {_tokens(begin - start)}\n")
+                calls.add(told.append(_cut(decode(sample.tokens[start:begin])), style="dim"))
+            credit = None if sample.returns is None else float(sample.returns[begin])
+            calls.add(_turn(turn, credit, decode))
+            start = stop
+        assert len(path) == branch.shared + branch.own
+    return root
+
+
+def warnings(turns: Sequence[Turn], sample: Trajectory | None, decode: Decode, parser: str) -> list[str]:
+    """What may be wrong with the calls."""
+    found = []
+    if sample is not None and any(branch.shared for branch in sample.branches):
+        found.append(
+            "There are branches. If the agent only appends to its messages, it has changed what it was told: compare "
+            "the beginnings of the branches."
+        )
+    for turn in sorted(turns, key=lambda turn: turn.number):
+        if turn.sampled.finish == "length":
+            found.append(
+                f"Call {turn.number} was cut: by its own limit of tokens, sampling.max_new_tokens (of the whole "
+                f"sample) or generator.max_model_len."
+            )
+        text = decode(turn.sampled.tokens)
+        if turn.read is not None and not turn.read.calls and any(mark in text for mark in _OF_CALLS):
+            why = f"rollout_manager.tool_call_parser={parser} reads none" if turn.tools else "no tools were offered"
+            found.append(f"Call {turn.number} looks like a tool call, but {why}.")
+    return found
+
+
+def _place(branch: Branch, above: np.ndarray, decode: Decode) -> str:
+    if not branch.shared:
+        return f"conversation: {_tokens(branch.own)}"
+    then = shown(decode(above[branch.shared :][:BEYOND]))
+    return f"branch: {_tokens(branch.own)} after the first {branch.shared} of those above, which go on with {then!r}"
+
+
+def _turn(turn: Turn, credit: float | None, decode: Decode) -> Text:
+    sampled, read = turn.sampled, turn.read
+    versions = sorted(set(sampled.versions.tolist()))
+    of = f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
+    facts = [f"call {turn.number}: {_tokens(len(sampled.tokens))} of {of}", f"finish {sampled.finish}"]
+    facts += [] if turn.reward is None else [f"reward {turn.reward:g}"]
+    facts += [] if credit is None else [f"credited with {credit:g}"]
+    told = Text(f"{', '.join(facts)}\n", style="bold").append(_cut(decode(sampled.tokens)), style="not bold green")
+    if read is None:
+        return told
+    parts = [f"reasoning: {_cut(read.reasoning)}"] if read.reasoning else []
+    parts += [f"content: {_cut(read.content)}"] if read.content and (read.reasoning or read.calls) else []
+    parts += [_cut(f"tool call: {c['function']['name']}({c['function']['arguments']})") for c in read.calls]
+    parts += ["ended by a stop text"] if read.stopped else []
+    return told.append("".join(f"\n{part}" for part in parts), style="not bold cyan")
+
+
+def _result(episode: Episode) -> list[str]:
+    by = [f"{s.name} {s.result.score:g} of {_cut(s.completion, QUOTED)!r}" for s in episode.scores]
+    parts = [f"{s.name}/{part} {value:g}" for s in episode.scores for part, value in s.result.parts.items()]
+    own = [f"call {turn.number} {turn.reward:g}" for turn in episode.turns if turn.reward is not None]
+    source = [f"scored: {', '.join([*by, *parts])}"] * bool(by) + [f"rewards of calls: {', '.join(own)}"] * bool(own)
+    lines = []
+    if episode.reward is not None:
+        lines.append(f"reward {episode.reward:g} ({'; '.join(source) or 'the workflow or its agent gave it'})")
+    if episode.sample is not None:
+        sampled = int(episode.sample.sampled.sum())
+        lines.append(
+            f"calls {len(episode.turns)}, branches {len(episode.sample.branches) or 1}, tokens {len(episode.sample)}, "
+            f"of which {sampled} sampled"
+        )
+    took = [f"{part} {episode.seconds.get(part, 0.0):.1f} s" for part in PARTS]
+    return [*lines, f"{took[0]}, {took[1]}, of which {' and '.join(took[2:])}"]
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
+
+
+def _cut(text: str, most: int = LONGEST) -> str:
+    if len(text) > most:
+        half = most // 2
+        text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+    return shown(text)

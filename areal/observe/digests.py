@@ -1,0 +1,155 @@
+"""Reads kept rollouts (areal.storage.rollouts) for the alerts: each file once, few columns, of many tokens a part."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter, itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from areal.config import UserError
+from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
+from areal.storage.rollouts import FOLDER, files
+from areal.tokens import load_tokenizer
+from areal.trajectory import NOT_SAMPLED
+
+TOKEN_BYTES = 64 << 20
+"""Uncompressed bytes of tokens that are read from a file. Of a larger file only every n-th row group is read."""
+TOKENS_KEPT = 32
+"""A digest keeps so many of the most frequent tokens."""
+
+
+class Digests:
+    """The digests of the run in `folder`, read file by file. `any`: whether the run keeps rollouts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.any = False
+        self._folder = folder / FOLDER
+        self._steps: list[Digest] = []
+        self._read: set[Path] = set()
+        self._seen: tuple[int, ...] = ()
+        self._alerts: list[Alert] = []
+
+    def alerts(
+        self,
+        records: Sequence[Mapping[str, Any]],
+        evaluations: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
+        seconds: float,
+    ) -> list[Alert]:
+        """The alerts of the run (areal.observe.alerts). New files of rollouts are read first, but none is begun once
+        `seconds` have passed. config: the values of config.yaml, of which each may be missing."""
+        self._read_new(seconds)
+        seen = len(records), len(evaluations), len(self._read)
+        if seen != self._seen:
+            self._seen = seen
+            names = _names_of(str(config.get("model")))
+            self._alerts = alerts(records, self._steps, evaluations, config.get("guard"), names)
+        return self._alerts
+
+    def _read_new(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        found = files(self._folder)
+        self.any = bool(found)
+        new = [path for path in found if path not in self._read]
+        while new:
+            # The early level first, then the newest steps: what lies between takes long in a long run.
+            path = new.pop(0 if len(self._steps) < EARLY else -1)
+            self._read.add(path)
+            try:
+                self._steps += digest(path)
+            except (OSError, pa.ArrowException):
+                continue  # such as one that was just removed to make room
+            if time.monotonic() > end:
+                break
+        self._steps.sort(key=attrgetter("step"))
+
+
+def _names_of(model: str) -> Callable[[int], str]:
+    """What a token of the model in this folder is called: its text if the folder is here, else its number."""
+
+    def name(token: int) -> str:
+        try:
+            return f"{token} ({load_tokenizer(model).decode([token])!r})" if Path(model).is_dir() else str(token)
+        except UserError:
+            return str(token)
+
+    return name
+
+
+def digest(path: Path) -> list[Digest]:
+    """The digests of the steps in a file. Raises OSError or pa.ArrowException if it cannot be read."""
+    with pq.ParquetFile(path) as file:
+        all_rows = _trained(file.read(["step", "group", "prompt_index", "sample", "reward"]))
+        numbers = range(file.num_row_groups)
+        rows_of_tokens = _trained(
+            file.read_row_groups(numbers[:: _every(file)], ["step", "group", "sample", "tokens", "versions"])
+        )
+    about_tokens = dict(_tokens_by_step(rows_of_tokens))
+    found = []
+    for step, rows in groupby(all_rows.to_pylist(), key=itemgetter("step")):
+        flat: Counter[float] = Counter()
+        prompts, groups = [], 0
+        for _, of_group in groupby(rows, key=itemgetter("group")):
+            first, *others = of_group
+            groups += 1
+            if any(row["sample"] != first["sample"] for row in others) and all(
+                row["reward"] == first["reward"] for row in others
+            ):
+                flat[first["reward"]] += 1
+                prompts.append(first["prompt_index"])
+        shares = {reward: n / groups for reward, n in flat.most_common()}
+        tokens, copies = about_tokens.get(step, (None, None))
+        found.append(Digest(step, tokens, copies, shares, tuple(prompts[:PROMPTS])))
+    return found
+
+
+def _every(file: pq.ParquetFile) -> int:
+    """n, if every n-th row group has TOKEN_BYTES of tokens together."""
+    columns = [i for i in range(len(file.schema)) if file.schema.column(i).path.split(".")[0] in ("tokens", "versions")]
+    groups = [file.metadata.row_group(n) for n in range(file.num_row_groups)]
+    return max(1, math.ceil(sum(g.column(i).total_uncompressed_size for g in groups for i in columns) / TOKEN_BYTES))
+
+
+def _trained(table: pa.Table) -> pa.Table:
+    """The rows with a step, in the order of the steps; the rows of a group stay together."""
+    rows = table.filter(pc.is_valid(table["step"]))
+    return rows.take(pa.array(np.argsort(rows["step"].to_numpy(), kind="stable")))
+
+
+def _tokens_by_step(rows: pa.Table) -> list[tuple[int, tuple[dict[int, float], float | None]]]:
+    """By step: the most frequent tokens with their shares, and the share of copies (None without a pair)."""
+    found = []
+    places = zip(*(rows[name].to_pylist() for name in ("step", "group", "sample")), _sampled(rows), strict=True)
+    for step, of_step in groupby(places, key=itemgetter(0)):
+        tokens, samples, distinct = [], 0, 0
+        for _, of_group in groupby(of_step, key=itemgetter(1)):
+            answers = [np.concatenate([row[3] for row in own]) for _, own in groupby(of_group, key=itemgetter(2))]
+            tokens += answers
+            if len(answers) > 1:
+                samples += len(answers)
+                distinct += len({answer.tobytes() for answer in answers})
+        ids, counts = np.unique(np.concatenate(tokens), return_counts=True)
+        most = np.argsort(-counts)[:TOKENS_KEPT]
+        shares = dict(zip(ids[most].tolist(), (counts[most] / max(1, counts.sum())).tolist(), strict=True))
+        found.append((step, (shares, 1 - distinct / samples if samples else None)))
+    return found
+
+
+def _sampled(rows: pa.Table) -> Sequence[np.ndarray]:
+    """The sampled tokens of each row."""
+    lists = [rows[name].combine_chunks() for name in ("tokens", "versions")]
+    tokens, versions = (column.flatten().to_numpy(zero_copy_only=False) for column in lists)
+    ends = np.cumsum(pc.list_value_length(lists[0]).to_numpy(zero_copy_only=False), dtype=np.int64)
+    kept = np.concatenate([[0], np.cumsum(versions != NOT_SAMPLED)])[np.concatenate([[0], ends])]
+    own = tokens[versions != NOT_SAMPLED]
+    return [own[a:b] for a, b in zip(kept[:-1], kept[1:], strict=True)]

@@ -1,0 +1,274 @@
+"""Writes the rollouts of a run as a data set that TRL and other libraries train on.
+
+`sft`: rows of `prompt` and `completion`. `preference`: `prompt`, `chosen` and `rejected`. They are texts or, if the run
+sampled one answer to chat messages, lists of messages. The rollouts are read, and the rows written, some at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from huggingface_hub import DatasetCard, DatasetCardData
+
+from areal.config import Config, UserError, load_config
+from areal.data.sources import is_prompt, with_system
+from areal.models import name_of
+from areal.storage.run_folder import last_checkpoint
+from areal.storage.selection import COLUMNS, Sample, chosen, groups_of, pair, read_rows, rollouts_in
+from areal.tokens import load_tokenizer
+from areal.trajectory import NOT_SAMPLED
+from areal.weights.folders import atomic_folder
+
+Format = Literal["sft", "preference"]
+ROWS_AT_ONCE = 1024
+DATA_FILE = "data/train-00000-of-00001.parquet"
+Asked = tuple[list[dict[str, str]], str]
+_CONTENT = "content-sampled-6f1d8a"  # text that no template changes
+_MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+
+
+@dataclass
+class Export:
+    """What was written: the numbers of rows, groups and samples read; the number of samples left out, by cause."""
+
+    rows: int = 0
+    groups: int = 0
+    samples: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        left_out = "".join(f"; {count} {cause} left out" for cause, count in self.left_out.items() if count)
+        return f"{self.rows} rows, from {self.samples} samples in {self.groups} groups{left_out}"
+
+
+def export(run: Path, output: Path, kind: Format, *, best: bool = True, least: float | None = None) -> Export:
+    """Write the chosen rollouts of a run to `output`: a .jsonl or .parquet file, or else a folder with a data set card,
+    as the hub has it. run: its folder.
+
+    best: of each group only the best sample. least: the lowest reward of a sample to imitate; None: above 0 or, in a
+    pair, any. Raises UserError.
+    """
+    rollouts = rollouts_in(run)
+    if rollouts is None:
+        raise UserError(f"There are no rollouts in {run}: give the folder of a run that has kept some.")
+    if output.exists():
+        raise UserError(f"{output} already exists: name another file or folder for the data set.")
+    run = rollouts.parent
+    config: Config = load_config(run / "config.yaml")
+    texts = Texts(load_tokenizer(str(last_checkpoint(run) or config.model), config.data), config)
+    texts.chat = all(row["turns"] == 1 and not row["branch"] for row in read_rows(rollouts, ["turns", "branch"])) and (
+        texts.asked(next(read_rows(rollouts, ["row", "prompt"]))) is not None
+    )
+    groups = groups_of(read_rows(rollouts, [*COLUMNS, "row", "prompt", "turns", "tokens", "versions"]))
+    done, schema = Export(), _schema(kind, texts.chat)
+    rows = _pairs(groups, texts, done, least) if kind == "preference" else _answers(groups, texts, done, best, least)
+    if output.suffix in (".jsonl", ".parquet"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = output.with_name(f".{output.name}.tmp")
+        try:
+            _write(rows, partial, schema, done, lines=output.suffix == ".jsonl")
+            os.replace(partial, output)
+        finally:
+            partial.unlink(missing_ok=True)
+    else:
+        with atomic_folder(output, durable=False) as folder:
+            (folder / DATA_FILE).parent.mkdir()
+            _write(rows, folder / DATA_FILE, schema, done)
+            _card(done, config, kind, best).save(folder / "README.md")
+    return done
+
+
+class Texts:
+    """The texts of tokens, without the special tokens at the beginning and at the end that tokenizers and trainers add.
+    chat: prompts and answers are lists of messages."""
+
+    def __init__(self, tokenizer: Any, config: Config) -> None:
+        self.chat = False
+        self._tokenizer = tokenizer
+        self._first: list[int] = tokenizer.encode("")
+        self._special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._systems = dict.fromkeys(part.system_prompt for part in config.data.parts)
+        self._asked = lru_cache(maxsize=16)(self._find)
+
+    def prompt(self, row: dict[str, Any], start: int) -> Any:
+        """What comes before token `start`. None: it is not what the chat template makes of the row's messages."""
+        if self.chat:
+            return (self.asked(row) or (None,))[0]
+        tokens, first = row["tokens"][:start].tolist(), self._first
+        return self._tokenizer.decode(tokens[len(first) :] if tokens[: len(first)] == first else tokens)
+
+    def answer(self, row: dict[str, Any], start: int, end: int) -> Any:
+        """The tokens from `start` to `end`, which were sampled."""
+        tokens = row["tokens"][start:end].tolist()
+        text = self._tokenizer.decode(tokens[:-1] if tokens[-1] in self._special else tokens)
+        asked = self.asked(row) if self.chat else None
+        return [{"role": "assistant", "content": asked[1] + text}] if asked else text
+
+    def asked(self, row: dict[str, Any]) -> Asked | None:
+        """The messages that the chat template has made the prompt of, and what the template has begun the answer with,
+        such as <think>; None if these are not known."""
+        return self._asked(row["row"], row["prompt"])
+
+    def _find(self, fields: str, prompt: str) -> Asked | None:
+        asked = json.loads(fields).get("prompt")
+        if not self._tokenizer.chat_template or not is_prompt(asked):
+            return None
+        for system in self._systems:
+            chat = with_system(asked, system)
+            if isinstance(chat, list):
+                messages = [{"role": message["role"], "content": message["content"]} for message in chat]
+                if prompt == self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False):
+                    answered = [*messages, {"role": "assistant", "content": _CONTENT}]
+                    shown = self._tokenizer.apply_chat_template(answered, tokenize=False).partition(_CONTENT)[0]
+                    return messages, prompt[len(shown) :] if prompt.startswith(shown) else ""
+        return None
+
+
+def _answers(
+    groups: Iterable[list[Sample]], texts: Texts, done: Export, best: bool, least: float | None
+) -> Iterator[dict[str, Any]]:
+    for group in _counted(groups, done):
+        for sample in chosen(group, best=best, least=least):
+            for row in sample.rows:
+                for start, end in _turns(row):
+                    prompt = texts.prompt(row, start)
+                    if prompt is None:
+                        done.left_out[_OTHER_PROMPT] += 1
+                        continue
+                    answer = texts.answer(row, start, end)
+                    yield {"prompt": prompt, "completion": answer, "reward": sample.reward, "group": row["group"]}
+
+
+def _pairs(
+    groups: Iterable[list[Sample]], texts: Texts, done: Export, least: float | None
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    for group in _counted(groups, done):
+        single = [sample for sample in group if len(sample.rows) == sample.rows[0]["turns"] == 1]
+        done.left_out[_SEVERAL_TURNS] += len(group) - len(single)
+        if not single or (found := pair(single, least=least)) is None:
+            continue
+        rows = [sample.rows[0] for sample in found]
+        (start, _), _ = places = [next(_turns(row)) for row in rows]
+        prompt = texts.prompt(rows[0], start)
+        if prompt is None or rows[0]["prompt"] != rows[1]["prompt"]:
+            done.left_out[_OTHER_PROMPT] += len(rows)
+            continue
+        good, bad = (texts.answer(row, *place) for row, place in zip(rows, places, strict=True))
+        scores = {"score_chosen": found[0].reward, "score_rejected": found[1].reward}
+        yield {"prompt": prompt, "chosen": good, "rejected": bad, **scores, "group": rows[0]["group"]}
+
+
+_SEVERAL_TURNS = "samples of several turns or branches"
+_OTHER_PROMPT = "answers to a prompt that is not what the chat template makes of the row's messages"
+
+
+def _counted(groups: Iterable[list[Sample]], done: Export) -> Iterator[list[Sample]]:
+    for group in groups:
+        done.groups += 1
+        done.samples += len(group)
+        yield group
+
+
+def _turns(row: dict[str, Any]) -> Iterator[tuple[int, int]]:
+    """Where each piece of sampled tokens begins and ends."""
+    sampled = np.concatenate([[False], row["versions"] != NOT_SAMPLED, [False]])
+    edges = np.flatnonzero(sampled[1:] != sampled[:-1]).tolist()
+    return zip(edges[::2], edges[1::2], strict=True)
+
+
+def _schema(kind: Format, chat: bool) -> pa.Schema:
+    text, number = _MESSAGES if chat else pa.string(), pa.float64()
+    names = {"prompt": text, "completion": text, "reward": number, "group": pa.string()}
+    if kind == "preference":
+        names = {"prompt": text, "chosen": text, "rejected": text, "score_chosen": number, "score_rejected": number,
+                 "group": pa.string()}  # fmt: skip
+    return pa.schema(names)
+
+
+def _write(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema, done: Export, *, lines: bool = False) -> None:
+    """Write the rows as lines of JSON, or as Parquet. Raises UserError if there are none."""
+    with ExitStack() as opened:
+        if lines:
+            text = opened.enter_context(path.open("w", encoding="utf-8"))
+        else:
+            parquet = opened.enter_context(pq.ParquetWriter(path, schema, compression="zstd"))
+        while some := list(islice(rows, ROWS_AT_ONCE)):
+            done.rows += len(some)
+            if lines:
+                text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in some)
+            else:
+                parquet.write_table(pa.Table.from_pylist(some, schema))
+    if not done.rows:
+        raise UserError(
+            f"None of the {done.samples} samples was chosen, because of their rewards, or because they were cut at the "
+            f"limit of tokens: give a lower --min-reward."
+        )
+
+
+def _card(done: Export, config: Config, kind: Format, best: bool) -> DatasetCard:
+    data = DatasetCardData(
+        pretty_name=f"{config.name}, {kind}",
+        task_categories=["text-generation"],
+        tags=["reinforcement-learning", "trl", "areal-as-actors"],
+        size_categories=_SIZES[len(str(done.rows)) - 1],
+        configs=[{"config_name": "default", "data_files": [{"split": "train", "path": "data/*.parquet"}]}],
+    )
+    return DatasetCard.from_template(
+        data, template_str=_CARD, config=config, done=done, kind=kind, best=best, name_of=name_of,
+        model=name_of(config.model),
+        rewards=[name_of(reward) for reward in config.reward.functions],
+        sources=[name_of(str(part.source)) for part in config.data.parts],
+    )  # fmt: skip
+
+
+_SIZES = ["n<1K"] * 3 + ["1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "1B<n<10B"]
+_CARD = """\
+---
+{{ card_data }}
+---
+
+# {{ config.name }}: {{ "preference pairs" if kind == "preference" else "answers" }} of a reinforcement learning run
+
+{% if kind == "preference" -%}
+Each row has the best and the worst of {{ config.group_size }} answers that a language model sampled to the same
+prompt, where their rewards differ.
+{%- else -%}
+Each row has {{ "the best of" if best else "one of" }} {{ config.group_size }} answers that a language model sampled to
+the same prompt, if its reward was high enough.
+{%- endif %} The model was trained by reinforcement learning meanwhile, so later rows are from a better model.
+
+| | |
+|---|---|
+| rows | {{ done.rows }}, of {{ done.samples }} samples in {{ done.groups }} groups |
+| model | {{ model }} |
+| prompts | {{ sources | join(", ") }} |
+| rewards | {{ rewards | join(", ") or "of each row" }} |
+| objective | {{ name_of(config.trainer.objective) }}, {{ config.steps }} steps |
+| sampling | temperature {{ config.sampling.temperature }}, top_p {{ config.sampling.top_p }} |
+
+```python
+from datasets import load_dataset
+
+rows = load_dataset("OWNER/NAME", split="train")  # or the path of this folder
+```
+
+{% if kind == "preference" -%}
+`prompt`, `chosen` and `rejected` are as TRL's `DPOTrainer` reads them; `score_chosen` and `score_rejected` are the
+rewards.
+{%- else -%}
+`prompt` and `completion` are as TRL's `SFTTrainer` reads them; `reward` is that of the answer.
+{%- endif %} `group` is the same for rows of the same prompt and time.
+
+"""

@@ -1,0 +1,241 @@
+"""Makes a folder for the model hub of what a run has trained, and uploads it.
+
+The folder has the newest checkpoint as transformers and vLLM load it, without the state to resume from, the numbers of
+the run and a model card. Nothing else of the run folder is in it: no secrets, keys, logs or rollouts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
+
+from areal.config import Config, SourceConfig, UserError, load_config, without_secrets
+from areal.models import hub_id, name_of
+from areal.observe.report import Run, read_run, write_figure
+from areal.storage.run_folder import last_checkpoint
+from areal.weights.folders import ADAPTER_CONFIG_FILE, atomic_folder
+
+# Files of a checkpoint that are the model's. Large ones are hard links.
+WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*")
+LINKED = "*.safetensors"
+ADAPTER = "adapter"
+FIGURE = "training.svg"
+PAPER = "https://arxiv.org/abs/2505.24298"
+
+
+class Result(NamedTuple):
+    """Scores of the model on a set of rows, and of the model before training (None: not evaluated)."""
+
+    name: str
+    rows: SourceConfig
+    before: dict[str, Any] | None
+    after: dict[str, Any]
+
+
+def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
+    """Make the model folder `output` of the run in `folder` and return it; None: `hub` in there, which is replaced.
+
+    repo: the name that the model will have on the hub. Raises UserError.
+    """
+    if repo is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise UserError(f"--repo {repo!r} cannot be a name on the hub: write OWNER/NAME.")
+    if output is not None and output.exists():
+        raise UserError(f"{output} already exists: name another folder for the model.")
+    run = read_run(folder)
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None or not run.config:
+        raise UserError(f"{folder} has no checkpoint: give the folder of a run that has trained until its first one.")
+    config: Config = load_config(folder / "config.yaml")
+    output = output or folder / "hub"
+    with atomic_folder(output, durable=False) as made:
+        _take_model(checkpoint, made, config)
+        (made / "config.yaml").write_text(yaml.safe_dump(_public(yaml.safe_load(run.config)), sort_keys=False))
+        summary = {key: value for key, value in run.summary.items() if key != "checkpoint"}
+        (made / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, made / name)
+        write_figure(folder, made / FIGURE)
+        version = int(checkpoint.name.removeprefix("step_"))
+        _card(run, config, version, repo or config.name, made).save(made / "README.md")
+    return output
+
+
+def upload(folder: Path, repo: str, *, public: bool) -> str:
+    """Upload a folder to the repository `repo`, which is made if there is none. Returns its address.
+
+    Raises UserError, which says how to upload the folder later.
+    """
+    api = HfApi()
+    try:
+        address = api.create_repo(repo, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload the model of a run")
+    except Exception as error:  # the hub's client raises the errors of several libraries
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{folder} is ready, but it was not uploaded ({reason}): where there is a network, run hf auth login and "
+            f"hf upload {repo} {folder}{'' if public else ' --private'}."
+        ) from None
+    return str(address)
+
+
+def _take_model(checkpoint: Path, made: Path, config: Config) -> None:
+    folders = checkpoint, checkpoint / ADAPTER
+    for path in (path for folder in folders for pattern in WANTED for path in folder.glob(pattern)):
+        to = made / path.relative_to(checkpoint)
+        to.parent.mkdir(exist_ok=True)
+        if fnmatch(path.name, LINKED):
+            _link(path, to)
+        else:
+            shutil.copyfile(path, to)
+    described = made / ADAPTER / ADAPTER_CONFIG_FILE
+    if described.is_file():
+        base = {"base_model_name_or_path": hub_id(config.model)}
+        described.write_text(json.dumps(json.loads(described.read_text()) | base, indent=2) + "\n")
+
+
+def _link(path: Path, to: Path) -> None:
+    try:
+        os.link(path, to)
+    except OSError:  # on another file system
+        shutil.copyfile(path, to)
+
+
+def _public(values: Any) -> Any:
+    """The configuration without secrets, and with names in place of paths on this machine."""
+    match without_secrets(values):
+        case dict() as section:
+            return {_public(key): _public(value) for key, value in section.items()}
+        case list() as several:
+            return [_public(value) for value in several]
+        case str() as text:
+            return name_of(text) if text.startswith("/") else text
+        case other:
+            return other
+
+
+def _results(run: Run, config: Config, version: int) -> Iterator[Result]:
+    """Of the held-out rows and of each benchmark, if version `version` was evaluated on them."""
+    by_version = {done["version"]: done for done in run.evaluations}
+    before, after = by_version.get(0, {}), by_version.get(version, {})
+    if after.get("accuracy") is not None:
+        parts = config.data.parts
+        rows = parts[0] if len(parts) == 1 else SourceConfig()
+        yield Result("held-out rows", rows, before if before.get("accuracy") is not None else None, after)
+    for name, scores in (after.get("benchmarks") or {}).items():
+        yield Result(
+            name,
+            config.evaluator.benchmarks.get(name, SourceConfig()),
+            (before.get("benchmarks") or {}).get(name),
+            scores,
+        )
+
+
+def _evaluations(results: list[Result]) -> Iterator[EvalResult]:
+    for result in results:
+        place = str(result.rows.eval_source or result.rows.source or "several sources")
+        about: dict[str, Any] = {
+            "task_type": "text-generation", "dataset_type": name_of(place), "dataset_name": result.name,
+            "dataset_split": (place.split(":")[2:] or [result.rows.split])[0] if place.startswith("hf:") else None,
+        }  # fmt: skip
+        yield EvalResult(
+            metric_type="accuracy", metric_name="mean score", metric_value=result.after["accuracy"], **about
+        )
+        for k, share in (result.after.get("pass_at") or {}).items():
+            if k != "1":
+                yield EvalResult(metric_type=f"pass@{k}", metric_value=share, **about)
+
+
+def _card(run: Run, config: Config, version: int, name: str, made: Path) -> ModelCard:
+    results, base = list(_results(run, config, version)), hub_id(config.model)
+    sources = [str(part.source) for part in config.data.parts]
+    data = ModelCardData(
+        model_name=name,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=base,
+        datasets=[name_of(source) for source in sources if source.startswith("hf:")] or None,
+        tags=["reinforcement-learning", "areal-as-actors"],
+        eval_results=list(_evaluations(results)) or None,
+    )
+    return ModelCard.from_template(
+        data, template_str=_CARD, name=name, config=config, version=version, results=results, figure=FIGURE,
+        base=name_of(config.model), hub_base=base, adapter=(made / ADAPTER).is_dir(), paper=PAPER, score=_score,
+        name_of=name_of, sources=list(map(name_of, sources)), summary=run.summary,
+        rewards=[name_of(reward) for reward in config.reward.functions],
+    )  # fmt: skip
+
+
+def _score(scores: dict[str, Any] | None) -> str:
+    if scores is None:
+        return "–"
+    error = scores.get("standard_error")
+    mean = f"{100 * scores['accuracy']:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
+    pass_at = {int(k): share for k, share in (scores.get("pass_at") or {}).items()}
+    most = max(pass_at, default=1)
+    return f"{mean}, pass@{most} {100 * pass_at[most]:.1f}" if most > 1 else mean
+
+
+_CARD = """\
+---
+{{ card_data }}
+---
+
+# {{ name }}
+
+This is {% if hub_base %}[{{ base }}](https://huggingface.co/{{ base }}){% else %}the model `{{ base }}`{% endif %} \
+after {{ version }} steps of asynchronous reinforcement learning with AReaL-as-actors. Generation and training ran at \
+the same time; the method is AReaL's ([arXiv 2505.24298]({{ paper }})).
+{% if results %}
+| mean score, % | rows | before | after |
+|---|---|---|---|
+{% for result in results -%}
+| {{ result.name }} | {{ result.after.rows }} | {{ score(result.before) }} | {{ score(result.after) }} |
+{% endfor %}
+± is the standard error over rows.
+{% endif %}
+![Reward, held-out accuracy and staleness by step]({{ figure }})
+
+## Training
+
+| | |
+|---|---|
+| prompts | {{ sources | join(", ") }} |
+| rewards | {{ rewards | join(", ") or "of each row" }} |
+| objective | `{{ name_of(config.trainer.objective) }}`, advantages less the mean of the \
+{{ config.trainer.advantage_mean }}, scaled by the deviation of the {{ config.trainer.advantage_std }} |
+| steps | {{ version }} of {{ config.batch_size }} groups of {{ config.group_size }} samples, in \
+{{ config.trainer.minibatches }} minibatches |
+| learning rate | {{ config.trainer.lr }}, {{ config.trainer.lr_schedule }}; {% if config.trainer.lora %}LoRA of rank \
+{{ config.trainer.lora.rank }}{% else %}all weights{% endif %} in {{ config.trainer.dtype }} |
+| KL penalty | {{ config.trainer.kl_coef or "none" }} |
+| sampling | temperature {{ config.sampling.temperature }}, top_p {{ config.sampling.top_p }}, up to \
+{{ config.sampling.max_new_tokens }} tokens |
+| workflow | `{{ name_of(config.rollout_manager.workflow) }}` |
+| staleness | at most {{ summary.get("staleness_max", "?") }} versions, under a bound of {{ config.max_staleness }} |
+
+`config.yaml` has all settings, without paths and secrets; `metrics.jsonl` has a record for each step.
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{{ name }}")
+tokenizer = AutoTokenizer.from_pretrained("{{ name }}")
+```
+{% if adapter %}
+These are the merged weights. The adapter alone is in `adapter/`: \
+`PeftModel.from_pretrained(base, "{{ name }}", subfolder="adapter")`.
+{% endif %}
+
+"""

@@ -1,0 +1,82 @@
+"""Chooses samples of kept rollouts as data to train on: the best of each group, or pairs of a good and a bad one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from areal.config import UserError
+from areal.storage.rollouts import FOLDER, files
+
+COLUMNS = ("group", "sample", "reward", "finish")
+"""What choosing needs of each row."""
+ROWS_AT_ONCE = 256
+
+
+class Sample(NamedTuple):
+    """A sample of a group. rows: its branches, with the columns that were asked for."""
+
+    reward: float
+    finish: str
+    rows: Sequence[dict[str, Any]]
+
+
+def rollouts_in(folder: Path) -> Path | None:
+    """The folder of rollouts: `folder` itself, or the one in the run folder `folder`; None if there is none."""
+    return next((place for place in (folder, folder / FOLDER) if files(place)), None)
+
+
+def read_rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of the rollouts in `folder` in the order of the files, some at a time; lists of numbers are arrays.
+
+    Raises UserError if a file cannot be read.
+    """
+    for path in files(folder):
+        for batch in _batches(path, columns):
+            arrays = {name: batch.column(name) for name in columns}
+            for n in range(batch.num_rows):
+                yield {name: _value(array[n]) for name, array in arrays.items()}
+
+
+def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    try:
+        with pq.ParquetFile(path) as parquet:
+            yield from parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns))
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"The rollouts in {path} cannot be read ({error}): move the file away.") from None
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    if pa.types.is_list(scalar.type):
+        return None if scalar.values is None else scalar.values.to_numpy(zero_copy_only=False)
+    return scalar.as_py()
+
+
+def groups_of(rows: Iterable[dict[str, Any]]) -> Iterator[list[Sample]]:
+    """The samples of each group. rows: with COLUMNS; those of a group follow each other, those of a sample too."""
+    for _, of_group in groupby(rows, key=itemgetter("group")):
+        samples = [list(of_sample) for _, of_sample in groupby(of_group, key=itemgetter("sample"))]
+        yield [Sample(own[0]["reward"], own[0]["finish"], own) for own in samples]
+
+
+def chosen(group: Sequence[Sample], *, best: bool = True, least: float | None = None) -> list[Sample]:
+    """The samples to imitate: of those that the policy ended itself, with a reward of at least `least` (None: above 0),
+    the one with the highest reward (the first of equals) or, if not `best`, all."""
+    good = [s for s in group if s.finish == "stop" and (s.reward > 0 if least is None else s.reward >= least)]
+    return [max(good, key=lambda s: s.reward)] if good and best else good
+
+
+def pair(group: Sequence[Sample], *, least: float | None = None) -> tuple[Sample, Sample] | None:
+    """The best sample that the policy ended itself, if its reward is at least `least`, and the worst sample; of equals
+    the first. None if they have the same reward."""
+    good = [s for s in group if s.finish == "stop" and (least is None or s.reward >= least)]
+    if not good:
+        return None
+    best, worst = max(good, key=lambda s: s.reward), min(group, key=lambda s: s.reward)
+    return (best, worst) if best.reward > worst.reward else None

@@ -1,0 +1,70 @@
+"""Several runs are shown side by side: in what they differ, and what they end with."""
+
+import json
+
+import pytest
+import yaml
+
+from areal.__main__ import main
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """Writes the folder of a run whose reward rises to 0.8 in `steps` steps, and returns it."""
+
+    def write(name, *, seed=0, accuracy=None, steps=10, **settings):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = {"name": name, "run_dir": name, "seed": seed, "master": {"address": name}} | settings
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        records = [
+            {
+                "step": step,
+                "reward_mean": min(0.8, 0.8 * step / steps),
+                "staleness_mean": 1.5,
+                "staleness_max": 3,
+                "logprob_gap": 1e-6 * step if step % 2 else None,
+                "step_seconds": 2.0,
+                "trainer_wait_seconds": 0.4,
+                "publish_wait_seconds": 0.1,
+            }
+            for step in range(1, 21)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        if accuracy is not None:
+            (folder / "summary.json").write_text(json.dumps({"accuracy_after": accuracy, "samples_per_second": 64.25}))
+        return str(folder)
+
+    return write
+
+
+def table(capsys, *runs):
+    """The rows of the printed table by their name."""
+    assert main(["compare", *runs]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line or "┃" in line]
+    rows = [[cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")] for line in lines]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_column_with_an_interval(run_of, capsys):
+    runs = [run_of(f"a{seed}", seed=seed, accuracy=0.6 + 0.1 * seed, trainer={"lr": 1e-5}) for seed in range(2)]
+    rows = table(capsys, *runs, run_of("b", accuracy=0.9, steps=20, trainer={"lr": 3e-5}))
+    assert rows["trainer.lr"] == ["1e-05", "3e-05"] and not {"seed", "name", "master.address"} & set(rows)
+    # Two standard errors; the standard deviation of the two seeds is 0.0707.
+    assert rows["held-out accuracy"] == ["0.650 ± 0.100", "0.900 ± 0.141"]
+    assert rows["steps to reward 0.720"] == ["12.0 ± 0.0", "20.0 ± 0.0"]
+    assert rows["seconds to reward 0.720"] == ["24 ± 0", "40 ± 0"]
+
+
+def test_single_runs_have_no_interval_and_a_run_that_goes_on_has_what_is_known(run_of, capsys):
+    rows = table(capsys, run_of("done", accuracy=0.5, steps=5), run_of("going", max_staleness=8))
+    assert rows["max_staleness"] == ["null", "8"]
+    assert rows["held-out accuracy"] == ["0.500", "–"] and rows["samples a second"] == ["64.2", "–"]
+    assert rows["trainer idle"] == ["25.0%", "25.0%"] and rows["log-prob gap, max"] == ["1.9e-05", "1.9e-05"]
+    assert rows["staleness, max"] == ["3.0", "3.0"] and rows["reward, last 10 steps"] == ["0.800", "0.800"]
+    assert "effective tokens a second" not in rows
+
+
+def test_what_is_no_run_is_one_sentence(run_of, tmp_path, capsys):
+    assert main(["compare", run_of("one"), str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
