@@ -106,6 +106,26 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="key=value", help="changes to the configuration, e.g. epochs=2 trainer.lr=1e-5"
     )
     sft.set_defaults(tool=_sft)
+    replay = tools.add_parser(
+        "replay",
+        help="train again from the rollouts that a run has kept, as it did or with changes; also works under torchrun",
+        epilog="Exit code 1: the weights are not those of the run, or a replay has failed (docs/replay.md).",
+    )
+    replay.add_argument("run", type=Path, metavar="RUN_FOLDER")
+    replay.add_argument(
+        "--sweep", action="append", default=[], metavar="key=value,value,...",
+        help="a replay for each value, such as trainer.objective=ppo,gspo; may be repeated, for each combination",
+    )  # fmt: skip
+    replay.add_argument(
+        "--steps", default=":", metavar="A:B", help="only the steps after A up to B, from the checkpoint of A"
+    )
+    replay.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="folder for the trained model, with --sweep for one of each"
+    )
+    replay.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the training, e.g. trainer.lr=1e-5"
+    )
+    replay.set_defaults(tool=_replay)
     export = tools.add_parser("export", help="write the rollouts of a run as a data set for TRL and others")
     export.add_argument("folder", type=Path, metavar="RUN_FOLDER")
     export.add_argument(
@@ -375,6 +395,13 @@ def _sft(options: argparse.Namespace) -> None:
     given = {"model": options.model, "data.source": options.data, "output": options.output}
     overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
     fine_tune(load_config(options.config, [*overrides, *options.overrides], SftConfig), Console())
+
+
+def _replay(options: argparse.Namespace) -> None:
+    from areal.training.replay import plan, replay
+
+    if not replay(plan(options.run, options.overrides, options.sweep, options.steps, options.output), _console(160)):
+        sys.exit(1)
 
 
 def _export(options: argparse.Namespace) -> None:

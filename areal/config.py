@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -1117,6 +1118,12 @@ def overridden(
     for key, value in (settings or {}).items():
         _set(values, key, value, f"{key}={value}")
     return _with_bases(values, Path(), ())
+
+
+def name_of(settings: Mapping[str, Any]) -> str:
+    """A name for what has these settings, such as `trainer.objective-ppo_seed-0`."""
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+    return "_".join(re.sub(r"[^\w.-]+", "-", f"{key}-{text}").strip("-") for key, text in texts.items())
 
 
 def checked(values: dict[str, Any], file: Path | None, kind: type[T] = Config) -> T:  # type: ignore[assignment]

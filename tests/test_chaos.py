@@ -23,6 +23,7 @@ import yaml
 from conftest import ROOT, Run
 from helpers import Process, descendants, processes, processes_mentioning, read_jsonl
 
+from areal.__main__ import main
 from areal.storage.rollouts import batches
 from areal.storage.run_folder import read_metrics
 
@@ -156,6 +157,8 @@ def check_finished(run: Run, folder: Path, timeout: float) -> None:
     print(output[-8000:])
     assert run.code == 0
     check_accounts(folder, yaml.safe_load((folder / "config.yaml").read_text()))
+    # Whatever was killed, the weights are those of the rollouts alone.
+    assert main(["replay", str(folder)]) == 0
 
 
 @pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)

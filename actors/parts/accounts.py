@@ -113,6 +113,7 @@ def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
         "tokens_untrained_share": 1 - state.tokens_trained / tokens if tokens else None,
         "seconds": state.seconds,
         "checkpoint": state.checkpoint,
+        "weights": {"version": state.policy.version, "stamp": state.policy.stamp},
         "lineages": state.lineage + 1,
         "masters": state.masters,
         "groups_discarded": dict(counters.discarded),

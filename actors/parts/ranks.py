@@ -121,14 +121,7 @@ def start_engine(config: Config) -> TrainingEngine:
     """Create the engine of this rank. Called on all ranks."""
     from areal.training.engine import TrainingEngine
 
-    steps = config.steps * config.trainer.minibatches
-    return TrainingEngine(
-        Path(config.model),
-        config.trainer,
-        seed=config.seed,
-        optimizer_steps=steps,
-        keep_values=config.observe.rollouts != "none",
-    )
+    return TrainingEngine.of_run(config, keep_values=config.observe.rollouts != "none")
 
 
 def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group] | None) -> Any:

@@ -7,9 +7,7 @@ a run. The run's configuration is written to RUN_DIR/SWEEP/RUN.yaml, and its fol
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -22,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from areal.config import Config, UserError, checked, load_config, overridden, read_values
+from areal.config import Config, UserError, checked, load_config, name_of, overridden, read_values
 from areal.processes import ROOT, SUPERVISED
 from areal.storage.run_folder import MAY_CHANGE, differences, read_summary, replace, within
 
@@ -86,18 +84,13 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:
     folder = str(checked(overridden(values, settings=points[0] | sweep), file).folder)
     runs: dict[str, SweptRun] = {}
     for point in points:
-        own = overridden(values, settings=point | {"run_dir": folder, "name": _name(point)})
+        own = overridden(values, settings=point | {"run_dir": folder, "name": name_of(point)})
         run = SweptRun(checked(own, file), own)
         if run.name in runs:
             raise UserError(f"The grid of {file} has {run.name} twice: write each value once.")
         _check_begun(run)
         runs[run.name] = run
     return list(runs.values())
-
-
-def _name(point: dict[str, Any]) -> str:
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in point.items()}
-    return "_".join(re.sub(r"[^\w.-]+", "-", f"{key}-{text}").strip("-") for key, text in texts.items())
 
 
 def _check_begun(run: SweptRun) -> None:

@@ -82,6 +82,11 @@ class LedgerSettings:
         return self.on_straggler in ("wait", "requeue")
 
 
+def oldest_in_loss(on_straggler: str, max_staleness: int, version: int) -> int | None:
+    """The oldest version whose tokens are in the loss of the batch trained at `version`; None: all tokens are."""
+    return max(0, version - max_staleness) if on_straggler == "mask" else None
+
+
 # ------------------------------------------------------------------------------------------------------------ events
 
 
@@ -751,8 +756,7 @@ class Ledger:
         self.counters.admitted += 1
 
     def _apply_batch_logged(self, event: BatchLogged) -> None:
-        masks = self.settings.on_straggler == "mask"
-        min_token_version = max(0, event.version - self.settings.max_staleness) if masks else None
+        min_token_version = oldest_in_loss(self.settings.on_straggler, self.settings.max_staleness, event.version)
         self._batch = Batch(event.version, tuple(event.group_ids), min_token_version)
         for group_id in event.group_ids:
             self._update(group_id, state=GroupState.BATCHED)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -262,15 +262,23 @@ def files(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("*.parquet") if p.stem.isdecimal()), key=lambda path: int(path.stem))
 
 
-def batches(folder: Path) -> Iterator[tuple[int, list[Group]]]:
-    """The trained groups in `folder`, step by step, with the number of the step. Groups that were not kept are missing.
+def groups_by_step(folder: Path) -> Counter[int]:
+    """The number of trained groups in `folder`, by step. Raises UserError if a file cannot be read."""
+    tables = (_read(path, ["step", "place"]) for path in files(folder))
+    pairs = (zip(*(table[name].to_pylist() for name in ("step", "place")), strict=True) for table in tables)
+    return Counter(step for step, _ in set(chain.from_iterable(pairs)) if step is not None)
+
+
+def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
+    """The trained groups in `folder`, step by step from `first` on, with the number of the step. Groups that were not
+    kept are missing.
 
     Raises UserError if a file cannot be read.
     """
     names = ["step", "place", "group", "prompt_index", "sample", "branch", "shared", "finish", "reward",
              "tokens", "logprobs", "versions", "returns"]  # fmt: skip
     for path in files(folder):
-        table = _read(path, [*names, "fate"]).filter(pc.field("fate") == "trained")
+        table = _read(path, names).filter(pc.field("step") >= first)
         ordered = table.sort_by([(name, "ascending") for name in ("step", "place", "sample", "branch")])
         for step, rows in groupby(_rows(ordered), key=itemgetter("step")):
             yield step, [_group(list(of_group)) for _, of_group in groupby(rows, key=itemgetter("place"))]

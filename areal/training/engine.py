@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.amx import avoid_broken_amx
-from areal.config import TrainerConfig, UserError
+from areal.config import Config, TrainerConfig, UserError
 from areal.models import check_heads
 from areal.training.advantages import advantages
 from areal.training.agreement import SILENCE, Writer
@@ -86,6 +86,16 @@ def build_communication() -> None:
                 f"DeepSpeed cannot build its op for the CPU ({reason.strip()}): install a C++ compiler and Python's "
                 f"headers, on Debian and Ubuntu by apt-get install build-essential python3-dev."
             ) from error
+
+
+def load_libraries(model: Path) -> None:
+    """Import what an engine needs for this model on CPUs, so that processes forked from this one have it."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed  # noqa: F401
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
 
 
 def _join_ranks() -> None:
@@ -207,6 +217,12 @@ class TrainingEngine:
         self._share_out_weights()
         self.work_done = 0
         """Micro-batches computed plus parameters gathered since the start. Rises during long work, not if it hangs."""
+
+    @classmethod
+    def of_run(cls, config: Config, *, keep_values: bool) -> TrainingEngine:
+        """The engine with which the run of `config` begins (all ranks)."""
+        steps = config.steps * config.trainer.minibatches
+        return cls(Path(config.model), config.trainer, seed=config.seed, optimizer_steps=steps, keep_values=keep_values)
 
     @contextmanager
     def _spread_over_ranks(self) -> Iterator[None]:
@@ -489,6 +505,14 @@ class TrainingEngine:
                 total -= logp.double().sum().cpu()
                 self.work_done += 1
         return self._summed(total).item() / int(trained.sum())
+
+    def logprobs(self, batch: Sequence[Group] | None, *, temperature: float) -> np.ndarray:
+        """log pi of the batch's sampled tokens, float32 [T] in the order of `TokenValues`; nothing is trained (all
+        ranks)."""
+        flat = self._share(batch)
+        everyone = np.arange(len(flat.lengths))
+        found = self._logprobs(flat, flat.trained(None), everyone, temperature, Tally(self.device))
+        return found[flat.by_sample()]
 
     def _logprobs(
         self,

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from actors.master import Master
 from actors.runtime.actor import Ending
+from areal.__main__ import main
 from areal.config import Config
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
@@ -138,6 +139,7 @@ async def test_a_trainer_that_is_killed_learns_the_same_to_the_bit(config, run):
     # The last checkpoint then is that of step 2: step 3 is redone from the spool.
     killed = await train(config, run, "killed", kill_at=3)
     assert killed.read_bytes() == undisturbed.read_bytes()
+    assert main(["replay", str(killed.parents[2])]) == 0  # and so does a replay of what it trained on
 
 
 @pytest.mark.slow

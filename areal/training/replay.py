@@ -1,0 +1,477 @@
+"""Replays a run: trains again from the rollouts that it has kept, in the same order and batches, without generators.
+
+Without changes this gives the same weights, on CPUs in fp32 to the bit. With changes of the trainer's settings it shows
+off-policy what they would have done with the same data: a *variant* did not sample what it trains on. Under torchrun
+every rank reads the same files, and only rank 0 prints and writes.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from dataclasses import replace as altered
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import structlog
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from areal.config import (
+    OBJECTIVE_SETTINGS,
+    Config,
+    GuardConfig,
+    TrainerConfig,
+    UserError,
+    checked,
+    dump_config,
+    load_config,
+    name_of,
+    overridden,
+    read_values,
+)
+from areal.devices import visible_devices
+from areal.processes import die_with_parent
+from areal.staleness.ledger import oldest_in_loss
+from areal.storage import rollouts
+from areal.storage.run_folder import differences, read_metrics, read_summary, replace, within
+from areal.training.guard import Guard
+from areal.trajectory import Group
+from areal.weights.chunks import Manifest
+from areal.weights.folders import remove_folder
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkProcess
+
+    from areal.training.engine import TrainingEngine
+
+FOLDER = "replays"
+UNCHANGED = "unchanged"
+# Below this share of effective samples, fewer than two of a group of eight count: nothing is compared within the group.
+# The share is a mean over WINDOW steps, since in a single step one sample with a large weight may decide.
+WORTHLESS = 0.25
+WINDOW = 10
+FINAL_SHARE = 10
+"""The figures of a replay are means over this part of its steps, the last ones."""
+# Not the guard of a run: a variant is only given up once it computes no numbers any more.
+_NUMBERS_ONLY = GuardConfig(effective_sample_size=0, entropy=0, logprob_gap=math.inf)
+_LINES = 10
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What is replayed: the steps `first` + 1 to `last` of the run in `run`, by the settings `config`.
+
+    changes: what was given to be changed, by key. off_policy: whether that differs from the run's settings. whole:
+    whether these are all steps of the run. output: folder for the trained model, if it is wanted.
+    """
+
+    run: Path
+    config: Config
+    changes: Mapping[str, Any]
+    off_policy: bool
+    first: int
+    last: int
+    whole: bool
+    output: Path | None = None
+
+    @property
+    def name(self) -> str:
+        steps = {} if self.whole else {"steps": f"{self.first}-{self.last}"}
+        return name_of({**self.changes, **steps}) or UNCHANGED
+
+    @property
+    def folder(self) -> Path:
+        return self.run / FOLDER / self.name
+
+    @property
+    def checkpoint(self) -> Path:
+        """The one that it starts from, unless `first` is 0."""
+        return _checkpoint(self.run, self.first)
+
+    def batches(self) -> Iterator[tuple[int, list[Group]]]:
+        found = rollouts.batches(self.run / rollouts.FOLDER, self.first + 1)
+        return itertools.takewhile(lambda pair: pair[0] <= self.last, found)
+
+    def what_matters(self) -> str:
+        """The settings without those that have no effect: two replays with the same ones learn the same."""
+        from areal.training.objectives import LOSSES
+
+        trainer = self.config.trainer
+        settings = trainer.model_dump(mode="json")
+        if trainer.objective in LOSSES:
+            settings["objective"] = LOSSES[trainer.objective].__name__
+            idle = {
+                ("kl_estimator", "kl_in", "reference"): not trainer.kl_coef,
+                ("loss_tokens",): trainer.loss_mean != "constant",
+                ("behaviour_weight_bounds",): trainer.behaviour_weight in ("full", "none"),
+                ("sequence_mask_bounds",): trainer.sequence_mask == "none",
+                ("m2_threshold",): trainer.objective != "m2po",
+            }
+            for key in itertools.chain.from_iterable(keys for keys, has_none in idle.items() if has_none):
+                del settings[key]
+        return json.dumps(settings)
+
+
+def plan(
+    run: Path, overrides: Sequence[str], sweep: Sequence[str] = (), steps: str = ":", output: Path | None = None
+) -> list[Replay]:
+    """The replays of the run in `run`: one for each combination of the values in `sweep`, the last changing fastest.
+
+    overrides: `key=value`, changes to all of them. sweep: each `key=value,value,...`. steps: `A:B`, those after A up to
+    B; by default all. output: folder for the trained model, or with `sweep` for a folder for each. Raises UserError if
+    a replay is not possible.
+    """
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"There is no run in {run}: give its folder, runs/NAME.")
+    config: Config = load_config(file)
+    first, last = _range(run, config, steps)
+    _check_rollouts(run, config, first, last)
+    if output and output.exists():
+        raise UserError(f"{output} already exists: name another folder for the trained model.")
+    common = dict(_parsed(override) for override in overrides)
+    grid = {key: _listed(key, values) for key, values in map(_split, sweep)}
+    whole = not first and last == _trained(run)
+    found: dict[str, Replay] = {}
+    for point in itertools.product(*grid.values()):
+        changes = common | dict(zip(grid, point, strict=True))
+        changed = _changed(file, config, changes)
+        own = Replay(run, changed, changes, changed != config, first, last, whole)
+        own = altered(own, output=output / own.name if output and grid else output)
+        if own.name in found:
+            raise UserError(f"The sweep has {own.name} twice: write each value once.")
+        found[own.name] = own
+    if len({own.config.trainer.ranks for own in found.values()}) > 1:
+        raise UserError("trainer.ranks differs in the sweep, but its replays share their ranks: leave it out.")
+    return list(found.values())
+
+
+def _split(given: str) -> tuple[str, str]:
+    key, equals, value = given.partition("=")
+    if not key or not equals:
+        raise UserError(f"{given!r} is not of the form key=value.")
+    return key, value
+
+
+def _parsed(override: str) -> tuple[str, Any]:
+    key, value = _split(override)
+    return key, _value(value, override)
+
+
+def _listed(key: str, values: str) -> list[Any]:
+    return _value(f"[{values}]", f"{key}={values}")
+
+
+def _value(text: str, given: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"What {given!r} sets is not YAML: quote it.") from None
+
+
+def _range(run: Path, config: Config, steps: str) -> tuple[int, int]:
+    """The step after which a replay of `steps` begins, and its last."""
+    match, trained = re.fullmatch(r"(\d*):(\d*)", steps), _trained(run)
+    first, last = (int(match[1] or 0), int(match[2] or trained)) if match else (0, 0)
+    if not first < last <= trained:
+        raise UserError(
+            f"--steps {steps} is not within the {trained} steps of {run}: write A:B, for those after A up to B."
+        )
+    if first and not _checkpoint(run, first).is_dir():
+        there = sorted(int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*"))
+        raise UserError(
+            f"There is no checkpoint of step {first} in {run}: begin --steps at "
+            f"{', '.join(map(str, there)) + ', or at ' if there else ''}0, the run's model."
+        )
+    return first, last
+
+
+def _checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:06}"
+
+
+def _trained(run: Path) -> int:
+    """The number of steps that the run has trained."""
+    return max((record["step"] for record, _ in read_metrics(run / "metrics.jsonl")), default=0)
+
+
+def _check_rollouts(run: Path, config: Config, first: int, last: int) -> None:
+    kept = rollouts.groups_by_step(run / rollouts.FOLDER)
+    for step in range(first + 1, last + 1):
+        if kept[step] == config.batch_size:
+            continue
+        if config.observe.rollouts != "all":
+            why = f"observe.rollouts was {config.observe.rollouts}: replay a run that keeps all"
+        elif kept and step < min(kept):
+            why = f"the oldest files were removed (observe.rollouts_gib): begin later, --steps A:{last}"
+        else:
+            why = "they were not written, or are gone: choose other steps, --steps A:B"
+        raise UserError(f"{run} has {kept[step]} of the {config.batch_size} groups of step {step}, because {why}.")
+
+
+def _changed(file: Path, config: Config, changes: Mapping[str, Any]) -> Config:
+    """The run's settings with `changes`. Raises UserError for a change that is none of the training."""
+    values = read_values(file)
+    if "trainer.objective" in changes:
+        # What the run's objective has brought along goes with it, and the new one brings its own.
+        trainer, before = values["trainer"], OBJECTIVE_SETTINGS.get(config.trainer.objective, {})
+        for key in set().union(*OBJECTIVE_SETTINGS.values()):
+            default = before.get(key, TrainerConfig.model_fields[key].default)
+            if getattr(config.trainer, key) == default:
+                del trainer[key]
+    found: Config = checked(overridden(values, settings=changes), file)
+    for key, _, _ in differences(config.model_dump(mode="json"), found.model_dump(mode="json")):
+        if not within(key, ["trainer"]) or within(key, ["trainer.checkpoint_every", "trainer.checkpoints_kept"]):
+            raise UserError(
+                f"{key} cannot be changed in a replay, which trains what the run has sampled: change how it trains, "
+                f"trainer.KEY=VALUE."
+            )
+    return found
+
+
+def replay(replays: Sequence[Replay], console: Console) -> bool:
+    """Do all `replays`, and print what they show (all ranks). Returns whether all of them ended, and those without
+    changes with the run's weights."""
+    ranks = replays[0].config.trainer.ranks
+    if ranks > 1 and "WORLD_SIZE" not in os.environ:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "areal"]
+        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv[1:]])
+    console.quiet = os.environ.get("RANK", "0") != "0"
+    if any(own.off_policy for own in replays):
+        console.print(
+            "Off-policy: what a variant trains on was sampled by the policies of the run, not by its own.",
+            soft_wrap=True,
+        )
+    alike: dict[str, Replay] = {}
+    same = {own.name: alike.setdefault(own.what_matters(), own) for own in replays}
+    todo = list(alike.values())
+    if len(todo) == 1 or "WORLD_SIZE" in os.environ or visible_devices():
+        done = {own.name: _do(own, console) for own in todo}
+    else:
+        done = _do_in_processes(todo, console)
+    if len(todo) > 1:
+        console.print(_table(todo, done))
+    for own in replays:
+        twin = same[own.name]
+        alone = f"as {twin.name}: no setting that has an effect differs"
+        console.print(f"{own.name}: {_verdict(own, done[own.name]) if twin is own else alone}", soft_wrap=True)
+    return all(summary["ok"] and summary["same_weights"] is not False for summary in done.values())
+
+
+def _do_in_processes(replays: Sequence[Replay], console: Console) -> dict[str, dict[str, Any]]:
+    """Do the replays in as many processes at once as there are cores for, forked from this one: imports are shared."""
+    from areal.training.engine import load_libraries
+
+    load_libraries(Path(replays[0].config.model))
+    gc.freeze()
+    at_once = max(1, len(os.sched_getaffinity(0)) // max(own.config.trainer.threads for own in replays))
+    fork, waiting = multiprocessing.get_context("fork"), list(replays)
+    running: list[tuple[ForkProcess, Replay]] = []
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            process = fork.Process(target=_do_in_process, args=(waiting[0], os.getpid()))
+            process.start()
+            running.append((process, waiting.pop(0)))
+        wait([process.sentinel for process, _ in running])
+        for process, own in [pair for pair in running if pair[0].exitcode is not None]:
+            running.remove((process, own))
+            console.print(f"{len(replays) - len(waiting) - len(running)}/{len(replays)} {own.name}", soft_wrap=True)
+    return {own.name: read_summary(own.folder) or _summary(own, "its process died") for own in replays}
+
+
+def _do_in_process(own: Replay, parent: int) -> None:
+    die_with_parent(signal.SIGKILL, parent)
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    try:
+        _do(own, Console(quiet=True))
+    except UserError as error:
+        replace(own.folder / "summary.json", json.dumps(_summary(own, str(error)), indent=2) + "\n")
+
+
+def _do(own: Replay, console: Console) -> dict[str, Any]:
+    """Do one replay (all ranks). Returns what its summary.json has."""
+    from areal.training.engine import TrainingEngine
+
+    began = time.monotonic()
+    writes = os.environ.get("RANK", "0") == "0"
+    if writes:
+        shutil.rmtree(own.folder, ignore_errors=True)
+        own.folder.mkdir(parents=True)
+        replace(own.folder / "config.yaml", dump_config(own.config))
+    engine = TrainingEngine.of_run(own.config, keep_values=True)
+    if own.first:
+        engine.load(own.checkpoint)
+    records, reason = [], ""
+    guard = Guard(_NUMBERS_ONLY)
+    with (own.folder / "metrics.jsonl").open("w") if writes else open(os.devnull, "w") as file:
+        for step, batch in own.batches():
+            record = _step(engine, own, step, batch)
+            file.write(json.dumps(record | {"time": time.time()}) + "\n")
+            records.append(record)
+            _tell(own, record, console)
+            if reason := guard.check(record) or "":
+                reason = f"step {step}: {reason}"
+                break
+    weights = own.folder / "weights"
+    engine.snapshot()
+    manifest = engine.begin_write(weights).result()
+    if own.output:
+        engine.export(own.output)
+    engine.close()
+    summary = _summary(own, reason, records, manifest) | {"seconds": time.monotonic() - began}
+    if writes:
+        remove_folder(weights)
+        replace(own.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def _step(engine: TrainingEngine, own: Replay, step: int, batch: list[Group]) -> dict[str, Any]:
+    """Train the batch of a step (all ranks). Returns its metrics: those of a run, and what the weights of the batch's
+    samples, pi / pi_behav with pi the policy before this step, say about pi.
+
+    effective_samples: the equivalent number of equally weighted samples, as a share. reward_weighted: the mean over the
+    groups of the weighted mean of their rewards; an estimate of the reward that pi would have had on these prompts.
+    """
+    config, trainer = own.config, own.config.trainer
+    temperature = config.sampling.temperature
+    mask = oldest_in_loss(config.on_straggler, config.max_staleness, step - 1)
+    on_rank_0 = batch if engine.rank == 0 else None
+    logp = None if trainer.proximal == "recompute" else engine.logprobs(on_rank_0, temperature=temperature)
+    result = engine.step(on_rank_0, version=step - 1, temperature=temperature, mask_older_than=mask)
+    if logp is None:
+        assert engine.values is not None  # as asked for
+        logp = engine.values.proximal_logprobs
+    samples = [sample for group in batch for sample in group.trajectories]
+    rewards = [sample.reward for sample in samples]
+    ages = [step - 1 - group.start_version for group in batch]
+    return {
+        "step": step,
+        "reward_mean": float(np.mean(rewards)),
+        "staleness_mean": float(np.mean(ages)),
+        "staleness_max": max(ages),
+        **asdict(result),
+        **weighted(batch, logp, mask, mask_cut=trainer.mask_cut),
+    }
+
+
+def weighted(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *, mask_cut: bool) -> dict[str, float]:
+    """logp: [T], of all tokens of the batch, as in `TokenValues`."""
+    from areal.training.packed import FlatBatch
+
+    flat = FlatBatch.of(batch, minibatches=1)
+    in_loss = flat.trained(mask, mask_cut=mask_cut)
+    gaps = np.where(in_loss, logp - flat.logprobs.astype(np.float64), 0.0)
+    log_weights = np.bincount(np.repeat(flat.samples, flat.lengths), gaps)
+    largest = np.full(len(batch), -np.inf)
+    np.maximum.at(largest, flat.groups, log_weights)
+    own = np.exp(log_weights - largest[flat.groups])  # the largest of each group is 1
+    of_groups = np.bincount(flat.groups, own * flat.rewards) / np.bincount(flat.groups, own)
+    weights = np.exp(log_weights - log_weights.max())
+    return {
+        "effective_samples": float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum())),
+        "reward_weighted": float(of_groups.mean()),
+    }
+
+
+def _tell(own: Replay, record: Mapping[str, Any], console: Console) -> None:
+    step = record["step"]
+    if step == own.last or (step - own.first) % max(1, (own.last - own.first) // _LINES) == 0:
+        console.print(
+            f"step {step}/{own.last}  reward {record['reward_mean']:.3f}  entropy {record['entropy']:.3f}  "
+            f"grad norm {record['grad_norm']:.3f}  effective samples {record['effective_samples']:.2f}",
+            soft_wrap=True,
+        )
+
+
+def _summary(
+    own: Replay, reason: str, records: Sequence[dict[str, Any]] = (), manifest: Manifest | None = None
+) -> dict[str, Any]:
+    stamp = manifest and manifest.stamp
+    recorded = None if own.off_policy or reason else _recorded(own)
+    return {
+        "ok": not reason,
+        "reason": reason,
+        "replay_of": str(own.run),
+        "off_policy": own.off_policy,
+        "changes": dict(own.changes),
+        "first_step": own.first + 1,
+        "steps": records[-1]["step"] if records else own.first,
+        "weights": {"stamp": stamp},
+        "same_weights": recorded and recorded == stamp,
+        "worthless_from": _worthless_from(records),
+        **_final(records),
+    }
+
+
+def _recorded(own: Replay) -> str | None:
+    """The stamp of the run's weights after the last step that is replayed; None if it is not known."""
+    weights = (read_summary(own.run) or {}).get("weights", {})
+    if weights.get("version") == own.last:
+        return weights["stamp"]
+    checkpoint = _checkpoint(own.run, own.last)
+    if own.config.trainer.lora or not checkpoint.is_dir():
+        return None
+    return Manifest(tuple(file for file in Manifest.of(checkpoint).files if file.name.endswith(".safetensors"))).stamp
+
+
+def _worthless_from(records: Sequence[dict[str, Any]]) -> int | None:
+    """The first step from which on there are too few effective samples to the end, by the mean of WINDOW steps."""
+    shares = [record["effective_samples"] for record in records]
+    means = [sum(shares[max(0, n - WINDOW) : n]) / min(n, WINDOW) for n in range(1, len(shares) + 1)]
+    low = list(itertools.takewhile(lambda n: not means[n] >= WORTHLESS, reversed(range(len(means)))))
+    return records[low[-1]]["step"] if low else None
+
+
+_FIGURES = {
+    "effective_samples": "effective samples", "reward_weighted": "reward, weighted", "weight_mean": "mean weight",
+    "effective_sample_size": "ESS of tokens", "kl_behaviour": "KL to behaviour", "entropy": "entropy",
+    "grad_norm": "grad norm", "clip_fraction": "clipped",
+}  # fmt: skip
+
+
+def _final(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The mean of each figure over the last steps."""
+    last = records[-max(1, len(records) // FINAL_SHARE) :]
+    return {name: sum(record[name] for record in last) / len(last) for name in _FIGURES} if last else {}
+
+
+def _table(replays: Sequence[Replay], done: Mapping[str, dict[str, Any]]) -> Table:
+    table = Table(title="means over the last tenth of the steps")
+    table.add_column("variant", no_wrap=True)
+    for heading in _FIGURES.values():
+        table.add_column(heading, justify="right")
+    for own in replays:
+        summary = done[own.name]
+        table.add_row(own.name, *(f"{summary[name]:.4g}" if name in summary else "" for name in _FIGURES))
+    return table
+
+
+def _verdict(own: Replay, summary: Mapping[str, Any]) -> str:
+    if not summary["ok"]:
+        return f"stopped, {summary['reason']}"
+    if summary["same_weights"] is not None:
+        how = "the same weights, bit by bit" if summary["same_weights"] else "other weights"
+        return how
+    if not own.off_policy:
+        return f"nothing is known of the run's weights after step {own.last}"
+    if step := summary["worthless_from"]:
+        return (
+            f"worthless from step {step} on, where the effective samples stay below {WORTHLESS:g}: the "
+            f"variant is so far from the policies that sampled the data that a few samples decide"
+        )
+    return f"effective samples are {summary['effective_samples']:.2f} at the end"
