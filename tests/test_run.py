@@ -71,6 +71,7 @@ def check_finished(folder: Path, steps: int, max_staleness: int) -> tuple[list[d
     return metrics, summary
 
 
+@pytest.mark.slow
 def test_one_command_runs_several_of_every_role_and_leaves_a_model_behind(run, small, another_free_port, tmp_path):
     from transformers import AutoModelForCausalLM
 

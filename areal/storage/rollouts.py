@@ -13,7 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import structlog
 
 from areal.config import UserError
-from areal.trajectory import Branch, Group, TokenValues, Trajectory
+from areal.trajectory import NOT_SAMPLED, Branch, Group, TokenValues, Trajectory
 
 log = structlog.get_logger()
 
@@ -37,7 +37,8 @@ FORMAT_VERSION = 1
 ONE_OF = 16
 """`sample` keeps one group of this many."""
 ROWS_AT_ONCE = 1024
-"""Rows of a row group."""
+TOKENS_AT_ONCE = 1 << 20
+"""Rows of a row group, and its tokens (one more row at most), which limits the memory that writing takes."""
 OTHERS_KNOWN = 10_000
 """Ids of the newest groups that were not trained: one that arrives twice is added once."""
 _TEXT = pa.string()
@@ -59,7 +60,7 @@ SCHEMA = pa.schema(
         "completion_tokens": pa.int32(),  # sampled ones
         "reward": pa.float64(),
         "reward_parts": _TEXT,  # JSON
-        "advantage": pa.float64(),  # mean over the sampled tokens in the loss
+        "advantage": pa.float64(),  # mean over the sampled tokens, 0 for those that are not in the loss
         "finish": _TEXT,  # stop or length
         "start_version": pa.int32(),  # oldest version of a sampled token in the sample
         "staleness": pa.int32(),  # of the group; null if it was not trained
@@ -157,8 +158,7 @@ class RolloutWriter:
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:
             with pq.ParquetWriter(file, SCHEMA, compression="zstd", use_dictionary=_DICTIONARY) as parquet:
-                branches = _branches(added)
-                while some := list(islice(branches, ROWS_AT_ONCE)):
+                for some in _portions(_branches(added)):
                     parquet.write_table(_table(some, self._texts))
             file.flush()
             os.fsync(file.fileno())
@@ -184,7 +184,7 @@ class _Branch(NamedTuple):
     sample: int
     branch: int
     shared: int
-    whole: Trajectory
+    start_version: int
     own: Trajectory
     values: TokenValues | None
     note: dict[str, Any]
@@ -195,7 +195,8 @@ def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
     for rollout in rollouts:
         notes = json.loads(rollout.group.notes or "{}")
         about = notes.get("samples") or [{}] * len(rollout.group.trajectories)
-        staleness = rollout.step and rollout.step - 1 - rollout.group.start_version
+        starts = [whole.start_version for whole in rollout.group.trajectories]
+        staleness = rollout.step and rollout.step - 1 - min(starts)
         start = 0
         for sample, (whole, note) in enumerate(zip(rollout.group.trajectories, about, strict=True)):
             for branch, own in enumerate(whole.sequences()):
@@ -203,15 +204,45 @@ def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
                 values = rollout.values and TokenValues(*(array[start:end] for array in rollout.values))
                 shared = whole.branches[branch].shared if whole.branches else 0
                 yield _Branch(
-                    rollout, staleness, sample, branch, shared, whole, own, values, note, notes.get("row", "{}")
+                    rollout,
+                    staleness,
+                    sample,
+                    branch,
+                    shared,
+                    starts[sample],
+                    own,
+                    values,
+                    note,
+                    notes.get("row", "{}"),
                 )
                 start = end
 
 
+def _portions(branches: Iterable[_Branch]) -> Iterator[list[_Branch]]:
+    """The branches of each row group."""
+    some: list[_Branch] = []
+    tokens = 0
+    for branch in branches:
+        some.append(branch)
+        tokens += len(branch.own)
+        if len(some) == ROWS_AT_ONCE or tokens >= TOKENS_AT_ONCE:
+            yield some
+            some, tokens = [], 0
+    if some:
+        yield some
+
+
 def _table(some: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list[str]]) -> pa.Table:
     rollouts, own = [one.rollout for one in some], [one.own for one in some]
-    starts = [int(t.sampled.argmax()) for t in own]
-    gains = [one.values and float(one.values.advantages[one.own.sampled].mean()) for one in some]
+    lengths = np.array([len(t) for t in own])
+    begins = lengths.cumsum() - lengths
+    sampled = np.concatenate([t.versions for t in own]) != NOT_SAMPLED
+    counts = np.add.reduceat(sampled, begins, dtype=np.int64)
+    firsts = np.minimum.reduceat(np.where(sampled, np.arange(len(sampled)), len(sampled)), begins) - begins
+    starts = np.minimum(firsts, lengths).tolist()
+    turns = np.add.reduceat(sampled & ~np.append(False, sampled[:-1]), begins, dtype=np.int64)
+    gains = np.concatenate([one.values.advantages if one.values else np.zeros(len(one.own)) for one in some])
+    gain = (np.add.reduceat(gains, begins) / np.maximum(1, counts)).tolist()
     columns = {
         "step": [r.step for r in rollouts],
         "place": [r.place for r in rollouts],
@@ -224,14 +255,14 @@ def _table(some: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list[str
         "row": [one.row for one in some],
         "prompt": texts([t.tokens[:start] for t, start in zip(own, starts, strict=True)]),
         "completion": texts([t.tokens[start:] for t, start in zip(own, starts, strict=True)]),
-        "turns": [int(np.count_nonzero(np.diff(t.sampled.astype(np.int8)) == 1)) for t in own],
+        "turns": turns,
         "prompt_tokens": starts,
-        "completion_tokens": [int(t.sampled.sum()) for t in own],
+        "completion_tokens": counts,
         "reward": [t.reward for t in own],
         "reward_parts": [json.dumps(one.note.get("parts", {})) for one in some],
-        "advantage": gains,
+        "advantage": [own if one.values else None for own, one in zip(gain, some, strict=True)],
         "finish": [t.finish for t in own],
-        "start_version": [one.whole.start_version for one in some],
+        "start_version": [one.start_version for one in some],
         "staleness": [one.staleness for one in some],
         "generators": [",".join(one.note.get("generators", ())) for one in some],
         "began": [one.note.get("began") for one in some],
@@ -280,7 +311,8 @@ def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
     for path in files(folder):
         table = _read(path, names).filter(pc.field("step") >= first)
         ordered = table.sort_by([(name, "ascending") for name in ("step", "place", "sample", "branch")])
-        for step, rows in groupby(_rows(ordered), key=itemgetter("step")):
+        every = chain.from_iterable(map(rows_of, ordered.to_batches(max_chunksize=ROWS_AT_ONCE)))
+        for step, rows in groupby(every, key=itemgetter("step")):
             yield step, [_group(list(of_group)) for _, of_group in groupby(rows, key=itemgetter("place"))]
 
 
@@ -291,11 +323,11 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
         raise UserError(f"The rollouts in {path} cannot be read ({error}): move the file away.") from None
 
 
-def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
-        names = batch.schema.names
-        for n in range(batch.num_rows):
-            yield {name: _value(batch.column(i)[n]) for i, name in enumerate(names)}
+def rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    """Its rows, with lists of numbers as arrays."""
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    for n in range(batch.num_rows):
+        yield {name: _value(column[n]) for name, column in columns.items()}
 
 
 def _value(scalar: pa.Scalar) -> Any:

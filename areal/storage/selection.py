@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal.config import UserError
-from areal.storage.rollouts import FOLDER, files
+from areal.storage.rollouts import FOLDER, files, rows_of
 
 COLUMNS = ("group", "sample", "reward", "finish")
 """What choosing needs of each row."""
@@ -39,9 +39,7 @@ def read_rows(folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """
     for path in files(folder):
         for batch in _batches(path, columns):
-            arrays = {name: batch.column(name) for name in columns}
-            for n in range(batch.num_rows):
-                yield {name: _value(array[n]) for name, array in arrays.items()}
+            yield from rows_of(batch)
 
 
 def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -50,12 +48,6 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
             yield from parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns))
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"The rollouts in {path} cannot be read ({error}): move the file away.") from None
-
-
-def _value(scalar: pa.Scalar) -> Any:
-    if pa.types.is_list(scalar.type):
-        return None if scalar.values is None else scalar.values.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
 
 
 def groups_of(rows: Iterable[dict[str, Any]]) -> Iterator[list[Sample]]:
