@@ -99,6 +99,7 @@ def config_of(model: Model) -> Config:
             "colocate": model.colocate,
             "filter_zero_signal": model.filter_zero_signal,
             "guard": {"patience": model.doubtful_steps},
+            "observe": {"rollouts": "none"},  # their notes have times, which no two runs share
             "data": {"source": "addition", "eval_size": model.eval_size},
             "sampling": {"max_new_tokens": model.max_new_tokens},
             "reward": {"functions": ["addition"], "timeout_seconds": 2.0, "credit": "return_to_go"},

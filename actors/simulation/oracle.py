@@ -611,7 +611,9 @@ class Oracle:
     # --- the end
 
     def stopped(self, reason: str) -> None:
-        """The run has failed. Only the guard may end a run so."""
+        """The run has failed. Only the guard may end a run so, or rewards of which each has failed so far."""
+        if self.scores_fail and not self._samples and reason.startswith("No completion has been scored"):
+            return
         version = self.disk.version + 1
         if not self._is_stopped_at(version) or f"at step {version}:" not in reason:
             self.fail(Violation(f"the run fails after version {version - 1}: {reason}", "master-0"))
@@ -632,7 +634,9 @@ class Oracle:
         known = set(book.trained) | set(book.discarded) | book.waiting | {row.prompt for row in book.rows.values()}
         if known != set(range(book.prompts)):
             self.fail(Violation(f"prompts {sorted(set(range(book.prompts)) - known)} are lost"))
+        self._check_rollouts(book, rollouts)
 
+    def _check_rollouts(self, book: Book, rollouts: Sequence[Rollout]) -> None:
         kept = [(r.step, r.place, r.group.id) for r in rollouts if r.fate == "trained"]
         trained = [(v + 1, *pair) for v, groups in sorted(book.batches.items()) for pair in enumerate(groups)]
         if kept != trained:

@@ -39,8 +39,8 @@ ONE_OF = 16
 ROWS_AT_ONCE = 1024
 TOKENS_AT_ONCE = 1 << 20
 """Rows of a row group, and its tokens (one more row at most), which limits the memory that writing takes."""
-OTHERS_KNOWN = 10_000
-"""Ids of the newest groups that were not trained: one that arrives twice is added once."""
+KNOWN = 10_000
+"""Ids of the newest groups: one that arrives a second time, also after it was trained, is not added again."""
 _TEXT = pa.string()
 SCHEMA = pa.schema(
     {
@@ -109,7 +109,7 @@ class RolloutWriter:
         self._texts = texts
         self._lock = threading.Lock()
         self._added: list[Rollout] = []
-        self._others: deque[str] = deque(maxlen=OTHERS_KNOWN)
+        self._known: deque[str] = deque(maxlen=KNOWN)
         self._number = self.step = self.waiting = 0
         for path in files(folder) if self._one_of else ():  # of an earlier trainer of the run
             self._number = int(path.stem)
@@ -119,7 +119,7 @@ class RolloutWriter:
                 log.error(str(error))
                 continue
             self.step = max(self.step, pc.max(found["step"]).as_py() or 0)
-            self._others.extend(found.filter(pc.is_null(found["step"]))["group"].unique().to_pylist())
+            self._known.extend(found["group"].unique().to_pylist())
 
     def trained(self, step: int, groups: Sequence[Group], values: TokenValues | None) -> None:
         """Add the groups that a step has trained, unless the files have this step."""
@@ -135,8 +135,7 @@ class RolloutWriter:
 
     def left(self, group: Group, fate: Fate, reason: str) -> None:
         """Add a group that is not trained, unless it was added before."""
-        if group.id not in self._others:
-            self._others.append(group.id)
+        if group.id not in self._known:
             self._add(Rollout(group, fate, reason))
 
     def write(self) -> None:
@@ -148,6 +147,7 @@ class RolloutWriter:
 
     def _add(self, rollout: Rollout) -> None:
         with self._lock:
+            self._known.append(rollout.group.id)
             if self._one_of and crc32(rollout.group.id.encode()) % self._one_of == 0:
                 self._added.append(rollout)
                 self.waiting += 12 * sum(map(len, rollout.group.trajectories)) + len(rollout.group.notes)

@@ -619,9 +619,9 @@ def test_the_last_part_of_a_stream_for_long_may_be_lost() -> None:
     """Everything is lost for a moment, which is the wrong one if nothing follows on a flow."""
     for moment in range(40):
         plan = Plan(until=3.0, faults=[Storm(0.2 + 0.02 * moment, Weather(loss=1.0), 0.02)])
-        assert simulate(1, Model(), plan).ok
+        assert simulate(2, Model(), plan).ok
         with MUTANTS["keep-alives count nothing"]():
-            if (result := simulate(1, Model(), plan)).violation:
+            if (result := simulate(2, Model(), plan)).violation:
                 assert "no progress" in result.violation
                 return
     pytest.fail("no moment is the wrong one")
