@@ -107,7 +107,7 @@ class RolloutWriter:
         self._one_of = {"all": 1, "sample": ONE_OF}.get(kept)
         self._limit = limit
         self._texts = texts
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self._added: list[Rollout] = []
         self._known: deque[str] = deque(maxlen=KNOWN)
         self._number = self.step = self.waiting = 0
@@ -140,8 +140,9 @@ class RolloutWriter:
 
     def write(self) -> None:
         """Write what was added into a new file. If that raises anything, what was added is lost."""
-        with self._lock:
-            added, self._added, self.waiting = self._added, [], 0
+        with self._writing:
+            with self._lock:  # not while the file is written: an event loop adds rollouts meanwhile
+                added, self._added, self.waiting = self._added, [], 0
             if added:
                 self._write(added)
 
