@@ -16,7 +16,7 @@ import structlog
 from actors.parts.sessions import SampleFailed, Sampler, SampleSession
 from areal.data.rows import Row
 from areal.generation.routing import Load, groups_that_fit, plan_moves
-from areal.rewards.result import mean_parts, overlong_penalty
+from areal.rewards.result import mean_parts
 from areal.trajectory import Group, Trajectory, columns, notes_of
 from protocols.errors import BusError, FencedError, RefusedError
 from protocols.messages import (
@@ -228,10 +228,8 @@ class RolloutManager(Sampler):
         """Run the workflow for one sample, and lower its reward if the completion is too long
         (`reward.overlong_tokens`). Only training samples get this penalty, not those of an evaluation."""
         done = await super().run_workflow(session, row)
-        if not (overlong := self.config.reward.overlong_tokens):
-            return done
-        penalty = overlong_penalty(int(done.sampled.sum()), self.config.sampling.max_new_tokens, overlong)
-        return done.lowered(penalty)
+        penalty = self.overlong(done)
+        return done.lowered(penalty) if penalty else done
 
     async def _store(self, group: Group, discarded: int, reward_parts: dict[str, float]) -> None:
         """Send the group to the trainer, until the trainer has stored it. Repeats are harmless, because a group is

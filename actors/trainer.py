@@ -35,6 +35,7 @@ from actors.runtime.actor import Actor, handles, parked
 from areal.config import Config, UserError
 from areal.devices import shares_devices
 from areal.storage.rollouts import FOLDER, RolloutWriter
+from areal.storage.run_folder import checkpoint_of
 from areal.storage.spool import Spool
 from areal.tokens import load_tokenizer
 from areal.training.guard import Guard
@@ -462,7 +463,7 @@ class Trainer(Actor):
         """Begin to save a checkpoint of the current version, once the one before is written."""
         await self._save_ended()
         self.activity = f"saving a checkpoint of version {self._version}"
-        folder = self._checkpoint(self._version)
+        folder = checkpoint_of(self.config.folder, self._version)
         with self._clock("save"):
             await self._learner.save(folder)
         self._saving = self.spawn(self._finish_save(self._version, folder, self._publication), "save")
@@ -498,7 +499,8 @@ class Trainer(Actor):
         await asyncio.to_thread(self._spool.forget, [group for step in covered for group in self._trained[step]])
         for step in covered:
             del self._trained[step]
-        await self._learner.forget(self._checkpoint((version - 1) // every * every - (kept - 1) * every))
+        oldest = (version - 1) // every * every - (kept - 1) * every
+        await self._learner.forget(checkpoint_of(self.config.folder, oldest))
         return None
 
     # --- rollouts
@@ -527,9 +529,6 @@ class Trainer(Actor):
         seconds = asyncio.get_running_loop().time() - began
         self._seconds[what] += seconds
         self.took(what, began, seconds)
-
-    def _checkpoint(self, version: int) -> Path:
-        return self.config.folder / "checkpoints" / f"step_{version:06}"
 
 
 def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:

@@ -7,6 +7,7 @@ expressions easily do, and nothing that is shown can steer a terminal.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 FENCE = "```"
 _WHITE_SPACE = re.compile(r"\s*+")
@@ -51,3 +52,15 @@ def _between(text: str, opening: str, closing: str) -> tuple[int, str] | None:
 def shown(text: str) -> str:
     r"""`text` with control characters written as \x1b, so that it cannot steer the terminal or page that shows it."""
     return text.translate(_CONTROLS)
+
+
+def all_shown(value: Any) -> Any:
+    """`value` with all texts in it as they may be shown: actors report what they like."""
+    match value:
+        case str():
+            return shown(value)
+        case dict():
+            return {key: all_shown(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [all_shown(inner) for inner in value]
+    return value

@@ -35,6 +35,14 @@ def load_tokenizer(folder: str, data: RowsConfig | None = None) -> Any:
     return tokenizer
 
 
+def tokenizer_in(folder: str) -> Any | None:
+    """The tokenizer in this folder; None if the folder is not here, or has none that can be loaded."""
+    try:
+        return load_tokenizer(folder) if Path(folder).is_dir() else None
+    except UserError:
+        return None
+
+
 def _set_template(tokenizer: Any, folder: str, data: RowsConfig) -> None:
     """Raises UserError if there is no template, if it has no use for one of the variables, or if it does not render."""
     if data.chat_template is not None:

@@ -31,6 +31,14 @@ class Branch(NamedTuple):
     own: int
 
 
+class Piece(NamedTuple):
+    """Tokens from `start` to `end` - 1 of a row that were all sampled, or all not."""
+
+    sampled: bool
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One sample of a group. All arrays have the same length T.
@@ -140,6 +148,13 @@ def paths(branches: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
         path = np.concatenate([path[:shared], np.arange(end, end + own)])
         end += own
         yield path
+
+
+def pieces(versions: Sequence[int]) -> list[Piece]:
+    """The tokens of a row with these versions [T], as turns: what the policy sampled, and what it was given."""
+    sampled = np.asarray(versions) != NOT_SAMPLED
+    ends = np.flatnonzero(np.diff(sampled)) + 1
+    return [Piece(bool(sampled[a]), a, b) for a, b in pairwise([0, *ends.tolist(), len(sampled)])]
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from areal.trajectory import Branch, Trajectory
 
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "-Urpfnm", "--mount-proc", "true"], capture_output=True).returncode != 0,
@@ -72,3 +75,15 @@ def descendants(pid: int) -> list[Process]:
 
 def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# A prompt 0 1 and two answers, of which the second branches off within the first; then a conversation of its own.
+BRANCHED = Trajectory(
+    tokens=np.array([0, 1, 2, 3, 7, 8, 9, 5], np.int32),
+    logprobs=np.array([0, 0, -2, -3, 0, -8, 0, -5], np.float32),
+    versions=np.array([-1, -1, 4, 4, -1, 5, -1, 3], np.int32),
+    reward=1.0,
+    finish="stop",
+    branches=(Branch(0, 4), Branch(3, 2), Branch(0, 2)),
+    returns=np.arange(8.0),
+)

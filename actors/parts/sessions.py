@@ -28,7 +28,7 @@ from areal.generation import routing
 from areal.generation.engine import Chunk
 from areal.generation.routing import Load, fullness
 from areal.rewards.pool import Quarantine, RewardFailed, digest
-from areal.rewards.result import Result, combined
+from areal.rewards.result import Result, combined, overlong_penalty
 from areal.sandbox.outside import Sandbox, SandboxError, open_sandbox
 from areal.tokens import load_tokenizer
 from areal.trajectory import Finish, Tokens, Trajectory
@@ -594,6 +594,11 @@ class Sampler(Actor):
         completion of the run can be scored, the user's reward or workflow is probably wrong."""
         if not self.scored:
             self.spawn(self.ask_master(ScoringFailed(reason=reason[:4096]), Done), "scoring failed")
+
+    def overlong(self, done: Trajectory) -> float:
+        """The penalty for a completion that is too long (`reward.overlong_tokens`)."""
+        limit, buffer = self.config.sampling.max_new_tokens, self.config.reward.overlong_tokens
+        return overlong_penalty(int(done.sampled.sum()), limit, buffer) if buffer else 0.0
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's own code: it fails

@@ -37,7 +37,6 @@ from areal.models import resolve_model
 from areal.processes import ROOT
 from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardFailed, RewardPool
-from areal.rewards.result import overlong_penalty
 from areal.text import shown
 from areal.trajectory import Trajectory
 from areal.workflows.agents import AgentFailed
@@ -197,9 +196,7 @@ class Trial(Sampler):
 
     def _lowered(self, done: Trajectory) -> Trajectory:
         """As a rollout manager does it."""
-        config = self.config
-        overlong = config.reward.overlong_tokens
-        if penalty := overlong_penalty(int(done.sampled.sum()), config.sampling.max_new_tokens, overlong):
+        if penalty := self.overlong(done):
             self._notes.append(f"reward.overlong_tokens has lowered the reward by {penalty:g}.")
         return done.lowered(penalty)
 

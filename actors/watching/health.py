@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from areal.text import shown
+from areal.text import all_shown
 from protocols.errors import BusError
 from protocols.messages import AskStatus, Status, actor_name
 from protocols.transport import Bus
@@ -26,7 +26,7 @@ async def status_of(bus: Bus, master: str, seconds: float, since: int | None = N
     answer = await bus.peer(master).ask(AskStatus(since=since), seconds)
     if not isinstance(answer, Status):
         raise BusError(f"{master} answered {answer.kind!r}")
-    return {key: _shown(value) for key, value in answer.values.items()}
+    return {key: all_shown(value) for key, value in answer.values.items()}
 
 
 async def until_healthy(bus: Bus, master: str, actor: str | None, seconds: float) -> str:
@@ -49,18 +49,6 @@ async def until_healthy(bus: Bus, master: str, actor: str | None, seconds: float
         if loop.time() + PAUSE_SECONDS >= deadline:
             raise UnhealthyError(f"{missing} (waited {seconds:g} s).")
         await asyncio.sleep(PAUSE_SECONDS)
-
-
-def _shown(value: Any) -> Any:
-    """`value` with all texts in it as they may be shown: actors report what they like."""
-    match value:
-        case str():
-            return shown(value)
-        case dict():
-            return {key: _shown(inner) for key, inner in value.items()}
-        case list() | tuple():
-            return [_shown(inner) for inner in value]
-    return value
 
 
 def _missing(status: dict[str, Any], actor: str | None) -> str:

@@ -17,9 +17,10 @@ from aiohttp import web
 
 from actors.watching.answers import answer, finite, page
 from areal.config import UserError
-from areal.observe.rollouts import Rollouts, condition, pieces, tokenizer_of
-from areal.text import shown
+from areal.observe.rollouts import Rollouts, condition, tokenizer_of
+from areal.text import all_shown, shown
 from areal.tokens import token_texts
+from areal.trajectory import pieces
 
 ROWS = 50
 """Rows of a page."""
@@ -82,7 +83,7 @@ class RolloutPages:
 
     async def _answer(self, query: Callable[[], Any]) -> web.Response:
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: _plain(finite(query())))
+            found = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: all_shown(finite(query())))
         except UserError as error:
             raise web.HTTPBadRequest(text=shown(str(error))) from None
         return answer(found)
@@ -93,12 +94,3 @@ def _number(request: web.Request, name: str) -> int:
     if not text.isdecimal() or len(text) > LONGEST_NUMBER:
         raise web.HTTPBadRequest(text=f"{name} has to be a number")
     return int(text)
-
-
-def _plain(value: Any) -> Any:
-    """`value` with its texts as people see them."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return shown(value) if isinstance(value, str) else value

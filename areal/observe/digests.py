@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -16,10 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from areal.config import UserError
 from areal.observe.alerts import EARLY, PROMPTS, Alert, Digest, alerts
 from areal.storage.rollouts import FOLDER, files
-from areal.tokens import load_tokenizer
+from areal.tokens import tokenizer_in
 from areal.trajectory import NOT_SAMPLED
 
 TOKEN_BYTES = 64 << 20
@@ -38,6 +38,7 @@ class Digests:
         self._read: set[Path] = set()
         self._seen: tuple[int, ...] = ()
         self._alerts: list[Alert] = []
+        self._tokenizer = functools.cache(tokenizer_in)
 
     def alerts(
         self,
@@ -52,9 +53,14 @@ class Digests:
         seen = len(records), len(evaluations), len(self._read)
         if seen != self._seen:
             self._seen = seen
-            names = _names_of(str(config.get("model")))
+            names = functools.partial(self._name, str(config.get("model")))
             self._alerts = alerts(records, self._steps, evaluations, config.get("guard"), names)
         return self._alerts
+
+    def _name(self, model: str, token: int) -> str:
+        """What a token of the model in this folder is called: its text if the folder is here, else its number."""
+        tokenizer = self._tokenizer(model)
+        return f"{token} ({tokenizer.decode([token])!r})" if tokenizer else str(token)
 
     def _read_new(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -72,18 +78,6 @@ class Digests:
             if time.monotonic() > end:
                 break
         self._steps.sort(key=attrgetter("step"))
-
-
-def _names_of(model: str) -> Callable[[int], str]:
-    """What a token of the model in this folder is called: its text if the folder is here, else its number."""
-
-    def name(token: int) -> str:
-        try:
-            return f"{token} ({load_tokenizer(model).decode([token])!r})" if Path(model).is_dir() else str(token)
-        except UserError:
-            return str(token)
-
-    return name
 
 
 def digest(path: Path) -> list[Digest]:

@@ -17,7 +17,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import DatasetCard, DatasetCardData
@@ -28,7 +27,7 @@ from areal.models import name_of
 from areal.storage.run_folder import last_checkpoint
 from areal.storage.selection import COLUMNS, Sample, chosen, groups_of, pair, read_rows, rollouts_in
 from areal.tokens import load_tokenizer
-from areal.trajectory import NOT_SAMPLED
+from areal.trajectory import pieces
 from areal.weights.folders import atomic_folder
 
 Format = Literal["sft", "preference"]
@@ -183,9 +182,7 @@ def _counted(groups: Iterable[list[Sample]], done: Export) -> Iterator[list[Samp
 
 def _turns(row: dict[str, Any]) -> Iterator[tuple[int, int]]:
     """Where each piece of sampled tokens begins and ends."""
-    sampled = np.concatenate([[False], row["versions"] != NOT_SAMPLED, [False]])
-    edges = np.flatnonzero(sampled[1:] != sampled[:-1]).tolist()
-    return zip(edges[::2], edges[1::2], strict=True)
+    return ((start, end) for sampled, start, end in pieces(row["versions"]) if sampled)
 
 
 def _schema(kind: Format, chat: bool) -> pa.Schema:

@@ -12,9 +12,10 @@ from rich.rule import Rule
 from rich.text import Text
 
 from areal.config import UserError
-from areal.observe.rollouts import SORTED_BY, Rollouts, Where, pieces, sql_condition, tokenizer_of
+from areal.observe.rollouts import SORTED_BY, Rollouts, Where, sql_condition, tokenizer_of
 from areal.text import shown
 from areal.tokens import token_texts
+from areal.trajectory import pieces
 
 
 def print_rollouts(run: Path, where: str | None, sort: str | None, show: int, console: Console) -> None:

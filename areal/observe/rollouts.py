@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import duckdb
-import numpy as np
 import yaml
 
 from areal.config import UserError
 from areal.storage.rollouts import FOLDER, SCHEMA, files
-from areal.tokens import load_tokenizer
-from areal.trajectory import NOT_SAMPLED
+from areal.tokens import tokenizer_in
 
 T = TypeVar("T")
 
@@ -63,14 +60,6 @@ class Found:
     fates: dict[str, int]
     steps: int
     rows: list[dict[str, Any]]
-
-
-class Piece(NamedTuple):
-    """Tokens from `start` to `end` - 1 of a row that were all sampled, or all not."""
-
-    sampled: bool
-    start: int
-    end: int
 
 
 def sql_condition(text: str) -> Where:
@@ -267,17 +256,9 @@ def _mistake(error: duckdb.Error) -> UserError:
     return UserError(f"The rollouts cannot be queried ({message}): their columns are {', '.join(COLUMNS)}.")
 
 
-def pieces(versions: Sequence[int]) -> list[Piece]:
-    """The tokens of a row with these versions [T], as turns: what the policy sampled, and what it was given."""
-    sampled = np.asarray(versions) != NOT_SAMPLED
-    ends = np.flatnonzero(np.diff(sampled)) + 1
-    return [Piece(bool(sampled[a]), a, b) for a, b in pairwise([0, *ends.tolist(), len(sampled)])]
-
-
 def tokenizer_of(run: Path) -> Any | None:
     """The tokenizer of a run's model; None if the folder of the model is not here, or has none."""
     try:
-        model = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]
-        return load_tokenizer(model) if Path(model).is_dir() else None
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, UserError):
+        return tokenizer_in(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None

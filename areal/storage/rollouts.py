@@ -127,9 +127,11 @@ class RolloutWriter:
             return
         start = 0
         for place, group in enumerate(groups):
-            end = start + sum(len(one) for sample in group.trajectories for one in sample.sequences())
-            own = None if values is None else TokenValues(*(array[start:end] for array in values))
-            self._add(Rollout(group, "trained", "", step, place, own))
+            whole = [(0, len(sample)) for sample in group.trajectories if not sample.branches]
+            branches = (branch for sample in group.trajectories for branch in sample.branches)
+            end = start + sum(shared + own for shared, own in [*whole, *branches])
+            its = None if values is None else TokenValues(*(array[start:end] for array in values))
+            self._add(Rollout(group, "trained", "", step, place, its))
             start = end
         self.step = step
 
@@ -317,11 +319,15 @@ def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
             yield step, [_group(list(of_group)) for _, of_group in groupby(rows, key=itemgetter("place"))]
 
 
+def unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"The rollouts in {path} cannot be read ({error}): move the file away.")
+
+
 def _read(path: Path, columns: list[str]) -> pa.Table:
     try:
         return pq.read_table(path, columns=columns)
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"The rollouts in {path} cannot be read ({error}): move the file away.") from None
+        raise unreadable(path, error) from None
 
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:

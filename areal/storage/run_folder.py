@@ -188,6 +188,16 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return json.loads(summary.read_text()) if summary.exists() else None
 
 
+def checkpoint_of(folder: Path, version: int) -> Path:
+    """The folder for the checkpoint of a version of the run in `folder`."""
+    return folder / "checkpoints" / f"step_{version:06}"
+
+
+def steps_trained(folder: Path) -> int:
+    """The number of steps that the run in `folder` has trained."""
+    return max((record["step"] for record, _ in read_metrics(folder / "metrics.jsonl")), default=0)
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint of the run in `folder`, a model folder; None if it has none."""
     return max(folder.glob("checkpoints/step_*"), key=lambda path: path.name, default=None)
@@ -215,7 +225,7 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
             f"{hidden} is hidden in {file or stored_file}, and {folder / SECRETS} does not have it: give it again, "
             f"{hidden}=VALUE."
         )
-    trained = max((record["step"] for record, _ in read_metrics(folder / "metrics.jsonl")), default=0)
+    trained = steps_trained(folder)
     if config.steps < trained:
         raise UserError(f"The run in {folder} has trained {trained} steps: set steps to at least {trained}.")
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal.config import UserError
-from areal.storage.rollouts import FOLDER, files, rows_of
+from areal.storage.rollouts import FOLDER, files, rows_of, unreadable
 
 COLUMNS = ("group", "sample", "reward", "finish")
 """What choosing needs of each row."""
@@ -47,7 +46,7 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         with pq.ParquetFile(path) as parquet:
             yield from parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns))
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"The rollouts in {path} cannot be read ({error}): move the file away.") from None
+        raise unreadable(path, error) from None
 
 
 def groups_of(rows: Iterable[dict[str, Any]]) -> Iterator[list[Sample]]:

@@ -48,7 +48,7 @@ from areal.devices import visible_devices
 from areal.processes import die_with_parent
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage import rollouts
-from areal.storage.run_folder import differences, read_metrics, read_summary, replace, within
+from areal.storage.run_folder import checkpoint_of, differences, read_summary, replace, steps_trained, within
 from areal.training.guard import Guard
 from areal.trajectory import Group
 from areal.weights.chunks import Manifest
@@ -101,7 +101,7 @@ class Replay:
     @property
     def checkpoint(self) -> Path:
         """The one that it starts from, unless `first` is 0."""
-        return _checkpoint(self.run, self.first)
+        return checkpoint_of(self.run, self.first)
 
     def batches(self) -> Iterator[tuple[int, list[Group]]]:
         found = rollouts.batches(self.run / rollouts.FOLDER, self.first + 1)
@@ -146,7 +146,7 @@ def plan(
         raise UserError(f"{output} already exists: name another folder for the trained model.")
     common = dict(_parsed(override) for override in overrides)
     grid = {key: _listed(key, values) for key, values in map(_split, sweep)}
-    whole = not first and last == _trained(run)
+    whole = not first and last == steps_trained(run)
     found: dict[str, Replay] = {}
     for point in itertools.product(*grid.values()):
         changes = common | dict(zip(grid, point, strict=True))
@@ -186,28 +186,19 @@ def _value(text: str, given: str) -> Any:
 
 def _range(run: Path, config: Config, steps: str) -> tuple[int, int]:
     """The step after which a replay of `steps` begins, and its last."""
-    match, trained = re.fullmatch(r"(\d*):(\d*)", steps), _trained(run)
+    match, trained = re.fullmatch(r"(\d*):(\d*)", steps), steps_trained(run)
     first, last = (int(match[1] or 0), int(match[2] or trained)) if match else (0, 0)
     if not first < last <= trained:
         raise UserError(
             f"--steps {steps} is not within the {trained} steps of {run}: write A:B, for those after A up to B."
         )
-    if first and not _checkpoint(run, first).is_dir():
+    if first and not checkpoint_of(run, first).is_dir():
         there = sorted(int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*"))
         raise UserError(
             f"There is no checkpoint of step {first} in {run}: begin --steps at "
             f"{', '.join(map(str, there)) + ', or at ' if there else ''}0, the run's model."
         )
     return first, last
-
-
-def _checkpoint(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step_{step:06}"
-
-
-def _trained(run: Path) -> int:
-    """The number of steps that the run has trained."""
-    return max((record["step"] for record, _ in read_metrics(run / "metrics.jsonl")), default=0)
 
 
 def _check_rollouts(run: Path, config: Config, first: int, last: int) -> None:
@@ -423,7 +414,7 @@ def _recorded(own: Replay) -> str | None:
     weights = (read_summary(own.run) or {}).get("weights", {})
     if weights.get("version") == own.last:
         return weights["stamp"]
-    checkpoint = _checkpoint(own.run, own.last)
+    checkpoint = checkpoint_of(own.run, own.last)
     if own.config.trainer.lora or not checkpoint.is_dir():
         return None
     return Manifest(tuple(file for file in Manifest.of(checkpoint).files if file.name.endswith(".safetensors"))).stamp
@@ -465,8 +456,7 @@ def _verdict(own: Replay, summary: Mapping[str, Any]) -> str:
     if not summary["ok"]:
         return f"stopped, {summary['reason']}"
     if summary["same_weights"] is not None:
-        how = "the same weights, bit by bit" if summary["same_weights"] else "other weights"
-        return how
+        return "the same weights, bit by bit" if summary["same_weights"] else "other weights"
     if not own.off_policy:
         return f"nothing is known of the run's weights after step {own.last}"
     if step := summary["worthless_from"]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import BRANCHED
 
 from areal.trajectory import Branch, Group, Trajectory, columns, trajectories
 
@@ -36,18 +37,6 @@ def test_a_checked_sample_has_the_types_that_travel():
 def test_what_cannot_be_learned_from_is_no_sample(change, said):
     with pytest.raises(ValueError, match=said):
         replace(SAMPLE, **change).checked()
-
-
-# A prompt 0 1 and two answers, of which the second branches off within the first; then a conversation of its own.
-BRANCHED = Trajectory(
-    tokens=np.array([0, 1, 2, 3, 7, 8, 9, 5], np.int32),
-    logprobs=np.array([0, 0, -2, -3, 0, -8, 0, -5], np.float32),
-    versions=np.array([-1, -1, 4, 4, -1, 5, -1, 3], np.int32),
-    reward=1.0,
-    finish="stop",
-    branches=(Branch(0, 4), Branch(3, 2), Branch(0, 2)),
-    returns=np.arange(8.0),
-)
 
 
 def test_each_branch_is_a_sequence_and_each_sampled_token_is_in_one_of_them():

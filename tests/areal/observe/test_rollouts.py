@@ -10,8 +10,9 @@ from rollout_files import sample, write_model, write_run
 from areal.__main__ import main
 from areal.config import UserError
 from areal.observe import rollouts
-from areal.observe.rollouts import Rollouts, Where, condition, pieces, sql_condition
+from areal.observe.rollouts import Rollouts, Where, condition, sql_condition
 from areal.storage.rollouts import SCHEMA
+from areal.trajectory import pieces
 
 
 @pytest.fixture(scope="module")

@@ -9,21 +9,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from helpers import BRANCHED
 
 from areal.config import UserError
 from areal.storage.rollouts import ONE_OF, RolloutWriter, batches, files
-from areal.trajectory import Branch, Group, TokenValues, Trajectory, notes_of
+from areal.trajectory import Group, TokenValues, Trajectory, notes_of
 
-# A prompt 0 1 and two answers, of which the second branches off within the first; then a conversation of its own.
-BRANCHED = Trajectory(
-    tokens=np.array([0, 1, 2, 3, 7, 8, 9, 5], np.int32),
-    logprobs=np.array([0, 0, -2, -3, 0, -8, 0, -5], np.float32),
-    versions=np.array([-1, -1, 4, 4, -1, 5, -1, 3], np.int32),
-    reward=1.0,
-    finish="stop",
-    branches=(Branch(0, 4), Branch(3, 2), Branch(0, 2)),
-    returns=np.arange(8.0),
-)
 NOTES = notes_of(
     {"prompt": "0 1", "answer": "2", "tests": "x" * 20_000},
     [{"parts": {"form": 0.5}, "generators": ["generator/0", "generator/1"], "began": 1e9, "seconds": 2.5}] * 2,
@@ -114,13 +105,19 @@ def test_a_later_trainer_goes_on_after_the_newest_step_and_adds_nothing_twice(tm
 
 def test_a_writer_that_is_killed_leaves_whole_files(tmp_path):
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "import sys; sys.path[:0] = sys.argv[1].split(':'); from pathlib import Path\n"
         "import test_rollouts as t\n"
         "own = t.writer(Path(sys.argv[2]))\n"
         "for step in range(1, 10_000):\n"
         "    own.trained(step, [t.group(step)], None); own.write(); print(step, flush=True)"
     )
-    arguments = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
+    arguments = [
+        sys.executable,
+        "-c",
+        code,
+        ":".join([str(Path(__file__).parent), str(Path(__file__).parents[2])]),
+        str(tmp_path),
+    ]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         said = [process.stdout.readline() for _ in range(20)]
         os.kill(process.pid, signal.SIGKILL)
