@@ -111,13 +111,8 @@ def test_a_writer_that_is_killed_leaves_whole_files(tmp_path):
         "for step in range(1, 10_000):\n"
         "    own.trained(step, [t.group(step)], None); own.write(); print(step, flush=True)"
     )
-    arguments = [
-        sys.executable,
-        "-c",
-        code,
-        ":".join([str(Path(__file__).parent), str(Path(__file__).parents[2])]),
-        str(tmp_path),
-    ]
+    here = Path(__file__).parent
+    arguments = [sys.executable, "-c", code, f"{here}:{here.parents[1]}", str(tmp_path)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         said = [process.stdout.readline() for _ in range(20)]
         os.kill(process.pid, signal.SIGKILL)
