@@ -16,7 +16,7 @@ import structlog
 import uvloop
 
 from areal.config import Config, UserError, dump_config, load_config
-from areal.processes import KEYS, SUPERVISED, die_with_parent, raise_open_files
+from areal.processes import KEYS, SUPERVISED, die_with_parent, importing, raise_open_files
 from areal.storage.run_folder import configuration_to_resume
 from areal.text import shown
 
@@ -149,6 +149,9 @@ def start(arguments: argparse.Namespace) -> int:
 
         for name in arguments.reward:
             check(name)
+    if roles == ["generator"]:
+        # numpy, which the bus imports, would start a thread for each core. `prepare` needs a process with one thread.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from actors.runtime.addresses import find_master
 
     arguments.master = find_master(arguments.master, arguments.wait)
@@ -393,6 +396,10 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         # Rows of many lengths would fragment the memory of a GPU. torch reads this when it is imported.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         join_ranks(arguments)
+    if role == "generator":
+        from areal.generation.engine import prepare
+
+        prepare(config_of_run(arguments).generator)
 
     async def run() -> Ending:
         delays.watch()
@@ -422,7 +429,9 @@ def build(role: str, arguments: argparse.Namespace) -> Actor:
 
     door = Door.towards(arguments.master, arguments.host, arguments.bind, arguments.ports)
     network = open_network(host_of(arguments.master), door.bind)
-    kind = getattr(import_module(f"actors.{role}"), "".join(word.capitalize() for word in role.split("_")))
+    with importing():
+        module = import_module(f"actors.{role}")
+    kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
     more = {"functions": tuple(arguments.reward or ())} if role == "reward" else {}
     bus = Bus(f"{role}/{'?' if arguments.index is None else arguments.index}#{incarnation()}", network)
     return kind(bus, arguments.master, arguments.index, door, patience=arguments.wait, **more)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal.devices import CORES, settle
+from areal.processes import importing
 from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import Manifest
 from areal.weights.folders import remove_folder
@@ -119,7 +120,8 @@ class Ranks:
 
 def start_engine(config: Config) -> TrainingEngine:
     """Create the engine of this rank. Called on all ranks."""
-    from areal.training.engine import TrainingEngine
+    with importing():
+        from areal.training.engine import TrainingEngine
 
     return TrainingEngine.of_run(config, keep_values=config.observe.rollouts != "none")
 

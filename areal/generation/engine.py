@@ -35,6 +35,7 @@ from areal.amx import avoid_broken_amx
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
 from areal.devices import SHARES, visible_devices
 from areal.generation.forking import forking, import_early
+from areal.processes import importing
 from areal.trajectory import Finish
 from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
 
@@ -171,7 +172,6 @@ class GenerationEngine:
         module. Raises UserError if `model` or `config` is at fault, EngineError if the engine does not start.
         """
         weights = _read_model_folder(model, lora)
-        _set_environment(config)
         # In a thread: importing vLLM and waiting for its process take seconds; the actor has to send heartbeats then.
         core, stop_tokens = await asyncio.to_thread(_start_core, model, config, seed, lora, sleeps, transfer)
         limits = core.vllm_config.model_config
@@ -599,8 +599,10 @@ def _sampling_params(
     )
 
 
-def _set_environment(config: GeneratorConfig) -> None:
-    """Set the environment variables that vLLM and its child processes read at import."""
+def prepare(config: GeneratorConfig) -> bool:
+    """Set the environment variables that vLLM and its processes read at import. On CPUs, begin to import vLLM, for an
+    engine process that is forked. Returns whether it will be. Call it while the process has a single thread, then vLLM
+    is imported once for both."""
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     # vLLM's own binding would pin every engine of a machine to the same first cores.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -608,6 +610,11 @@ def _set_environment(config: GeneratorConfig) -> None:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if sys.platform != "linux" or visible_devices():
+        return False
+    _set_cpu_environment(config)
+    import_early()
+    return True
 
 
 def _check_libraries() -> None:
@@ -634,13 +641,11 @@ def _set_cpu_environment(config: GeneratorConfig) -> None:
 def _start_core(
     model: Path, config: GeneratorConfig, seed: int, lora: LoraConfig | None, sleeps: bool, transfer: str | None
 ) -> tuple[AsyncMPClient, list[int]]:
-    forks = sys.platform == "linux" and not visible_devices()
-    if forks:
-        _set_cpu_environment(config)
-        import_early()
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.core_client import EngineCoreClient
-    from vllm.v1.executor import Executor
+    forks = prepare(config)
+    with importing():
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.core_client import EngineCoreClient
+        from vllm.v1.executor import Executor
 
     if current_platform.is_cpu():
         _check_libraries()

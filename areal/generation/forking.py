@@ -1,20 +1,29 @@
-"""Starts vLLM's engine process on the CPU by forking a process that has imported vLLM.
+"""Starts vLLM's engine process on the CPU by forking a process that has imported vLLM: Python's fork server.
 
 vLLM would start it by `spawn`. It would then import vLLM only when the process that starts it has done so and has made
-the configuration: 8 s of CPU one after the other. Python's fork server imports it at the same time.
+the configuration: 8 s of CPU one after the other. The fork server itself is forked from a process that has imported
+vLLM, if that has a single thread. Otherwise it is a new process that imports vLLM beside this one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import importlib
 import importlib.util
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import forkserver
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+import setproctitle
+
+from areal.processes import importing
 
 IMPORTED = ["vllm.v1.engine.core", "areal.generation.vllm_worker"]
 
@@ -22,17 +31,53 @@ PRELOAD = "LD_PRELOAD"
 # The environment variables that are read when libraries are loaded begin with one of these.
 READ_EARLY = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_", PRELOAD, "TORCH_", "TORCHDYNAMO_", "HF_", "PYTHON")
 
+# Of glibc's mallopt, by the environment variable.
+MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
+
 _environment: dict[str, str] = {}  # of these, as they were when the fork server was started
 
 
 def import_early() -> None:
-    """Start the fork server if it does not run yet. It begins to import vLLM. The environment must be that of the
-    engine already, as far as it is read when libraries are loaded."""
-    if not _environment:
-        _preload_openmp()
-        _environment.update(_read_early())
-        multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    """Start the fork server if it does not run yet. The environment must be that of the engine already, as far as it is
+    read when libraries are loaded. A process with a single thread imports vLLM here."""
+    if _environment:
+        return
+    _preload_openmp()
+    _environment.update(_read_early())
+    alone = len(os.listdir("/proc/self/task")) == 1
+    multiprocessing.get_context("forkserver").set_forkserver_preload([] if alone else IMPORTED)
+    if not alone:
+        return forkserver.ensure_running()
+    with importing():
+        for name in IMPORTED:
+            importlib.import_module(name)
+    spawn, util.spawnv_passfds = util.spawnv_passfds, _fork
+    try:
         forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _fork(_: Any, command: Sequence[str], files: Sequence[int]) -> int:
+    """In place of multiprocessing.util.spawnv_passfds: run the last word of `command`, a program, in a fork of this
+    process, with these open files and no others. Returns the process id."""
+    gc.freeze()  # else garbage collection in the child would copy every page that it shares with this process
+    if pid := os.fork():
+        return pid
+    try:
+        setproctitle.setproctitle("areal forkserver of vLLM")
+        kept = {0, 1, 2, *files}
+        for file in map(int, os.listdir("/proc/self/fd")):
+            if file not in kept:
+                with contextlib.suppress(OSError):  # the listing's own
+                    os.close(file)
+        exec(command[-1])
+    except SystemExit:  # this process has ended
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 @contextlib.contextmanager
@@ -63,6 +108,10 @@ def _begin(environment: Mapping[str, str], target: Callable[..., None], kwargs: 
     """The engine process. Its environment gets what was added since the fork server was started."""
     # Of the rest even a write of the same value would move it, and setproctitle finds its room by where all of it is.
     os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+    libc = ctypes.CDLL(None)
+    for name, option in MALLOPT.items():  # glibc has read them when the fork server's own program was started
+        if (value := environment.get(name, "")).isdecimal():
+            libc.mallopt(option, int(value))
     target(**kwargs)
 
 
@@ -71,11 +120,12 @@ def _read_early() -> dict[str, str]:
 
 
 def _preload_openmp() -> None:
-    """Have engine processes load PyTorch's libgomp first, so that vLLM's kernels load no second one. vLLM would do the
-    same, but later."""
+    """Load PyTorch's libgomp first, here and in engine processes, so that vLLM's kernels use no second one. vLLM would
+    do the same for the engine, but later."""
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None
     torch, loaded = Path(found.origin).parent, os.environ.get(PRELOAD, "")
     libraries = [*torch.parent.glob("torch.libs/libgomp*.so*"), *torch.glob("lib/libgomp*.so*")]
     if libraries and not any(name in loaded for name in ("libgomp", "libomp", "libiomp")):
         os.environ[PRELOAD] = ":".join(filter(None, [loaded, str(libraries[0])]))
+        ctypes.CDLL(str(libraries[0]), mode=ctypes.RTLD_GLOBAL)

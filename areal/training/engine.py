@@ -32,6 +32,7 @@ from torch import Tensor
 from areal.amx import avoid_broken_amx
 from areal.config import Config, TrainerConfig, UserError
 from areal.models import check_heads
+from areal.processes import importing
 from areal.training.advantages import advantages
 from areal.training.agreement import SILENCE, Writer
 from areal.training.checkpoint import Share, TrainingState
@@ -164,7 +165,8 @@ class TrainingEngine:
                 avoid_broken_amx()
         if not cuda or config.offload != "none":
             torch.set_num_threads(config.threads)
-        import deepspeed
+        with importing():
+            import deepspeed
 
         deepspeed.utils.logger.setLevel("WARNING")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # DeepSpeed's calls
@@ -240,8 +242,9 @@ class TrainingEngine:
             del known_while_it_lives
 
     def _read_model(self, folder: Path, dtype: str) -> torch.nn.Module:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging as transformers_logging
+        with importing():
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
         try:
