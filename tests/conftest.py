@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -28,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are collected
+
     # A process that has computed in fp32 can be kept from a broken AMX no more, and here one does fp32 and bf16.
     avoid_broken_amx()
 
@@ -112,3 +115,8 @@ def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
                 started.process.wait(15)
             except subprocess.TimeoutExpired:
                 os.killpg(started.process.pid, signal.SIGKILL)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import numpy as np
+import setproctitle
 
 from areal.amx import avoid_broken_amx
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
@@ -603,6 +604,7 @@ def prepare(config: GeneratorConfig) -> bool:
     """Set the environment variables that vLLM and its processes read at import. On CPUs, begin to import vLLM, for an
     engine process that is forked. Returns whether it will be. Call it while the process has a single thread, then vLLM
     is imported once for both."""
+    setproctitle.getproctitle()  # it finds the place of the title only while the environment has not been written
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     # vLLM's own binding would pin every engine of a machine to the same first cores.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

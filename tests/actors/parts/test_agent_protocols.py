@@ -8,9 +8,8 @@ import contextlib
 import json
 import sys
 
-import anthropic
+import clients
 import numpy as np
-import openai
 import pytest
 from scripted_policy import Session, byte_tokenizer
 
@@ -66,7 +65,7 @@ def responses(opened):
 
     async def start(*says):
         session, api, client = await opened(
-            lambda api: openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0), *says
+            lambda api: clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0), *says
         )
         return session, api, client.responses
 
@@ -84,9 +83,9 @@ def messages(opened):
     return start
 
 
-def claude(api, **key) -> anthropic.AsyncAnthropic:
+def claude(api, **key) -> clients.anthropic.AsyncAnthropic:
     address = api.base_url.removesuffix("/v1")
-    return anthropic.AsyncAnthropic(base_url=address, **(key or {"api_key": api.api_key}), max_retries=0)
+    return clients.anthropic.AsyncAnthropic(base_url=address, **(key or {"api_key": api.api_key}), max_retries=0)
 
 
 async def collected(events) -> list:
@@ -176,7 +175,7 @@ async def test_a_response_that_was_cut_is_incomplete(responses):
 )
 async def test_what_a_response_cannot_do_is_said(responses, asked, reason):
     session, _, client = await responses("4")
-    with pytest.raises(openai.BadRequestError, match=reason):
+    with pytest.raises(clients.openai.BadRequestError, match=reason):
         await client.create(**({"model": "m", "input": "?"} | asked))
     assert not session.prompts
 
@@ -238,7 +237,7 @@ async def test_a_streamed_message_has_the_same_parts(messages):
 
 
 async def test_the_tool_runner_of_anthropic_s_client_goes_on_in_one_conversation(opened):
-    @anthropic.beta_async_tool
+    @clients.anthropic.beta_async_tool
     async def weather(city: str) -> str:
         """Today's."""
         return f"clear sky over {city}"
@@ -266,7 +265,7 @@ async def test_a_thread_has_the_messages_the_system_prompt_and_the_tools_that_ca
         await say(text, {"type": "continue", "previous_message_id": first})
     begun = "tools weathersystem Be brief.user 2+2?assistant 4user "
     assert session.prompts[1:] == [f"{begun}Sure?assistant ", f"{begun}No?assistant "]
-    with pytest.raises(anthropic.types.ThreadNotFoundError):
+    with pytest.raises(clients.anthropic.types.ThreadNotFoundError):
         await say("?", {"type": "continue", "previous_message_id": "msg_0"})
 
 
@@ -318,7 +317,7 @@ async def test_tokens_are_counted_without_a_turn(messages):
 )
 async def test_what_a_message_cannot_do_is_said(messages, asked, reason):
     session, _, client = await messages("4")
-    with pytest.raises(anthropic.BadRequestError, match=reason) as refused:
+    with pytest.raises(clients.anthropic.BadRequestError, match=reason) as refused:
         await client.create(**({"model": "m", "max_tokens": 9, "messages": [user("?")]} | asked))
     assert (refused.value.body["type"], refused.value.type) == ("error", "invalid_request_error")
     assert not session.prompts
@@ -329,7 +328,7 @@ async def test_the_key_may_come_in_either_header(serve):
     async with claude(api, auth_token=api.api_key) as client:
         assert (await client.messages.count_tokens(model="m", messages=[user("?")])).input_tokens == 1
     async with claude(api, api_key="sample-0") as client:
-        with pytest.raises(anthropic.AuthenticationError) as refused:
+        with pytest.raises(clients.anthropic.AuthenticationError) as refused:
             await client.messages.create(model="m", max_tokens=9, messages=[user("?")])
         assert refused.value.type == "authentication_error"
 
@@ -338,7 +337,7 @@ async def test_a_sample_may_be_asked_in_every_protocol(serve):
     session = Session("4", "yes", "9")
     api = await serve(session)
     given = [user("2+2?")]
-    async with openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0) as client:
+    async with clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0) as client:
         done = await client.chat.completions.create(model="m", messages=given)
         given += [{"role": "assistant", "content": done.choices[0].message.content}, user("Sure?")]
         done = await client.responses.create(model="m", input=given)
@@ -427,7 +426,7 @@ async def halting(serve, monkeypatch):
 
         async def start(kind):
             api = await serve(Session())
-            ours = openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
+            ours = clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
             theirs = claude(api)
             await stack.enter_async_context(ours)
             await stack.enter_async_context(theirs)
@@ -459,7 +458,7 @@ async def test_text_is_sent_while_it_is_sampled_and_an_error_after_it_is_an_even
     if kind == "response":
         assert [(event.type, event.code) for event in await collected(stream)] == [("error", "sample_failed")]
     else:
-        with pytest.raises((openai.APIError, anthropic.APIError), match="the sample has failed"):
+        with pytest.raises((clients.openai.APIError, clients.anthropic.APIError), match="the sample has failed"):
             await collected(stream)
 
 

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
+import clients
 import numpy as np
-import openai
 import pytest
 from helpers import processes_mentioning
 from scripted_policy import END, Recorded, byte_tokenizer
@@ -118,7 +118,7 @@ async def opened(tokenizer):
         async def start(*says, **more):
             policy = Policy(tokenizer, *says, **more)
             api = await stack.enter_async_context(policy.endpoint())
-            client = openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
+            client = clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
             await stack.enter_async_context(client)
             return policy, api, client.chat.completions
 
@@ -199,7 +199,7 @@ async def test_thinking_is_a_field_of_its_own_and_need_not_be_sent_back(opened, 
 
 async def test_tools_that_are_not_in_openai_s_form_are_refused(opened):
     _, _, chat = await opened("4")
-    with pytest.raises(openai.BadRequestError, match=r"tools\.0\.function: Field required"):
+    with pytest.raises(clients.openai.BadRequestError, match=r"tools\.0\.function: Field required"):
         await chat.create(model="m", messages=[user("?")], tools=[{"name": "weather"}])
 
 
@@ -217,7 +217,7 @@ async def test_a_call_that_does_not_go_on_from_an_answer_begins_a_branch(opened,
     policy, _, chat = await opened("4", "other", "yes")
     messages = [user("2+2?"), {"role": "assistant", "content": "4"}, user("Sure?")]
     await chat.create(model="m", messages=messages[:1])
-    await chat.create(model="m", messages=change(messages), tools=tools or openai.omit)
+    await chat.create(model="m", messages=change(messages), tools=tools or clients.openai.omit)
     await chat.create(model="m", messages=messages)
     done = policy.trajectory(1.0)
     beginning = "<start>user 2+2?<end><start>assistant "
@@ -272,7 +272,7 @@ async def test_where_there_is_no_room_left_answers_are_empty_and_what_was_sample
 )
 async def test_what_cannot_be_done_is_said(opened, asked, reason):
     policy, _, chat = await opened("4")
-    with pytest.raises(openai.BadRequestError, match=reason):
+    with pytest.raises(clients.openai.BadRequestError, match=reason):
         await chat.create(**({"model": "m", "messages": [user("?")]} | asked))
     assert not policy.prompts
     (told,) = policy.refused
@@ -283,23 +283,23 @@ async def test_a_key_is_good_for_its_sample_alone_and_while_it_lasts(tokenizer):
     policy = Policy(tokenizer, "4")
     async with policy.endpoint() as api, policy.endpoint() as other:
         assert api.api_key != other.api_key
-        async with openai.AsyncOpenAI(base_url=api.base_url, api_key="sample-0", max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError):
+        async with clients.openai.AsyncOpenAI(base_url=api.base_url, api_key="sample-0", max_retries=0) as client:
+            with pytest.raises(clients.openai.AuthenticationError):
                 await client.chat.completions.create(model="m", messages=[user("?")])
-        async with openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0) as client:
+        async with clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0) as client:
             assert [model.id async for model in client.models.list()] == ["policy"]
             async with policy._endpoint.serve(policy) as ended:
                 pass
-            with pytest.raises(openai.AuthenticationError, match="ended"):
+            with pytest.raises(clients.openai.AuthenticationError, match="ended"):
                 await client.with_options(api_key=ended.api_key).models.list()
-            with pytest.raises(openai.NotFoundError, match="Not Found"):
+            with pytest.raises(clients.openai.NotFoundError, match="Not Found"):
                 await client.embeddings.create(model="m", input="x")
 
 
 async def test_a_body_that_is_too_large_is_refused(opened, monkeypatch):
     monkeypatch.setattr(openai_endpoint, "MAX_BODY_BYTES", 1000)
     _, _, chat = await opened("4")
-    with pytest.raises(openai.APIStatusError) as refused:
+    with pytest.raises(clients.openai.APIStatusError) as refused:
         await chat.create(model="m", messages=[user("x" * 1000)])
     assert refused.value.status_code == 413
 
@@ -346,11 +346,11 @@ async def test_the_end_of_a_sample_stops_its_calls(tokenizer):
     policy = Policy(tokenizer, None)
     async with asyncio.timeout(60):
         async with policy._endpoint.serve(policy) as api:
-            client = openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
+            client = clients.openai.AsyncOpenAI(base_url=api.base_url, api_key=api.api_key, max_retries=0)
             call = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("?")]))
             await policy.changed.until(lambda: policy.busy)
         assert policy.stopped == 1
-        with pytest.raises(openai.BadRequestError, match="the sample has ended"):
+        with pytest.raises(clients.openai.BadRequestError, match="the sample has ended"):
             await call
     await client.close()
     await policy._endpoint.close()
@@ -359,8 +359,8 @@ async def test_the_end_of_a_sample_stops_its_calls(tokenizer):
 # --- the workflow
 
 
-def ask(base_url: str, api_key: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+def ask(base_url: str, api_key: str) -> clients.openai.AsyncOpenAI:
+    return clients.openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
 async def asks(base_url, api_key, row):
@@ -377,7 +377,7 @@ async def reports(base_url, api_key, row):
     await asks(base_url, api_key, row)
     async with ask(base_url, api_key) as client:
         await client.post("/reward", body={"reward": 0.5}, cast_to=object)
-        with pytest.raises(openai.BadRequestError):
+        with pytest.raises(clients.openai.BadRequestError):
             await client.post("/reward", body={"reward": "much"}, cast_to=object)
 
 
@@ -387,7 +387,7 @@ async def blocks_all_threads(base_url, api_key, row):
     loop.set_default_executor(ThreadPoolExecutor(1))
 
     def ask() -> bool:
-        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60) as client:
+        with clients.openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60) as client:
             done = client.chat.completions.create(model="m", messages=[user(row["prompt"])], tools=[WEATHER])
             return done.choices[0].finish_reason == "tool_calls"
 
@@ -414,7 +414,7 @@ async def is_not_finite(*access):
 
 
 async def carries_on(*access):
-    with contextlib.suppress(openai.BadRequestError):
+    with contextlib.suppress(clients.openai.BadRequestError):
         await asks(*access)
     await asyncio.sleep(3600)
 

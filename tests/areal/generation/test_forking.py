@@ -4,38 +4,60 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import psutil
+import pytest
 
 from areal.generation import forking as module
 from areal.generation.forking import forking, import_early
 from areal.selftest.synthetic import write_tiny_model
 
 SCRIPT = """
-import asyncio, psutil, sys
+import asyncio, os, psutil, signal, sys
 from pathlib import Path
-from areal.generation.engine import GenerationEngine
+from areal.generation.engine import GenerationEngine, prepare
 from areal.selftest.synthetic import tiny_config
 
-async def main(model):
-    engine = await GenerationEngine.start(model, tiny_config(model, "float32").generator, version=0)
+async def main(model, config):
+    engine = await GenerationEngine.start(model, config, version=0)
     (core,) = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
-    print("forked" if "forkserver" in " ".join(core.parent().cmdline()) else core.parent().cmdline())
+    server = core.parent()
+    print(core.pid, server.pid)
+    print(" ".join(server.cmdline()))
+    if "killed" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
     await engine.close()
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    model = Path(sys.argv[1])
+    config = tiny_config(model, "float32").generator
+    if "prepared" in sys.argv:
+        prepare(config)
+        assert "vllm.v1.engine.core" in sys.modules
+    asyncio.run(main(model, config))
 """
 
 
-def test_the_first_engine_of_a_process_is_forked(tmp_path):
-    """Whatever vLLM and its packages do to the environment when they are imported."""
+@pytest.mark.parametrize(
+    ("words", "server"),
+    [([], "multiprocessing.forkserver"), (["prepared", "killed"], "areal forkserver of vLLM")],
+    ids=["by a new process", "by a fork of this one"],
+)
+def test_the_first_engine_of_a_process_is_forked(tmp_path, words, server):
+    """Whatever vLLM and its packages do to the environment when they are imported. All ends with the process."""
     write_tiny_model(tmp_path / "model", "float32")
     (tmp_path / "start.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "start.py"), str(tmp_path / "model")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
-    assert done.stdout.splitlines()[-1] == "forked"
+    command = [sys.executable, str(tmp_path / "start.py"), str(tmp_path / "model"), *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == (-signal.SIGKILL if "killed" in words else 0)
+    facts, title = done.stdout.splitlines()[-2:]
+    assert server in title
+    left = [psutil.Process(int(pid)) for pid in facts.split()[:2] if psutil.pid_exists(int(pid))]
+    assert not psutil.wait_procs(left, timeout=60)[1]
 
 
 def write_facts(file: str) -> None:

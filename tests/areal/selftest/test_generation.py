@@ -15,7 +15,6 @@ from areal.selftest import generation, sequences
 from areal.selftest.generation import Generation, check_engine, check_versions
 from areal.selftest.synthetic import TINY, tiny_config, write_tiny_model
 from areal.selftest.transport import Sending
-from areal.weights import transfer
 from areal.weights.folders import WEIGHTS_FILE, write_weights
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -136,6 +135,8 @@ async def test_weights_that_are_sent_directly_are_the_trainers(generator, folder
 
 
 async def test_a_tensor_that_is_lost_on_the_way_fails(generator, folder, monkeypatch):
+    from areal.weights import transfer  # it imports vLLM
+
     await generator._engine.load(folder / "model", 0)
     pairs = transfer._Stored.__iter__
     lost = "model.layers.1.mlp.down_proj.weight"
