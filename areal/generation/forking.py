@@ -58,9 +58,9 @@ def import_early() -> None:
         util.spawnv_passfds = spawn
 
 
-def _fork(_: Any, command: Sequence[str], files: Sequence[int]) -> int:
-    """In place of multiprocessing.util.spawnv_passfds: run the last word of `command`, a program, in a fork of this
-    process, with these open files and no others. Returns the process id."""
+def _fork(path: bytes, command: Sequence[Any], files: Sequence[int]) -> int:
+    """In place of multiprocessing.util.spawnv_passfds: run the last word of `command`, which is Python, in a fork of
+    this process, with these open files and no others. Returns the process id."""
     gc.freeze()  # else garbage collection in the child would copy every page that it shares with this process
     if pid := os.fork():
         return pid
