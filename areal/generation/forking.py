@@ -58,20 +58,20 @@ def import_early() -> None:
         util.spawnv_passfds = spawn
 
 
-def _fork(path: bytes, command: Sequence[Any], files: Sequence[int]) -> int:
-    """In place of multiprocessing.util.spawnv_passfds: run the last word of `command`, which is Python, in a fork of
-    this process, with these open files and no others. Returns the process id."""
+def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """In place of multiprocessing.util.spawnv_passfds: run the last of `args`, which is Python, in a fork of this
+    process, with these open files and no others. Returns the process id."""
     gc.freeze()  # else garbage collection in the child would copy every page that it shares with this process
     if pid := os.fork():
         return pid
     try:
         setproctitle.setproctitle("areal forkserver of vLLM")
-        kept = {0, 1, 2, *files}
+        kept = {0, 1, 2, *passfds}
         for file in map(int, os.listdir("/proc/self/fd")):
             if file not in kept:
                 with contextlib.suppress(OSError):  # the listing's own
                     os.close(file)
-        exec(command[-1])
+        exec(args[-1])
     except SystemExit:  # this process has ended
         pass
     except BaseException:
