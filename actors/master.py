@@ -302,6 +302,13 @@ class Master(HandlesRequests):
         if not self._end.done():
             self._end.set_result(Ending(ok, reason, stopped=stopped))
 
+    def _shutdown(self) -> Shutdown | None:
+        """How the run ended; None if it has not."""
+        if not self._end.done():
+            return None
+        ending = self._end.result()
+        return Shutdown(ok=ending.ok, reason=ending.reason[:4096])
+
     async def _say_farewell(self, ending: Ending) -> None:
         self.folder.write_summary(summary(self.config, self.state, ending))
         self._send_out(Shutdown(ok=ending.ok, reason=ending.reason[:4096]))
@@ -517,7 +524,7 @@ class Master(HandlesRequests):
             self._change(member, state=beat.state, serves=beat.serves)
             self._progress()
         return HeartbeatAnswer(
-            policy=self.state.policy, sequence=self._events.sequence, ended=self._end.done(),
+            policy=self.state.policy, sequence=self._events.sequence, ended=self._shutdown(),
             loads=self._loads_for(member) if member.role == "rollout_manager" else {},
         )  # fmt: skip
 

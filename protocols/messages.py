@@ -49,7 +49,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -249,12 +249,19 @@ class Heartbeat(Message):
     clock: Number = 0.0
 
 
+class Shutdown(Message):
+    """The run is over. `ok`: it reached its end."""
+
+    ok: bool
+    reason: Annotated[str, Field(max_length=4096)]
+
+
 class HeartbeatAnswer(Message):
-    """`loads`: for a rollout manager, the loads of the generators by identity."""
+    """`ended`: once the run is over. `loads`: for a rollout manager, the loads of the generators by identity."""
 
     policy: Policy
     sequence: int
-    ended: bool
+    ended: Shutdown | None = None
     loads: dict[Name, LoadTold] = {}
 
 
@@ -797,10 +804,3 @@ class MembersChanged(Message):
 
     changed: Several[Member] = ()
     gone: Several[Name] = ()
-
-
-class Shutdown(Message):
-    """The run is over. `ok`: it reached its end."""
-
-    ok: bool
-    reason: Annotated[str, Field(max_length=4096)]

@@ -418,7 +418,7 @@ class Actor(HandlesRequests):
         self._numbers = {"healthy": float(beat.state == "healthy"), **beat.stats}
         answer = await self.ask_master(beat, HeartbeatAnswer)
         if answer.ended:
-            return self.stop(True, "the run is over")
+            return self.stop(answer.ended.ok, answer.ended.reason)
         self.told(answer.loads)
         if answer.sequence > self._sequence:
             # An event was lost or has not arrived yet, or the master was restarted. The snapshot is newer in each case.

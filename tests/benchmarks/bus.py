@@ -137,7 +137,7 @@ def _handle(request: Request) -> Awaitable[Message] | AsyncIterator[Message]:
 
 
 async def _beat() -> HeartbeatAnswer:
-    return HeartbeatAnswer(policy=Policy(**POLICY), sequence=7, ended=False)
+    return HeartbeatAnswer(policy=Policy(**POLICY), sequence=7)
 
 
 async def _chunk() -> WeightChunk:
