@@ -33,6 +33,7 @@ RATIOS = {
         ("ours / TRL asynchronous, its defaults", "ratio_async", 1.2),
         ("ours / TRL asynchronous, without the bias", "ratio_async_unbiased", 1.5),
     ],
+    "time_to_accuracy": [("seconds to accuracy 0.72, max_staleness 0 / 4", "ratio", None)],
     "generator_overhead": [("through the actors / bare vLLM", "ratio", 0.95)],
     "bus": [("ours / bare pyzmq asyncio", "ratio", 0.6), ("ours / Ray actors", "ratio_ray", 3)],
     "interrupt": [("interruption on / off", "ratio", 1.12)],
@@ -42,7 +43,9 @@ RATIOS = {
     "sandbox": [("programs in the sandbox / bare", "ratio", None)],
     "nodes": [("four hosts / one host", "ratio", None)],
 }
-WITH_A_MODEL = {"async_vs_sync", "vs_trl", "generator_overhead", "interrupt", "packing", "trainer_overhead", "nodes"}
+WITH_A_MODEL = {
+    "async_vs_sync", "vs_trl", "time_to_accuracy", "generator_overhead", "interrupt", "packing", "trainer_overhead", "nodes",
+}  # fmt: skip
 WITH_ROUNDS = set(RATIOS) - {"nodes"}
 
 

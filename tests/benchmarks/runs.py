@@ -44,9 +44,9 @@ class Run:
         return sum(step[metric] for step in self.steady)
 
 
-def run(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> Run:
-    """A whole run of the quickstart's configuration, changed, below `folder`, of which only the numbers are kept. A run
-    that fails ends the benchmark."""
+def run(model: Path, folder: Path, name: str, overrides: Sequence[str], *, keep: bool = False) -> Run:
+    """A whole run of the quickstart's configuration, changed, below `folder`. Its own folder is removed unless `keep`.
+    A run that fails ends the benchmark."""
     command = [
         sys.executable, str(ROOT / "run.py"), f"run_dir={folder}", f"name={name}", f"model={model.resolve()}",
         f"master.address=tcp://127.0.0.1:{free_port()}", *overrides,
@@ -57,7 +57,8 @@ def run(model: Path, folder: Path, name: str, overrides: Sequence[str]) -> Run:
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}")
     found = read(folder / name)
-    shutil.rmtree(folder / name)
+    if not keep:
+        shutil.rmtree(folder / name)
     return found
 
 

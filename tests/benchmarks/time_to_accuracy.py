@@ -1,0 +1,157 @@
+"""Seconds of training until the quickstart reaches a held-out accuracy, by how stale its samples may be.
+
+    python tests/benchmarks/time_to_accuracy.py --json time_to_accuracy.json
+
+All runs start from the same model. Their checkpoints are evaluated after the run (greedy, the same held-out rows for
+all), so that evaluation takes none of its time. Seconds count from the beginning of the first step, in which the first
+samples are generated. Between two checkpoints, accuracy is taken to rise evenly. The headline `ratio` compares the
+times to the last of ACCURACIES at `max_staleness` 0 and 4.
+
+The file is written after every run, and a run that is in it is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from results import ratio, show
+from runs import QUICKSTART, run
+
+from areal.config import Config, load_config
+from areal.data import quickstart
+from areal.data.addition import reward
+from areal.data.rows import prompt_text
+from areal.data.sources import open_source
+from areal.generation.engine import GenerationEngine
+from areal.storage.run_folder import checkpoint_of
+from areal.tokens import load_tokenizer
+from areal.workflows.conversation import begin
+
+ACCURACIES = (0.65, 0.72)
+SETTINGS = {
+    "0": ("max_staleness=0",),
+    "1": ("max_staleness=1",),
+    "2": ("max_staleness=2",),
+    "4": ("max_staleness=4",),
+    "4, run_ahead max": ("max_staleness=4", "run_ahead=max"),
+}
+CHECKPOINT_EVERY = 16
+
+Curve = Sequence[tuple[float, float]]
+"""Seconds and accuracy, at the beginning and at each checkpoint."""
+
+
+def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(measure(options, Path(folder)))
+    show(
+        f"held-out accuracy over {options.eval_size} rows, and seconds until it is reached (one per seed)",
+        ["max_staleness", "samples/s", f"after {options.steps} steps", *(f"seconds to {a}" for a in ACCURACIES)],
+        [row(setting, [one for one in found["runs"] if one["setting"] == setting]) for setting in SETTINGS],
+        [],
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
+    parser.add_argument("--rounds", type=int, default=3, help="seeds")
+    parser.add_argument("--steps", type=int, default=5 * CHECKPOINT_EVERY)
+    parser.add_argument("--eval-size", type=int, default=1024, help="held-out problems")
+    parser.add_argument("--model", type=Path, help="the quickstart's model, if it is there already")
+    return parser.parse_args()
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    model = options.model or quickstart.ensure(folder / "models")
+    config = load_config(QUICKSTART, [f"model={model}", f"data.eval_size={options.eval_size}"])
+    what = {"steps": options.steps, "eval_size": options.eval_size}
+    found: dict[str, Any] = {"setting": what, "ratio": None, "spread": None, "runs": []}
+    if options.json.exists():
+        found = json.loads(options.json.read_text())
+        if found["setting"] != what:
+            sys.exit(f"{options.json} holds results of another setting: give another file, or remove it.")
+    engine = await GenerationEngine.start(model, config.generator, version=0)
+    start = await accuracy(engine, config)
+    for seed in range(options.rounds):
+        for setting, overrides in SETTINGS.items():
+            key = {"setting": setting, "seed": seed}
+            if any(key.items() <= known.items() for known in found["runs"]):
+                continue
+            curve = [(0.0, start)]
+            words = [f"seed={seed}", f"steps={options.steps}", "data.eval_size=0", *overrides]
+            words += [f"trainer.checkpoint_every={CHECKPOINT_EVERY}", f"trainer.checkpoints_kept={options.steps}"]
+            done = await asyncio.to_thread(run, model, folder, "run", words, keep=True)
+            began = done.steps[0]["time"] - done.steps[0]["step_seconds"]
+            for version in range(CHECKPOINT_EVERY, options.steps + 1, CHECKPOINT_EVERY):
+                await engine.load(checkpoint_of(folder / "run", version), version)
+                curve.append((done.steps[version - 1]["time"] - began, await accuracy(engine, config)))
+            shutil.rmtree(folder / "run")
+            one = key | {"samples_per_second": done.samples_per_second, "curve": curve}
+            one["seconds"] = [seconds_to(wanted, curve) for wanted in ACCURACIES]
+            found["runs"].append(one)
+            found |= headline(found["runs"])
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+            print(one, flush=True)
+    await engine.close()
+    return found
+
+
+async def accuracy(engine: GenerationEngine, config: Config) -> float:
+    """The share of the held-out rows that the engine's policy solves."""
+    source, tokenizer = open_source(config.data, config.seed), load_tokenizer(config.model)
+    greedy = config.sampling.model_copy(update={"temperature": 0.0})
+
+    async def score(i: int) -> float:
+        row = source.heldout(i)
+        talk, messages = begin(tokenizer, row.prompt)
+        chunks = [chunk.tokens async for chunk in engine.generate(f"{i}", talk.prompt(messages), greedy)]
+        completion = tokenizer.decode([token for chunk in chunks for token in chunk], skip_special_tokens=True)
+        return reward(prompt_text(row.prompt), completion, dict(row.fields))
+
+    return statistics.fmean(await asyncio.gather(*map(score, range(config.data.eval_size))))
+
+
+def seconds_to(wanted: float, curve: Curve) -> float | None:
+    """When the curve first reaches an accuracy; None: not in this run."""
+    for (before, low), (after, high) in pairwise(curve):
+        if high >= wanted > low:
+            return before + (after - before) * (wanted - low) / (high - low)
+    return None
+
+
+def headline(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The ratio over the seeds of which both runs are there and get so far."""
+    times = {(one["setting"], one["seed"]): one["seconds"][-1] for one in runs}
+    pairs = [(times["0", s], times["4", s]) for s in range(len(runs)) if times.get(("0", s)) and times.get(("4", s))]
+    if not pairs:
+        return {}
+    middle, spread = ratio(*zip(*pairs, strict=True))
+    return {"ratio": middle, "spread": spread}
+
+
+def row(setting: str, runs: Sequence[dict[str, Any]]) -> list[str]:
+    def listed(values: list[float | None], digits: int) -> str:
+        return ", ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
+
+    return [
+        setting,
+        listed([one["samples_per_second"] for one in runs], 0),
+        listed([one["curve"][-1][1] for one in runs], 3),
+        *(listed([one["seconds"][i] for one in runs], 0) for i in range(len(ACCURACIES))),
+    ]
+
+
+if __name__ == "__main__":
+    main()
