@@ -396,16 +396,16 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         # Rows of many lengths would fragment the memory of a GPU. torch reads this when it is imported.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         join_ranks(arguments)
-    if role == "generator":
-        from areal.generation.engine import prepare
-
-        prepare(config_of_run(arguments).generator)
 
     async def run() -> Ending:
         delays.watch()
         return await build(role, arguments).run()
 
     try:
+        if role == "generator":
+            from areal.generation.engine import prepare
+
+            prepare(config_of_run(arguments).generator)
         # The runner is never closed: closing waits for threads inside an engine, which cannot be cancelled.
         ending = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
     except UserError as error:
