@@ -5,7 +5,7 @@
 All runs start from the same model. Their checkpoints are evaluated after the run, as the quickstart's evaluator would
 (the same held-out rows for all), so that evaluation takes none of its time. Seconds count from the beginning of the
 first step, in which the first samples are generated. Between two checkpoints, accuracy is taken to rise evenly. The
-headline `ratio` compares the times to the last of ACCURACIES at `max_staleness` 0 and 4.
+headline `ratio` compares the times to the first of ACCURACIES at `max_staleness` 0 and 4.
 
 The file is written after every run, and a run that is in it is not made again.
 """
@@ -134,7 +134,7 @@ def seconds_to(wanted: float, curve: Curve) -> float | None:
 
 def headline(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The ratio over the seeds of which both runs are there and get so far."""
-    times = {(one["setting"], one["seed"]): one["seconds"][-1] for one in runs}
+    times = {(one["setting"], one["seed"]): one["seconds"][0] for one in runs}
     pairs = [(times["0", s], times["4", s]) for s in range(len(runs)) if times.get(("0", s)) and times.get(("4", s))]
     if not pairs:
         return {}
