@@ -302,16 +302,9 @@ class Master(HandlesRequests):
         if not self._end.done():
             self._end.set_result(Ending(ok, reason, stopped=stopped))
 
-    def _shutdown(self) -> Shutdown | None:
-        """How the run ended; None if it has not."""
-        if not self._end.done():
-            return None
-        ending = self._end.result()
-        return Shutdown(ok=ending.ok, reason=ending.reason[:4096])
-
     async def _say_farewell(self, ending: Ending) -> None:
         self.folder.write_summary(summary(self.config, self.state, ending))
-        self._send_out(Shutdown(ok=ending.ok, reason=ending.reason[:4096]))
+        self._send_out(_shutdown(ending))
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await self._changed.until(lambda: not self._pulses)
@@ -524,7 +517,8 @@ class Master(HandlesRequests):
             self._change(member, state=beat.state, serves=beat.serves)
             self._progress()
         return HeartbeatAnswer(
-            policy=self.state.policy, sequence=self._events.sequence, ended=self._shutdown(),
+            policy=self.state.policy, sequence=self._events.sequence,
+            ended=_shutdown(self._end.result()) if self._end.done() else None,
             loads=self._loads_for(member) if member.role == "rollout_manager" else {},
         )  # fmt: skip
 
@@ -1070,6 +1064,10 @@ class Master(HandlesRequests):
 
     def _activity(self, role: str) -> str:
         return next((self._pulses[i].activity for i, m in self.state.members.items() if m.role == role), "gone")
+
+
+def _shutdown(ending: Ending) -> Shutdown:
+    return Shutdown(ok=ending.ok, reason=ending.reason[:4096])
 
 
 def _member_bytes(member: Member) -> int:

@@ -92,10 +92,11 @@ def build_communication() -> None:
 def load_libraries(model: Path) -> None:
     """Import what an engine needs for this model on CPUs, so that processes forked from this one have it."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed  # noqa: F401
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with importing():
+        import deepspeed  # noqa: F401
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with importing(), torch.device("meta"):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
 
 

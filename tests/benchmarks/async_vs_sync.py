@@ -26,7 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from results import ratio
+from results import kept_runs, ratio
 from rich.console import Console
 from rich.table import Table
 from runs import run
@@ -80,12 +80,7 @@ class Benchmark:
         self._setting = {"steps": options.steps, "trial_steps": options.trial_steps, "eval_size": options.eval_size}
         others = [{"exponent": exponent, "samples": samples} for exponent in EXPONENTS for samples in BATCHES]
         self.cells = [HEADLINE] + [cell for cell in others if cell != HEADLINE and not options.headline]
-        self._runs: list[dict[str, Any]] = []
-        if options.json.exists():
-            kept = json.loads(options.json.read_text())
-            if kept["setting"] != self._setting:
-                sys.exit(f"{options.json} holds results of another setting: give another file, or remove it.")
-            self._runs = kept["runs"]
+        self._runs = kept_runs(options.json, self._setting)
 
     def best_setting(self, cell: dict[str, Any], mode: str) -> tuple[str, str]:
         """How the mode generates and trains fastest. In the synchronous mode the phases do not touch each other, so

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,6 +17,16 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, list[f
     """Median over the rounds of above / below, and the least and the greatest."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     return median(ratios), [min(ratios), max(ratios)]
+
+
+def kept_runs(file: Path, setting: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The runs that a benchmark which was stopped has written. Runs of another setting end the benchmark."""
+    if not file.exists():
+        return []
+    kept = json.loads(file.read_text())
+    if kept["setting"] != setting:
+        sys.exit(f"{file} holds results of another setting: give another file, or remove it.")
+    return list(kept["runs"])
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], remarks: Sequence[str]) -> None:

@@ -14,23 +14,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from results import ratio, show
+from results import kept_runs, ratio, show, write
 from runs import QUICKSTART, run
 
 from areal.config import Config, load_config
 from areal.data import quickstart
 from areal.data.addition import reward
-from areal.data.rows import prompt_text
+from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_source
 from areal.generation.engine import GenerationEngine
 from areal.storage.run_folder import checkpoint_of
@@ -54,11 +52,11 @@ Curve = Sequence[tuple[float, float]]
 def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(measure(options, Path(folder)))
+        runs = asyncio.run(measure(options, Path(folder)))
     show(
         f"held-out accuracy over {options.eval_size} rows, and seconds until it is reached (one per seed)",
         ["max_staleness", "samples/s", f"after {options.steps} steps", *(f"seconds to {a}" for a in ACCURACIES)],
-        [row(setting, [one for one in found["runs"] if one["setting"] == setting]) for setting in SETTINGS],
+        [row(setting, [one for one in runs if one["setting"] == setting]) for setting in SETTINGS],
         [],
     )
 
@@ -73,21 +71,18 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     model = options.model or quickstart.ensure(folder / "models")
     config = load_config(QUICKSTART, [f"model={model}", f"data.eval_size={options.eval_size}"])
     what = {"steps": options.steps, "eval_size": options.eval_size}
-    found: dict[str, Any] = {"setting": what, "ratio": None, "spread": None, "runs": []}
-    if options.json.exists():
-        found = json.loads(options.json.read_text())
-        if found["setting"] != what:
-            sys.exit(f"{options.json} holds results of another setting: give another file, or remove it.")
+    runs = kept_runs(options.json, what)
     engine = await GenerationEngine.start(model, config.generator, version=0)
-    start = await accuracy(engine, config)
+    solved = Heldout(engine, config)
+    start = await solved.share()
     for seed in range(options.rounds):
         for setting, overrides in SETTINGS.items():
             key = {"setting": setting, "seed": seed}
-            if any(key.items() <= known.items() for known in found["runs"]):
+            if any(key.items() <= known.items() for known in runs):
                 continue
             curve = [(0.0, start)]
             words = [f"seed={seed}", f"steps={options.steps}", "data.eval_size=0", *overrides]
@@ -96,32 +91,37 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             began = done.steps[0]["time"] - done.steps[0]["step_seconds"]
             for version in range(CHECKPOINT_EVERY, options.steps + 1, CHECKPOINT_EVERY):
                 await engine.load(checkpoint_of(folder / "run", version), version)
-                curve.append((done.steps[version - 1]["time"] - began, await accuracy(engine, config)))
+                curve.append((done.steps[version - 1]["time"] - began, await solved.share()))
             shutil.rmtree(folder / "run")
             one = key | {"samples_per_second": done.samples_per_second, "curve": curve}
             one["seconds"] = [seconds_to(wanted, curve) for wanted in ACCURACIES]
-            found["runs"].append(one)
-            found |= headline(found["runs"])
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+            runs.append(one)
+            write({"setting": what, **headline(runs), "runs": runs}, options.json)
             print(one, flush=True)
     await engine.close()
-    return found
+    return runs
 
 
-async def accuracy(engine: GenerationEngine, config: Config) -> float:
-    """The share of the held-out rows that the engine's policy solves."""
-    source, tokenizer = open_source(config.data, config.seed), load_tokenizer(config.model)
-    own = config.evaluator
-    sampling = config.sampling.model_copy(update={"temperature": own.temperature, "top_p": own.top_p})
+class Heldout:
+    """The held-out rows, for the policy of `engine`."""
 
-    async def score(i: int) -> float:
-        row = source.heldout(i)
-        talk, messages = begin(tokenizer, row.prompt)
-        chunks = [chunk.tokens async for chunk in engine.generate(f"{i}", talk.prompt(messages), sampling)]
-        completion = tokenizer.decode([token for chunk in chunks for token in chunk], skip_special_tokens=True)
+    def __init__(self, engine: GenerationEngine, config: Config) -> None:
+        self._engine = engine
+        self._tokenizer = load_tokenizer(config.model)
+        source, own = open_source(config.data, config.seed), config.evaluator
+        self._rows = [source.heldout(i) for i in range(config.data.eval_size)]
+        self._sampling = config.sampling.model_copy(update={"temperature": own.temperature, "top_p": own.top_p})
+
+    async def share(self) -> float:
+        """The share of the rows that the policy solves."""
+        return statistics.fmean(await asyncio.gather(*map(self._score, self._rows)))
+
+    async def _score(self, row: Row) -> float:
+        talk, messages = begin(self._tokenizer, row.prompt)
+        chunks = self._engine.generate(f"{row.index}", talk.prompt(messages), self._sampling)
+        tokens = [token async for chunk in chunks for token in chunk.tokens]
+        completion = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return reward(prompt_text(row.prompt), completion, dict(row.fields))
-
-    return statistics.fmean(await asyncio.gather(*map(score, range(config.data.eval_size))))
 
 
 def seconds_to(wanted: float, curve: Curve) -> float | None:
@@ -137,7 +137,7 @@ def headline(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     times = {(one["setting"], one["seed"]): one["seconds"][0] for one in runs}
     pairs = [(times["0", s], times["4", s]) for s in range(len(runs)) if times.get(("0", s)) and times.get(("4", s))]
     if not pairs:
-        return {}
+        return {"ratio": None, "spread": None}
     middle, spread = ratio(*zip(*pairs, strict=True))
     return {"ratio": middle, "spread": spread}
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from results import ratio, show, write
+from results import kept_runs, ratio, show, write
 from runs import FILLING, ROOT, Run, free_port, run
 
 from areal.data import quickstart
@@ -107,12 +107,7 @@ def records(file: Path) -> list[dict[str, Any]]:
 def runs(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All that are asked for, each with its mode and seed; those that the file lacks are made."""
     setting = {"steps": options.steps, "eval_size": options.eval_size}
-    done: list[dict[str, Any]] = []
-    if options.json and options.json.exists():
-        kept = json.loads(options.json.read_text())
-        if kept["setting"] != setting:
-            sys.exit(f"{options.json} holds results of another setting: give another file, or remove it.")
-        done = kept["runs"]
+    done = kept_runs(options.json, setting) if options.json else []
     with tempfile.TemporaryDirectory() as folder:
         options.model = options.model or quickstart.ensure(Path(folder) / "models")
         for seed in range(options.rounds):
