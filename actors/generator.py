@@ -68,7 +68,7 @@ class Engine(Protocol):
     @property
     def version(self) -> int: ...
     def generate(
-        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
     ) -> AsyncGenerator[Chunk, None]: ...
     def drained(self) -> AbstractAsyncContextManager[None]: ...
     async def load(self, folder: Path, version: int) -> LoadTimes: ...
@@ -259,7 +259,8 @@ class Generator(Actor):
                 raise StreamBrokenError("the generator handed the sequence over before it started")
             if self._engine.version < new.min_version:
                 raise StreamBrokenError("the generator could not load newer weights, and tries again")
-            async with contextlib.aclosing(self._engine.generate(name, prompt, sampling)) as chunks:
+            sampled = self._engine.generate(name, prompt, sampling, first_version=new.first_version)
+            async with contextlib.aclosing(sampled) as chunks:
                 async for chunk in chunks:
                     add(_Tokens(new.job, chunk))
         except ValueError as error:

@@ -216,7 +216,7 @@ class RolloutManager(Sampler):
             times = {"began": began, "seconds": time.time() - began}
             return done, {"parts": session.reward_parts, "generators": [*session.generators], **times}
         except SampleFailed as failure:
-            if not session.started:
+            if session.first_version is None:
                 start.sample_lost()
             return failure
         finally:

@@ -346,8 +346,8 @@ class GeneratorConfig(Section):
     )
     kv_on_update: Literal["recompute", "keep"] = Field(
         "recompute",
-        description="KV cache of interrupted sequences: recomputed under the new weights (the paper), or kept as the "
-        "old weights computed it (PipelineRL, arXiv 2509.19128)",
+        description="KV cache of interrupted samples: recomputed under the new weights (the paper), or kept as the "
+        "old weights computed it (PipelineRL, arXiv 2509.19128), also for their later turns",
     )
     enforce_eager: bool = Field(False, description="use no CUDA graphs and no compilation")
     engine_options: dict[str, Any] = Field(

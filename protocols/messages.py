@@ -49,7 +49,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -364,7 +364,8 @@ class JobFailed(Part):
 
 
 class NewSequence(Part):
-    """A sequence to sample. `job`: the asker's name for it. `prompt`: the number of its prompt in the message."""
+    """A sequence to sample. `job`: the asker's name for it. `prompt`: the number of its prompt in the message.
+    `first_version`: of the first token of its sample; None: nothing of it is sampled yet."""
 
     job: int
     prompt: int
@@ -373,6 +374,7 @@ class NewSequence(Part):
     max_new_tokens: Annotated[int, Field(ge=1)]
     min_new_tokens: Count = 0
     min_version: int
+    first_version: int | None = None
 
 
 class Generate(Message):

@@ -32,7 +32,7 @@ class SequenceJob(Job):
 
     def __init__(
         self, number: int, prompt: np.ndarray, sampling: SamplingConfig, max_new_tokens: int, min_new_tokens: int,
-        min_version: int, taken: Callable[[Chunk], Generation | None],
+        min_version: int, first_version: int | None, taken: Callable[[Chunk], Generation | None],
     ) -> None:  # fmt: skip
         super().__init__(number)
         self.prompt = prompt
@@ -40,6 +40,7 @@ class SequenceJob(Job):
         self.max_new_tokens = max_new_tokens
         self.min_new_tokens = min_new_tokens
         self.min_version = min_version
+        self.first_version = first_version
         self._taken = taken
 
     def take(self, part: Chunk) -> None:
@@ -68,6 +69,7 @@ class Sequences:
                 max_new_tokens=job.max_new_tokens,
                 min_new_tokens=job.min_new_tokens,
                 min_version=job.min_version,
+                first_version=job.first_version,
             )
             for job in jobs
         )

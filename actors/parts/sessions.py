@@ -251,6 +251,7 @@ class Call:
             self._most - sampled,
             max(0, session.sampling.min_new_tokens - session.tokens_sampled),
             session.min_version,
+            session.first_version,
             self.take,
         )
         self._taken = 0
@@ -293,10 +294,10 @@ class SampleSession:
     """The session that a workflow gets for one sample (areal.workflows.Session).
 
     `home`: the generator that all samples of the group start on, because they share the prompt prefix. The session
-    counts towards its load at once, until the first call ends or `close` is called. `on_start` is called with the
-    version that sampled the first token. `min_version` rises to the group's start version once that is known, so that
-    no older version samples a later token. `running`: its calls in progress. `tokens_sampled`: all tokens received, in
-    all calls, trained or not. `forest`: those calls that are trained. `reward_parts`: of the last score. `generators`:
+    counts towards its load at once, until the first call ends or `close` is called. `first_version`: of the first
+    token; `on_start` is called with it. `min_version` rises to the group's start version once that is known, so that no
+    older version samples a later token. `running`: its calls in progress. `tokens_sampled`: all tokens received, in all
+    calls, trained or not. `forest`: those calls that are trained. `reward_parts`: of the last score. `generators`:
     those that were asked, in order.
     """
 
@@ -311,11 +312,11 @@ class SampleSession:
         self.min_version = min_version
         self.home: Member | None = home
         self._on_start = on_start
-        self.started = False
+        self.first_version: int | None = None
         self.tokens_sampled = 0
         self.reward_parts: dict[str, float] = {}
         self.generators: dict[str, None] = {}
-        self.running: set[Call] = set()
+        self.running: dict[Call, None] = {}  # not a set, whose order is not that of the calls
         self.closed = False
         self.forest = Forest()
         self._unused: Place | None = Place(router, home)  # until the first call
@@ -337,12 +338,12 @@ class SampleSession:
             keep = first_of(keep, keep_until_text(self.tokenizer, self.sampling.stop))
         place, self._unused = self._unused or Place(self.router), None
         call = Call(self, place, prompt, most, keep)
-        self.running.add(call)
+        self.running[call] = None
         try:
             with self._waiting():
                 sampled = await call.sampled()
         finally:
-            self.running.discard(call)
+            del self.running[call]
             call.close()
         self.forest.add(prompt, sampled)
         return sampled
@@ -370,9 +371,9 @@ class SampleSession:
     def took(self, versions: np.ndarray) -> None:
         """New tokens have arrived, of these versions."""
         self.tokens_sampled += len(versions)
-        if not self.started and len(versions):
-            self.started = True
-            self._on_start(int(versions[0]))
+        if self.first_version is None and len(versions):
+            self.first_version = int(versions[0])
+            self._on_start(self.first_version)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -185,8 +185,9 @@ class SimEngine:
         self._error: EngineError | None = None
 
     async def generate(
-        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None,
+        first_version: int | None = None,
+    ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
         await self._admits.wait()
         if self._error is not None:
             raise self._error

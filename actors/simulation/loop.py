@@ -14,7 +14,7 @@ from contextvars import Context, copy_context
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, NoReturn, TypeVarTuple
-from weakref import WeakSet
+from weakref import ref
 
 Ts = TypeVarTuple("Ts")
 Call = Callable[..., Any]
@@ -181,7 +181,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._busy: dict[int, float] = {}
         self._serial = count(1)
         # The tasks of this loop. With thousands of processes, to search the tasks of all loops for them takes minutes.
-        self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+        # A list, because adding to a WeakSet takes much longer. From `_crowded` on, the references that lead nowhere
+        # are removed.
+        self._tasks: list[ref[asyncio.Task[Any]]] = []
+        self._crowded = 256
         self._tasks_at_death: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
@@ -201,7 +204,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
 
     def pending_tasks(self) -> list[asyncio.Task[Any]]:
-        return sorted((task for task in self._tasks if not task.done()), key=hash)
+        return [task for reference in self._tasks if (task := reference()) is not None and not task.done()]
 
     def bury(self) -> None:
         """After the simulation: close the remaining tasks, without reporting errors."""
@@ -268,7 +271,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         task.__init__(coro, loop=self, name=name, context=context)  # type: ignore[misc]
         if self.state is DEAD:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-        self._tasks.add(task)
+        self._tasks.append(ref(task))
+        if len(self._tasks) > self._crowded:
+            self._tasks = [reference for reference in self._tasks if reference() is not None]
+            self._crowded = 256 + 2 * len(self._tasks)
         return task
 
     def run_in_executor(self, executor: Any, func: Call, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]

@@ -97,6 +97,19 @@ def garbage_kept(finalizer: Callable[[Any], None]) -> Iterator[None]:
 
 
 @contextmanager
+def unlisted() -> Iterator[None]:
+    """Keep tasks out of asyncio's list of all tasks, a slow set that a simulation does not need: each of its loops has
+    a list of its own."""
+    known = vars(asyncio.tasks)
+    everywhere: Any = known["_all_tasks" if "_all_tasks" in known else "_scheduled_tasks"]  # the latter in Python 3.12
+    everywhere.add = lambda task: None
+    try:
+        yield
+    finally:
+        del everywhere.add
+
+
+@contextmanager
 def quiet(world: Simulated) -> Iterator[None]:
     """Set up this process for a simulation: logs go into the trace only, garbage collection is off, and the settings of
     the actors are replaced by those of the model."""
@@ -111,6 +124,7 @@ def quiet(world: Simulated) -> Iterator[None]:
         for module in _LOGGING:
             settings.enter_context(replaced(module, log=stand_in))
         settings.enter_context(garbage_kept(_finalize_stream))
+        settings.enter_context(unlisted())
         yield
 
 

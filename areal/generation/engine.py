@@ -194,11 +194,14 @@ class GenerationEngine:
         return self._model.max_len
 
     async def generate(
-        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None,
+        first_version: int | None = None,
+    ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
         """Sample one continuation of `tokens`, streamed in chunks of about `stream_interval` tokens.
 
         `max_new_tokens` replaces that of `sampling` (a sequence continued from another engine has fewer tokens left).
+        first_version: of the first token of the sample that this call belongs to. With `kv_on_update: keep` the call
+        reuses prefixes since this version, otherwise only those that the current weights have computed.
         Closing the async generator or cancelling its task aborts the sequence in the engine. Raises ValueError for
         tokens that the model cannot take, EngineError if the engine dies or hands over its sequences.
         """
@@ -210,7 +213,7 @@ class GenerationEngine:
         key = f"{request_id}#{next(self._serial)}"
         stream = self._streams[key] = _Stream(len(tokens), self._config.stream_interval)
         try:
-            await self._send(key, tokens, sampling, max_new_tokens)
+            await self._send(key, tokens, sampling, max_new_tokens, first_version)
             while not stream.exhausted:
                 yield await stream.next_chunk()
         finally:
@@ -223,8 +226,8 @@ class GenerationEngine:
 
         `folder` holds safetensors files of the whole model or, if the engine was started with `lora`, an adapter of the
         model that it was started on. Tokens sampled so far stay. The KV cache is dropped, and each prefix is prefilled
-        again under the new weights. With `kv_on_update: keep` running sequences keep their KV cache, but later prompts
-        do not reuse it. With `interrupt: false` the engine is `drained` first.
+        again under the new weights. With `kv_on_update: keep` samples that have begun keep their KV cache, but later
+        ones do not reuse it. With `interrupt: false` the engine is `drained` first.
         Raises WeightLoadError, before anything is interrupted, if the weights do not fit the model. Raises EngineError
         if the engine dies, or if loading fails so late that the weights are torn (the engine is then closed).
         """
@@ -354,13 +357,16 @@ class GenerationEngine:
         await asyncio.to_thread(self._core.shutdown, CLOSE_SECONDS)
 
     async def _send(
-        self, key: str, tokens: Sequence[int], sampling: SamplingConfig, max_new_tokens: int | None
-    ) -> None:
+        self, key: str, tokens: Sequence[int], sampling: SamplingConfig, max_new_tokens: int | None,
+        first_version: int | None,
+    ) -> None:  # fmt: skip
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine import EngineCoreRequest
 
         most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         fewest = min(sampling.min_new_tokens, most)
+        # Requests share the KV cache of a prefix only if their salts are equal.
+        since = self._version if first_version is None else first_version
         params = _sampling_params(sampling.temperature, sampling.top_p, most, fewest, tuple(self._model.stop_tokens))
         request = EngineCoreRequest(
             request_id=key,
@@ -370,7 +376,7 @@ class GenerationEngine:
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=LoRARequest("policy", ADAPTER, "loaded by open_policy") if self._model.weights.lora else None,
-            cache_salt=None,
+            cache_salt=f"{since}" if self._config.kv_on_update == "keep" else None,
             data_parallel_rank=None,
         )
         await self._call(self._core.add_request_async(request))

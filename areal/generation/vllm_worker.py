@@ -354,27 +354,17 @@ class AsyncGatheringScheduler(_Gathers, AsyncScheduler):
 
 
 class KeepingScheduler(AsyncGatheringScheduler):
-    """The scheduler for `kv_on_update: keep`. Each pause begins an epoch, whose number salts the hashes of prefixes. So
-    a sequence without KV cache shares none of an earlier epoch. A salt inside the request would not do: it would be
-    that of the time of sending, too old for a request that still waits in the engine's queue."""
-
-    epoch = 0
-
-    def add_request(self, request: Request) -> None:
-        self._salt(request)
-        super().add_request(request)
+    """The scheduler for `kv_on_update: keep`. A request's salt, the version of the weights when it was sent, keeps it
+    from KV cache of older weights. One that still waits in the engine's queue after a pause was sent too early for
+    that: it gets another salt."""
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
-        if pause_state == PauseState.PAUSED_ALL:
-            self.epoch += 1
+        if pause_state == PauseState.UNPAUSED:
             for request in self.waiting:
-                self._salt(request)
-
-    def _salt(self, request: Request) -> None:
-        request.cache_salt = f"{self.epoch}"
-        request.block_hashes.clear()
-        request.update_block_hashes()
+                request.cache_salt = f"after pause {self._pauses}"
+                request.block_hashes.clear()
+                request.update_block_hashes()
 
 
 class _DiesWithGenerator:

@@ -33,7 +33,10 @@ RATIOS = {
         ("ours / TRL asynchronous, its defaults", "ratio_async", 1.2),
         ("ours / TRL asynchronous, without the bias", "ratio_async_unbiased", 1.5),
     ],
-    "time_to_accuracy": [("seconds to accuracy 0.65, max_staleness 0 / 4", "ratio", None)],
+    "time_to_accuracy": [
+        ("seconds to accuracy 0.65, max_staleness 0 / 4", "ratio", None),
+        ("seconds to accuracy 0.65, TRL asynchronous / ours", "ratio_trl", None),
+    ],
     "generator_overhead": [("through the actors / bare vLLM", "ratio", 0.95)],
     "bus": [("ours / bare pyzmq asyncio", "ratio", 0.6), ("ours / Ray actors", "ratio_ray", 3)],
     "interrupt": [("interruption on / off", "ratio", 1.12)],

@@ -1,11 +1,14 @@
-"""Seconds of training until the quickstart reaches a held-out accuracy, by how stale its samples may be.
+"""Seconds of training until the quickstart reaches a held-out accuracy: with different bounds, and trained by TRL.
 
     python tests/benchmarks/time_to_accuracy.py --json time_to_accuracy.json
 
 All runs start from the same model. Their checkpoints are evaluated after the run, as the quickstart's evaluator would
 (the same held-out rows for all), so that evaluation takes none of its time. Seconds count from the beginning of the
-first step, in which the first samples are generated. Between two checkpoints, accuracy is taken to rise evenly. The
-headline `ratio` compares the times to the first of ACCURACIES at `max_staleness` 0 and 4.
+first step, in which the first samples are generated. Between two checkpoints, accuracy is taken to rise evenly.
+`vs_trl.py` describes TRL's modes. Without TRL they are left out.
+
+The headline `ratio` compares the times to the first of ACCURACIES at `max_staleness` 0 and 4; `ratio_trl` those of
+TRL's asynchronous trainer and ours.
 
 The file is written after every run, and a run that is in it is not made again.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import shutil
 import statistics
 import tempfile
@@ -22,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import vs_trl
 from results import kept_runs, ratio, show, write
 from runs import QUICKSTART, run
 
@@ -36,17 +41,25 @@ from areal.tokens import load_tokenizer
 from areal.workflows.conversation import begin
 
 ACCURACIES = (0.65, 0.72)
-SETTINGS = {
-    "0": ("max_staleness=0",),
-    "4": ("max_staleness=4",),
-    "1": ("max_staleness=1",),
-    "4, run_ahead max": ("max_staleness=4", "run_ahead=max"),
-    "2": ("max_staleness=2",),
+OURS = {
+    "max_staleness 0": ("max_staleness=0",),
+    "max_staleness 4": ("max_staleness=4",),
+    "max_staleness 1": ("max_staleness=1",),
+    "max_staleness 4, run_ahead max": ("max_staleness=4", "run_ahead=max"),
+    "max_staleness 2": ("max_staleness=2",),
 }
+TRL = {
+    "TRL async": "async",
+    "TRL async-unbiased": "async-unbiased",
+    "TRL colocate": "colocate",
+}
+CONTESTANTS = (*OURS, *TRL)
 CHECKPOINT_EVERY = 16
 
 Curve = Sequence[tuple[float, float]]
 """Seconds and accuracy, at the beginning and at each checkpoint."""
+Checkpoints = dict[int, tuple[float, Path]]
+"""By version: seconds from the beginning, and the folder."""
 
 
 def main() -> None:
@@ -55,8 +68,8 @@ def main() -> None:
         runs = asyncio.run(measure(options, Path(folder)))
     show(
         f"held-out accuracy over {options.eval_size} rows, and seconds until it is reached (one per seed)",
-        ["max_staleness", "samples/s", f"after {options.steps} steps", *(f"seconds to {a}" for a in ACCURACIES)],
-        [row(setting, [one for one in runs if one["setting"] == setting]) for setting in SETTINGS],
+        ["", "samples/s", f"after {options.steps} steps", *(f"seconds to {a}" for a in ACCURACIES)],
+        [row(name, [one for one in runs if one["contestant"] == name]) for name in CONTESTANTS],
         [],
     )
 
@@ -79,27 +92,52 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     engine = await GenerationEngine.start(model, config.generator, version=0)
     solved = Heldout(engine, config)
     start = await solved.share()
-    for seed in range(options.rounds):
-        for setting, overrides in SETTINGS.items():
-            key = {"setting": setting, "seed": seed}
-            if any(key.items() <= known.items() for known in runs):
-                continue
-            curve = [(0.0, start)]
-            words = [f"seed={seed}", f"steps={options.steps}", "data.eval_size=0", *overrides]
-            words += [f"trainer.checkpoint_every={CHECKPOINT_EVERY}", f"trainer.checkpoints_kept={options.steps}"]
-            done = await asyncio.to_thread(run, model, folder, "run", words, keep=True)
-            began = done.steps[0]["time"] - done.steps[0]["step_seconds"]
-            for version in range(CHECKPOINT_EVERY, options.steps + 1, CHECKPOINT_EVERY):
-                await engine.load(checkpoint_of(folder / "run", version), version)
-                curve.append((done.steps[version - 1]["time"] - began, await solved.share()))
-            shutil.rmtree(folder / "run")
-            one = key | {"samples_per_second": done.samples_per_second, "curve": curve}
-            one["seconds"] = [seconds_to(wanted, curve) for wanted in ACCURACIES]
-            runs.append(one)
-            write({"setting": what, **headline(runs), "runs": runs}, options.json)
-            print(one, flush=True)
+    known = {(one["contestant"], one["seed"]) for one in runs}
+    names = CONTESTANTS if importlib.util.find_spec("trl") else OURS
+    for seed, name in ((s, n) for s in range(options.rounds) for n in names if (n, s) not in known):
+        train = ours if name in OURS else trls
+        speed, checkpoints = await asyncio.to_thread(train, name, seed, options.steps, model, folder)
+        curve = [(0.0, start)]
+        for version, (seconds, checkpoint) in checkpoints.items():
+            await engine.load(checkpoint, version)
+            curve.append((seconds, await solved.share()))
+        shutil.rmtree(folder / "run")
+        one = {"contestant": name, "seed": seed, "samples_per_second": speed, "curve": curve}
+        one["seconds"] = [seconds_to(wanted, curve) for wanted in ACCURACIES]
+        runs.append(one)
+        write({"setting": what, **headlines(runs), "runs": runs}, options.json)
+        print(one, flush=True)
     await engine.close()
     return runs
+
+
+def ours(name: str, seed: int, steps: int, model: Path, folder: Path) -> tuple[float, Checkpoints]:
+    """Trains. Returns samples per second, and the checkpoints, which are in `folder`/run."""
+    words = [f"seed={seed}", f"steps={steps}", "data.eval_size=0", *OURS[name]]
+    words += [f"trainer.checkpoint_every={CHECKPOINT_EVERY}", f"trainer.checkpoints_kept={steps}"]
+    done = run(model, folder, "run", words, keep=True)
+    began = done.steps[0]["time"] - done.steps[0]["step_seconds"]
+    return done.samples_per_second, {
+        version: (done.steps[version - 1]["time"] - began, checkpoint_of(folder / "run", version))
+        for version in versions(steps)
+    }
+
+
+def trls(name: str, seed: int, steps: int, model: Path, folder: Path) -> tuple[float, Checkpoints]:
+    """The same, by TRL."""
+    out = folder / "run"
+    vs_trl.start(
+        TRL[name], seed, out, model, "--steps", steps, "--eval-size", 0, "--checkpoint-every", CHECKPOINT_EVERY
+    )
+    began, *ends = (record["time"] for record in vs_trl.records(out / "steps.jsonl"))
+    minibatches = load_config(QUICKSTART).trainer.minibatches
+    return vs_trl.trls(out)["samples_per_second"], {
+        version: (ends[version - 1] - began, out / f"checkpoint-{version * minibatches}") for version in versions(steps)
+    }
+
+
+def versions(steps: int) -> range:
+    return range(CHECKPOINT_EVERY, steps + 1, CHECKPOINT_EVERY)
 
 
 class Heldout:
@@ -132,22 +170,23 @@ def seconds_to(wanted: float, curve: Curve) -> float | None:
     return None
 
 
-def headline(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The ratio over the seeds of which both runs are there and get so far."""
-    times = {(one["setting"], one["seed"]): one["seconds"][0] for one in runs}
-    pairs = [(times["0", s], times["4", s]) for s in range(len(runs)) if times.get(("0", s)) and times.get(("4", s))]
-    if not pairs:
-        return {"ratio": None, "spread": None}
-    middle, spread = ratio(*zip(*pairs, strict=True))
-    return {"ratio": middle, "spread": spread}
+def headlines(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The ratios over the seeds of which both runs are there and get so far."""
+    seconds = {(one["contestant"], one["seed"]): one["seconds"][0] for one in runs}
+    found: dict[str, Any] = {}
+    for suffix, slower in {"": "max_staleness 0", "_trl": "TRL async"}.items():
+        pairs = [(seconds.get((slower, s)), seconds.get(("max_staleness 4", s))) for s in {s for _, s in seconds}]
+        if pairs := [(above, below) for above, below in pairs if above and below]:
+            found[f"ratio{suffix}"], found[f"spread{suffix}"] = ratio(*zip(*pairs, strict=True))
+    return found
 
 
-def row(setting: str, runs: Sequence[dict[str, Any]]) -> list[str]:
+def row(name: str, runs: Sequence[dict[str, Any]]) -> list[str]:
     def listed(values: list[float | None], digits: int) -> str:
         return ", ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
 
     return [
-        setting,
+        name,
         listed([one["samples_per_second"] for one in runs], 0),
         listed([one["curve"][-1][1] for one in runs], 3),
         *(listed([one["seconds"][i] for one in runs], 0) for i in range(len(ACCURACIES))),

@@ -5,7 +5,7 @@
 The settings are the quickstart's where both sides have them; the rest are TRL's defaults, but for what would slow it
 down here (mixed precision, gradient checkpointing). What makes it run on a CPU at all stands under "for the CPU".
 Leaves in the folder steps.jsonl, with running totals after every training step (as many optimizer steps as the
-quickstart has minibatches), and result.json.
+quickstart has minibatches), result.json, and checkpoint-N after every N optimizer steps if --checkpoint-every is given.
 """
 
 from __future__ import annotations
@@ -81,15 +81,21 @@ TOTALS = Totals()
 
 
 class Recorder(TrainerCallback):
-    """Writes the totals after every training step."""
+    """Writes the totals at the beginning and after every training step."""
 
     def __init__(self, file: Path, every: int) -> None:
         self._file = file.open("w", buffering=1)
         self._every = every
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._write()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self._every == 0:
-            self._file.write(json.dumps({"time": time.perf_counter()} | asdict(TOTALS)) + "\n")
+            self._write()
+
+    def _write(self) -> None:
+        self._file.write(json.dumps({"time": time.perf_counter()} | asdict(TOTALS)) + "\n")
 
 
 def reward(prompts: list[Any], completions: list[Any], answer: list[str], completion_ids: list[list[int]], **_: Any):
@@ -231,7 +237,9 @@ def common(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         "bf16": False,
         "gradient_checkpointing": False,
         "report_to": "none",
-        "save_strategy": "no",
+        "save_strategy": "steps" if options.checkpoint_every else "no",
+        "save_steps": options.checkpoint_every * trainer.minibatches,
+        "save_only_model": True,
         "disable_tqdm": True,
     }
 
@@ -334,6 +342,7 @@ def main() -> None:
     parser.add_argument("--eval-size", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, required=True, help="for the vLLM server of the asynchronous trainer")
+    parser.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     config = load_config(ROOT / "configs" / "quickstart.yaml").model_copy(update={"seed": options.seed})

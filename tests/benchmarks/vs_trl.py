@@ -58,16 +58,16 @@ def measure(mode: str, seed: int, options: argparse.Namespace, folder: Path) -> 
         settings = [f"seed={seed}", f"steps={options.steps}", f"data.eval_size={options.eval_size}"]
         return ours(run(options.model, folder, mode, settings))
     out = folder / f"{mode}-{seed}"
+    start(mode, seed, out, options.model, "--steps", options.steps, "--eval-size", options.eval_size)
+    return trls(out) | json.loads((out / "result.json").read_text())
+
+
+def start(mode: str, seed: int, out: Path, model: Path, *arguments: Any) -> None:
+    """A run of TRL in a new folder `out`. One that fails ends the benchmark."""
     out.mkdir()
-    start(
-        [Path(__file__).with_name("trl_runs.py"), mode, "--model", options.model.resolve(), "--steps", options.steps]
-        + ["--eval-size", options.eval_size, "--seed", seed, "--port", free_port(), "--out", out]
-    )
-    return trls(out)
-
-
-def start(arguments: Sequence[Any]) -> None:
-    command = [sys.executable, *map(str, arguments)]
+    script = Path(__file__).with_name("trl_runs.py")
+    own = [script, mode, "--seed", seed, "--port", free_port(), "--out", out, "--model", model.resolve()]
+    command = [sys.executable, *map(str, (*own, *arguments))]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     log = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=RUN_SECONDS
@@ -88,8 +88,9 @@ def ours(done: Run) -> dict[str, Any]:
 
 
 def trls(folder: Path) -> dict[str, Any]:
+    """What `COLUMNS` name but the accuracy."""
     steps = records(folder / "steps.jsonl")
-    # Its records are totals at the end of steps.
+    # Its records are totals at the beginning and at the end of each step.
     first, last = steps[min(int(len(steps) * FILLING), len(steps) - 2)], steps[-1]
     of = {key: last[key] - first[key] for key in last}
     return {
@@ -97,7 +98,7 @@ def trls(folder: Path) -> dict[str, Any]:
         "unused_share": max(0.0, 1 - of["tokens_trained"] / of["tokens_generated"]),
         "generated_length": of["tokens_generated"] / of["samples_generated"],
         "trained_length": of["tokens_trained"] / of["samples_trained"],
-    } | json.loads((folder / "result.json").read_text())
+    }
 
 
 def records(file: Path) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from actors.runtime.addresses import Door
 from actors.simulation.engines import Mishaps, Pace, SimRewards, SimSource, SimTokenizer, Toil
 from actors.simulation.loop import ProcessLoop, Scheduler
 from actors.simulation.network import SimNetwork, Weather, Wire
-from actors.simulation.quiet import garbage_kept, replaced
+from actors.simulation.quiet import garbage_kept, replaced, unlisted
 from actors.simulation.scale.costs import Costs
 from actors.simulation.scale.engines import CHUNK, ModelEngine, ModelLearner
 from actors.simulation.scale.lengths import Lengths
@@ -292,7 +292,7 @@ def _quiet(logged: Counter[str]) -> Iterator[None]:
     structlog.configure(processors=[tally], cache_logger_on_first_use=False)
     sys.unraisablehook = lambda unraisable: None
     try:
-        with garbage_kept(lambda stream: None):
+        with garbage_kept(lambda stream: None), unlisted():
             yield
     finally:
         structlog.configure(**logging)

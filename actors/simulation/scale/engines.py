@@ -97,7 +97,9 @@ class ModelEngine:
         self._timer: Any = None
         self._error: EngineError | None = None
 
-    async def generate(self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig) -> AsyncIterator[Chunk]:
+    async def generate(
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
+    ) -> AsyncIterator[Chunk]:
         prompt = tokens[1]  # SimTokenizer encodes a prompt as its number between two special tokens
         stream = _Stream(self._setup.prompt_tokens, *self._lengths.next(prompt))
         self._waiting[stream] = None

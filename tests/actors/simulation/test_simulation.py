@@ -263,7 +263,8 @@ def test_a_seed_is_the_same_simulation_every_time() -> None:
 
 
 def test_a_seed_is_the_same_simulation_in_any_process() -> None:
-    program = "from actors.simulation.world import simulate; print([simulate(s).digest for s in range(20, 24)])"
+    seeds = [11, 16, 20, 53]  # in three of them several calls of one sample are moved or aborted at once
+    program = f"from actors.simulation.world import simulate; print([simulate(s).digest for s in {seeds}])"
     digests = {
         subprocess.run(
             [sys.executable, "-W", "ignore", "-c", program],
@@ -275,7 +276,7 @@ def test_a_seed_is_the_same_simulation_in_any_process() -> None:
         for hash_seed in ("1", "2")
     }
     assert len(digests) == 1
-    assert eval(digests.pop()) == [simulate(seed).digest for seed in range(20, 24)]
+    assert eval(digests.pop()) == [simulate(seed).digest for seed in seeds]
 
 
 def test_tracing_changes_nothing() -> None:

@@ -882,6 +882,21 @@ async def test_prompt_tokens_are_counted_and_those_that_an_earlier_sequence_left
     assert after.prefix_cache_hits - before.prefix_cache_hits == 2 * CPU_BLOCK_SIZE
 
 
+async def test_a_later_turn_reuses_the_kept_kv_cache_of_its_sample(models: Models) -> None:
+    engine = await GenerationEngine.start(models[0], CONFIG.model_copy(update={"kv_on_update": "keep"}), version=0)
+    prompt = PROMPT[: 2 * CPU_BLOCK_SIZE + 5]
+    turn = await collect(engine.generate("first turn", prompt, SAMPLING))
+    await engine.load(models[1], 1)
+    hits = []
+    for first_version in (None, 0, 0):
+        before = engine.stats().prefix_cache_hits
+        await collect(engine.generate("second turn", [*prompt, *turn.tokens], SAMPLING, first_version=first_version))
+        hits.append(engine.stats().prefix_cache_hits - before)
+    await engine.close()
+    # The key and value of the turn's last token were never computed.
+    assert hits == [0, *[(len(prompt) + len(turn.tokens) - 1) // CPU_BLOCK_SIZE * CPU_BLOCK_SIZE] * 2]
+
+
 async def test_one_sequence_can_be_handed_over_while_the_others_go_on(engine: GenerationEngine) -> None:
     async def read(name: str) -> tuple[int, bool]:
         """Tokens, and whether they were all."""
