@@ -113,10 +113,16 @@ def publish(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, folder / "model.safetensors")
 
 
+def loading(folder: Path) -> list[tuple[str, tuple[Any, ...]]]:
+    """The calls of a `PolicyWorker` that load the weights in a folder."""
+    return [("open_policy", (str(folder), None)), ("load_policy", ())]
+
+
 def sync_weights(self: vllm_generation.VLLMGeneration, folder: Path) -> None:
     """In place of TRL's own: vLLM packs what it loads on the CPU, and `load_weights` knows nothing of it."""
     publish(self._iter_named_params(), folder)
-    self.llm.collective_rpc("load_policy", args=(str(folder), str(folder)))
+    for method, arguments in loading(folder):
+        self.llm.collective_rpc(method, args=arguments)
     self.llm.reset_prefix_cache()
 
 
@@ -133,8 +139,9 @@ class FileTransfer:
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         publish(iterator, self._folder)
-        call = {"method": "load_policy", "args": [str(self._folder)] * 2}
-        requests.post(f"{self._client.server_url}/collective_rpc", json=call, timeout=60).raise_for_status()
+        for method, arguments in loading(self._folder):
+            call = {"method": method, "args": arguments}
+            requests.post(f"{self._client.server_url}/collective_rpc", json=call, timeout=60).raise_for_status()
 
     def destroy(self) -> None:
         pass
