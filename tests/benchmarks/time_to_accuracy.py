@@ -3,9 +3,9 @@
     python tests/benchmarks/time_to_accuracy.py --json time_to_accuracy.json
 
 All runs start from the same model. Their checkpoints are evaluated after the run, as the quickstart's evaluator would
-(the same held-out rows for all), so that evaluation takes none of its time. Seconds count from the beginning of the
-first step, in which the first samples are generated. Between two checkpoints, accuracy is taken to rise evenly.
-`vs_trl.py` describes TRL's modes. Without TRL they are left out.
+(the same held-out rows for all), so that evaluation takes none of its time. Seconds count from the end of the first
+step, so that start-up is left out. Between two checkpoints, accuracy is taken to rise evenly. `vs_trl.py` describes
+TRL's modes. Without TRL they are left out.
 
 The headline `ratio` compares the times to the first of ACCURACIES at `max_staleness` 0 and 4; `ratio_trl` those of
 TRL's asynchronous trainer and ours.
@@ -61,9 +61,9 @@ CONTESTANTS = (
 CHECKPOINT_EVERY = 16
 
 Curve = Sequence[tuple[float, float]]
-"""Seconds and accuracy, at the beginning and at each checkpoint."""
+"""Seconds and accuracy, of the model before training (taken for that after the first step) and of each checkpoint."""
 Checkpoints = dict[int, tuple[float, Path]]
-"""By version: seconds from the beginning, and the folder."""
+"""By version: seconds since the end of the first step, and the folder."""
 
 
 def main() -> None:
@@ -120,7 +120,7 @@ def ours(name: str, seed: int, steps: int, model: Path, folder: Path) -> tuple[f
     words = [f"seed={seed}", f"steps={steps}", "data.eval_size=0", *OURS[name]]
     words += [f"trainer.checkpoint_every={CHECKPOINT_EVERY}", f"trainer.checkpoints_kept={steps}"]
     done = run(model, folder, "run", words, keep=True)
-    began = done.steps[0]["time"] - done.steps[0]["step_seconds"]
+    began = done.steps[0]["time"]
     return done.samples_per_second, {
         version: (done.steps[version - 1]["time"] - began, checkpoint_of(folder / "run", version))
         for version in versions(steps)
@@ -133,10 +133,10 @@ def trls(name: str, seed: int, steps: int, model: Path, folder: Path) -> tuple[f
     vs_trl.start(
         TRL[name], seed, out, model, "--steps", steps, "--eval-size", 0, "--checkpoint-every", CHECKPOINT_EVERY
     )
-    began, *ends = (record["time"] for record in vs_trl.records(out / "steps.jsonl"))
+    _, *ends = (record["time"] for record in vs_trl.records(out / "steps.jsonl"))
     minibatches = load_config(QUICKSTART).trainer.minibatches
     return vs_trl.trls(out)["samples_per_second"], {
-        version: (ends[version - 1] - began, out / f"checkpoint-{version * minibatches}") for version in versions(steps)
+        version: (ends[version - 1] - ends[0], out / f"checkpoint-{version * minibatches}") for version in versions(steps)
     }
 
 
