@@ -136,7 +136,8 @@ def trls(name: str, seed: int, steps: int, model: Path, folder: Path) -> tuple[f
     _, *ends = (record["time"] for record in vs_trl.records(out / "steps.jsonl"))
     minibatches = load_config(QUICKSTART).trainer.minibatches
     return vs_trl.trls(out)["samples_per_second"], {
-        version: (ends[version - 1] - ends[0], out / f"checkpoint-{version * minibatches}") for version in versions(steps)
+        version: (ends[version - 1] - ends[0], out / f"checkpoint-{version * minibatches}")
+        for version in versions(steps)
     }
 
 
