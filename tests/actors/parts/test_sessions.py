@@ -139,6 +139,7 @@ async def test_a_sequence_that_moves_goes_on_at_its_target_from_the_tokens_so_fa
     (_, first), (where, second) = cluster.servers.asked
     assert (where, second.prompt.tolist(), second.max_new_tokens) == ("2", [1, 2, 5, 6], 8)
     assert second.min_version == 3
+    assert (first.first_version, second.first_version) == (None, 3)
     assert first.number != second.number
     assert (session.tokens_sampled, dict(router.load)) == (3, {})
 
