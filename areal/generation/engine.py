@@ -149,6 +149,8 @@ class GenerationEngine:
         self._config = config
         self._model = model
         self._version = version
+        # By version, that of its last load. After a rollback other weights may come under the same number.
+        self._salts = {version: "start"}
         self._streams: dict[str, _Stream] = {}
         self._serial = itertools.count()
         self._loading = asyncio.Lock()
@@ -366,7 +368,8 @@ class GenerationEngine:
         most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         fewest = min(sampling.min_new_tokens, most)
         # Requests share the KV cache of a prefix only if their salts are equal.
-        since = self._version if first_version is None else first_version
+        current = self._salts[self._version]
+        salt = current if first_version is None else self._salts.get(first_version, current)
         params = _sampling_params(sampling.temperature, sampling.top_p, most, fewest, tuple(self._model.stop_tokens))
         request = EngineCoreRequest(
             request_id=key,
@@ -376,7 +379,7 @@ class GenerationEngine:
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=LoRARequest("policy", ADAPTER, "loaded by open_policy") if self._model.weights.lora else None,
-            cache_salt=f"{since}" if self._config.kv_on_update == "keep" else None,
+            cache_salt=salt if self._config.kv_on_update == "keep" else None,
             data_parallel_rank=None,
         )
         await self._call(self._core.add_request_async(request))
@@ -422,6 +425,7 @@ class GenerationEngine:
     async def _go_on(self, pause: _Pause, version: int) -> LoadTimes:
         """Let all sequences continue under the weights that are in place now."""
         self._version = version
+        self._salts[version] = f"load {next(self._serial)}"
         self._torn_since = None
         loaded = time.perf_counter()
         # Both are sent at once, in this order, which saves a round trip during which nothing would run.

@@ -354,9 +354,9 @@ class AsyncGatheringScheduler(_Gathers, AsyncScheduler):
 
 
 class KeepingScheduler(AsyncGatheringScheduler):
-    """The scheduler for `kv_on_update: keep`. A request's salt, the version of the weights when it was sent, keeps it
-    from KV cache of older weights. One that still waits in the engine's queue after a pause was sent too early for
-    that: it gets another salt."""
+    """The scheduler for `kv_on_update: keep`. A request's salt, that of the weights which began its sample, keeps it
+    from KV cache of older weights. A request that still waits in the engine's queue after a pause may have been sent
+    too early for that: it gets another salt."""
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
