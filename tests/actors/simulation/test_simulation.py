@@ -675,9 +675,9 @@ def test_no_sequence_is_asked_for_again_because_of_new_weights(monkeypatch: pyte
     interrupted = []
     generate, load = SimEngine.generate, SimEngine.load
 
-    def count(self: SimEngine, request_id: str, tokens: list[int], *rest: Any) -> AsyncIterator[Chunk]:
+    def count(self: SimEngine, request_id: str, tokens: list[int], *rest: Any, **options: Any) -> AsyncIterator[Chunk]:
         asked[tuple(tokens)] += 1
-        return generate(self, request_id, tokens, *rest)
+        return generate(self, request_id, tokens, *rest, **options)
 
     async def note(self: SimEngine, *args: Any) -> LoadTimes:
         interrupted.append(await load(self, *args))
