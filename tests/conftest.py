@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from areal.amx import avoid_broken_amx
+from areal.processor import avoid_broken_amx
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import numpy as np
 import setproctitle
 
-from areal.amx import avoid_broken_amx
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
 from areal.devices import SHARES, visible_devices
 from areal.generation.forking import forking, import_early
 from areal.processes import importing
+from areal.processor import avoid_broken_amx
 from areal.trajectory import Finish
 from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
 

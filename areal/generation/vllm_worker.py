@@ -44,8 +44,8 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample import rejection_sampler
 
-from areal.amx import without_amx
 from areal.devices import ENGINE_CORES, settle
+from areal.processor import without_amx
 from areal.weights.lora import stored_tensors
 
 # The kernels' vectors hold 8 or 16 elements.

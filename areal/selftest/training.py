@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from areal.amx import avoid_broken_amx
 from areal.config import Config, UserError
 from areal.devices import ASK_SECONDS, visible_devices
 from areal.planning.command import count_parameters, read_model, read_modules
 from areal.planning.split import GIB, row_tokens, training_memory
+from areal.processor import avoid_broken_amx
 from areal.selftest import disk, kernels, sequences
 from areal.selftest.findings import GAP, LAYERS, Finding, judged
 from areal.selftest.memory import peak, resident

@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.amx import avoid_broken_amx
 from areal.config import Config, TrainerConfig, UserError
 from areal.models import check_heads
 from areal.processes import importing
+from areal.processor import avoid_broken_amx
 from areal.training.advantages import advantages
 from areal.training.agreement import SILENCE, Writer
 from areal.training.checkpoint import Share, TrainingState

@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal.amx import avoid_broken_amx
 from areal.config import UserError
+from areal.processor import avoid_broken_amx
 from areal.selftest.references import logprobs_of_whole_logits
 from areal.training import head
 from areal.training.head import Curve, Head, linear_logprobs

@@ -1,11 +1,14 @@
-"""Detects broken AMX: some virtual machines announce Intel's AMX but kill a process that uses it (SIGILL).
+"""What libraries get wrong about the processor: AMX that is announced but broken, and AVX-512 of AMD.
 
-The check runs a bf16 operation in a child process.
+Some virtual machines announce Intel's AMX but kill a process that uses it (SIGILL). The check runs a bf16 operation in
+a child process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,6 +18,15 @@ _TRY = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.fun
 # oneDNN's limit on the instruction set, and the value with which it uses no AMX. Callers that choose kernels of other
 # libraries ask `without_amx`.
 _ISA, _WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+
+
+def use_avx512() -> None:
+    """Have PyTorch's matrix products use AVX-512 also on AMD (`mkl.c`). Has an effect before torch is imported.
+
+    Without a C compiler at installation that file was not compiled, and this does nothing.
+    """
+    if (compiled := importlib.util.find_spec("areal._mkl")) and compiled.origin:
+        ctypes.CDLL(compiled.origin, ctypes.RTLD_GLOBAL)
 
 
 @functools.cache
