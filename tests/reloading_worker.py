@@ -6,7 +6,7 @@ from areal.generation.vllm_worker import PolicyWorker
 class ReloadingWorker(PolicyWorker):
     """Loads new weights by vLLM's own `reload_weights`, never in place."""
 
-    _unpacked = {}
+    _unpacked = None
 
     def schedules_ahead(self) -> bool:
         return bool(self.model_runner.use_async_scheduling)
