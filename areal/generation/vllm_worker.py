@@ -57,7 +57,7 @@ NOTHING = np.zeros(0, np.float32)
 # Up to this size, an engine on the CPU keeps its linear weights twice: as in the files, and packed.
 SMALL_BYTES = 2**30
 # fp32 weights of up to this number of elements are not packed.
-SMALL_WEIGHT = 1 << 18
+SMALL_WEIGHT = 1 << 17
 
 WeightTransferEngineFactory.register_engine("gloo", "areal.weights.transfer", "GlooEngine")
 
