@@ -611,9 +611,17 @@ def _sampling_params(
 
 
 def prepare(config: GeneratorConfig) -> bool:
-    """Set the environment variables that vLLM and its processes read at import. On CPUs, begin to import vLLM, for an
-    engine process that is forked. Returns whether it will be. Call it while the process has a single thread, then vLLM
-    is imported once for both."""
+    """Set the environment, and on CPUs begin to import vLLM, for an engine process that is forked. Returns whether it
+    will be. Call it while the process has a single thread, then vLLM is imported once for both."""
+    forks = set_environment(config)
+    if forks:
+        import_early()
+    return forks
+
+
+def set_environment(config: GeneratorConfig) -> bool:
+    """Set the environment variables that vLLM and its processes read at import. Returns whether the engine's process
+    will be forked."""
     setproctitle.getproctitle()  # it finds the place of the title only while the environment has not been written
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     # vLLM's own binding would pin every engine of a machine to the same first cores.
@@ -625,7 +633,6 @@ def prepare(config: GeneratorConfig) -> bool:
     if sys.platform != "linux" or visible_devices():
         return False
     _set_cpu_environment(config)
-    import_early()
     return True
 
 

@@ -132,15 +132,13 @@ async def store_all(config: Config, finished: Finished) -> None:
 
 def engine_arguments(config: Config) -> tuple[Any, Any]:
     """Those of the generator, and the sampling parameters."""
+    from areal.generation import engine as generation
+
+    generation.set_environment(config.generator)
     from vllm import SamplingParams
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
 
-    from areal.generation import engine as generation
-
-    generation._set_environment(config.generator)
-    if current_platform.is_cpu():
-        generation._set_cpu_environment(config.generator)
     arguments = generation._engine_args(
         Path(config.model), config.generator, config.seed, None, False, current_platform.is_cpu()
     )
