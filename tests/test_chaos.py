@@ -57,7 +57,7 @@ def small(tiny_model: Path, free_port: int) -> list[str]:
         f"model={tiny_model}", f"master.address=tcp://127.0.0.1:{free_port}", "master.lease_seconds=10", "name=test",
         f"steps={STEPS}", "batch_size=4", "group_size=4", "max_staleness=2", "sampling.max_new_tokens=32",
         "data.eval_size=16", "generator.count=2", "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
-        "trainer.checkpoint_every=3", "trainer.minibatches=4",
+        "trainer.checkpoint_every=3",
     ]  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def small(tiny_model: Path, free_port: int) -> list[str]:
     return [
         f"model={tiny_model}", f"master.address=tcp://127.0.0.1:{free_port}", "name=test", "steps=4", "batch_size=4",
         "group_size=4", "max_staleness=2", "sampling.max_new_tokens=32", "data.eval_size=16",
-        "generator.kv_cache_gib=0.25", "generator.memory_share=0.1", "trainer.minibatches=4",
+        "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
     ]  # fmt: skip
 
 

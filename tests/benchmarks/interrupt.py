@@ -22,7 +22,7 @@ from runs import run
 
 from areal.data import quickstart
 
-SMALL = ("batch_size=4", "group_size=4", "sampling.max_new_tokens=32", "trainer.minibatches=4")
+SMALL = ("batch_size=4", "group_size=4", "sampling.max_new_tokens=32")
 PARTS = ("pause", "load", "resume")
 
 

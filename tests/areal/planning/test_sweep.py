@@ -137,7 +137,7 @@ def test_a_killed_sweep_takes_its_run_along_and_goes_on_with_it_and_an_interrupt
     tmp_path, tiny_model, free_port
 ):
     small = ["batch_size=4", "group_size=4", "sampling.max_new_tokens=32", "data.eval_size=0", "steps=1000"]
-    small += ["trainer.minibatches=4", f"master.address=tcp://127.0.0.1:{free_port}"]
+    small.append(f"master.address=tcp://127.0.0.1:{free_port}")
     file = written(tmp_path, {"seed": [5, 6]}, model=str(tiny_model))
 
     def start(output: Path) -> subprocess.Popen:
