@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import structlog
 
 from actors.parts.accounts import StepMeter, evaluation_record, summary
@@ -58,7 +59,7 @@ from protocols.messages import (
     HeartbeatAnswer,
     Join,
     Leave,
-    LoadTold,
+    LoadColumns,
     LostLeases,
     Member,
     MembersChanged,
@@ -130,13 +131,15 @@ log = structlog.get_logger()
 class _Pulse:
     """Contents of a member's last heartbeat. `heard`: its time, by the master's clock. `counters`: the member's
     counters at that time (`StepMeter.count`); None for a member of an earlier master that this master has not
-    heard from yet. `engagement`: only of generators. `work`: what the member works on itself, if it does."""
+    heard from yet. `engagement`: only of generators. `sequences`: all those in it. `work`: what the member works on
+    itself, if it does."""
 
     heard: float
     counters: Counter[str] | None
     activity: str = "starting"
     stats: dict[str, float] = field(default_factory=dict)
     engagement: Engagement | None = None
+    sequences: int = 0
     work: Work | None = None
 
 
@@ -519,18 +522,18 @@ class Master(HandlesRequests):
         return HeartbeatAnswer(
             policy=self.state.policy, sequence=self._events.sequence,
             ended=_shutdown(self._end.result()) if self._end.done() else None,
-            loads=self._loads_for(member) if member.role == "rollout_manager" else {},
+            loads=self._loads_for(member.identity) if member.role == "rollout_manager" else None,
         )  # fmt: skip
 
-    def _loads_for(self, asker: Member) -> dict[str, LoadTold]:
-        return {
-            identity: LoadTold(
-                sequences=sum(told.sequences.values()), own=told.sequences.get(asker.identity, 0), limit=told.limit,
-                version=told.version,
-            )
-            for identity, pulse in self._pulses.items()
-            if (told := pulse.engagement) is not None
-        }  # fmt: skip
+    def _loads_for(self, asker: str) -> LoadColumns:
+        told = {name: pulse.engagement for name, pulse in self._pulses.items() if pulse.engagement is not None}
+        return LoadColumns(
+            names=tuple(told),
+            sequences=np.array([self._pulses[name].sequences for name in told], np.int64),
+            own=np.array([engagement.sequences.get(asker, 0) for engagement in told.values()], np.int64),
+            limits=np.array([engagement.limit for engagement in told.values()], np.int64),
+            versions=np.array([engagement.version for engagement in told.values()], np.int64),
+        )
 
     def _listen(self, pulse: _Pulse, beat: Heartbeat) -> None:
         counters, fresh = self._meter.count(beat.stats, pulse.counters)
@@ -539,6 +542,7 @@ class Master(HandlesRequests):
             self._progress()
         pulse.heard, pulse.counters, pulse.activity, pulse.stats = self._now(), counters, beat.activity, beat.stats
         pulse.engagement, pulse.work = beat.engagement, beat.work
+        pulse.sequences = sum(beat.engagement.sequences.values()) if beat.engagement else 0
 
     @handles(Leave)
     async def leave(self, request: Request[Leave]) -> Done:

@@ -25,7 +25,7 @@ from protocols.messages import (
     Done,
     GroupFailed,
     GroupStarted,
-    LoadTold,
+    LoadColumns,
     LostLeases,
     Permit,
     Permits,
@@ -79,9 +79,11 @@ class RolloutManager(Sampler):
             "moved": self._moved,
         }
 
-    def told(self, loads: dict[str, LoadTold]) -> None:
+    def told(self, loads: LoadColumns) -> None:
         if self.state != "stale":
-            self._router.told = {identity: Load(**dict(load)) for identity, load in loads.items()}
+            columns = (loads.sequences, loads.own, loads.limits, loads.versions)
+            each = map(Load, *(column.tolist() for column in columns))
+            self._router.told = dict(zip(loads.names, each, strict=True))
             self._router.room.notify()
 
     def _free_groups(self) -> int:

@@ -49,7 +49,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -209,13 +209,23 @@ class Engagement(Part):
     version: Annotated[int, Field(ge=0, le=1 << 53)]
 
 
-class LoadTold(Part):
-    """areal.generation.routing.Load, as the master passes it on."""
+class LoadColumns(Part):
+    """The loads of generators (areal.generation.routing.Load), as the master passes them on: `names` are identities,
+    and entry i of the columns, int64 [generators], is about generator i."""
 
-    sequences: int
-    own: int
-    limit: Annotated[int, Field(ge=1)]
-    version: int
+    names: Several[Name]
+    sequences: Int64s
+    own: Int64s
+    limits: Int64s
+    versions: Int64s
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if {len(self.sequences), len(self.own), len(self.limits), len(self.versions)} != {len(self.names)}:
+            raise ValueError("the columns are not as long as the names")
+        if (self.limits < 1).any():
+            raise ValueError("a limit is below 1")
+        return self
 
 
 class Span(Part):
@@ -257,12 +267,12 @@ class Shutdown(Message):
 
 
 class HeartbeatAnswer(Message):
-    """`ended`: once the run is over. `loads`: for a rollout manager, the loads of the generators by identity."""
+    """`ended`: once the run is over. `loads`: only for a rollout manager."""
 
     policy: Policy
     sequence: int
     ended: Shutdown | None = None
-    loads: dict[Name, LoadTold] = {}
+    loads: LoadColumns | None = None
 
 
 class Leave(Message):

@@ -40,7 +40,7 @@ from protocols.messages import (
     HeartbeatAnswer,
     Join,
     Leave,
-    LoadTold,
+    LoadColumns,
     Member,
     MembersChanged,
     Message,
@@ -216,8 +216,8 @@ class Actor(HandlesRequests):
         """The load of a generator, for the heartbeat; None for other roles."""
         return None
 
-    def told(self, loads: dict[str, LoadTold]) -> None:
-        """Called after each heartbeat with the loads of the generators, by identity. Only rollout managers get them."""
+    def told(self, loads: LoadColumns) -> None:
+        """Called after each heartbeat of a rollout manager with the loads of the generators."""
 
     # --- what subclasses use
 
@@ -419,7 +419,8 @@ class Actor(HandlesRequests):
         answer = await self.ask_master(beat, HeartbeatAnswer)
         if answer.ended:
             return self.stop(answer.ended.ok, answer.ended.reason)
-        self.told(answer.loads)
+        if answer.loads is not None:
+            self.told(answer.loads)
         if answer.sequence > self._sequence:
             # An event was lost or has not arrived yet, or the master was restarted. The snapshot is newer in each case.
             await self._believe(await self.ask_master(AskSnapshot(), Snapshot))

@@ -140,7 +140,8 @@ def _some_moves(
 def _decode_body(kind: str, frames: Sequence[bytes]) -> Message:
     """Decode a message. Kinds that are sent often or to many are decoded once and cached, since messages are
     immutable."""
-    return _decode_once(kind, frames[1]) if kind in _REPEATED else decode_body(kind, frames)
+    repeated = kind in _REPEATED and len(frames) == 2  # without arrays
+    return _decode_once(kind, frames[1]) if repeated else decode_body(kind, frames)
 
 
 @functools.lru_cache(maxsize=256)
