@@ -98,15 +98,15 @@ class Router:
             return bool(found)
 
         await self.actor.until(some)
-        now = asyncio.get_running_loop().time()
+        now, askers = asyncio.get_running_loop().time(), self.askers
         # Reported loads are out of date. Each asker begins its choice at another actor, so that not all of them fill
         # the same few.
-        first = (self.actor.index or 0) * len(found) // self.askers % len(found)
+        first = (self.actor.index or 0) * len(found) // askers % len(found)
         found = found[first:] + found[:first]
 
         def cost(m: Member) -> tuple[bool, bool, float]:
             held_back = m.held is not None and m.held.version < min_version
-            return held_back, self._avoid.get(m.identity, 0.0) > now, self._load_of(m, min_version)
+            return held_back, self._avoid.get(m.identity, 0.0) > now, self._load_of(m, askers, min_version)
 
         return min(found, key=cost)
 
@@ -120,11 +120,11 @@ class Router:
         told = self.told.get(generator.identity)
         return told.limit if told else self.actor.config.generator.max_concurrent_rollouts
 
-    def _load_of(self, m: Member, min_version: int) -> float:
+    def _load_of(self, m: Member, askers: int, min_version: int) -> float:
         if m.role != "generator":
             return self.load[m.identity]
         told = self.told.get(m.identity) or Load(0, 0, self.limit(m), min_version)
-        return fullness(told, self.load[m.identity], self.askers, min_version)
+        return fullness(told, self.load[m.identity], askers, min_version)
 
     def enter(self, member: Member) -> None:
         """Count one more request to this member."""
