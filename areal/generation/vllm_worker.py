@@ -242,7 +242,7 @@ class PolicyWorker:
         self._weight_update_active = False
 
     def _pack(self, *layers: torch.nn.Module) -> None:
-        """Pack the weights of `layers` and of the head. On the CPU linear weights are packed when loaded. A tied head
+        """Pack the weights of `layers` and of the head. On the CPU larger weights are packed when loaded. A tied head
         has no weights of its own in the file, so vLLM does not pack it again, and the head would still multiply by the
         old embedding."""
         heads = (one for one in self.model_runner.get_model().modules() if isinstance(one, ParallelLMHead))

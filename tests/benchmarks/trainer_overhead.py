@@ -14,6 +14,9 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import areal  # noqa: F401  # before torch, as in a run, so that the same kernels multiply
+
+# isort: split
 import torch
 from results import ratio, show, write
 from steps import VERSION, arguments, interleaved, model_and_batches, settings, tokens_of, trainer

@@ -11,7 +11,6 @@ quickstart has minibatches), result.json, and checkpoint-N after every N optimiz
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -34,8 +33,10 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VL
 os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
 # vLLM's sampler would compile a helper at the first request; in the trainer's process its engine has to stay there.
 os.environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-importlib.import_module("areal")  # then TRL's matrix products use AVX-512 on AMD, as ours do
 
+import areal  # noqa: E402, F401  # before torch, so that TRL's matrix products use AVX-512 on AMD, as ours do
+
+# isort: split
 import requests  # noqa: E402
 import torch  # noqa: E402
 import trl.generation.vllm_generation as vllm_generation  # noqa: E402

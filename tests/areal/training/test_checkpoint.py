@@ -13,6 +13,9 @@ import sys
 import threading
 from pathlib import Path
 
+import areal  # noqa: F401  # before torch, as in a run: this file is a program too, and the same kernels have to multiply
+
+# isort: split
 import pytest
 import safetensors.torch
 import torch
@@ -146,10 +149,7 @@ def test_a_damaged_checkpoint_is_told_before_anything_is_changed(folder, four_ra
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before_to_go_on_from(tmp_path):
     model = make_model(tmp_path / "model")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    # As in a run, areal is imported before torch: both processes have to multiply by the same kernels.
-    script = "import areal, runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", script, __file__, "die", model, tmp_path]
-    done = subprocess.run(command, env=environment, timeout=200, check=False)
+    done = subprocess.run([sys.executable, __file__, "die", model, tmp_path], env=environment, timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL
     (left,) = tmp_path.glob(".second.*")
     assert list(left.rglob("rank_*")) and not (tmp_path / "second").exists()
