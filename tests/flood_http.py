@@ -39,7 +39,7 @@ async def flood_http(requests: int, seed: int) -> Counter[str]:
     try:
         for first in range(0, requests, BATCH):
             async with endpoint.serve(session) as access:
-                http = MalformedHttp(seed + first, access.api_key)
+                http = MalformedHttp(seed + first, access)
                 port = urlsplit(access.base_url).port
                 made = [http.request() for _ in range(min(BATCH, requests - first))]
                 for i in range(0, len(made), 10):

@@ -13,6 +13,7 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel
 
+from areal.workflows.openai_api import Access
 from protocols.codec import DTYPES
 from protocols.messages import KINDS, PROTOCOL_VERSION
 
@@ -283,15 +284,15 @@ FIELDS = {
 class MalformedHttp:
     """Requests to the endpoint of agents as bytes on a connection, most of them with the key of an open sample."""
 
-    def __init__(self, seed: int, key: str) -> None:
+    def __init__(self, seed: int, access: Access) -> None:
         self.random = random.Random(seed)
-        self._key = key
+        self._access = access
 
     def request(self) -> bytes:
         choice, chance = self.random.choice, self.random.random()
         path = choice([*FIELDS] * 2 + ["/v1/reward", "/v1/models", "/", "/v1/\u20ac"])
         body = self._body(path)
-        headers = {"Host": "a", "Authorization": f"Bearer {self._key}", "Content-Length": str(len(body))}
+        headers = {"Host": "a", "Authorization": f"Bearer {self._access.api_key}", "Content-Length": str(len(body))}
         if chance < 0.2:
             name, value = choice(
                 [
@@ -314,7 +315,7 @@ class MalformedHttp:
     def _body(self, path: str) -> bytes:
         chance, choice = self.random.random(), self.random.choice
         if path == "/v1/reward":
-            return json.dumps({choice(("reward", "x")): self._anything(2)}).encode()
+            return json.dumps({choice(("reward", "x")): self._anything(2), "key": self._access.reward_key}).encode()
         fields = FIELDS.get(path, "messages").split()
         asked: Any = {fields[0]: self._messages(path), "model": "m"}
         if chance < 0.6:

@@ -2,7 +2,7 @@
 completions and responses, and Anthropic's messages.
 
 Each sample has its own API key, which is valid until the sample ends. The key authorises a call and identifies its
-sample.
+sample. It does not authorise rewards, since a policy with a shell may find it in the agent's environment variables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from areal.workflows import anthropic_api, openai_api
 from areal.workflows.anthropic_api import CountRequest, MessageReply, MessagesRequest, Threads
@@ -30,14 +30,19 @@ from areal.workflows.session import Session
 MAX_BODY_BYTES = 32 * 2**20
 # Time for unfinished responses when the endpoint closes. Calls that still generate are cancelled before.
 CLOSE_SECONDS = 1.0
+NO_REWARD = (
+    "a reward needs the sample's reward key as `key`, which an agent gets where "
+    "rollout_manager.workflow_options.agent_reward is true: the run's reward functions score all other samples "
+    "(docs/agents.md)"
+)
 
 
 class Reward(BaseModel):
-    """The body of a POST to /v1/reward. call: the id of an answer whose reward it is; None: it is the sample's."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
+    """The body of a POST to /v1/reward. key: the sample's reward key. call: the id of the answer whose reward it is, or
+    None for the sample's."""
 
     reward: float
+    key: str = ""
     call: str | None = None
 
 
@@ -46,6 +51,7 @@ class _Open:
     """A sample that an agent works on, and its calls in progress."""
 
     chat: ChatSession
+    reward_key: str = field(default_factory=lambda: f"reward-{secrets.token_urlsafe(24)}")
     responses: Responses = field(default_factory=dict)
     threads: Threads = field(default_factory=dict)
     calls: set[asyncio.Task[Answer]] = field(default_factory=set)
@@ -74,7 +80,7 @@ class OpenAIEndpoint:
         self._open[key] = sample = _Open(ChatSession(session))
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            yield Access(f"http://{host}:{port}/v1", key, sample.chat)
+            yield Access(f"http://{host}:{port}/v1", key, sample.reward_key, sample.chat)
         finally:
             del self._open[key]
             for call in sample.calls:
@@ -155,8 +161,10 @@ class OpenAIEndpoint:
     async def _reward(self, request: web.Request) -> web.Response:
         sample = self._sample(request)
         given = _parse(Reward, await _body(request))
+        if given.key != sample.reward_key:
+            raise ApiError(NO_REWARD, "not_the_reward_key", 403)
         sample.chat.give_reward(given.reward, given.call)
-        return web.json_response({"reward": given.reward})
+        return web.json_response({})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._sample(request)

@@ -14,9 +14,13 @@ import os
 import shlex
 import shutil
 import signal
+import socket
+import subprocess
 import tempfile
-from collections.abc import Mapping
-from typing import IO, Any
+from collections.abc import Mapping, Sequence
+from typing import IO, Annotated, Any
+
+from pydantic import Field
 
 from areal.config import UserError
 from areal.data.rows import Row
@@ -28,8 +32,11 @@ from areal.workflows.session import Session
 
 # How long an agent that is cancelled or killed may take to end.
 END_SECONDS = 5.0
-# The end of a program's output that is searched for a reward, and the end of its stderr that an error message quotes.
-OUTPUT_BYTES, ERROR_BYTES = 65536, 1000
+# The end of a program's stderr that an error message quotes.
+ERROR_BYTES = 1000
+Range = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)]
+REWARD_RANGE = [0.0, 1.0]
+_WHERE = "rollout_manager.workflow_options"
 
 
 class AgentFailed(Exception):
@@ -37,16 +44,22 @@ class AgentFailed(Exception):
 
 
 async def agent(
-    session: Session, row: Row, *, agent: str | None = None, command: str | None = None, timeout_seconds: float = 600.0
-) -> Trajectory:
-    """Everything that an agent sampled, with the rewards that the agent reported. If it reported none, the row's reward
+    session: Session, row: Row, *, agent: str | None = None, command: str | None = None, timeout_seconds: float = 600.0,
+    agent_reward: bool = False, reward_range: Range | None = None,
+) -> Trajectory:  # fmt: skip
+    """Everything that an agent sampled, with the rewards that the agent gave. If it gave none, the row's reward
     functions score its last answer.
 
     agent: `package.module:function`. command: a program and its arguments. timeout_seconds: time limit of one sample.
+    agent_reward: whether the agent may give rewards. reward_range: the lowest and the highest, of each reward and of
+    their sum; default: 0 and 1.
     Raises AgentFailed, the exception that the agent raised, or the exception that was raised while it sampled.
     """
     async with session.endpoint() as api:
-        work = asyncio.create_task(_call(agent, api, row) if agent else _execute(command or "", api, row))
+        reward_key = api.reward_key if agent_reward else ""
+        work = asyncio.create_task(
+            _call(agent, api, row, reward_key) if agent else _execute(command or "", api, row, reward_key)
+        )
         try:
             ends: set[asyncio.Future[Any]] = {work, api.chat.failure}
             await asyncio.wait(ends, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -63,55 +76,81 @@ async def agent(
         chat = api.chat
     if not session.calls:
         raise AgentFailed("the agent ended without a single call to the policy")
-    reward = chat.reward if reward is None else reward
-    if reward is None and not chat.rewarded:
-        reward = await session.score(chat.last_text)
-    if reward is not None and not math.isfinite(reward):
-        raise AgentFailed(f"the agent reported the reward {reward}, which is not a finite number")
-    return session.trajectory(reward)
+    rewards = chat.rewards if reward is None else chat.rewards | {None: reward}
+    if not rewards:
+        return session.trajectory(await session.score(chat.last_text))
+    if not agent_reward:
+        raise AgentFailed(
+            f"the agent returned the reward {reward}, but the run's reward functions score its sample: have it return "
+            f"None, or set {_WHERE}.agent_reward=true"
+        )
+    _check_rewards(list(rewards.values()), *reward_range or REWARD_RANGE)
+    return session.trajectory(rewards.get(None))
+
+
+def _check_rewards(rewards: Sequence[float], low: float, high: float) -> None:
+    if all(low <= value <= high for value in rewards) and low <= math.fsum(rewards) <= high:
+        return
+    raise AgentFailed(
+        f"the agent gave the rewards {str(rewards):.200}, but each of them and their sum have to be numbers from "
+        f"{low:g} to {high:g} ({_WHERE}.reward_range)"
+    )
 
 
 def check(options: Mapping[str, Any]) -> None:
     """Checks the workflow's options before anything is started. Raises UserError."""
-    where = "rollout_manager.workflow_options"
     function, command = options.get("agent"), options.get("command")
     if bool(function) == bool(command):
         raise UserError(
-            f"The workflow agent needs one of {where}.agent=package.module:function and "
-            f"{where}.command='python my_agent.py'."
+            f"The workflow agent needs one of {_WHERE}.agent=package.module:function and "
+            f"{_WHERE}.command='python my_agent.py'."
         )
     if function and not inspect.iscoroutinefunction(load(function, "The agent")):
         raise UserError(
             f"The agent {function!r} is not an `async def` and would block the rollout manager while it waits: "
-            f"make it an `async def`, or start it as a program with {where}.command."
+            f"make it an `async def`, or start it as a program with {_WHERE}.command."
         )
-    if command and not shutil.which(_program(command, where)):
-        raise UserError(f"There is no program {_program(command, where)!r} to start: correct {where}.command.")
+    if command and not shutil.which(_program(command)):
+        raise UserError(f"There is no program {_program(command)!r} to start: correct {_WHERE}.command.")
+    _check_range(options.get("reward_range"), options.get("agent_reward", False))
 
 
-def _program(command: str, where: str) -> str:
+def _check_range(reward_range: Range | None, agent_reward: bool) -> None:
+    if reward_range and not agent_reward:
+        raise UserError(
+            f"{_WHERE}.reward_range is the range of an agent's rewards, but the agent gives none: leave it out, or set "
+            f"{_WHERE}.agent_reward=true."
+        )
+    if reward_range and reward_range[0] >= reward_range[1]:
+        raise UserError(f"{_WHERE}.reward_range is {reward_range}, but is the lowest reward, then the highest.")
+
+
+def _program(command: str) -> str:
     try:
         return (shlex.split(command) or [""])[0]
     except ValueError as error:
-        raise UserError(f"{where}.command is {command!r}, which is no command line: {error}.") from None
+        raise UserError(f"{_WHERE}.command is {command!r}, which is no command line: {error}.") from None
 
 
-async def _call(function: str, api: Access, row: Row) -> float | None:
-    return await load(function, "The agent")(api.base_url, api.api_key, row.fields)
+async def _call(function: str, api: Access, row: Row, reward_key: str) -> float | None:
+    call = load(function, "The agent")
+    more = {"reward_key": reward_key} if "reward_key" in inspect.signature(call).parameters else {}
+    return await call(api.base_url, api.api_key, row.fields, **more)
 
 
-async def _execute(command: str, api: Access, row: Row) -> float | None:
-    """Run a program to its end. Returns the reward in its last line of output, if any. The program is killed with its
-    process group when this task ends; it is also killed when this process ends. Raises AgentFailed."""
+async def _execute(command: str, api: Access, row: Row, reward_key: str) -> None:
+    """Run a program to its end. It is killed with its process group when this task ends; it is also killed when this
+    process ends. Raises AgentFailed."""
     access = {"OPENAI_BASE_URL": api.base_url, "OPENAI_API_KEY": api.api_key}
     access |= {"ANTHROPIC_BASE_URL": api.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api.api_key}
     # Files, not pipes: nothing has to read them meanwhile, and processes that a program leaves cannot keep them open.
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors, _readable_once(reward_key) as key:
         given.write(json.dumps(row.fields).encode() + b"\n")
         given.seek(0)
         process = await asyncio.create_subprocess_exec(
             *tied(*shlex.split(command)),
-            stdin=given, stdout=output, stderr=errors, env=os.environ | access, start_new_session=True,
+            stdin=given, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[key.fileno()],
+            env=os.environ | access | {"AREAL_REWARD_FD": str(key.fileno())}, start_new_session=True,
         )  # fmt: skip
         try:
             code = await process.wait()
@@ -121,23 +160,18 @@ async def _execute(command: str, api: Access, row: Row) -> float | None:
             await process.wait()
         if code:
             raise AgentFailed(f"the agent ended with exit code {code}: {_end_of(errors, ERROR_BYTES)}")
-        return _told_reward(_end_of(output, OUTPUT_BYTES))
+
+
+def _readable_once(text: str) -> socket.socket:
+    """A socket from which the text can be read, by whoever reads first. What a program starts inherits an empty socket;
+    unlike a pipe or a file, a socket cannot be opened through /proc/PID/fd."""
+    sender, receiver = socket.socketpair()
+    with sender:
+        sender.sendall(text.encode())
+    return receiver
 
 
 def _end_of(file: IO[bytes], size: int) -> str:
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - size))
     return file.read().decode(errors="replace").strip()
-
-
-def _told_reward(output: str) -> float | None:
-    """The reward in a last line such as {"reward": 0.5}, if there is one. Raises AgentFailed if it is not a number."""
-    try:
-        told = json.loads(output.rpartition("\n")[2])
-    except ValueError:
-        return None
-    if not isinstance(told, dict) or "reward" not in told:
-        return None
-    if not isinstance(told["reward"], int | float):
-        raise AgentFailed(f"the agent reported the reward {told['reward']!r}, which is not a number")
-    return told["reward"]

@@ -122,9 +122,8 @@ class ChatSession:
     """The calls of one sample. A call whose messages begin with those of an earlier one and its answer continues from
     the tokens of that one; the others begin a conversation of their own.
 
-    last_text: the text of the last answer, without tool calls and thinking. reward: the reward that the agent has
-    reported for the sample. rewarded: whether it has reported one for a call. failure: set to the error if a generation
-    of this sample fails.
+    last_text: the text of the last answer, without tool calls and thinking. rewards: those that the agent has given, by
+    the id of the answer, or None for the sample. failure: set to the error if a generation of this sample fails.
     """
 
     def __init__(self, session: CallsPolicy) -> None:
@@ -135,8 +134,7 @@ class ChatSession:
         self._answers: dict[str, Generation] = {}
         self._tool_calls: set[str] = set()  # their ids
         self.last_text = ""
-        self.reward: float | None = None
-        self.rewarded = False
+        self.rewards: dict[str | None, float] = {}
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     async def complete(
@@ -165,14 +163,12 @@ class ChatSession:
 
     def give_reward(self, value: float, answer: str | None) -> None:
         """Set the reward of the sample or, with the id of an answer, of that call. Raises ApiError."""
-        if answer is None:
-            self.reward = value
-            return
-        sampled = self._answers.get(answer)
-        if sampled is None:
-            raise ApiError(f"this sample has no answer with the id {answer!r:.80}")
-        self._session.reward(sampled, value)
-        self.rewarded = True
+        if answer is not None:
+            sampled = self._answers.get(answer)
+            if sampled is None:
+                raise ApiError(f"this sample has no answer with the id {answer!r:.80}")
+            self._session.reward(sampled, value)
+        self.rewards[answer] = value
 
     def _prompt(
         self, messages: list[Json], tools: list[Json] | None, digests: list[bytes]
@@ -240,10 +236,15 @@ def _telling(tokenizer: Any, stops: Sequence[str], on_text: Callable[[str], None
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an agent needs to make the calls of one sample, and the chat that these calls make up."""
+    """What an agent needs to make the calls of one sample, and the chat that these calls make up.
+
+    reward_key: what the sample's rewards are given with. It belongs to the agent alone: a policy that gets at it, as it
+    may at `api_key` in an environment variable, scores itself.
+    """
 
     base_url: str
     api_key: str
+    reward_key: str
     chat: ChatSession
 
 

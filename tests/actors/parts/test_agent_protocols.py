@@ -474,10 +474,12 @@ async def test_a_client_that_leaves_a_stream_stops_its_call(halting, kind):
 
 
 PROGRAM = """
-import anthropic, json, sys
+import anthropic, json, os, sys
+reward_key = os.read(int(os.environ["AREAL_REWARD_FD"]), 99).decode()
 given = [{"role": "user", "content": json.load(sys.stdin)["prompt"]}]
 done = anthropic.Anthropic().messages.create(model="m", max_tokens=9, messages=given)
-print(json.dumps({"reward": float(done.content[0].text)}))
+given = {"reward": float(done.content[0].text), "key": reward_key}
+anthropic.Anthropic().post("/v1/reward", body=given, cast_to=object)
 """
 
 
@@ -490,5 +492,5 @@ async def test_a_program_s_client_finds_the_endpoint_by_itself(serve, tmp_path):
     api = await serve(session)
     (tmp_path / "program.py").write_text(PROGRAM)
     row = Row(0, "?", "", None, {"prompt": "?"})
-    done = await agent(session, row, command=f"{sys.executable} {tmp_path / 'program.py'}")
+    done = await agent(session, row, command=f"{sys.executable} {tmp_path / 'program.py'}", agent_reward=True)
     assert done.reward == 0.5

@@ -8,7 +8,9 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -324,15 +326,17 @@ async def test_calls_at_the_same_time_run_at_the_same_time(opened):
     await asyncio.wait(calls)
 
 
-async def test_a_call_may_have_a_reward_of_its_own(opened):
+async def test_a_call_may_have_a_reward_of_its_own_for_which_the_sample_s_reward_key_is_needed(opened):
     policy, api, chat = await opened("4", "yes")
     first = await chat.create(model="m", messages=[user("2+2?")])
     second = await chat.create(model="m", messages=[user("2+2?"), first.choices[0].message, user("Sure?")])
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api.api_key}"}) as http:
         for body, status in [
-            ({"reward": 0.5, "call": first.id}, 200),
-            ({"reward": 0.25, "call": second.id}, 200),
-            ({"reward": 1.0, "call": "chatcmpl-0"}, 400),
+            ({"reward": 0.5, "call": first.id, "key": api.reward_key}, 200),
+            ({"reward": 0.25, "call": second.id, "key": api.reward_key}, 200),
+            ({"reward": 1.0, "call": "chatcmpl-0", "key": api.reward_key}, 400),
+            ({"reward": 1.0, "call": second.id}, 403),
+            ({"reward": 1.0, "key": api.api_key}, 403),
         ]:
             async with http.post(f"{api.base_url}/reward", json=body) as answer:
                 assert answer.status == status
@@ -373,12 +377,28 @@ async def asks_only(*access):
     await asks(*access)
 
 
-async def reports(base_url, api_key, row):
+async def reports(base_url, api_key, row, reward_key, value=0.5):
     await asks(base_url, api_key, row)
     async with ask(base_url, api_key) as client:
-        await client.post("/reward", body={"reward": 0.5}, cast_to=object)
+        await client.post("/reward", body={"reward": value, "key": reward_key}, cast_to=object)
         with pytest.raises(clients.openai.BadRequestError):
-            await client.post("/reward", body={"reward": "much"}, cast_to=object)
+            await client.post("/reward", body={"reward": "much", "key": reward_key}, cast_to=object)
+
+
+async def reports_too_much(*access, reward_key):
+    await reports(*access, reward_key, 1.5)
+
+
+async def returns_too_little(*access):
+    await asks(*access)
+    return -0.5
+
+
+async def rewards_calls_with_too_much(base_url, api_key, row, reward_key):
+    async with ask(base_url, api_key) as client:
+        for _ in range(2):
+            done = await client.chat.completions.create(model="m", messages=[user("?")])
+            await client.post("/reward", body={"reward": 0.6, "call": done.id, "key": reward_key}, cast_to=object)
 
 
 async def blocks_all_threads(base_url, api_key, row):
@@ -434,13 +454,43 @@ async def sample(tokenizer, monkeypatch, *says, **options):
     ("name", "reward", "scored"), [("asks", 1.0, []), ("reports", 0.5, []), ("asks_only", 0.25, ["4"])]
 )
 async def test_the_agent_gives_the_reward_or_the_row_s_functions_do(tokenizer, monkeypatch, name, reward, scored):
-    policy, done = await sample(tokenizer, monkeypatch, "4", agent=f"its_agents:{name}")
+    policy, done = await sample(tokenizer, monkeypatch, "4", agent=f"its_agents:{name}", agent_reward=True)
     assert (done.reward, policy.scored) == (reward, scored)
     assert tokenizer.decode(done.tokens[done.sampled]) == "4<end>"
 
 
+async def test_without_agent_reward_the_row_s_functions_score_and_no_reward_is_taken(tokenizer, monkeypatch):
+    policy, done = await sample(tokenizer, monkeypatch, "4", agent="its_agents:asks_only")
+    assert (done.reward, policy.scored) == (0.25, ["4"])
+    with pytest.raises(AgentFailed, match="returned the reward 1.0, but .* set rollout_manager.*agent_reward=true"):
+        await sample(tokenizer, monkeypatch, "4", agent="its_agents:asks")
+    with pytest.raises(clients.openai.PermissionDeniedError, match="agent_reward"):
+        await sample(tokenizer, monkeypatch, "4", agent="its_agents:reports")
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards"),
+    [
+        ("is_not_finite", "[nan]"),
+        ("reports_too_much", "[1.5]"),
+        ("returns_too_little", "[-0.5]"),
+        ("rewards_calls_with_too_much", "[0.6, 0.6]"),
+    ],
+)
+async def test_a_reward_or_a_sum_of_them_out_of_range_fails_the_sample(tokenizer, monkeypatch, name, rewards):
+    says = ["4", "5"]
+    with pytest.raises(AgentFailed, match=re.escape(f"the rewards {rewards}, but ") + ".* from 0 to 1 "):
+        await sample(tokenizer, monkeypatch, *says, agent=f"its_agents:{name}", agent_reward=True)
+
+
+async def test_the_range_of_rewards_may_be_set(tokenizer, monkeypatch):
+    how = {"agent": "its_agents:returns_too_little", "agent_reward": True, "reward_range": [-1.0, 1.0]}
+    _, done = await sample(tokenizer, monkeypatch, "4", **how)
+    assert done.reward == -0.5
+
+
 async def test_agents_that_block_all_threads_of_asyncio_get_their_tool_calls(tokenizer, monkeypatch):
-    _, done = await sample(tokenizer, monkeypatch, CALL, agent="its_agents:blocks_all_threads")
+    _, done = await sample(tokenizer, monkeypatch, CALL, agent="its_agents:blocks_all_threads", agent_reward=True)
     assert done.reward == 1
 
 
@@ -450,7 +500,6 @@ async def test_agents_that_block_all_threads_of_asyncio_get_their_tool_calls(tok
         ("says_nothing", AgentFailed, "without a single call"),
         ("breaks", LookupError, "no such tool"),
         ("hangs", AgentFailed, "timeout_seconds"),
-        ("is_not_finite", AgentFailed, "nan"),
     ],
 )
 async def test_an_agent_that_does_not_do_its_work_fails_the_sample(tokenizer, monkeypatch, name, error, reason):
@@ -467,13 +516,16 @@ async def test_a_turn_that_is_lost_fails_the_sample_whatever_the_agent_makes_of_
 
 PROGRAM = """
 import json, os, subprocess, sys, urllib.request
+reward_key = os.read(int(os.environ["AREAL_REWARD_FD"]), 99).decode()
 row = json.load(sys.stdin)
 def post(path, body):
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
     return json.load(urllib.request.urlopen(request))
 done = post("/chat/completions", {"messages": [{"role": "user", "content": row["prompt"]}]})
-print("the policy says", done["choices"][0]["message"]["content"])
+answer = done["choices"][0]["message"]["content"]
+def give(reward):
+    post("/reward", {"reward": reward, "key": reward_key})
 """
 
 
@@ -484,18 +536,65 @@ def program(folder: Path, last: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("last", "reward"),
-    [
-        ("print(json.dumps({'reward': 0.75}))", 0.75),
-        ("post('/reward', {'reward': 0.5})", 0.5),
-        ("print(1.0)", 0.25),
-    ],
-    ids=["its last line", "its report", "none"],
+    ("last", "reward"), [("give(0.5)", 0.5), ("print(json.dumps({'reward': 0.75}))", 0.25)], ids=["given", "none"]
 )
 async def test_a_program_may_be_the_agent(tokenizer, monkeypatch, tmp_path, last, reward):
-    _, done = await sample(tokenizer, monkeypatch, "4", command=program(tmp_path, last))
+    _, done = await sample(tokenizer, monkeypatch, "4", command=program(tmp_path, last), agent_reward=True)
     assert done.reward == reward
     assert tokenizer.decode(done.tokens) == "<start>user 2+2=<end><start>assistant 4<end>"
+
+
+# What a policy with a shell can do as the agent's user, short of debugging the agent. It looks at no process but those
+# from itself up to the agent, which leads the session.
+ATTACK = """
+import contextlib, json, os, re, subprocess, sys, urllib.error, urllib.request
+found = {"", os.environ["OPENAI_API_KEY"]}
+descriptor, process = os.environ["AREAL_REWARD_FD"], os.getpid()
+with contextlib.suppress(OSError):
+    found.add(os.read(int(descriptor), 99).decode())
+while process:
+    for name in "environ", "cmdline", "fd/0", "fd/" + descriptor:
+        with contextlib.suppress(OSError), open(f"/proc/{process}/{name}", errors="replace") as file:
+            found.update(re.findall(r"reward-[\\w-]+", file.read()))
+    for name in f"/proc/{process}/fd/{descriptor}", f"/dev/fd/{descriptor}":
+        with contextlib.suppress(OSError), open(name, "w") as file:
+            file.write('{"reward": 1}')
+    parent = int(open(f"/proc/{process}/stat").read().rpartition(")")[2].split()[1])
+    process = parent if process != os.getsid(0) else None
+for line in '{"reward": 1}', '{"reward": 9}':
+    with contextlib.suppress(OSError):
+        os.write(int(descriptor), line.encode() + b"\\n")
+for key in found:
+    for header in os.environ["OPENAI_API_KEY"], key:
+        for value in 1, 9, float("nan"):
+            body = json.dumps({"reward": value, "key": key}).encode()
+            headers = {"Authorization": "Bearer " + header}
+            request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/reward", body, headers)
+            with contextlib.suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(request)
+                open(sys.argv[1], "w").write("a reward was taken")
+print('{"reward": 1}')
+"""
+RUNS_THE_ANSWER = {
+    "inherits descriptors": "subprocess.run(answer, shell=True, close_fds=False)",
+    "inherits none": "print(subprocess.run(answer, shell=True, stdout=subprocess.PIPE, text=True).stdout)",
+    "is the agent": "os.execlp('sh', 'sh', '-c', answer)",
+}
+
+
+@pytest.mark.parametrize("agent_reward", [True, False])
+@pytest.mark.parametrize("how", RUNS_THE_ANSWER)
+async def test_a_policy_with_a_shell_gives_itself_no_reward(tokenizer, monkeypatch, tmp_path, how, agent_reward):
+    (tmp_path / "attack.py").write_text(ATTACK)
+    given, success = "give(0.125)" if agent_reward else "", tmp_path / "success"
+    policy, done = await sample(
+        tokenizer, monkeypatch, f"{sys.executable} {tmp_path / 'attack.py'} {success}",
+        command=program(tmp_path, f"{given}\n{RUNS_THE_ANSWER[how]}"), agent_reward=agent_reward,
+    )  # fmt: skip
+    assert done.reward == (0.125 if agent_reward else 0.25)
+    assert not success.exists()
+    statuses = [told.removeprefix("POST /v1/reward: ")[:3] for told in policy.refused]
+    assert Counter(statuses) == {"403": 9, "401": 3}  # the last with no key to the endpoint at all
 
 
 async def test_a_program_that_fails_says_why(tokenizer, monkeypatch, tmp_path):
@@ -534,6 +633,9 @@ def _alive(pid: int) -> bool:
         ({"agent": "its_agents:not_async"}, "async def"),
         ({"command": "no-such-program --fast"}, "no-such-program"),
         ({"command": "python 'my agent.py"}, "no command line"),
+        ({"command": "true", "reward_range": [0.0, 2.0]}, "agent_reward=true"),
+        ({"command": "true", "agent_reward": True, "reward_range": [1.0, 0.0]}, "the lowest reward, then the highest"),
+        ({"command": "true", "agent_reward": True, "reward_range": [0.0, math.inf]}, "finite"),
     ],
 )
 def test_a_mistake_in_the_options_is_told_before_anything_starts(monkeypatch, options, advice):

@@ -30,7 +30,8 @@ def post(path, **body):
 messages = [{"role": "user", "content": row["prompt"]}]
 first = post("/chat/completions", messages=messages)
 messages += [first["choices"][0]["message"], {"role": "user", "content": "b12="}]
-post("/reward", reward=0.5, call=post("/chat/completions", messages=messages, max_tokens=4)["id"])
+key = os.read(int(os.environ["AREAL_REWARD_FD"]), 99).decode()
+post("/reward", reward=0.5, key=key, call=post("/chat/completions", messages=messages, max_tokens=4)["id"])
 try:
     post("/chat/completions", messages=messages, response_format={"type": "json_object"})
 except urllib.error.HTTPError:
@@ -64,6 +65,7 @@ def start(folder: Path, model: Path, *arguments: str) -> subprocess.Popen:
     command = [
         sys.executable, "-m", "areal", "agent", "try", *arguments, "--model", str(model), "sampling.max_new_tokens=48",
         "data.chat_template=plain.jinja", "generator.kv_cache_gib=0.25", "generator.memory_share=0.1",
+        "rollout_manager.workflow_options.agent_reward=true",
     ]  # fmt: skip
     pipe = subprocess.PIPE
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
