@@ -134,8 +134,8 @@ def _program(command: str) -> str:
 
 async def _call(function: str, api: Access, row: Row, reward_key: str) -> float | None:
     call = load(function, "The agent")
-    more = {"reward_key": reward_key} if "reward_key" in inspect.signature(call).parameters else {}
-    return await call(api.base_url, api.api_key, row.fields, **more)
+    options = {"reward_key": reward_key} if "reward_key" in inspect.signature(call).parameters else {}
+    return await call(api.base_url, api.api_key, row.fields, **options)
 
 
 async def _execute(command: str, api: Access, row: Row, reward_key: str) -> None:

@@ -1,14 +1,22 @@
-"""Episodes in a container: `environment: docker:IMAGE` or `podman:IMAGE`. The policy runs shell commands in it."""
+"""Episodes in a container: `environment: docker:IMAGE` or `podman:IMAGE`. The policy runs shell commands in it.
+
+Any program in that container, its `sh` included, may have become the policy's own. So the tests run in a new container,
+into which the container program copies one folder.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import os
 import re
 import shutil
+import signal
 import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 
 from areal.config import UserError
 from areal.data.rows import Prompt, Row
@@ -18,6 +26,10 @@ _COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 # What a container does: it tells that it is there, and ends with the process that holds its standard input.
 _WAITS = "echo; exec cat > /dev/null"
 _WRITES = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
+_EMPTIES = 'mkdir -p "$1" && cd "$1" && rm -rf ./* ./.[!.]* ./..?*'
+# The most bytes of the folder that is copied: a file that is said to be large need not have room on a disk.
+FOLDER_BYTES = 2 << 30
+_COPIES = f'"$1" cp "$2" - | head -c {FOLDER_BYTES} | "$1" cp - "$3"'
 # How long a container may take to be removed.
 END_SECONDS = 30.0
 
@@ -27,27 +39,32 @@ class Container:
     a block is the last: `command` then decides by its exit status whether the reward is 1 or 0.
 
     The row's field `files` (contents by path) is written before the first turn, its field `tests` before `command`.
+    folder: what is copied into the new container for the tests; None: they run in the policy's own container.
     network, memory, cpus, processes: what the container may use. arguments: more for `run`. timeout_seconds: the most
     that the start, and each command, may take.
     """
 
     def __init__(
-        self, program: str, image: str, *, command: str, network: str = "none", memory: str = "1g", cpus: float = 1.0,
-        processes: int = 256, arguments: Sequence[str] = (), max_output: int = 4000, timeout_seconds: float = 60.0,
+        self, program: str, image: str, *, command: str, folder: str | None, network: str = "none", memory: str = "1g",
+        cpus: float = 1.0, processes: int = 256, arguments: Sequence[str] = (), max_output: int = 4000,
+        timeout_seconds: float = 60.0,
     ) -> None:  # fmt: skip
         self._program, self._image, self._command = program, image, command
+        self._folder = None if folder is None else PurePosixPath(folder)
         self._limits = [
             f"--network={network}", f"--memory={memory}", f"--memory-swap={memory}", f"--cpus={cpus}",
             f"--pids-limit={processes}", "--cap-drop=ALL", "--security-opt=no-new-privileges", *arguments,
         ]  # fmt: skip
         self._max_output = max_output
         self._timeout = timeout_seconds
-        self._name = f"areal-{uuid.uuid4().hex}"
+        self._name = _new_name()
         self._container: asyncio.subprocess.Process | None = None
 
     def rehearse(self) -> None:
         """Look for the program and the image. Raises UserError."""
         named = f"The environment '{self._program}:{self._image}'"
+        if self._folder is not None and not (self._folder.is_absolute() and self._folder.name):
+            raise UserError(f"{named}: folder is {self._folder}, but is the absolute path of a folder below /.")
         if not shutil.which(self._program):
             raise UserError(f"{named} needs {self._program}, which is not installed here: install it.")
         look = [self._program, "image", "inspect", self._image]
@@ -79,7 +96,7 @@ class Container:
             raise RuntimeError(
                 f"{self._program} does not start {self._image}: {reason.decode(errors='replace').strip()}"
             )
-        self._tests = row.fields.get("tests") or {}
+        self._row = row
         if not await self._written(row.fields.get("files") or {}):
             raise RuntimeError(f"{self._image}: the row's files cannot be written")
         return row.prompt
@@ -90,8 +107,31 @@ class Container:
         if found:
             status, output = await self._run(found[1])
             return f"```output\n{output}\n```\nexit status: {status}", 0.0, False
-        passed = await self._written(self._tests) and (await self._run(self._command))[0] == "0"
-        return "", float(passed), True
+        passes = self._passes() if self._folder is None else self._copy_passes(self._folder)
+        return "", float(await passes), True
+
+    async def _passes(self) -> bool:
+        tests = self._row.fields.get("tests") or {}
+        return await self._written(tests) and (await self._run(self._command))[0] == "0"
+
+    async def _copy_passes(self, folder: PurePosixPath) -> bool:
+        """Whether a new container with this one's folder passes the tests. This one is removed. Raises RuntimeError if
+        the container program fails, but a folder that cannot be copied may be the policy's doing."""
+        judge = copy.copy(self)
+        judge._name, judge._container = _new_name(), None
+        try:
+            await judge.reset(self._row)
+            # A folder that changes while it is copied might write through its own links.
+            if await _status_of(self._program, "pause", self._name) != 0:
+                raise RuntimeError(f"{self._program} cannot pause the container of {self._image}")
+            source, target = f"{self._name}:{folder}", f"{judge._name}:{folder.parent}"
+            copies = ["sh", "-c", _COPIES, "sh", self._program, source, target]
+            ready = (await judge._run(_EMPTIES, str(folder)))[0] == "0"
+            ready = ready and await _status_of(*copies, seconds=self._timeout) == 0
+            await _status_of(self._program, "rm", "--force", self._name)
+            return ready and await judge._passes()
+        finally:
+            await judge.close()
 
     async def close(self) -> None:
         """End the container, with all that runs in it."""
@@ -104,7 +144,7 @@ class Container:
                 await self._container.wait()
         except TimeoutError:
             self._container.kill()
-            await _quietly(self._program, "rm", "--force", self._name)
+            await _status_of(self._program, "rm", "--force", self._name)
 
     async def _written(self, files: Mapping[str, str | None]) -> bool:
         """Whether all files could be written. Tables of rows have None for the files of other rows."""
@@ -128,7 +168,7 @@ class Container:
                 status = str(await process.wait())
         except TimeoutError:
             # All but its first process, which the kernel spares.
-            await _quietly(self._program, "exec", self._name, "sh", "-c", "kill -9 -1")
+            await _status_of(self._program, "exec", self._name, "sh", "-c", "kill -9 -1")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -138,8 +178,21 @@ class Container:
         return status, text if len(text) <= self._max_output else f"{text[: self._max_output]}\n[more]"
 
 
-async def _quietly(*command: str) -> None:
-    """Run a command of the container program to its end. Raises TimeoutError."""
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    async with asyncio.timeout(END_SECONDS):
-        await process.wait()
+def _new_name() -> str:
+    return f"areal-{uuid.uuid4().hex}"
+
+
+async def _status_of(*command: str, seconds: float = END_SECONDS) -> int | None:
+    """The exit status of a command, or None if it takes longer: it is killed then."""
+    silent = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=silent, stdout=silent, stderr=silent, start_new_session=True
+    )
+    try:
+        async with asyncio.timeout(seconds):
+            return await process.wait()
+    except TimeoutError:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

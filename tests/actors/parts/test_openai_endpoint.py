@@ -548,14 +548,14 @@ async def test_a_program_may_be_the_agent(tokenizer, monkeypatch, tmp_path, last
 # from itself up to the agent, which leads the session.
 ATTACK = """
 import contextlib, json, os, re, subprocess, sys, urllib.error, urllib.request
-found = {"", os.environ["OPENAI_API_KEY"]}
+keys = {"", os.environ["OPENAI_API_KEY"]}
 descriptor, process = os.environ["AREAL_REWARD_FD"], os.getpid()
 with contextlib.suppress(OSError):
-    found.add(os.read(int(descriptor), 99).decode())
+    keys.add(os.read(int(descriptor), 99).decode())
 while process:
     for name in "environ", "cmdline", "fd/0", "fd/" + descriptor:
         with contextlib.suppress(OSError), open(f"/proc/{process}/{name}", errors="replace") as file:
-            found.update(re.findall(r"reward-[\\w-]+", file.read()))
+            keys.update(re.findall(r"reward-[\\w-]+", file.read()))
     for name in f"/proc/{process}/fd/{descriptor}", f"/dev/fd/{descriptor}":
         with contextlib.suppress(OSError), open(name, "w") as file:
             file.write('{"reward": 1}')
@@ -564,7 +564,7 @@ while process:
 for line in '{"reward": 1}', '{"reward": 9}':
     with contextlib.suppress(OSError):
         os.write(int(descriptor), line.encode() + b"\\n")
-for key in found:
+for key in keys:
     for header in os.environ["OPENAI_API_KEY"], key:
         for value in 1, 9, float("nan"):
             body = json.dumps({"reward": value, "key": key}).encode()
@@ -586,14 +586,14 @@ RUNS_THE_ANSWER = {
 @pytest.mark.parametrize("how", RUNS_THE_ANSWER)
 async def test_a_policy_with_a_shell_gives_itself_no_reward(tokenizer, monkeypatch, tmp_path, how, agent_reward):
     (tmp_path / "attack.py").write_text(ATTACK)
-    given, success = "give(0.125)" if agent_reward else "", tmp_path / "success"
+    gives, success = "give(0.125)" if agent_reward else "", tmp_path / "success"
     policy, done = await sample(
         tokenizer, monkeypatch, f"{sys.executable} {tmp_path / 'attack.py'} {success}",
-        command=program(tmp_path, f"{given}\n{RUNS_THE_ANSWER[how]}"), agent_reward=agent_reward,
+        command=program(tmp_path, f"{gives}\n{RUNS_THE_ANSWER[how]}"), agent_reward=agent_reward,
     )  # fmt: skip
     assert done.reward == (0.125 if agent_reward else 0.25)
     assert not success.exists()
-    statuses = [told.removeprefix("POST /v1/reward: ")[:3] for told in policy.refused]
+    statuses = [line.removeprefix("POST /v1/reward: ")[:3] for line in policy.refused]
     assert Counter(statuses) == {"403": 9, "401": 3}  # the last with no key to the endpoint at all
 
 

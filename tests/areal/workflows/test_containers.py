@@ -1,17 +1,20 @@
 """Episodes in real containers, where docker or podman has an image with a shell, which AREAL_TEST_CONTAINER names:
-`podman:IMAGE`, and further arguments for `run`."""
+`podman:IMAGE`, and further arguments for `run`. Where the tests run is also tested with a stand-in for docker."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from scripted_policy import Session
 
 from areal.config import UserError
 from areal.data.rows import Row
+from areal.workflows import containers as containers_module
 from areal.workflows.builtin import rehearse, resolve_workflow
 
 WORLD, *ARGUMENTS = os.environ.get("AREAL_TEST_CONTAINER", "").split() or [""]
@@ -28,10 +31,12 @@ def bash(code: str) -> str:
     return f"Let me see.\n```bash\n{code}\n```"
 
 
-async def play(session: Session, command: str = "test -f /made", fields: dict | None = None, **options):
-    options = {"command": command, "arguments": ARGUMENTS, **options}
+async def play(
+    session: Session, command: str = "test -f /made", fields: dict | None = None, world: str = WORLD, **options
+):  # fmt: skip
+    options = {"command": command, "folder": None, "arguments": ARGUMENTS, **options}
     row = Row(index=0, prompt="Go.", answer=None, reward=None, fields=fields or {})
-    workflow = resolve_workflow("environment", {"environment": WORLD, "environment_options": options})
+    workflow = resolve_workflow("environment", {"environment": world, "environment_options": options})
     return await workflow(session, row)
 
 
@@ -51,6 +56,16 @@ async def test_files_are_there_from_the_start_and_tests_only_at_the_end():
     session = Session(bash("ls /work; cat '/work/a b'"), "Done.")
     assert (await play(session, "sh /work/test", fields)).reward == 1.0
     assert "```output\na b\nä\n```" in session.prompts[1]
+
+
+@needs_container
+async def test_the_tests_get_the_folder_in_a_new_container():
+    before = containers()
+    session = Session(bash("echo 42 > /work/answer; rm /work/old; touch /made"), "Done.")
+    fields = {"files": {"/work/old": "", "/work/b": ""}, "tests": {"/work/test": "grep -q 42 answer && ls"}}
+    command = "cd /work && test ! -e old && test -e b && test ! -e /made && sh test"
+    assert (await play(session, command, fields, folder="/work")).reward == 1.0
+    assert containers() == before
 
 
 @needs_container
@@ -101,4 +116,89 @@ async def test_an_image_without_a_shell_or_no_image_at_all_fails_the_sample():
 def test_a_program_or_an_image_that_is_not_there_is_told_before_anything_runs(program):
     world = f"{program}:no/such:image"
     with pytest.raises(UserError, match=f"The environment '{world}' (needs {program}|cannot be started)"):
-        rehearse("environment", {"environment": world, "environment_options": {"command": "true"}})
+        rehearse("environment", {"environment": world, "environment_options": {"command": "true", "folder": None}})
+
+
+# A container is a folder, in which is what it calls /box. An image is such a folder too. Nothing is shut in.
+DOCKER = """#!{python} -IS
+import os, pathlib, shutil, signal, subprocess, sys
+at, command, words = pathlib.Path({at!r}), sys.argv[1], sys.argv[2:]
+if command == "run":
+    place = at / next(word for word in words if word.startswith("--name=")).removeprefix("--name=")
+    shutil.copytree(at / "image", place)
+    (place / "process").write_text(str(os.getpid()))
+    print(flush=True)
+    sys.stdin.read()
+    shutil.rmtree(place)
+elif command == "exec":
+    _, name, *words = words
+    place = at / name
+    os.environ["PATH"] = str(place / "box") + ":" + os.environ["PATH"]
+    words = [word.replace("/box", str(place / "box")) for word in words]
+    sys.exit(1 if (place / "paused").exists() else subprocess.call(words))
+elif command == "pause":
+    (at / words[0] / "paused").touch()
+elif command == "cp":
+    name, path = next(word for word in words if word != "-").split(":")
+    path = pathlib.Path(str(at / name) + path)
+    assert words[0] == "-" or (at / name / "paused").exists()
+    subprocess.check_call(
+        ["tar", "-C", path, "-xf", "-"] if words[0] == "-" else ["tar", "-C", path.parent, "-cf", "-", path.name]
+    )
+elif command == "rm":
+    place = at / words[1]
+    os.kill(int((place / "process").read_text()), signal.SIGKILL)
+    shutil.rmtree(place)
+"""
+
+
+@pytest.fixture
+def docker(tmp_path, monkeypatch) -> Path:
+    """The folder of the containers of a stand-in for docker, whose image has a judge and a repository."""
+    at, program = tmp_path / "engine", tmp_path / "docker"
+    (at / "image/box/repo").mkdir(parents=True)
+    (at / "image/box/repo/wrong").touch()
+    (at / "image/box/judge").write_text("#!/bin/sh\ntest ! -e wrong && grep -q 42 answer\n")
+    program.write_text(DOCKER.format(python=sys.executable, at=str(at)))
+    for file in program, at / "image/box/judge":
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return at
+
+
+SOLVES = bash("cd /box/repo && rm wrong && echo 42 > answer")
+BECOMES_THE_JUDGE = bash("printf '#!/bin/sh\\ntrue\\n' > /box/judge")
+
+
+@pytest.mark.parametrize(
+    ("policy", "folder", "reward"),
+    [
+        (SOLVES, "/box/repo", 1.0),
+        (SOLVES, None, 1.0),
+        (BECOMES_THE_JUDGE, "/box/repo", 0.0),
+        (BECOMES_THE_JUDGE, None, 1.0),  # as docs/workflows.md warns
+        (bash("rm -r /box/repo"), "/box/repo", 0.0),
+        (bash("rm -r /box/repo && ln -s /box /box/repo"), "/box/repo", 0.0),
+    ],
+)
+async def test_what_a_policy_did_outside_the_folder_is_not_there_when_the_tests_run(docker, policy, folder, reward):
+    fields = {"files": {"/box/data": "4"}, "tests": {"/box/repo/test": "test -e ../data && exec judge\n"}}
+    done = await play(Session(policy, "Done."), "cd /box/repo && sh test", fields, world="docker:image", folder=folder)
+    assert done.reward == reward
+    assert [place.name for place in docker.iterdir()] == ["image"]
+
+
+async def test_a_folder_that_is_too_large_is_not_judged(docker, monkeypatch):
+    limit = str(containers_module.FOLDER_BYTES)
+    monkeypatch.setattr(containers_module, "_COPIES", containers_module._COPIES.replace(limit, "20000"))
+    for size, reward in (1000, 1.0), (100_000, 0.0):
+        session = Session(SOLVES, bash(f"head -c {size} /dev/zero > /box/repo/more"), "Done.")
+        done = await play(session, "cd /box/repo && judge", world="docker:image", folder="/box/repo")
+        assert done.reward == reward
+
+
+@pytest.mark.parametrize("folder", ["/", "repo"])
+def test_a_folder_that_cannot_be_copied_is_told_before_anything_runs(docker, folder):
+    options = {"command": "true", "folder": folder}
+    with pytest.raises(UserError, match=f"folder is {folder}, but is the absolute path of a folder below /"):
+        rehearse("environment", {"environment": "docker:image", "environment_options": options})
