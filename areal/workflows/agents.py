@@ -143,15 +143,16 @@ async def _execute(command: str, api: Access, row: Row, reward_key: str) -> None
     process ends. Raises AgentFailed."""
     access = {"OPENAI_BASE_URL": api.base_url, "OPENAI_API_KEY": api.api_key}
     access |= {"ANTHROPIC_BASE_URL": api.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api.api_key}
-    # Files, not pipes: nothing has to read them meanwhile, and processes that a program leaves cannot keep them open.
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors, _readable_once(reward_key) as key:
-        given.write(json.dumps(row.fields).encode() + b"\n")
-        given.seek(0)
+    # A file, not a pipe: nothing has to read it meanwhile, and processes that a program leaves cannot keep it open.
+    with tempfile.TemporaryFile() as errors, _readable_once(reward_key) as key:
         process = await asyncio.create_subprocess_exec(
             *tied(*shlex.split(command)),
-            stdin=given, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[key.fileno()],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[key.fileno()],
             env=os.environ | access | {"AREAL_REWARD_FD": str(key.fileno())}, start_new_session=True,
         )  # fmt: skip
+        assert process.stdin is not None  # it is a pipe, which what the program starts inherits empty
+        process.stdin.write(json.dumps(row.fields).encode() + b"\n")
+        process.stdin.close()
         try:
             code = await process.wait()
         finally:

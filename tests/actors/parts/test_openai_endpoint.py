@@ -597,6 +597,18 @@ async def test_a_policy_with_a_shell_gives_itself_no_reward(tokenizer, monkeypat
     assert Counter(statuses) == {"403": 9, "401": 3}  # the last with no key to the endpoint at all
 
 
+async def test_what_a_program_starts_does_not_get_the_row_with_its_answer(tokenizer, monkeypatch, tmp_path):
+    looks = "subprocess.run('cat - /proc/self/fd/0 /proc/$PPID/fd/0', shell=True, stdout=subprocess.PIPE).stdout"
+    _, done = await sample(tokenizer, monkeypatch, "4", command=program(tmp_path, f"assert {looks} == b''"))
+    assert done.reward == 0.25
+
+
+async def test_a_program_need_not_read_its_row(tokenizer):
+    row = Row(0, "", "", None, {"prompt": "x" * 1_000_000})
+    with pytest.raises(AgentFailed, match="without a single call"):
+        await agent(Policy(tokenizer), row, command="true")
+
+
 async def test_a_program_that_fails_says_why(tokenizer, monkeypatch, tmp_path):
     with pytest.raises(AgentFailed, match=r"exit code 3: no tool today"):
         await sample(
