@@ -122,7 +122,7 @@ def _check_range(reward_range: Range | None, agent_reward: bool) -> None:
             f"{_WHERE}.agent_reward=true."
         )
     if reward_range and reward_range[0] >= reward_range[1]:
-        raise UserError(f"{_WHERE}.reward_range is {reward_range}, but is the lowest reward, then the highest.")
+        raise UserError(f"{_WHERE}.reward_range is {reward_range}, but has to be the lowest reward, then the highest.")
 
 
 def _program(command: str) -> str:

@@ -64,7 +64,7 @@ class Container:
         """Look for the program and the image. Raises UserError."""
         named = f"The environment '{self._program}:{self._image}'"
         if self._folder is not None and not (self._folder.is_absolute() and self._folder.name):
-            raise UserError(f"{named}: folder is {self._folder}, but is the absolute path of a folder below /.")
+            raise UserError(f"{named}: folder is {self._folder}, but has to be the absolute path of a folder below /.")
         if not shutil.which(self._program):
             raise UserError(f"{named} needs {self._program}, which is not installed here: install it.")
         look = [self._program, "image", "inspect", self._image]

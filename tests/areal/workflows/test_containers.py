@@ -200,5 +200,5 @@ async def test_a_folder_that_is_too_large_is_not_judged(docker, monkeypatch):
 @pytest.mark.parametrize("folder", ["/", "repo"])
 def test_a_folder_that_cannot_be_copied_is_told_before_anything_runs(docker, folder):
     options = {"command": "true", "folder": folder}
-    with pytest.raises(UserError, match=f"folder is {folder}, but is the absolute path of a folder below /"):
+    with pytest.raises(UserError, match=f"folder is {folder}, but has to be the absolute path of a folder below /"):
         rehearse("environment", {"environment": "docker:image", "environment_options": options})
