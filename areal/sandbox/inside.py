@@ -560,16 +560,18 @@ class Group:
 
     def fork(self):
         """os.fork, with the child in the group. Moving a process there later takes milliseconds."""
-        # libc knows no such call, and would not know the new process either. Hence that one forks as usual and ends. Its
-        # child is one of the first processes in the namespace, so that its id fits into an exit code.
+        # libc knows no such call, and would not know the new process either. Hence that one forks as usual and ends.
+        # Its child is one of the first processes in the namespace, so that its id fits into an exit code.
         clone = struct.pack("11Q", CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, self.folder)
         starter = call("syscall", ctypes.c_long(CLONE3), clone, ctypes.c_long(len(clone)))
         if starter:
             return os.waitstatus_to_exitcode(os.waitpid(starter, 0)[1])
-        program = os.fork()
-        if program:
+        with contextlib.suppress(OSError):  # 0 is no process: init reports it
+            program = os.fork()
+            if program == 0:
+                return 0
             os._exit(program)
-        return 0
+        os._exit(0)
 
     def exceeded(self):
         """The status of a program that has exceeded a limit; else None."""
@@ -596,17 +598,19 @@ class Looks:
         self.cpu: dict[int, float] = {}  # CPU seconds of each process at the last look
         self.seen_cpu = 0.0  # CPU seconds of all processes that were ever seen, up to the last look at each
         self.processes: dict[int, list[bytes]] = {}
-        self.look_began = None  # when the present look at the memory began
+        self.looking = False  # at the memory
+        self.look_began = None
         self.memory_exceeded = False
 
     fork = staticmethod(os.fork)
 
     def exceeded(self):
         """The status of a program that has exceeded a limit; else None."""
-        started, self.processes = bool(self.processes), descendants()
+        self.processes = descendants()
         if self.cpu_seconds() > self.job["cpu_seconds"]:
             return "timeout"
-        if not started:
+        if not self.looking:
+            self.looking = True
             _thread.start_new_thread(self.watch_memory, ())
         began = self.look_began
         late = began is not None and time.monotonic() - began > LOOK_SECONDS
@@ -628,8 +632,8 @@ class Looks:
     def counted_seconds(self):
         if self.counter is None:
             return 0.0
-        own = time.process_time() - self.own_cpu
-        return int.from_bytes(os.read(self.counter, 8), sys.byteorder) / 1e9 - own
+        counted = int.from_bytes(os.read(self.counter, 8), sys.byteorder) / 1e9
+        return counted - (time.process_time() - self.own_cpu)
 
     def watch_memory(self):
         """Looks at the memory, in a thread of its own: whatever the program does to make a look take long, time and CPU

@@ -369,7 +369,8 @@ def _delegated(config: SandboxConfig) -> str:
     if config.cgroup is None:
         return ""
     try:
-        (config.cgroup / "cgroup.subtree_control").write_text("+memory")
+        with open(config.cgroup / "cgroup.subtree_control", "r+") as file:
+            file.write("+memory")
     except OSError as error:
         raise UserError(
             f"sandbox.cgroup={config.cgroup} cannot be used ({error.strerror}): name a control group of version 2 that "

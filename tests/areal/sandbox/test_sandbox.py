@@ -170,6 +170,15 @@ async def test_no_program_makes_the_disk_work_or_drops_what_is_cached_of_system_
 DELEGATED = os.environ.get("DELEGATED_CGROUP")
 
 
+def groups_of_programs():
+    return [name for name in os.listdir(DELEGATED) if name.startswith("areal-")]
+
+
+def wait_for_a_group():
+    while not groups_of_programs():
+        time.sleep(0.02)
+
+
 @pytest.mark.skipif(not DELEGATED, reason="DELEGATED_CGROUP names no control group that is delegated to the tests")
 async def test_a_control_group_limits_memory_and_cpu_time():
     with open_sandbox(SandboxConfig(**LIMITS, cgroup=DELEGATED)) as sandbox:
@@ -177,15 +186,16 @@ async def test_a_control_group_limits_memory_and_cpu_time():
             outcome = await sandbox.run(f"{attacks.PRELUDE}\n{attacks.EXHAUSTS[name][0]}")
             assert outcome.status == "memory", (name, outcome)
         assert (await sandbox.run(USUAL)).stdout == "usual\n"
+        assert "/areal-" in (await sandbox.run("print(open('/proc/self/cgroup').read())")).stdout
+        assert groups_of_programs() == []
         running = asyncio.create_task(sandbox.run("import time; time.sleep(60)"))
-        await asyncio.to_thread(begun, sandbox, below(sandbox._launcher))
-        assert len([path for path in Path(DELEGATED).iterdir() if path.name.startswith("areal-")]) == 1
-        running.cancel()
-        await asyncio.wait([running])
-    with open_sandbox(SandboxConfig(**LIMITS | {"cpu_seconds": 0.4}, cgroup=DELEGATED)) as sandbox:
+        await asyncio.to_thread(wait_for_a_group)
+    with pytest.raises(SandboxError, match="without a result"):
+        await running
+    with open_sandbox(SandboxConfig(**LIMITS | {"cpu_seconds": 1.5}, cgroup=DELEGATED)) as sandbox:
         outcomes = await all_of(attacks.LOSES, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"), at_once=2)
     assert {outcome.status for outcome in outcomes.values()} == {"timeout"}
-    assert [path for path in Path(DELEGATED).iterdir() if path.name.startswith("areal-")] == []
+    assert groups_of_programs() == []
 
 
 def test_a_control_group_that_cannot_be_used_is_told_at_the_start(tmp_path):
