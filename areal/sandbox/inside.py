@@ -598,7 +598,7 @@ class Looks:
         self.cpu: dict[int, float] = {}  # CPU seconds of each process at the last look
         self.seen_cpu = 0.0  # CPU seconds of all processes that were ever seen, up to the last look at each
         self.processes: dict[int, list[bytes]] = {}
-        self.looking = False  # at the memory
+        self.looking = False  # closely at the memory, since it seemed to exceed the limit
         self.look_began = None
         self.memory_exceeded = False
 
@@ -609,7 +609,7 @@ class Looks:
         self.processes = descendants()
         if self.cpu_seconds() > self.job["cpu_seconds"]:
             return "timeout"
-        if not self.looking:
+        if not self.looking and self.memory_bytes(most_bytes) > self.job["memory_bytes"]:
             self.looking = True
             _thread.start_new_thread(self.watch_memory, ())
         began = self.look_began
@@ -636,20 +636,18 @@ class Looks:
         return counted - (time.process_time() - self.own_cpu)
 
     def watch_memory(self):
-        """Looks at the memory, in a thread of its own: whatever the program does to make a look take long, time and CPU
-        time are checked."""
+        """Looks closely at the memory, in a thread of its own: whatever the program does to make that take long, time
+        and CPU time are checked."""
+        limit = self.job["memory_bytes"]
         while not self.memory_exceeded:
             before, self.look_began = time.thread_time(), time.monotonic()
-            self.memory_exceeded = self.exceeds_memory(self.processes)
+            self.memory_exceeded = self.memory_bytes(most_bytes) > limit and self.memory_bytes(exact_bytes) > limit
             self.look_began = None
             time.sleep(max(TICK_SECONDS, time.thread_time() - before))
 
-    def exceeds_memory(self, processes):
-        # Upper bounds are read first, because exact numbers take long.
-        limit = self.job["memory_bytes"]
-        tasks = [living_task(pid, fields) for pid, fields in processes.items()]
+    def memory_bytes(self, measure):
         sockets = 0 if self.plain else SOCKET_BYTES * lines("/proc/self/net/unix", math.inf)
-        return sockets + sum(map(most_bytes, tasks)) > limit and sockets + exact_bytes(tasks) > limit
+        return sockets + measure([living_task(pid, fields) for pid, fields in self.processes.items()])
 
     def remove(self):
         """There is nothing to remove."""
@@ -746,13 +744,15 @@ def open_files(task):
         return 0
 
 
-def most_bytes(task):
-    """An upper bound of the memory of a process: memory that it shares is counted as its own."""
-    sizes = fields_of(read(f"{task}/status"))
-    if b"VmRSS:" not in sizes:
-        return 0
-    used = sum(sizes.get(key, 0) for key in (b"VmRSS:", b"VmSwap:", b"VmPTE:"))
-    return used + AREA_BYTES * MOST_AREAS + FILE_BYTES * open_files(task)
+def most_bytes(tasks):
+    """An upper bound of the memory of processes, read fast: memory that one shares is counted as its own."""
+    total = 0
+    for task in tasks:
+        sizes = fields_of(read(f"{task}/status"))
+        if b"VmRSS:" in sizes:
+            total += sum(sizes.get(key, 0) for key in (b"VmRSS:", b"VmSwap:", b"VmPTE:"))
+            total += AREA_BYTES * MOST_AREAS + FILE_BYTES * open_files(task)
+    return total
 
 
 def exact_bytes(tasks):
@@ -762,7 +762,7 @@ def exact_bytes(tasks):
     for task in tasks:
         shares = fields_of(read(f"{task}/smaps_rollup"))
         if not shares:  # it has ended, or may not be inspected
-            total += most_bytes(task)
+            total += most_bytes([task])
             continue
         total += shares.get(b"Pss:", 0) + shares.get(b"SwapPss:", 0)
         total += fields_of(read(f"{task}/status")).get(b"VmPTE:", 0)
