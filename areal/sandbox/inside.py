@@ -688,8 +688,11 @@ def read(path):
     """The content of a file, cut after READ_BYTES; empty if the process that it tells of has ended, or may not be
     inspected."""
     try:
-        with open(path, "rb") as file:
-            return file.read(READ_BYTES)
+        with open(path, "rb", buffering=0) as file:
+            text = b""
+            while len(text) < READ_BYTES and (part := file.read(PAGE)):
+                text += part
+            return text
     except OSError:
         return b""
 
