@@ -685,6 +685,11 @@ class SandboxConfig(Section):
     processes: int = Field(64, ge=1, description="number of processes and threads at once")
     disk_mib: int = Field(64, ge=1, description="size of all files together, which are kept in memory, MiB")
     output_kib: int = Field(1024, ge=1, description="size of stdout, and of stderr, KiB")
+    cgroup: Path | None = Field(
+        None,
+        description="folder of a control group (version 2) that is delegated to the sandbox; the kernel then counts "
+        "memory and CPU time exactly",
+    )
     folders: list[Path] = Field(
         default_factory=list, description="folders that programs may read besides those of the system and of Python"
     )

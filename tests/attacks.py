@@ -158,6 +158,23 @@ REACHES = {
     "make a huge file": "open('big', 'w').close() or os.truncate('big', 1 << 40)",
 }
 
+# Maps 60,000 times a file whose path is 4 KB long, of characters that /proc writes as four.
+LONG_MAPS = """
+for _ in range(1990):
+    os.mkdir("\\n")
+    os.chdir("\\n")
+file = os.open("f", os.O_RDWR | os.O_CREAT)
+os.ftruncate(file, 8192)
+libc.mmap.restype = ctypes.c_void_p
+
+def map_often():
+    for i in range(60000): libc.mmap(None, ctypes.c_size_t(4096), 1, 2, file, ctypes.c_long(4096 * (i % 2)))
+
+def hold():
+    global kept
+    kept = [os.dup(file) for _ in range(100)], bytearray(80 << 20)
+"""
+
 # Each uses up something. What may become of it: its statuses.
 EXHAUSTS = {
     "loop": ("while True: pass", {"timeout"}),
@@ -200,6 +217,62 @@ EXHAUSTS = {
     "spin in children": (
         "for _ in range(4):\n    if os.fork() == 0:\n        while True: pass\nos.wait()",
         {"timeout"},
+    ),
+    "spin in a chain of processes": (
+        "if os.fork(): time.sleep(99)\nwhile True:\n    end = time.process_time() + 0.005\n    while time.process_time() < end: pass\n    if os.fork(): os._exit(0)",
+        {"timeout"},
+    ),
+    "spin in orphans that it adopts": (
+        "libc.prctl(36, 1)\nfor _ in range(9):\n    if os.fork() == 0:\n        if os.fork() == 0:\n            while time.process_time() < 0.2: pass\n        os._exit(0)\ntime.sleep(99)",
+        {"timeout"},
+    ),
+    "spin under a strange name": ("libc.prctl(15, b') Z 1 (x) 0 0')\nwhile True: pass", {"timeout"}),
+    "spin where the signal is ignored": (
+        "signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nsignal.setitimer(signal.ITIMER_PROF, 0)\nlibc.prctl(29, 1 << 40)\nwhile True: pass",
+        {"timeout"},
+    ),
+    "stop all its processes": (
+        "for _ in range(9):\n    if os.fork() == 0: break\nos.kill(0, signal.SIGSTOP)",
+        {"timeout"},
+    ),
+    "wait for a child that holds it": ("libc.syscall(56, 0x4011, 0, 0, 0, 0)\ntime.sleep(99)", {"timeout"}),
+    "start itself again for ever": (
+        "open('again', 'w').write('exec sh again')\nos.execvp('sh', ['sh', 'again'])",
+        {"timeout"},
+    ),
+    "arguments and variables without end": (
+        "os.execve('/bin/sleep', ['sleep'] + ['9' * 99000] * 9, {f'x{i}': 'y' * 99000 for i in range(9)})",
+        {"timeout"},
+    ),
+    "threads that come and go": (
+        "while True:\n    for t in [threading.Thread(target=int) for _ in range(9)]: t.start()",
+        {"timeout"},
+    ),
+    "address space without end": (
+        "size = 1 << 40\nwhile size > 4096:\n    if reserve(size, 0) in (None, 2**64 - 1): size //= 2\ntime.sleep(99)",
+        {"timeout"},
+    ),
+    "files within files": ("try:\n    while True: os.mkdir('a') or os.chdir('a')\nexcept OSError: time.sleep(99)", {"timeout"}),
+    "descriptors in all processes": (
+        "def hold():\n    global kept\n    kept = [open('/dev/null') for _ in range(120)]\nin_children(20, hold)",
+        {"timeout"},
+    ),
+    "sockets with long names": (
+        "def hold():\n    global kept\n    kept = [socket.socket(socket.AF_UNIX) for _ in range(120)]\n"
+        "    for i, one in enumerate(kept): one.bind(f'\\0{os.getpid()}-{i}-'.ljust(107, '\\n'))\nin_children(20, hold)",
+        {"memory"},
+    ),
+    "epoll files": (
+        "import select\ndef hold():\n    global kept\n    kept = [select.epoll() for _ in range(60)]\n"
+        "    for one in kept:\n        for other in kept:\n            if one is not other:\n                try: one.register(other, 1)\n                except OSError: pass\nin_children(20, hold)",
+        {"timeout", "memory"},
+    ),
+    "a file with a long path, mapped very often": (LONG_MAPS + "map_often()\nhold()\ntime.sleep(99)", {"timeout"}),
+    "a file with a long path, mapped by many": (LONG_MAPS + "in_children(12, map_often)", {"memory", "timeout"}),
+    "maps that change all the time": (
+        LONG_MAPS + "map_often()\nhold()\ndef change():\n    while True: libc.munmap(ctypes.c_void_p(reserve(1 << 26, 1)), ctypes.c_size_t(1 << 26))\n"
+        "for _ in range(8): threading.Thread(target=change).start()\ntime.sleep(99)",
+        {"memory", "timeout"},
     ),
 }  # fmt: skip
 

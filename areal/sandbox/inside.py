@@ -1,8 +1,9 @@
 """Creates the sandboxes of `areal.sandbox.outside`. A separate script, which needs only Python.
 
-    python -s -P inside.py SOCKET MODE PACKAGES FOLDER...
+    python -s -P inside.py SOCKET MODE PACKAGES CGROUP FOLDER...
 
-PACKAGES are folders of Python packages, joined by `:`, which programs can import.
+PACKAGES are folders of Python packages, joined by `:`, which programs can import. CGROUP is a control group that is
+delegated to the sandbox, or empty.
 
 The script sends `{"ready": true}` or `{"error": ...}` on the socket, once. It then creates a sandbox for each message
 that it receives there. A message carries five file descriptors: the job (JSON), stdin, stdout, stderr and a socket. The
@@ -18,6 +19,7 @@ A Python program runs in a fork of this interpreter: starting a new interpreter 
 These processes never hold anything secret: a program that could read all their memory would learn only its own input.
 """
 
+import _thread
 import base64
 import builtins
 import contextlib
@@ -25,6 +27,7 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import os
 import platform
 import resource
@@ -40,6 +43,10 @@ import time
 import types
 
 TICK_SECONDS = 0.01
+# What a look at the memory of a program may take, and what is read of one file in /proc. A program can make both large.
+# What exceeds these bounds counts as the most that it can be.
+LOOK_SECONDS = 2.0
+READ_BYTES = 1 << 18
 PAGE = resource.getpagesize()
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # In the namespace, user 0 is the user that started the sandbox. Programs run as user 1 if that can be mapped to another
@@ -57,6 +64,8 @@ AREA_BYTES, MOST_AREAS = 256, 1 << 16
 FILE_BYTES = 1 << 20
 with socket.socket(socket.AF_UNIX) as example:
     SOCKET_BYTES = example.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+# Of the names of this sandbox's control groups. Others may use the same delegated group.
+GROUP_PREFIX = f"areal-{os.urandom(4).hex()}-"
 # Address space allowed beyond the memory limit: JavaScript reserves gigabytes that it never touches.
 RESERVED_BYTES = 4 << 30
 ENVIRONMENT = {
@@ -73,6 +82,7 @@ PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
 PERF_SOFTWARE, PERF_TASK_CLOCK, PERF_INHERIT_NO_KERNEL = 1, 1, 1 << 1 | 1 << 5 | 1 << 6
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+CLONE_INTO_CGROUP = 0x200000000
 ALL_NAMESPACES = 0x7E020080
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 MNT_DETACH = 2
@@ -84,10 +94,12 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name, *arguments):
-    """Calls a function of libc. If it fails, raises OSError with its name."""
-    if getattr(libc, name)(*arguments) < 0:
+    """What a function of libc returns. If it fails, raises OSError with its name."""
+    result = getattr(libc, name)(*arguments)
+    if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
 
 
 def mount(source, target, kind, flags, options=None):
@@ -136,12 +148,18 @@ REFUSED = {
 # Those that put pages of memory or of files into pipes and sockets, where they are not counted. Where they are invalid,
 # programs read and write instead.
 INVALID = {"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75)}
+# Those that succeed and do nothing. They write to disks, or change what the kernel caches of files that all programs
+# see. A program's own files are in memory.
+NEEDLESS = {
+    "sync": (162, 81), "syncfs": (306, 267), "fsync": (74, 82), "fdatasync": (75, 83), "sync_file_range": (277, 84),
+    "fadvise64": (221, 223), "readahead": (187, 213),
+}  # fmt: skip
 # Those that are refused or not by their arguments.
 CHECKED = {
     "clone": (56, 220), "mmap": (9, 222), "socket": (41, 198), "socketpair": (53, 199), "setsockopt": (54, 208),
     "fcntl": (72, 25), "prctl": (157, 167), "prlimit64": (302, 261), "setpriority": (141, 140),
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274),
+    "sched_setattr": (314, 274), "msync": (26, 227),
 }  # fmt: skip
 # By machine: AUDIT_ARCH, and its column in the tables.
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -149,6 +167,7 @@ CLONE3 = 435
 LAST_KNOWN = 462
 CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000
+MS_SYNC = 4
 AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
 SOL_SOCKET, BUFFER_OPTIONS = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and the same with FORCE
 # Commands of fcntl: POSIX locks, which succeed and do nothing, because SQLite asks for them even where only one process
@@ -210,6 +229,7 @@ def filter_program(machine):
             *argument(0),
             *on(AT_LEAST, PR_FUTEX_HASH, ERRNO | EINVAL),
         ],
+        "msync": never(2, MS_SYNC, MS_SYNC, error=0),
         "setpriority": [*own, *only(1, 0)],
         **dict.fromkeys(
             ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr"), own
@@ -217,7 +237,7 @@ def filter_program(machine):
     }
     # System calls that are newer than this list, and those of the x32 interface. Without clone3, libc uses clone.
     steps += [*on(AT_LEAST, LAST_KNOWN + 1, ERRNO | ENOSYS), *on(EQUAL, CLONE3, ERRNO | ENOSYS)]
-    for table, error in ((REFUSED, EPERM), (INVALID, EINVAL)):
+    for table, error in ((REFUSED, EPERM), (INVALID, EINVAL), (NEEDLESS, 0)):
         for numbers in table.values():
             if numbers[column] >= 0:
                 steps += on(EQUAL, numbers[column], ERRNO | error)
@@ -350,9 +370,11 @@ def serve(requests, start):
 class Sandbox:
     """Runs each program in its own namespaces or, if `plain`, without namespaces."""
 
-    def __init__(self, plain, other_user=False):
+    def __init__(self, plain, other_user, groups):
+        """groups: the folder for control groups of programs, or None."""
         self.plain = plain
         self.other_user = other_user
+        self.groups = groups
         self.filter = None if plain else filter_program(platform.machine())
 
     def start(self, run, *descriptors):
@@ -370,14 +392,17 @@ class Sandbox:
         try:
             for name, content in job["files"].items():
                 put(folder, name, base64.b64decode(content))
-            watch = Watch(run, job, self.plain)
-            program = os.fork()
+            usage = Looks(job, self.plain) if self.groups is None else Group(self.groups, job)
+            program = usage.fork()
             if program == 0:
                 self.become(job, folder, (stdin, stdout, stderr))
             for descriptor in (stdin, stdout, stderr):
                 os.close(descriptor)
-            result = watch.result(program)
+            started = time.monotonic()
+            status, code = watch(program, run, usage, started + job["wall_seconds"])
+            result = {"status": status, "exit": code, "seconds": time.monotonic() - started}
             self.end_all()
+            usage.remove()
             result["files"] = {name: found for name in job["keep"] if (found := take(folder, name)) is not None}
         finally:
             if self.plain:
@@ -497,70 +522,135 @@ def run_python(path):
     ctypes.pythonapi.Py_Exit(code & 0xFF)  # waits for threads, runs exit handlers, flushes
 
 
-class Watch:
-    """Enforces the limits on a program and on all processes that it starts."""
+def watch(program, run, usage, deadline):
+    """Waits for the program. Returns (status, exit code) as in areal.sandbox.outside.Outcome."""
+    poll = select.poll()
+    poll.register(run, select.POLLIN)
+    poll.register(os.pidfd_open(program), select.POLLIN)
+    pause = TICK_SECONDS
+    while True:
+        poll.poll(1000 * pause)
+        before = time.thread_time()
+        code = reap(program)
+        if code in (None, -signal.SIGKILL) and (limit := usage.exceeded()):
+            return limit, None
+        if code is not None:
+            return ("ok" if code >= 0 else "killed"), code
+        if select.select([run], [], [], 0)[0]:
+            return "stopped", None
+        if time.monotonic() > deadline:
+            return "timeout", None
+        pause = max(TICK_SECONDS, time.thread_time() - before)  # to look at many processes takes long
 
-    def __init__(self, run, job, plain):
+
+class Group:
+    """What a program uses, by the kernel's accounts: the program is started in a control group of its own."""
+
+    def __init__(self, groups, job):
+        """Creates the group in the folder `groups`."""
+        self.job = job
+        self.groups, self.name = groups, f"{GROUP_PREFIX}{os.urandom(8).hex()}"
+        os.mkdir(self.name, dir_fd=groups)
+        self.folder = os.open(self.name, os.O_RDONLY, dir_fd=groups)
+        # Files in /tmp count as memory here. When memory is short, the kernel ends all processes of the group.
+        limits = {"memory.max": job["memory_bytes"] + job["disk_bytes"], "memory.swap.max": 0, "memory.oom.group": 1}
+        for name, value in limits.items():
+            with contextlib.suppress(FileNotFoundError):  # a kernel without swap
+                write(f"/proc/self/fd/{self.folder}/{name}", str(value))
+
+    def fork(self):
+        """os.fork, with the child in the group. Moving a process there later takes milliseconds."""
+        # libc knows no such call, and would not know the new process either. Hence that one forks as usual and ends.
+        # Its child is one of the first processes in the namespace, so that its id fits into an exit code.
+        clone = struct.pack("11Q", CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, self.folder)
+        starter = call("syscall", ctypes.c_long(CLONE3), clone, ctypes.c_long(len(clone)))
+        if starter:
+            return os.waitstatus_to_exitcode(os.waitpid(starter, 0)[1])
+        with contextlib.suppress(OSError):  # 0 is no process: init reports it
+            program = os.fork()
+            if program == 0:
+                return 0
+            os._exit(program)
+        os._exit(0)
+
+    def exceeded(self):
+        """The status of a program that has exceeded a limit; else None."""
+        if b"\noom_kill 0\n" not in self.read("memory.events"):
+            return "memory"
+        return "timeout" if int(self.read("cpu.stat").split()[1]) > 1e6 * self.job["cpu_seconds"] else None
+
+    def read(self, name):
+        return read(f"/proc/self/fd/{self.folder}/{name}")
+
+    def remove(self):
+        os.rmdir(self.name, dir_fd=self.groups)
+
+
+class Looks:
+    """What a program uses, by regular looks at all its processes."""
+
+    def __init__(self, job, plain):
         """Created before the program, which the counter of CPU time then counts."""
-        self.run = run
         self.job = job
         self.plain = plain
         self.counter = open_counter()
         self.own_cpu = time.process_time()  # of this process, before the counter
         self.cpu: dict[int, float] = {}  # CPU seconds of each process at the last look
         self.seen_cpu = 0.0  # CPU seconds of all processes that were ever seen, up to the last look at each
+        self.processes: dict[int, list[bytes]] = {}
+        self.looking = False  # closely at the memory, since it seemed to exceed the limit
+        self.look_began = None
+        self.memory_exceeded = False
 
-    def result(self, program):
-        started = time.monotonic()
-        status, code = self.until_the_end(program, started + self.job["wall_seconds"])
-        return {"status": status, "exit": code, "seconds": time.monotonic() - started}
+    fork = staticmethod(os.fork)
 
-    def until_the_end(self, program, deadline):
-        """(status, exit code) as in areal.sandbox.outside.Outcome."""
-        poll = select.poll()
-        poll.register(self.run, select.POLLIN)
-        poll.register(os.pidfd_open(program), select.POLLIN)
-        pause = TICK_SECONDS
-        while True:
-            poll.poll(1000 * pause)
-            code = reap(program)
-            if code is not None:
-                return ("ok" if code >= 0 else "killed"), code
-            if select.select([self.run], [], [], 0)[0]:
-                return "stopped", None
-            before = time.thread_time()
-            processes = descendants()
-            if time.monotonic() > deadline or self.cpu_seconds(processes) > self.job["cpu_seconds"]:
-                return "timeout", None
-            if self.exceeds_memory(processes):
-                return "memory", None
-            pause = max(TICK_SECONDS, time.thread_time() - before)  # to look at many processes takes long
+    def exceeded(self):
+        """The status of a program that has exceeded a limit; else None."""
+        self.processes = descendants()
+        if self.cpu_seconds() > self.job["cpu_seconds"]:
+            return "timeout"
+        if not self.looking and self.memory_bytes(most_bytes) > self.job["memory_bytes"]:
+            self.looking = True
+            _thread.start_new_thread(self.watch_memory, ())
+        began = self.look_began
+        late = began is not None and time.monotonic() - began > LOOK_SECONDS
+        return "memory" if self.memory_exceeded or late else None
 
-    def cpu_seconds(self, processes):
+    def cpu_seconds(self):
         """CPU time of the program and of all that it started: the largest of three sums. None is ever too large.
 
         * What the kernel keeps. It lacks processes that nobody waited for (where SIGCHLD is ignored).
         * What was seen. It lacks what processes used after the last look at them.
         * What the counter says, where there is one. It lacks programs whose file the program itself may not read."""
-        now = {pid: process_seconds(pid) for pid in processes}
+        now = {pid: process_seconds(pid) for pid in self.processes}
         for pid, seconds in now.items():
             before = self.cpu.get(pid, 0.0)
             self.seen_cpu += seconds - before if seconds >= before else seconds  # else another process of this id
         self.cpu = now
-        return max(self.seen_cpu, kept_seconds(processes), self.counted_seconds())
+        return max(self.seen_cpu, kept_seconds(self.processes), self.counted_seconds())
 
     def counted_seconds(self):
         if self.counter is None:
             return 0.0
-        own = time.process_time() - self.own_cpu
-        return int.from_bytes(os.read(self.counter, 8), sys.byteorder) / 1e9 - own
+        counted = int.from_bytes(os.read(self.counter, 8), sys.byteorder) / 1e9
+        return counted - (time.process_time() - self.own_cpu)
 
-    def exceeds_memory(self, processes):
-        # Upper bounds are read first, because exact numbers take long.
+    def watch_memory(self):
+        """Looks closely at the memory, in a thread of its own: whatever the program does to make that take long, time
+        and CPU time are checked."""
         limit = self.job["memory_bytes"]
-        tasks = [living_task(pid, fields) for pid, fields in processes.items()]
-        sockets = 0 if self.plain else SOCKET_BYTES * read("/proc/self/net/unix").count(b"\n")
-        return sockets + sum(map(most_bytes, tasks)) > limit and sockets + exact_bytes(tasks) > limit
+        while not self.memory_exceeded:
+            before, self.look_began = time.thread_time(), time.monotonic()
+            self.memory_exceeded = self.memory_bytes(most_bytes) > limit and self.memory_bytes(exact_bytes) > limit
+            self.look_began = None
+            time.sleep(max(TICK_SECONDS, time.thread_time() - before))
+
+    def memory_bytes(self, measure):
+        sockets = 0 if self.plain else SOCKET_BYTES * lines("/proc/self/net/unix", math.inf)
+        return sockets + measure([living_task(pid, fields) for pid, fields in self.processes.items()])
+
+    def remove(self):
+        """There is nothing to remove."""
 
 
 def reap(program):
@@ -595,12 +685,22 @@ def descendants():
 
 
 def read(path):
-    """The content of a file; empty if the process that it tells of has ended, or may not be inspected."""
+    """The content of a file, cut after READ_BYTES; empty if the process that it tells of has ended, or may not be
+    inspected."""
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        with open(path, "rb", buffering=0) as file:
+            text = b""
+            while len(text) < READ_BYTES and (part := file.read(PAGE)):
+                text += part
+            return text
     except OSError:
         return b""
+
+
+def lines(path, most):
+    """How many lines a file has; `most` if it is too long to be read."""
+    text = read(path)
+    return text.count(b"\n") if len(text) < READ_BYTES else most
 
 
 def read_stat(task):
@@ -647,13 +747,15 @@ def open_files(task):
         return 0
 
 
-def most_bytes(task):
-    """An upper bound of the memory of a process: memory that it shares is counted as its own."""
-    sizes = fields_of(read(f"{task}/status"))
-    if b"VmRSS:" not in sizes:
-        return 0
-    used = sum(sizes.get(key, 0) for key in (b"VmRSS:", b"VmSwap:", b"VmPTE:"))
-    return used + AREA_BYTES * MOST_AREAS + FILE_BYTES * open_files(task)
+def most_bytes(tasks):
+    """An upper bound of the memory of processes, read fast: memory that one shares is counted as its own."""
+    total = 0
+    for task in tasks:
+        sizes = fields_of(read(f"{task}/status"))
+        if b"VmRSS:" in sizes:
+            total += sum(sizes.get(key, 0) for key in (b"VmRSS:", b"VmSwap:", b"VmPTE:"))
+            total += AREA_BYTES * MOST_AREAS + FILE_BYTES * open_files(task)
+    return total
 
 
 def exact_bytes(tasks):
@@ -663,11 +765,11 @@ def exact_bytes(tasks):
     for task in tasks:
         shares = fields_of(read(f"{task}/smaps_rollup"))
         if not shares:  # it has ended, or may not be inspected
-            total += most_bytes(task)
+            total += most_bytes([task])
             continue
         total += shares.get(b"Pss:", 0) + shares.get(b"SwapPss:", 0)
         total += fields_of(read(f"{task}/status")).get(b"VmPTE:", 0)
-        total += AREA_BYTES * read(f"{task}/maps").count(b"\n")
+        total += AREA_BYTES * lines(f"{task}/maps", MOST_AREAS)
         with contextlib.suppress(OSError):
             for number in os.listdir(f"{task}/fd"):
                 with contextlib.suppress(OSError):  # closed meanwhile
@@ -675,7 +777,7 @@ def exact_bytes(tasks):
                     if stat.S_ISFIFO(found.st_mode):
                         pipes.add((found.st_dev, found.st_ino))
                     elif not stat.S_IFMT(found.st_mode):
-                        total += WATCH_BYTES * read(f"{task}/fdinfo/{number}").count(b"tfd:")
+                        total += WATCH_BYTES * lines(f"{task}/fdinfo/{number}", math.inf)
     return total + PIPE_BYTES * len(pipes)
 
 
@@ -696,21 +798,36 @@ def take(folder, name):
         return base64.b64encode(file.read()).decode() if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
 
 
+def remove_groups(groups):
+    """Removes what programs have left that ended because the sandbox did."""
+    for name in os.listdir(groups):
+        if name.startswith(GROUP_PREFIX):
+            os.rmdir(name, dir_fd=groups)
+
+
 def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # programs may send it, and so does a terminal: the worker decides
     requests = socket.socket(fileno=int(sys.argv[1]))
-    plain, packages, folders = sys.argv[2] == "none", sys.argv[3].split(os.pathsep), sys.argv[4:]
+    plain, packages, delegated, folders = (
+        sys.argv[2] == "none",
+        sys.argv[3].split(os.pathsep),
+        sys.argv[4],
+        sys.argv[5:],
+    )
     with contextlib.suppress(OSError):
         write("/proc/self/oom_score_adj", "1000")  # when memory is short, the kernel kills programs first
     try:
+        groups = os.open(delegated, os.O_RDONLY) if delegated and not plain else None
         other_user = not plain and enter_user_namespace()
-        sandbox = Sandbox(plain, other_user)
+        sandbox = Sandbox(plain, other_user, groups)
         if not plain:
             call("unshare", CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP)
             server = os.fork()
             if server:
                 requests.close()
                 os.waitpid(server, 0)
+                if groups is not None:
+                    remove_groups(groups)
                 return
             enter_root(folders, packages)
         else:

@@ -344,7 +344,8 @@ def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.sock
                 f"{folder} is in /tmp, but every program has its own empty /tmp: move the folder, or leave it out"
             )
     requests, its_requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    arguments = [str(its_requests.fileno()), config.mode, os.pathsep.join(_packages()), *folders]
+    options = [config.mode, os.pathsep.join(_packages()), _delegated(config)]
+    arguments = [str(its_requests.fileno()), *options, *folders]
     with its_requests:
         launcher = subprocess.Popen(
             [PYTHON, "-s", "-P", sandbox_init.__file__, *arguments],
@@ -361,6 +362,21 @@ def _launch(config: SandboxConfig) -> tuple[subprocess.Popen[bytes], socket.sock
         requests.close()
         raise UserError(f"programs cannot be run in a sandbox on this machine ({error}): {ADVICE}") from None
     return launcher, requests
+
+
+def _delegated(config: SandboxConfig) -> str:
+    """The control group in which programs get groups of their own; empty if there is none. Raises UserError."""
+    if config.cgroup is None:
+        return ""
+    try:
+        with open(config.cgroup / "cgroup.subtree_control", "r+") as file:
+            file.write("+memory")
+    except OSError as error:
+        raise UserError(
+            f"sandbox.cgroup={config.cgroup} cannot be used ({error.strerror}): name a control group of version 2 that "
+            "has the memory controller and no process of its own, and that this user may change, or leave it out"
+        ) from None
+    return str(config.cgroup)
 
 
 def _folders(config: SandboxConfig) -> list[str]:

@@ -143,6 +143,67 @@ async def test_processes_that_nobody_waits_for_count_towards_the_cpu_time(weaken
     )
 
 
+@pytest.mark.parametrize(("seconds", "status"), [("0.5", "memory"), ("10**6", "timeout")])
+async def test_a_look_at_the_memory_that_does_not_end_delays_no_limit(weakened, seconds, status):
+    weakened("def exact_bytes(tasks):", "def exact_bytes(tasks):\n    threading.Event().wait()\n\ndef unused(tasks):")
+    weakened("import time\n", "import threading\nimport time\n")
+    weakened("LOOK_SECONDS = 2.0", f"LOOK_SECONDS = {seconds}")
+    with open_sandbox(SandboxConfig(**HURRIED)) as sandbox:
+        outcome = await sandbox.run(f"{attacks.PRELUDE}\nx = [bytearray(40 << 20)]\nin_children(10, int)")
+    assert outcome.status == status
+
+
+WRITES = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.sync()
+print(libc.fsync(-1), libc.fdatasync(-1), libc.syncfs(-1), libc.sync_file_range(-1, 0, 0, 0))
+print(libc.posix_fadvise(-1, 0, 0, 4), libc.readahead(-1, 0, 0), libc.msync(4096, 4096, 4), libc.msync(4096, 4096, 1))
+"""
+
+
+async def test_no_program_makes_the_disk_work_or_drops_what_is_cached_of_system_files(sandbox):
+    outcome = await sandbox.run(WRITES)
+    assert outcome.stdout == "0 0 0 0\n0 0 0 -1\n", outcome.stderr  # the last one does not write
+
+
+DELEGATED = os.environ.get("DELEGATED_CGROUP")
+
+
+def groups_of_programs():
+    return [name for name in os.listdir(DELEGATED) if name.startswith("areal-")]
+
+
+def wait_for_a_group():
+    while not groups_of_programs():
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not DELEGATED, reason="DELEGATED_CGROUP names no control group that is delegated to the tests")
+async def test_a_control_group_limits_memory_and_cpu_time():
+    with open_sandbox(SandboxConfig(**LIMITS, cgroup=DELEGATED)) as sandbox:
+        for name in ("fill memory by children", "fill memory by orphans"):
+            outcome = await sandbox.run(f"{attacks.PRELUDE}\n{attacks.EXHAUSTS[name][0]}")
+            assert outcome.status == "memory", (name, outcome)
+        assert (await sandbox.run(USUAL)).stdout == "usual\n"
+        assert "/areal-" in (await sandbox.run("print(open('/proc/self/cgroup').read())")).stdout
+        assert groups_of_programs() == []
+        running = asyncio.create_task(sandbox.run("import time; time.sleep(60)"))
+        await asyncio.to_thread(wait_for_a_group)
+    with pytest.raises(SandboxError, match="without a result"):
+        await running
+    ample = LIMITS | {"cpu_seconds": 6.0, "wall_seconds": 600.0}
+    with open_sandbox(SandboxConfig(**ample, cgroup=DELEGATED)) as sandbox:
+        outcome = await sandbox.run(f"{attacks.PRELUDE}\n{attacks.EXHAUSTS['spin in a chain of processes'][0]}")
+    assert outcome.status == "timeout"
+    assert groups_of_programs() == []
+
+
+def test_a_control_group_that_cannot_be_used_is_told_at_the_start(tmp_path):
+    with pytest.raises(UserError, match=f"sandbox.cgroup={tmp_path} cannot be used .*name a control group"):
+        open_sandbox(SandboxConfig(cgroup=tmp_path))
+
+
 USUAL = """
 import asyncio, multiprocessing, os, shutil, signal, socket, sqlite3, subprocess, threading
 from concurrent.futures import ProcessPoolExecutor
@@ -398,7 +459,7 @@ def weakened(monkeypatch, tmp_path):
         launcher = sandbox_module.sandbox_init
         source = Path(launcher.__file__).read_text()
         assert part in source
-        (tmp_path / "launcher.py").write_text(source.replace(part, instead))
+        (tmp_path / "launcher.py").write_text(source.replace(part, instead, 1))
         monkeypatch.setattr(launcher, "__file__", str(tmp_path / "launcher.py"))
 
     return weaken
