@@ -68,6 +68,8 @@ with socket.socket(socket.AF_UNIX) as example:
 GROUP_PREFIX = f"areal-{os.urandom(4).hex()}-"
 # Address space allowed beyond the memory limit: JavaScript reserves gigabytes that it never touches.
 RESERVED_BYTES = 4 << 30
+# The stack that a thread may reserve beyond it, for deep recursion; what it uses of that counts.
+STACK_BYTES = (1 << 30) + (1 << 26)
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
@@ -449,7 +451,7 @@ class Sandbox:
             call("unshare", CLONE_NEWUSER)
             resource.setrlimit(resource.RLIMIT_NPROC, (job["processes"],) * 2)
         limits = {
-            resource.RLIMIT_DATA: job["memory_bytes"],
+            resource.RLIMIT_DATA: job["memory_bytes"] + STACK_BYTES,
             resource.RLIMIT_AS: job["memory_bytes"] + RESERVED_BYTES,
             resource.RLIMIT_FSIZE: job["disk_bytes"],
             resource.RLIMIT_CPU: int(job["cpu_seconds"]) + 2,
@@ -506,6 +508,7 @@ def run_python(path):
         buffering = 1 if name == "stderr" else -1
         stream = open(descriptor, mode, buffering, errors=errors, closefd=False)  # noqa: SIM115
         vars(sys).update({name: stream, f"__{name}__": stream})
+    sys.setrecursionlimit(sys.getrecursionlimit() + depth() + 1)  # exec takes one
     code = 0
     try:
         with open(path, "rb") as file:
@@ -520,6 +523,14 @@ def run_python(path):
         sys.excepthook(type(error), error.with_traceback(trace and trace.tb_next), None)
         code = 1
     ctypes.pythonapi.Py_Exit(code & 0xFF)  # waits for threads, runs exit handlers, flushes
+
+
+def depth():
+    """How many frames there are, that of the caller included."""
+    count, frame = 1, sys._getframe(1)
+    while frame := frame.f_back:
+        count += 1
+    return count
 
 
 def watch(program, run, usage, deadline):
