@@ -657,6 +657,7 @@ class Looks:
             time.sleep(max(TICK_SECONDS, time.thread_time() - before))
 
     def memory_bytes(self, measure):
+        """Memory of all processes by `measure`, which is most_bytes or exact_bytes, and of Unix sockets."""
         sockets = 0 if self.plain else SOCKET_BYTES * lines("/proc/self/net/unix", math.inf)
         return sockets + measure([living_task(pid, fields) for pid, fields in self.processes.items()])
 
@@ -818,13 +819,8 @@ def remove_groups(groups):
 
 def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # programs may send it, and so does a terminal: the worker decides
-    requests = socket.socket(fileno=int(sys.argv[1]))
-    plain, packages, delegated, folders = (
-        sys.argv[2] == "none",
-        sys.argv[3].split(os.pathsep),
-        sys.argv[4],
-        sys.argv[5:],
-    )
+    _, descriptor, mode, packages, delegated, *folders = sys.argv
+    requests, plain, packages = socket.socket(fileno=int(descriptor)), mode == "none", packages.split(os.pathsep)
     with contextlib.suppress(OSError):
         write("/proc/self/oom_score_adj", "1000")  # when memory is short, the kernel kills programs first
     try:
