@@ -363,9 +363,14 @@ def _compare(folders: Sequence[Path]) -> None:
 
 def _rollouts(options: argparse.Namespace) -> None:
     from areal.observe.rollout_print import print_rollouts
+    from areal.observe.rollouts import Stuck
 
     sort = None if options.random else options.sort
-    print_rollouts(options.folder, options.where, sort, options.show, _console(120))
+    try:
+        print_rollouts(options.folder, options.where, sort, options.show, _console(120))
+    except Stuck as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(2)
 
 
 def _trace(options: argparse.Namespace) -> None:

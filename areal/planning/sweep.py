@@ -63,8 +63,8 @@ class SweptRun:
 
     def write(self) -> None:
         """Write the run's configuration."""
-        self.config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)  # it may hold secrets
-        replace(self.file, yaml.safe_dump(self.values, sort_keys=False))
+        self.config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace(self.file, yaml.safe_dump(self.values, sort_keys=False), mode=0o600)  # it may hold secrets
 
 
 def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import tracemalloc
 import zlib
 
 import pytest
@@ -84,6 +85,18 @@ def test_any_other_pickle_is_refused(content, capsys):
     with pytest.raises(RewardError, match="hold a pickle of more than text, which is never loaded"):
         read_tests(row)
     assert not capsys.readouterr().out
+
+
+def test_a_row_that_unpacks_to_more_than_its_bound_is_refused_before_it_is_unpacked():
+    packing = zlib.compressobj(1)
+    bomb = b"".join(packing.compress(bytes(1 << 24)) for _ in range(64)) + packing.flush()
+    row = live_code_bench(FUNCTIONAL, []) | {"private_test_cases": base64.b64encode(bomb).decode()}
+    tracemalloc.start()
+    with pytest.raises(RewardError, match="the row's private_test_cases unpack to more than 256 MiB"):
+        read_tests(row)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 600 << 20
 
 
 CANNOT_FAIL = "the row's tests cannot fail"
