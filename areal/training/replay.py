@@ -45,7 +45,7 @@ from areal.config import (
     read_values,
 )
 from areal.devices import visible_devices
-from areal.processes import die_with_parent
+from areal.processes import die_with_parent, torchrun
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage import rollouts
 from areal.storage.run_folder import checkpoint_of, differences, read_summary, replace, steps_trained, within
@@ -240,8 +240,7 @@ def replay(replays: Sequence[Replay], console: Console) -> bool:
     changes with the run's weights."""
     ranks = replays[0].config.trainer.ranks
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "areal"]
-        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv[1:]])
+        os.execv(sys.executable, [*torchrun(ranks), "-m", "areal", *sys.argv[1:]])
     console.quiet = os.environ.get("RANK", "0") != "0"
     if any(own.off_policy for own in replays):
         console.print(
