@@ -143,7 +143,7 @@ def start(arguments: argparse.Namespace) -> int:
         raise UserError(f"Give the address of the master: --role {roles[0]} --master tcp://HOST:PORT.")
     keep_keys(arguments.keys)
     if "monitor" in roles and roles != ["monitor"]:
-        raise UserError("Start the monitor by itself (--role monitor): it needs the whole terminal.")
+        raise UserError("Start the monitor by itself (--role monitor): it shows one run.")
     if arguments.reward:  # checked here, because the master may be long in coming
         from areal.rewards.functions import check
 
