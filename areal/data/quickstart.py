@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +52,11 @@ class Recipe:
 
 
 RECIPE = Recipe()
+
+
+def make(options: Namespace) -> None:
+    """`areal quickstart-model`."""
+    print(ensure(options.folder, options.seed, lambda line: print(line, file=sys.stderr, flush=True)))
 
 
 def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None = None) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -50,6 +51,14 @@ class Export:
     def __str__(self) -> str:
         left_out = "".join(f"; {count} {cause} left out" for cause, count in self.left_out.items() if count)
         return f"{self.rows} rows, from {self.samples} samples in {self.groups} groups{left_out}"
+
+
+def run(options: Namespace) -> None:
+    """`areal export`."""
+    if options.all and options.format == "preference":
+        raise UserError("--all is for --format sft, because a pair is the best and the worst of a group: leave it out.")
+    told = export(options.folder, options.output, options.format, best=not options.all, least=options.min_reward)
+    print(f"{options.output}: {told}")
 
 
 def export(run: Path, output: Path, kind: Format, *, best: bool = True, least: float | None = None) -> Export:

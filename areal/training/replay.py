@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as altered
@@ -31,6 +32,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from areal.command_line import output as terminal
 from areal.config import (
     OBJECTIVE_SETTINGS,
     Config,
@@ -125,6 +127,12 @@ class Replay:
             for key in itertools.chain.from_iterable(keys for keys, has_none in idle.items() if has_none):
                 del settings[key]
         return json.dumps(settings)
+
+
+def run(options: Namespace) -> int:
+    """`areal replay`."""
+    replays = plan(options.run, options.overrides, options.sweep, options.steps, options.output)
+    return 0 if replay(replays, terminal(160)) else 1
 
 
 def plan(
