@@ -26,7 +26,7 @@ def declare(tools: Tools) -> None:
     track = tools.add("track", "tracking:track", "send a run's numbers to TensorBoard and others (its master does it)")
     track.add_argument("folder", **RUN)
 
-    add = tools.add("export", "export:run", "write the rollouts of a run as a data set for TRL and others").add_argument
+    add = tools.add("export", "export:export", "write rollouts of a run as a data set for TRL and others").add_argument
     add("folder", **RUN)
     add(
         "--output", required=True, type=Path, metavar="FILE.jsonl|FILE.parquet|FOLDER",
