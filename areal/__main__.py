@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command_line() -> ArgumentParser:
-    parser = ArgumentParser(prog="areal", description=__doc__)
+    parser = ArgumentParser(prog="areal", description="The command-line tools besides run.py (docs/running.md).")
     parsers = parser.add_subparsers(metavar="TOOL", required=True)
     for room in ROOMS:
         import_module(f"{room}.commands").declare(Tools(room, parsers))

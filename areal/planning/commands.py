@@ -9,9 +9,9 @@ from areal.command_line import CONFIG, OVERRIDES, RUN, Tools, output
 
 
 def declare(tools: Tools) -> None:
-    report_ = tools.add("report", "commands:report", "write the report of a run, report.html")
-    report_.add_argument("folders", nargs="+", **RUN)
-    instead = report_.add_mutually_exclusive_group().add_argument
+    reports = tools.add("report", "commands:report", "write the report of a run, report.html")
+    reports.add_argument("folders", nargs="+", **RUN)
+    instead = reports.add_mutually_exclusive_group().add_argument
     figure = "draw learning and staleness into FILE instead; of several runs, by the settings in which they differ"
     instead("--figure", type=Path, metavar="FILE.svg", help=figure)
     instead("--against", metavar="paper:NAME", help="print a table of the paper, such as paper:table2, with these runs")

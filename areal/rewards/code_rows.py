@@ -53,10 +53,9 @@ FUNCTION_KINDS = {"functional", "function_call"}
 STDIN_KINDS = {"stdin", "stdin_stdout"}
 # A solution of CodeContests in this language is Python 3.
 CODE_CONTESTS_PYTHON = 3
-# A function that does nothing.
 # The tests of one row after they are unpacked. A worker needs about four times as much memory to read them.
 UNPACKED_BYTES = 256 << 20
-
+# A function that does nothing.
 _IDLE = "def {}(*_, **__):\n    pass\n"
 # The beginning of a pickle of a str, with the length of its UTF-8 in one, four or eight bytes; and possible ends.
 _PICKLED_TEXT = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?(?:\x8c(.)|X(.{4})|\x8d(.{8}))", re.DOTALL)
@@ -353,9 +352,9 @@ def _unpacked(text: str) -> str:
     try:
         data = unpacking.decompress(base64.b64decode(text, validate=True), UNPACKED_BYTES)
         if unpacking.unconsumed_tail:
-            raise RewardError(
-                f"the row's private_test_cases unpack to more than {UNPACKED_BYTES >> 20} MiB: leave it out"
-            )
+            raise RewardError(f"the row's private_test_cases unpack to more than {UNPACKED_BYTES >> 20} MiB")
+        if not unpacking.eof:
+            raise ValueError("they are cut short")
         if head := _PICKLED_TEXT.match(data):
             start, length = head.end(), int.from_bytes(head[head.lastindex or 0], "little")
             if data[start + length :] in _PICKLE_ENDS:

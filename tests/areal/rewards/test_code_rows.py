@@ -120,6 +120,7 @@ CANNOT_FAIL = "the row's tests cannot fail"
         ({"input_output": {"inputs": ["1"], "outputs": []}}, "1 inputs and 0 outputs"),
         ({"verification_info": {"language": "python"}}, "has no test_cases"),
         ({"public_test_cases": "[]", "private_test_cases": "x"}, "neither JSON nor compressed JSON"),
+        ({"private_test_cases": base64.b64encode(zlib.compress(b"[]")[:-1]).decode()}, "compressed JSON: they are cut"),
         ({"public_tests": {"input": ["1"], "output": []}}, "public_tests are not two lists"),
         ({"test_list": ["assert f(1) =="]}, "not valid Python: invalid syntax"),
         ({"test_list": ["assert f()"], "language": "cpp"}, "its language is cpp"),
