@@ -16,7 +16,7 @@ import structlog
 import uvloop
 
 from areal.config import Config, UserError, dump_config, load_config
-from areal.processes import KEYS, SUPERVISED, die_with_parent, importing, raise_open_files
+from areal.processes import KEYS, SUPERVISED, die_with_parent, importing, raise_open_files, torchrun
 from areal.storage.run_folder import configuration_to_resume
 from areal.text import shown
 
@@ -143,7 +143,7 @@ def start(arguments: argparse.Namespace) -> int:
         raise UserError(f"Give the address of the master: --role {roles[0]} --master tcp://HOST:PORT.")
     keep_keys(arguments.keys)
     if "monitor" in roles and roles != ["monitor"]:
-        raise UserError("Start the monitor by itself (--role monitor): it needs the whole terminal.")
+        raise UserError("Start the monitor by itself (--role monitor): it shows one run.")
     if arguments.reward:  # checked here, because the master may be long in coming
         from areal.rewards.functions import check
 
@@ -368,19 +368,12 @@ def run_monitor(arguments: argparse.Namespace) -> int:
 
     host_towards(arguments.master)
     network = open_network(host_of(arguments.master))
-    console = Console()
 
     async def run() -> int:
         bus = Bus(f"monitor/0#{incarnation()}", network)
         try:
             await first_answer(bus, arguments.master, AskStatus(), arguments.wait)
-            feed = Feed(bus, arguments.master)
-            if not console.is_terminal:
-                return await follow(feed, console)
-            from actors.watching.terminal import Dashboard
-
-            await Dashboard(feed).run_async()
-            return 0
+            return await follow(Feed(bus, arguments.master), Console())
         finally:
             await bus.close()
 
@@ -450,8 +443,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
     elif config.trainer.ranks > 1:
         os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with torchrun, which replaces this process
         # The dashes keep torchrun from parsing our --master as an option of its own.
-        ranks = ["--standalone", "--nproc-per-node", str(config.trainer.ranks), "--"]
-        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *ranks, *sys.argv])
+        os.execv(sys.executable, [*torchrun(config.trainer.ranks), "--", *sys.argv])
 
 
 def config_of_run(arguments: argparse.Namespace) -> Config:

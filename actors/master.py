@@ -119,8 +119,7 @@ ROLES = ("trainer", "generator", "reward", "rollout_manager")
 RECENT_STEPS = 512
 RECENT = (
     "step", "reward_mean", "reward_mean_all", "groups_filtered", "groups_ready", "staleness_mean", "staleness_max",
-    "staleness_histogram", "tokens_generated", "tokens_trained", "completion_tokens_mean", "step_seconds",
-    "train_seconds", "trainer_wait_seconds", "publish_wait_seconds",
+    "tokens_generated", "tokens_trained", "step_seconds", "trainer_wait_seconds",
 )  # fmt: skip
 
 T = TypeVar("T")

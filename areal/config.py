@@ -27,6 +27,9 @@ class UserError(Exception):
     """A mistake by the user. The message is one sentence: what is wrong, where, and what to do."""
 
 
+# A name of a file or folder, whatever folder it is in: neither `.` nor `..`, without `/`.
+NAME = r"(?!\.+$)[\w.-]+"
+
 # Benchmarks that `evaluator.benchmarks` names without a file.
 BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 
@@ -781,7 +784,7 @@ def _is_list_of_names(value: Any) -> bool:
 
 def _benchmark(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     """The keys of the benchmark `name`, with those of its file, if it has one, where `keys` has none."""
-    if not re.fullmatch(r"[\w.-]+", name):
+    if not re.fullmatch(NAME, name):
         raise UserError(f"The benchmark {name!r} in evaluator.benchmarks has a name that no file can have: rename it.")
     base = keys.pop("base", name)
     file = Path(base) if base.endswith((".yaml", ".yml")) else BENCHMARKS / f"{base}.yaml"
@@ -884,7 +887,7 @@ class NetworkConfig(Section):
 class Config(ScoringConfig):
     """A run. `batch_size` (B) and all bounds count groups; a group is a prompt with its `group_size` (G) samples."""
 
-    name: str = Field("run", pattern=r"^[\w.-]+$", description="name of the run and of its folder in run_dir")
+    name: str = Field("run", description="name of the run and of its folder in run_dir")
     run_dir: Path = Field(Path("runs"), description="folder that contains the run folders")
     seed: int = Field(0, description="random seed of the data order, of sampling and of training")
     model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart` (the run makes it)")
@@ -947,6 +950,15 @@ class Config(ScoringConfig):
     master: MasterConfig = MasterConfig()
     observe: ObserveConfig = ObserveConfig()
     network: NetworkConfig = NetworkConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if not re.fullmatch(NAME, name):
+            raise ValueError(
+                f"name is {name!r}, which no run folder can have: use letters, digits, `_`, `-` and dots, not only dots"
+            )
+        return name
 
     @model_validator(mode="before")
     @classmethod
@@ -1185,34 +1197,41 @@ def dump_config(config: Config) -> str:
 
 
 HIDDEN = "(hidden)"
+# The last word of a name: api_key, apiKey and X-Api-Key are secret; max_tokens and the keys that name columns are not.
 _SECRET = re.compile(
-    r"(?:.*_)?(?:token|secret|password|passwd|credentials?|authorization|(?:api|access|private|secret)_?key)",
-    re.IGNORECASE,
+    r"(?!(?:prompt|answer|date)_key$)(?:.*[_.-]|.*(?<=[a-z0-9])(?=[A-Z]))?"
+    r"(?i:token|secret|pass(?:word|wd|phrase)|pwd|credentials?|auth|authorization|cookies?|(?:api|access|private|secret)?key)"
 )
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
-    """A part of the configuration, with HIDDEN in place of each text whose key is that of a secret, such as
-    prometheus_token or api_key, and of users and passwords in URLs."""
+    """A part of the configuration, with HIDDEN in place of each text or integer whose key, or that of a section around
+    it, is that of a secret, such as prometheus_token or api_key, and of users and passwords in URLs."""
     match values:
         case dict():
-            return {key: without_secrets(value, str(key)) for key, value in values.items()}
+            return {key: without_secrets(value, _inside(name, key)) for key, value in values.items()}
         case list():
             return [without_secrets(value, name) for value in values]
+        case str() | int() if values and values is not True and _SECRET.fullmatch(name):
+            return HIDDEN
         case str():
-            return HIDDEN if values and _SECRET.fullmatch(name) else _USER_IN_URL.sub(HIDDEN, values)
+            return _USER_IN_URL.sub(HIDDEN, values)
     return values
 
 
-def secrets_in(values: dict[str, Any]) -> dict[str, Any]:
+def _inside(name: str, key: Any) -> str:
+    return name if _SECRET.fullmatch(name) else str(key)
+
+
+def secrets_in(values: dict[str, Any], name: str = "") -> dict[str, Any]:
     """The values that `without_secrets` changes, in dictionaries like those of `values`."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            if inner := secrets_in(value):
+            if inner := secrets_in(value, _inside(name, key)):
                 found[key] = inner
-        elif without_secrets(value, str(key)) != value:
+        elif without_secrets(value, _inside(name, key)) != value:
             found[key] = value
     return found
 
@@ -1278,7 +1297,8 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
         case "value_error":
             return f"{first['msg'].removeprefix('Value error, ')} ({place})."
         case _:
-            return f"{key} is {first['input']!r:.80} in {place} or the overrides, but {_lower(first['msg'])}."
+            value = without_secrets(first["input"], key.rpartition(".")[2])
+            return f"{key} is {value!r:.80} in {place} or the overrides, but {_lower(first['msg'])}."
 
 
 def _section(annotation: Any) -> Any:

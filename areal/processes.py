@@ -58,6 +58,15 @@ def tied(*command: str) -> list[str]:
     return [sys.executable, "-I", __file__, str(os.getpid()), *command]
 
 
+def torchrun(ranks: int) -> list[str]:
+    """The beginning of a command line: what follows it is started as so many ranks on this machine.
+
+    They meet by a file. With `--standalone` torchrun unpickles what is in a store that listens on all interfaces.
+    """
+    options = ["--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
+    return [sys.executable, "-m", "torch.distributed.run", *options]
+
+
 if __name__ == "__main__":  # PARENT PROGRAM ARGUMENT...: become a program that is killed when its parent ends
     die_with_parent(signal.SIGKILL, int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])

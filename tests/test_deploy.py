@@ -19,7 +19,7 @@ import pytest
 import run
 import yaml
 
-from areal.__main__ import _parser
+from areal.__main__ import command_line
 from areal.config import load_config
 from areal.processes import KEYS
 
@@ -33,7 +33,7 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     if words[:2] == ["sh", "-c"]:
         words = shlex.split(words[2])
     if "areal" in words:
-        return _parser().parse_args(words[words.index("areal") + 1 :])
+        return command_line().parse_args(words[words.index("areal") + 1 :])
     if "configs/deploy/master.sh" in words:
         words = ["run.py", "--role", "master", *words[words.index("configs/deploy/master.sh") + 2 :]]
     if "torchrun" in words[0]:

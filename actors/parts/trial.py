@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from actors.runtime.actor import incarnation
 from actors.runtime.addresses import Door
 from actors.runtime.logs import configure_logging
 from actors.watching.episode import Episode, Score, Turn, show
+from areal.command_line import output
 from areal.config import Config, UserError, checked, merged, overridden, read_values
 from areal.data.rows import Row
 from areal.data.sources import PromptSource, open_source, read_row
@@ -57,17 +59,13 @@ _OVERRIDE = re.compile(r"[\w.]+=")
 _FUNCTION = re.compile(r"(\S+\.py|[\w.]+):[A-Za-z_]\w*")
 
 
-def try_agent(
-    words: Sequence[str], model: str | None, file: Path | None, rows: Path | None, index: int, console: Console
-) -> int:
-    """Do one episode, and print it. Returns the exit status: 0, 1 if the sample has failed, 130 or 143 after a signal.
-
-    words: an agent (a command, or FILE.py:FUNCTION), and overrides of the configuration in `file`. Without an agent the
-    configured workflow is tried. rows: a file; None: the training rows of the configuration. Raises UserError.
-    """
+def try_agent(options: Namespace) -> int:
+    """`areal agent try`: do one episode, and print it. Returns the exit status: 0, 1 if the sample has failed, 130 or
+    143 after a signal."""
     configure_logging("trial")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    agent, config = _configured(words, model, file, rows)
+    rows, index = options.row, options.index
+    agent, config = _configured(options.overrides, options.model, options.config, rows)
     if index < 0:
         raise UserError(f"--index is {index}, but rows are counted from 0.")
     row = read_row(rows, config.data, index) if rows else open_source(config.data, config.seed).row(index)
@@ -75,7 +73,7 @@ def try_agent(
     title = f"{agent or config.rollout_manager.workflow} on row {index} of {rows or config.data.named}"
     try:
         with Console(stderr=True).status("starting the engine, then one episode"):
-            return asyncio.run(_try(config, row, title, console))
+            return asyncio.run(_try(config, row, title, output(120)))
     except EngineError as error:
         raise UserError(str(error)) from None
     except KeyboardInterrupt:

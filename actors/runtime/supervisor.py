@@ -32,7 +32,7 @@ from rich.console import Console
 
 from actors.runtime.actor import Ending, incarnation
 from actors.runtime.logs import LogFile
-from actors.watching.monitor import print_progress, print_steps, watch_live
+from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
 from areal.config import Config
 from areal.processes import ROOT, SUPERVISED
 from areal.storage.run_folder import read_metrics, read_summary
@@ -219,7 +219,7 @@ class Supervisor:
     async def _view(self, bus: Bus, address: str, config: Config, skipped: int) -> None:
         """Show the run on the terminal. `skipped`: number of steps that an earlier start has shown."""
         if self.console.is_terminal:
-            watch = watch_live(bus, address, self.console)
+            watch = watch_live(Feed(bus, address), self.console)
         elif config.steps:
             watch = print_steps(config, self.console, skipped)
         else:
@@ -227,7 +227,8 @@ class Supervisor:
         view = asyncio.create_task(watch, name="view")
         try:
             await asyncio.wait([view])
-            self._say(f"the display of the run has failed; the run continues: {view.exception()!r}")
+            if error := view.exception():
+                self._say(f"the display of the run has failed; the run continues: {error!r}")
         finally:
             view.cancel()
             await asyncio.gather(view, return_exceptions=True)

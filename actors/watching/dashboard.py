@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+from argparse import Namespace
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -195,8 +196,9 @@ def application(view: RunView | RunsView, token: str | None) -> web.Application:
     return app
 
 
-def serve(folders: Sequence[Path], host: str, port: int, token: str | None) -> None:
-    """Serve the page until interrupted. Raises UserError if it cannot be served."""
+def serve(options: Namespace) -> None:
+    """`areal dashboard`: serve the page until interrupted."""
+    folders, host, port, token = options.folders, options.host, options.port, options.token
     view = RunView(folders[0]) if len(folders) == 1 else RunsView(folders)
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(16)

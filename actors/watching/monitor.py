@@ -1,7 +1,5 @@
-"""The display of a run where it was started: a live view on a terminal, plain lines otherwise, a summary at the end.
-
-`actors.watching.terminal` shows more, and works from any machine that reaches the master.
-"""
+"""The display of a run, where it was started or anywhere else: a live view on a terminal, plain lines otherwise, and a
+summary at the end."""
 
 from __future__ import annotations
 
@@ -37,12 +35,12 @@ LOST_SECONDS = 60.0
 EVALUATIONS_SHOWN = 3
 
 
-async def watch_live(bus: Bus, master: str, console: Console) -> None:
-    """Show a live view of the run at `master`, until cancelled. A failure of the view does not affect the run."""
+async def watch_live(feed: Feed, console: Console) -> None:
+    """Show a live view of a run until it has ended. A failure of the view does not affect the run."""
     with Live(console=console, refresh_per_second=4, transient=True) as live:
-        while True:
+        while feed.ended is None:
             try:
-                live.update(render(await status_of(bus, master, ASK_SECONDS)))
+                live.update(render(await feed.look()))
             except BusError as error:
                 live.update(Text(shown(f"The master does not answer: {error}")))
             await asyncio.sleep(REFRESH_SECONDS)
@@ -106,8 +104,10 @@ class Feed:
 
 
 async def follow(feed: Feed, console: Console) -> int:
-    """Print a line for each step of a run until the run has ended. Returns the exit status: 1 if the master has been
-    silent for LOST_SECONDS, else 0."""
+    """Show a run until it has ended: live on a terminal, else a line for each step. Returns the exit status: 1 if lines
+    are printed and the master has been silent for LOST_SECONDS, else 0."""
+    if console.is_terminal:
+        await watch_live(feed, console)
     loop = asyncio.get_running_loop()
     heard = loop.time()
     while feed.ended is None:
@@ -201,13 +201,9 @@ def _filtered(metrics: dict[str, Any]) -> str:
     return f" (of all {metrics['reward_mean_all']:.3f}, {metrics['groups_filtered']} groups filtered)"
 
 
-def rate(metrics: dict[str, Any], key: str) -> float:
-    """The count `key` of a step, per second."""
-    return float(metrics[key] / max(metrics["step_seconds"], 1e-9))
-
-
 def _rate(metrics: dict[str, Any], key: str) -> str:
-    return f"{rate(metrics, key):,.0f}"
+    """The count `key` of a step, per second."""
+    return f"{metrics[key] / max(metrics['step_seconds'], 1e-9):,.0f}"
 
 
 def _reload_seconds(metrics: dict[str, Any]) -> float:

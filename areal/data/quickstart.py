@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from areal.config import UserError
 from areal.data import addition
 from areal.models import quickstart_folder
 
@@ -50,6 +53,15 @@ class Recipe:
 
 
 RECIPE = Recipe()
+
+
+def make(options: Namespace) -> None:
+    """`areal quickstart-model`."""
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{options.folder} cannot hold a model ({error.strerror}): name another folder.") from None
+    print(ensure(options.folder, options.seed, lambda line: print(line, file=sys.stderr, flush=True)))
 
 
 def ensure(parent: Path, seed: int = 0, progress: Callable[[str], None] | None = None) -> Path:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import numpy as np
 import setproctitle
+from safetensors import SafetensorError, safe_open
 
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
 from areal.devices import SHARES, visible_devices
@@ -816,18 +817,12 @@ def _read_all_shapes(folder: Path) -> Shapes:
 
 
 def _read_shapes(path: Path) -> Shapes:
-    """Tensor shapes from the header of a safetensors file: 8 bytes of length, then JSON. Raises ValueError if the file
-    is cut short."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        size = path.stat().st_size
-        if length + 8 > size:
-            raise ValueError(f"{path.name} is cut short inside its header")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    if 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0) != size:
-        raise ValueError(f"{path.name} is cut short, or longer than its header says")
-    return {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+    """Tensor shapes from the header of a safetensors file. Raises ValueError if the file is cut short."""
+    try:
+        with safe_open(path, framework="np") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} is cut short, or no safetensors file ({error})") from None
 
 
 def _handed_over() -> EngineError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 import yaml
 from rich.table import Table
 
+from areal.command_line import output
 from areal.observe.alerts import Curve
 from areal.observe.comparison import half_width, pooled_deviation, staleness_of, value_of
 from areal.observe.report import Run, read_run
@@ -59,7 +61,12 @@ def end_figures(runs: Sequence[Run]) -> list[Figure]:
     return [figure for figure in figures if not all(map(math.isnan, figure.values))]
 
 
-def compare(folders: Sequence[Path]) -> Table:
+def compare(options: Namespace) -> None:
+    """`areal compare`."""
+    output(200).print(table_of(options.folders))
+
+
+def table_of(folders: Sequence[Path]) -> Table:
     """A table of these runs: the settings in which they differ, then their figures.
 
     Runs that differ in their seed alone are one column, with the mean of each figure and the half width of its interval

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -52,13 +53,12 @@ class Export:
         return f"{self.rows} rows, from {self.samples} samples in {self.groups} groups{left_out}"
 
 
-def export(run: Path, output: Path, kind: Format, *, best: bool = True, least: float | None = None) -> Export:
-    """Write the chosen rollouts of a run to `output`: a .jsonl or .parquet file, or else a folder with a data set card,
-    as the hub has it. run: its folder.
-
-    best: of each group only the best sample. least: the lowest reward of a sample to imitate; None: above 0 or, in a
-    pair, any. Raises UserError.
-    """
+def export(options: Namespace) -> None:
+    """`areal export`: write the chosen rollouts of a run to a .jsonl or .parquet file, or else to a folder with a data
+    set card, as the hub has it."""
+    run, output, kind, best = options.folder, options.output, options.format, not options.all
+    if options.all and kind == "preference":
+        raise UserError("--all is for --format sft, because a pair is the best and the worst of a group: leave it out.")
     rollouts = rollouts_in(run)
     if rollouts is None:
         raise UserError(f"There are no rollouts in {run}: give the folder of a run that has kept some.")
@@ -72,6 +72,7 @@ def export(run: Path, output: Path, kind: Format, *, best: bool = True, least: f
     )
     groups = groups_of(read_rows(rollouts, [*COLUMNS, "row", "prompt", "turns", "tokens", "versions"]))
     done, schema = Export(), _schema(kind, texts.chat)
+    least = options.min_reward
     rows = _pairs(groups, texts, done, least) if kind == "preference" else _answers(groups, texts, done, best, least)
     if output.suffix in (".jsonl", ".parquet"):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ def export(run: Path, output: Path, kind: Format, *, best: bool = True, least: f
             (folder / DATA_FILE).parent.mkdir()
             _write(rows, folder / DATA_FILE, schema, done)
             _card(done, config, kind, best).save(folder / "README.md")
-    return done
+    print(f"{output}: {done}")
 
 
 class Texts:

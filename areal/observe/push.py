@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -39,6 +40,12 @@ class Result(NamedTuple):
     rows: SourceConfig
     before: dict[str, Any] | None
     after: dict[str, Any]
+
+
+def run(options: Namespace) -> None:
+    """`areal push`."""
+    folder = make_folder(options.folder, options.output, options.repo)
+    print(upload(folder, options.repo, public=options.public) if options.repo else folder)
 
 
 def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:

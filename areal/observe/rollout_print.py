@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from areal.command_line import output
 from areal.config import UserError
-from areal.observe.rollouts import SORTED_BY, Rollouts, Where, sql_condition, tokenizer_of
+from areal.observe.rollouts import SORTED_BY, Rollouts, Stuck, Where, sql_condition, tokenizer_of
 from areal.text import shown
 from areal.tokens import token_texts
 from areal.trajectory import pieces
 
 
-def print_rollouts(run: Path, where: str | None, sort: str | None, show: int, console: Console) -> None:
-    """Print how many rollouts there are, and the first `show` of them. where: an SQL expression. sort: a column, with
-    ` desc` to begin at its largest values; None: at random. Raises UserError."""
-    column, _, direction = (sort or "").strip().partition(" ")
+def print_rollouts(options: Namespace) -> None:
+    """`areal rollouts`: print how many rollouts there are, and some of them."""
+    column, _, direction = options.sort.strip().partition(" ")
     if direction.strip().lower() not in ("", "asc", "desc"):
-        raise UserError(f"--sort {sort!r} is neither COLUMN nor COLUMN desc: use one of {', '.join(SORTED_BY)}.")
-    condition = Where() if where is None else sql_condition(where)
-    found = Rollouts(run).page(condition, column or None, direction.strip().lower() == "desc", show, whole=True)
+        raise UserError(f"--sort {options.sort!r} is not COLUMN or COLUMN desc: use one of {', '.join(SORTED_BY)}.")
+    condition = Where() if options.where is None else sql_condition(options.where)
+    order = (None if options.random else column or None), direction.strip().lower() == "desc"
+    try:
+        found = Rollouts(options.folder).page(condition, *order, options.show, whole=True)
+    except Stuck as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(2)
+    console = output(120)
     total = sum(found.fates.values())
     shares = ", ".join(f"{fate} {count / total:.1%}" for fate, count in found.fates.items())
     console.print(f"{total:,} rollouts of {found.steps:,} steps{': ' * bool(shares)}{shares}", highlight=False)
-    tokenizer = tokenizer_of(run) if any(len(pieces(row["versions"])) > 2 for row in found.rows) else None
+    tokenizer = tokenizer_of(options.folder) if any(len(pieces(row["versions"])) > 2 for row in found.rows) else None
     for row in found.rows:
         _print(row, tokenizer, console)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -37,6 +39,8 @@ THREADS = 2
 MEMORY = "1GB"
 SECONDS = 20.0
 """A query that takes longer is stopped."""
+GRACE_SECONDS = 2.0
+"""How long a query may take to stop: inside one function of SQL, DuckDB does not look for interrupts."""
 GLIMPSE = 300
 """Characters of a text in a list of rows."""
 EXCERPT = 4000
@@ -44,6 +48,10 @@ EXCERPT = 4000
 _ATTEMPTS = 3  # to read files of which the oldest may just be removed
 _FROM = "FROM read_parquet($files, union_by_name = true)"
 _CUT = f"left(prompt, {GLIMPSE}) AS prompt, left(completion, {GLIMPSE}) AS completion"
+
+
+class Stuck(UserError):
+    """A query did not stop when it was told to. It runs on in a thread of this process, and would disturb its exit."""
 
 
 class Where(NamedTuple):
@@ -213,27 +221,28 @@ class Rollouts:
             names = [about[0] for about in cursor.description or ()]
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
-        done = threading.Event()
+        answer: Future[T] = Future()
 
-        def stop() -> None:
-            left = SECONDS
-            while not done.wait(left):
-                cursor.interrupt()
-                left = 0.1  # between two queries, and at the beginning of one, an interrupt is lost
+        def work() -> None:
+            try:
+                answer.set_result(self._read(read, ask))
+            except BaseException as error:
+                answer.set_exception(error)
 
-        watch = threading.Thread(target=stop)
-        watch.start()
+        threading.Thread(target=work, daemon=True).start()
+        wait([answer], SECONDS)
+        end = time.monotonic() + GRACE_SECONDS
+        while not answer.done() and time.monotonic() < end:  # between two queries an interrupt is lost
+            cursor.interrupt()
+            wait([answer], 0.1)
         try:
-            return self._read(read, ask)
-        except duckdb.InterruptException:
-            raise UserError(f"The query took longer than {SECONDS:g} s and was stopped: ask for less, for example for "
-                            f"fewer steps.") from None  # fmt: skip
+            return answer.result(0)
+        except (duckdb.InterruptException, TimeoutError) as error:
+            kind = Stuck if isinstance(error, TimeoutError) else UserError
+            raise kind(f"The query took longer than {SECONDS:g} s and was stopped: ask for less, for example for "
+                       f"fewer steps.") from None  # fmt: skip
         except duckdb.Error as error:
             raise _mistake(error) from None
-        finally:
-            done.set()
-            watch.join()
-            cursor.close()
 
     def _read(self, read: Callable[[_Ask, list[str]], T], ask: _Ask) -> T:
         for attempt in range(_ATTEMPTS):

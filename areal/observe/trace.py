@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from areal.observe import timeline
@@ -32,11 +32,11 @@ SAID = 0
 CLOCK_SECONDS = 0.02
 
 
-def write_trace(folder: Path) -> Path:
-    """Write `trace.json` into a run folder and return its path. Raises UserError if the folder holds no run."""
-    path = folder / "trace.json"
-    path.write_text(json.dumps({"traceEvents": trace_events(read_run(folder)), "displayTimeUnit": "ms"}))
-    return path
+def write_trace(options: Namespace) -> None:
+    """`areal trace`: write `trace.json` into a run folder, and print its path."""
+    path = options.folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": trace_events(read_run(options.folder)), "displayTimeUnit": "ms"}))
+    print(path)
 
 
 def trace_events(run: Run) -> list[dict[str, Any]]:

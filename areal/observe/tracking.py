@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,10 @@ def finish(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
         process.kill()
 
 
-def track(folder: Path) -> None:
-    """Follow the run in `folder` until its summary is written."""
+def track(options: Namespace) -> None:
+    """`areal track`: follow the run in a folder until its summary is written."""
     os.nice(NICENESS)
-    Tracker(folder, open_sinks(load_config(folder / "config.yaml"), folder)).run()
+    Tracker(options.folder, open_sinks(load_config(options.folder / "config.yaml"), options.folder)).run()
 
 
 class Tracker:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import math
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from areal.command_line import output
 from areal.config import Config, LoraConfig, UserError, load_config
 from areal.observe.report import read_run
 from areal.planning.activations import measure_activations
@@ -20,8 +20,8 @@ STARVED = 0.05
 """If the trainer waited for generation less than this share of the time, generators may have waited for the trainer."""
 
 
-def plan_run(options: argparse.Namespace, console: Console) -> None:
-    """Print the plan that the command line asks for. Raises UserError."""
+def plan_run(options: Namespace) -> None:
+    """`areal plan`: print the plan that the options ask for."""
     if not (options.config or options.run):
         raise UserError(
             "Say which run to plan: give --config FILE.yaml, or --from RUN_FOLDER, which also supplies the rates."
@@ -50,6 +50,7 @@ def plan_run(options: argparse.Namespace, console: Console) -> None:
         )
     rates = Rates(numbers["generation_rate"], numbers["training_rate"])
     found = plan(config, read_model(config), rates, lengths, options.devices, options.device_memory * GIB)
+    console = output(120)
     console.print(table(found, rates, options.device_memory))
     for note in notes(found, numbers.get("starved")):
         console.print(note, highlight=False)

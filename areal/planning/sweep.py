@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from areal.config import Config, UserError, checked, load_config, name_of, overridden, read_values
+from areal.config import Config, UserError, checked, load_config, name_of, overridden, read_values, without_secrets
 from areal.processes import ROOT, SUPERVISED
 from areal.storage.run_folder import MAY_CHANGE, differences, read_summary, replace, within
 
@@ -63,8 +64,8 @@ class SweptRun:
 
     def write(self) -> None:
         """Write the run's configuration."""
-        self.config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)  # it may hold secrets
-        replace(self.file, yaml.safe_dump(self.values, sort_keys=False))
+        self.config.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace(self.file, yaml.safe_dump(self.values, sort_keys=False), mode=0o600)  # it may hold secrets
 
 
 def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:
@@ -101,18 +102,26 @@ def _check_begun(run: SweptRun) -> None:
     before: Config = load_config(run.file)
     for key, old, new in differences(before.model_dump(mode="json"), run.config.model_dump(mode="json")):
         if not within(key, free):
+            old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
             raise UserError(
                 f"{key} was {old!r} in the run {run.config.folder} and is {new!r} now: give the sweep another name, "
                 f"name=NAME, or remove that folder."
             )
 
 
-def print_commands(runs: Sequence[SweptRun]) -> None:
-    """Write the runs' configurations, and print a command line for each run that is not finished."""
-    for run in runs:
-        run.write()
-        if not run.finished:
-            print(shlex.join(["python", "run.py", *run.arguments()]))
+def run(options: Namespace) -> int:
+    """`areal sweep`."""
+    runs = read_sweep(options.file, options.overrides)
+    if not options.dry_run and not options.print:
+        return Sweep(runs).run()
+    for swept in runs:
+        if options.dry_run:
+            print(f"{swept.state:8} {swept.config.folder}")
+            continue
+        swept.write()
+        if not swept.finished:
+            print(shlex.join(["python", "run.py", *swept.arguments()]))
+    return 0
 
 
 class Sweep:

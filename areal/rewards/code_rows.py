@@ -53,6 +53,8 @@ FUNCTION_KINDS = {"functional", "function_call"}
 STDIN_KINDS = {"stdin", "stdin_stdout"}
 # A solution of CodeContests in this language is Python 3.
 CODE_CONTESTS_PYTHON = 3
+# The tests of one row after they are unpacked. A worker needs about four times as much memory to read them.
+UNPACKED_BYTES = 256 << 20
 # A function that does nothing.
 _IDLE = "def {}(*_, **__):\n    pass\n"
 # The beginning of a pickle of a str, with the length of its UTF-8 in one, four or eight bytes; and possible ends.
@@ -346,8 +348,13 @@ def _unpacked(text: str) -> str:
 
     Nothing is unpickled. The pickle of a str is its length and its UTF-8, between a few bytes; any other is refused.
     """
+    unpacking = zlib.decompressobj()
     try:
-        data = zlib.decompress(base64.b64decode(text, validate=True))
+        data = unpacking.decompress(base64.b64decode(text, validate=True), UNPACKED_BYTES)
+        if unpacking.unconsumed_tail:
+            raise RewardError(f"the row's private_test_cases unpack to more than {UNPACKED_BYTES >> 20} MiB")
+        if not unpacking.eof:
+            raise ValueError("they are cut short")
         if head := _PICKLED_TEXT.match(data):
             start, length = head.end(), int.from_bytes(head[head.lastindex or 0], "little")
             if data[start + length :] in _PICKLE_ENDS:

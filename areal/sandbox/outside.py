@@ -309,9 +309,14 @@ class RemoteSandbox:
         data = json.dumps(asked).encode()
         request = urllib.request.Request(self._address, data, {"Content-Type": "application/json"})
         seconds = COMPILE_SECONDS + self._config.wall_seconds + GRACE_SECONDS
+        limit = self._config.output_kib * 1024 + expected
+        most = MIB + 12 * limit  # both outputs; JSON writes a character in up to six bytes
         try:
             with urllib.request.urlopen(request, timeout=seconds) as response:
-                return self._outcome(json.load(response), self._config.output_kib * 1024 + expected)
+                answer = response.read(most + 1)
+            if len(answer) > most:
+                return Outcome("output", None, "", "", 0.0)
+            return self._outcome(json.loads(answer), limit)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SandboxError(f"the sandbox server gave no answer ({type(error).__name__}: {error})") from error
 

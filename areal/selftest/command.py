@@ -24,6 +24,7 @@ from rich.table import Table
 from areal.config import Config, UserError, dump_config, load_config
 from areal.devices import deal_out_devices, visible_devices
 from areal.models import with_folders
+from areal.processes import torchrun
 from areal.selftest.child import LINES, Child, ChildFailed, ChildGone, ChildSlow
 from areal.selftest.findings import REPORT, Finding
 from areal.selftest.synthetic import tiny_config
@@ -158,12 +159,12 @@ class SelfTest:
         file = folder / "config.json"
         file.write_text(config.model_dump_json())
         ranks = config.trainer.ranks
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--module"]
-        parts = {"trainer": torchrun if ranks > 1 else [], "generator": []}
+        launchers = {"trainer": [*torchrun(ranks), "--module"]} if ranks > 1 else {}
         with contextlib.ExitStack() as stack:
 
             def start(part: str) -> Child:
-                command = [sys.executable, "-m", *parts.get(part, []), "areal", "selftest-part", part, str(file)]
+                launcher = launchers.get(part, [sys.executable, "-m"])
+                command = [*launcher, "areal", "selftest-part", part, str(file)]
                 child = Child(command, dealt.get(f"{part}/0", {}), folder / f"{part}.log")
                 stack.callback(child.close)
                 return child

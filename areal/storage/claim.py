@@ -23,13 +23,12 @@ def claim(folder: Path, resume: bool = False) -> int:
     renamed to NAME.1, NAME.2, ...
 
     Returns the file descriptor that holds the claim. Raises UserError if another process holds it, or if the folder
-    cannot be made. Only this user may enter a new folder: it holds the run's keys, prompts and completions.
+    cannot be made. Only this user may enter the folder, whatever its mode was: it holds the run's keys and completions.
     """
     while True:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not resume:
-                folder.chmod(0o700)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
             lock = os.open(folder / ADDRESS, os.O_CREAT | os.O_RDWR, 0o600)
         except FileNotFoundError:
             continue  # another run has moved it aside just now

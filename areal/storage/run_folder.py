@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal.config import Config, UserError, dump_config, hidden_in, load_config, secrets_in
+from areal.config import Config, UserError, dump_config, hidden_in, load_config, secrets_in, without_secrets
 from areal.models import with_folders
 from areal.storage.events import EventLog
 
@@ -234,6 +234,7 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
     for key, before, now in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
         again = hidden_in(before) is not None  # a secret that is given again
         if not again and not within(key, MAY_CHANGE):
+            before, now = (without_secrets(value, key.rpartition(".")[2]) for value in (before, now))
             raise UserError(f"{key} was {before!r} when the run in {folder} began and cannot become {now!r}: keep it.")
     return config
 

@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import replace as altered
@@ -31,6 +32,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from areal.command_line import output as terminal
 from areal.config import (
     OBJECTIVE_SETTINGS,
     Config,
@@ -45,7 +47,7 @@ from areal.config import (
     read_values,
 )
 from areal.devices import visible_devices
-from areal.processes import die_with_parent
+from areal.processes import die_with_parent, torchrun
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage import rollouts
 from areal.storage.run_folder import checkpoint_of, differences, read_summary, replace, steps_trained, within
@@ -125,6 +127,12 @@ class Replay:
             for key in itertools.chain.from_iterable(keys for keys, has_none in idle.items() if has_none):
                 del settings[key]
         return json.dumps(settings)
+
+
+def run(options: Namespace) -> int:
+    """`areal replay`."""
+    replays = plan(options.run, options.overrides, options.sweep, options.steps, options.output)
+    return 0 if replay(replays, terminal(160)) else 1
 
 
 def plan(
@@ -240,8 +248,7 @@ def replay(replays: Sequence[Replay], console: Console) -> bool:
     changes with the run's weights."""
     ranks = replays[0].config.trainer.ranks
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "areal"]
-        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv[1:]])
+        os.execv(sys.executable, [*torchrun(ranks), "-m", "areal", *sys.argv[1:]])
     console.quiet = os.environ.get("RANK", "0") != "0"
     if any(own.off_policy for own in replays):
         console.print(

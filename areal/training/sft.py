@@ -8,7 +8,9 @@ rank reads the same rows, and only rank 0 prints.
 
 from __future__ import annotations
 
+import json
 import math
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -18,7 +20,7 @@ import numpy as np
 from pydantic import Field
 from rich.console import Console
 
-from areal.config import RowsConfig, Section, TrainerConfig, UserError
+from areal.config import RowsConfig, Section, TrainerConfig, UserError, load_config
 from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.models import find_model
@@ -60,6 +62,13 @@ class SftConfig(Section):
     max_length: int = Field(2048, ge=2, description="tokens of prompt and completion; longer rows are left out")
     seed: int = Field(0, description="seed of the order of rows")
     trainer: TrainerConfig = TrainerConfig()
+
+
+def run(options: Namespace) -> None:
+    """`areal sft`."""
+    given = {"model": options.model, "data.source": options.data, "output": options.output}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    fine_tune(load_config(options.config, [*overrides, *options.overrides], SftConfig), Console())
 
 
 def fine_tune(config: SftConfig, console: Console) -> None:

@@ -17,6 +17,9 @@ from areal import plugins
 from areal.config import UserError
 from areal.data.rows import Prompt, Row, extended, seed_of
 
+MESSAGE_BYTES = 64 << 20
+"""A server that sends a longer message ends its session."""
+
 
 class ActionRefused(Exception):
     """The server does not take an action. The episode goes on."""
@@ -63,7 +66,7 @@ class OpenEnvEnvironment:
 
         self._http = aiohttp.ClientSession()
         async with self._deadline():
-            self._socket = await self._http.ws_connect(f"{self._url}/ws", max_msg_size=0)
+            self._socket = await self._http.ws_connect(f"{self._url}/ws", max_msg_size=MESSAGE_BYTES)
         begun = await self._ask("reset", {"seed": seed_of(row), **(row.fields.get("reset") or {})})
         return extended(row.prompt, self._shown(begun))
 

@@ -6,6 +6,8 @@ import resource
 import subprocess
 import sys
 
+from areal.processes import torchrun
+
 
 def test_the_limit_on_open_files_rises_to_what_is_allowed_and_no_further():
     script = (
@@ -36,3 +38,16 @@ def test_a_program_ends_with_its_parent():
         assert parent.stdout.readline() == b"started\n"
         # The output is at its end when whoever holds it has ended: the program as well.
         parent.communicate(b"\n", timeout=60)
+
+
+def test_torchrun_opens_no_port_but_that_at_which_the_ranks_meet(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os\nfrom pathlib import Path\n"
+        "opened = {os.readlink(file) for file in Path(f'/proc/{os.getppid()}/fd').iterdir()}\n"
+        "lines = [line.split() for name in ('tcp', 'tcp6') for line in open(f'/proc/net/{name}')]\n"
+        "own = [int(w[1].split(':')[-1], 16) for w in lines if w[3] == '0A' and f'socket:[{w[9]}]' in opened]\n"
+        "print('listens', own == [int(os.environ['MASTER_PORT'])], os.environ['WORLD_SIZE'])\n"
+    )
+    ran = subprocess.run([*torchrun(2), str(script)], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.splitlines() == ["listens True 2"] * 2, ran.stderr

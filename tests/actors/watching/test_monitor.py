@@ -9,11 +9,9 @@ import json
 from typing import Any
 
 from rich.console import Console
-from textual.widgets import Sparkline, Static
 
 from actors.watching import monitor
 from actors.watching.monitor import Feed, follow
-from actors.watching.terminal import Dashboard, Plot
 from protocols.errors import DeadlineError
 from protocols.messages import AskStatus, Shutdown, Status
 
@@ -114,8 +112,6 @@ class FakeMaster:
     def __init__(self, *steps: dict[str, Any]) -> None:
         self.steps = list(steps)
         self.silent = False
-        self.answers = asyncio.Event()
-        self.answers.set()
         self.asked: list[int | None] = []
         self.subscribers: list = []
 
@@ -128,7 +124,6 @@ class FakeMaster:
 
     async def ask(self, message: AskStatus, seconds: float) -> Status:
         self.asked.append(message.since)
-        await self.answers.wait()
         if self.silent:
             raise DeadlineError("no answer")
         recent = [step for step in self.steps if step["step"] > (message.since or 0)]
@@ -141,7 +136,7 @@ class FakeMaster:
             values={
                 "run": "demo", "version": len(self.steps), "steps": 9, "max_staleness": 4, "alive": 5, "ready": 3,
                 "capacity": 2, "waiting": "the trainer waits: 3 of 4 groups are ready", "accuracy": {"0": 0.25},
-                "members": members, "recent": recent, "ended": False, "events": self.address,
+                "members": members, "recent": recent, "ended": False, "events": self.address, "metrics": {},
             }
         )  # fmt: skip
 
@@ -150,22 +145,26 @@ class FakeMaster:
             heard(1, Shutdown(ok=True, reason="the run reached its end"))
 
 
-def text_of(app: Dashboard, name: str) -> str:
+async def test_on_a_terminal_a_live_view_shows_who_does_what_and_survives_a_silent_master(monkeypatch):
+    monkeypatch.setattr(monitor, "REFRESH_SECONDS", 0.0)
+    master = FakeMaster(step(1), step(2))
+    screens: list[str] = []
+    acts = [lambda: setattr(master, "silent", True), lambda: setattr(master, "silent", False), master.end]
+
+    def see(live, shown_now, **_):
+        out = io.StringIO()
+        Console(file=out, width=140).print(shown_now)
+        screens.append(out.getvalue())
+        acts[len(screens) - 1]()
+
+    monkeypatch.setattr(monitor.Live, "update", see)
     out = io.StringIO()
-    Console(file=out, width=120).print(app.query_one(name, Static).content)
-    return out.getvalue()
-
-
-async def test_the_dashboard_shows_who_does_what_and_where_the_run_is():
-    app = Dashboard(Feed(FakeMaster(step(1), step(2)), "tcp://m:1"))
-    async with app.run_test(size=(140, 40)):
-        assert "the trainer waits: 3 of 4 groups are ready" in text_of(app, "#waiting")
-        assert "generating, 7 running of 8, 2 queued, KV 25%" in text_of(app, "#actors")
-        assert "loading [1/2]" in text_of(app, "#actors")
-        assert "accuracy of version 0" in text_of(app, "#numbers")
-        assert (app.title, app.sub_title) == ("demo", "step 2 of 9")
-        reward = app.query(Plot).first()
-        assert list(reward.query_one(Sparkline).data) == [0.1, 0.2]
+    assert await follow(Feed(master, "tcp://m:1"), Console(file=out, force_terminal=True)) == 0
+    first, silent, again = screens
+    assert "generating, 7 running of 8, 2 queued, KV 25%" in first and "loading [1/2]" in first
+    assert "the trainer waits: 3 of 4 groups are ready" in first and "step 2 of 9" in first and "v0 0.250" in first
+    assert "The master does not answer: no answer" in silent and "the trainer waits" in again
+    assert "the run reached its end" in out.getvalue()
 
 
 async def test_each_step_is_asked_for_once():
@@ -175,32 +174,6 @@ async def test_each_step_is_asked_for_once():
     master.steps.append(step(3))
     assert [s["step"] for s in (await feed.look())["recent"]] == [3]
     assert master.asked == [0, 2]
-
-
-async def test_a_master_that_is_silent_for_a_while_leaves_the_dashboard_up():
-    master = FakeMaster(step(1))
-    app = Dashboard(Feed(master, "tcp://m:1"))
-    async with app.run_test(size=(140, 40)):
-        master.silent = True
-        await app._look()
-        assert "does not answer" in text_of(app, "#waiting")
-        master.silent = False
-        await app._look()
-        assert "the trainer waits" in text_of(app, "#waiting")
-        master.end()
-        await app._look()
-        assert "The run has ended: the run reached its end" in text_of(app, "#waiting")
-
-
-async def test_leaving_while_the_master_is_asked_is_no_error():
-    master = FakeMaster(step(1))
-    app = Dashboard(Feed(master, "tcp://m:1"))
-    async with app.run_test(size=(140, 40)):
-        master.answers.clear()
-        looking = asyncio.create_task(app._look())
-        await asyncio.sleep(0)
-    master.answers.set()
-    await looking
 
 
 async def test_without_a_terminal_each_step_is_a_line_and_the_end_ends_it(monkeypatch):

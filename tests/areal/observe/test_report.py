@@ -347,12 +347,6 @@ def test_the_tool_prints_where_the_report_is(folder, capsys):
     assert capsys.readouterr().out.strip() == str(run / "report.html")
 
 
-def test_an_unknown_tool_exits_with_2(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["no_such_tool"])
-    assert ended.value.code == 2
-
-
 def test_importing_the_report_loads_no_plotting():
     code = (
         "import sys, areal.observe.report, areal.__main__; "

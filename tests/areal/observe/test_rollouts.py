@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -134,6 +137,23 @@ def test_a_query_that_takes_too_long_is_stopped(written, monkeypatch):
     monkeypatch.setattr(rollouts, "SECONDS", 0.05)
     with pytest.raises(UserError, match="was stopped"):
         rows(written, sql_condition("(SELECT count(*) FROM range(1000000) a, range(1000000) b) = step"))
+
+
+@pytest.mark.parametrize(
+    ("where", "status"),
+    [("jaro_similarity(repeat('a', 9000000), repeat('b', 9000000)) > step", 2), ("length(repeat('a', 9)) > 0", 0)],
+)
+def test_a_command_ends_also_where_a_function_of_sql_does_not(written, where, status):
+    words = ["rollouts", str(written), "--where", where, "--show", "0"]
+    code = f"""if True:
+        from areal.__main__ import main
+        from areal.observe import rollouts
+        rollouts.SECONDS = rollouts.GRACE_SECONDS = {1 if status else 20}
+        raise SystemExit(main({words!r}))
+    """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    told = "The query took longer than 1 s and was stopped: ask for less, for example for fewer steps.\n"
+    assert (ran.returncode, ran.stderr) == (status, told if status else "")
 
 
 def test_a_file_that_is_removed_meanwhile_does_not_matter(run, monkeypatch):

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 
-import pytest
-
 from areal.__main__ import main
-from areal.config import UserError
 from areal.observe.report import Run
-from areal.observe.trace import trace_events, write_trace
+from areal.observe.trace import trace_events
 
 
 def step(number: int, time: float, **more) -> dict:
@@ -120,6 +117,6 @@ def test_the_command_writes_one_json_file(tmp_path, capsys):
     assert str(tmp_path / "trace.json") in capsys.readouterr().out
 
 
-def test_a_folder_without_a_run_is_the_users_mistake(tmp_path):
-    with pytest.raises(UserError, match="not the folder of a run"):
-        write_trace(tmp_path)
+def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "not the folder of a run" in capsys.readouterr().err

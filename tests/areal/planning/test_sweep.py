@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ def written(folder: Path, grid=GRID, **changes) -> Path:
 def pretend(run, ok: bool | None) -> None:
     """A run that has begun and, unless `ok` is None, is over."""
     run.write()
+    assert stat.S_IMODE(run.file.stat().st_mode) == 0o600  # it may hold secrets
     run.config.folder.mkdir(parents=True)
     (run.config.folder / "journal.db").touch()
     if ok is not None:

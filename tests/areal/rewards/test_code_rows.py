@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import tracemalloc
 import zlib
 
 import pytest
@@ -86,6 +87,18 @@ def test_any_other_pickle_is_refused(content, capsys):
     assert not capsys.readouterr().out
 
 
+def test_a_row_that_unpacks_to_more_than_its_bound_is_refused_before_it_is_unpacked():
+    packing = zlib.compressobj(1)
+    bomb = b"".join(packing.compress(bytes(1 << 24)) for _ in range(64)) + packing.flush()
+    row = live_code_bench(FUNCTIONAL, []) | {"private_test_cases": base64.b64encode(bomb).decode()}
+    tracemalloc.start()
+    with pytest.raises(RewardError, match="the row's private_test_cases unpack to more than 256 MiB"):
+        read_tests(row)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 600 << 20
+
+
 CANNOT_FAIL = "the row's tests cannot fail"
 
 
@@ -107,6 +120,7 @@ CANNOT_FAIL = "the row's tests cannot fail"
         ({"input_output": {"inputs": ["1"], "outputs": []}}, "1 inputs and 0 outputs"),
         ({"verification_info": {"language": "python"}}, "has no test_cases"),
         ({"public_test_cases": "[]", "private_test_cases": "x"}, "neither JSON nor compressed JSON"),
+        ({"private_test_cases": base64.b64encode(zlib.compress(b"[]")[:-1]).decode()}, "compressed JSON: they are cut"),
         ({"public_tests": {"input": ["1"], "output": []}}, "public_tests are not two lists"),
         ({"test_list": ["assert f(1) =="]}, "not valid Python: invalid syntax"),
         ({"test_list": ["assert f()"], "language": "cpp"}, "its language is cpp"),

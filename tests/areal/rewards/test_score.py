@@ -21,10 +21,7 @@ def score(tmp_path, capsys):
         given.write_text("".join(json.dumps(row) + "\n" for row in rows))
         named = [word for name in reward for word in ("--reward", name)]
         arguments = [*named, "--input", str(given), "--output", str(output), "reward.workers=2", *overrides, *flags]
-        try:
-            code = main(["score", *arguments])
-        except SystemExit as end:
-            code = end.code
+        code = main(["score", *arguments])
         return code, read_jsonl(output) if output.exists() else [], capsys.readouterr().err
 
     return run

@@ -549,6 +549,8 @@ class Fusion(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["code"] == "flood":
+            return self.flood()
         answer = {"status": "SandboxError", "message": "no room", "compile_result": None, "run_result": None}
         if self.path == "/run_code" and asked["code"] != "fail":
             files = {name: base64.b64decode(content) for name, content in asked["files"].items()}
@@ -569,6 +571,14 @@ class Fusion(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def flood(self):
+        self.send_response(200)
+        self.end_headers()
+        self.server.sent = 0
+        with contextlib.suppress(ConnectionError):
+            while self.server.sent < 1 << 30:
+                self.server.sent += self.wfile.write(b"x" * (1 << 20))
+
     def log_message(self, *_):
         pass
 
@@ -576,21 +586,27 @@ class Fusion(BaseHTTPRequestHandler):
 @pytest.fixture
 def fusion(hurried, free_port):
     server = ThreadingHTTPServer(("127.0.0.1", free_port), Fusion)
-    server.sandbox = hurried
+    server.sandbox, server.url = hurried, f"http://127.0.0.1:{free_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{free_port}"
+    yield server
     server.shutdown()
     server.server_close()
 
 
 async def test_a_server_that_speaks_sandbox_fusion_runs_programs_instead(fusion):
-    reward = await asyncio.to_thread(CodeTests, url=fusion)
+    reward = await asyncio.to_thread(CodeTests, url=fusion.url)
     pairs = {"tests": [{"input": "41", "output": "42"}]}
     assert await reward.score("", "print(int(input()) + 1)", pairs) == (1.0, {"passed": 1.0})
     assert await reward.score("", "while True: pass", pairs) == (0.0, {"passed": 0.0})
     assert await reward.score("", HUMAN_EVAL["canonical_solution"], HUMAN_EVAL) == (1.0, {"passed": 1.0})
     with pytest.raises(SandboxError, match="no room"):
         await reward.score("", "fail", pairs)
+
+
+def test_of_an_answer_that_has_no_end_only_the_limit_is_read(fusion):
+    server = open_sandbox(SandboxConfig(url=fusion.url, output_kib=64))
+    assert asyncio.run(server.run("flood")).status == "output"
+    assert fusion.sent < 64 << 20
 
 
 def test_a_server_that_is_not_there_is_told_at_the_start(free_port):

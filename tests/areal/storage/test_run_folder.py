@@ -111,6 +111,37 @@ def test_a_configuration_without_secrets_is_shown_as_it_is(config):
     assert secrets_in(config.model_dump(mode="json")) == {}
 
 
+def test_names_of_secrets_are_known_by_their_last_word():
+    secret = ["key", "pwd", "auth", "cookie", "token", "db_pwd", "openai_key", "apiKey", "X-Api-Key", "APIKEY"]
+    public = ["keys", "max_tokens", "kv_on_update", "prompt_key", "answer_key", "date_key", "monkey", "author"]
+    shown = without_secrets(dict.fromkeys(secret + public, SECRET))
+    assert [name for name, value in shown.items() if value == SECRET] == public
+    values = {"auth": {"user": SECRET, "more": [{"n": SECRET}]}, "pwd": 1234, "pad_token": 0, "basic_auth": True}
+    hidden = {"auth": {"user": "(hidden)", "more": [{"n": "(hidden)"}]}, "pwd": "(hidden)"}
+    assert without_secrets(values) == values | hidden
+    assert secrets_in(values) == {key: values[key] for key in hidden}
+
+
+def test_no_message_shows_a_secret(file, begun):
+    with pytest.raises(UserError, match=r"prometheus_token is '\(hidden\)'"):
+        load_config(file, ["observe.prometheus_token=1234"])
+    given = load_config(file, ["reward.options={addition: {pwd: before}}"])
+    RunFolder.create(given)
+    with pytest.raises(UserError, match=r"options.addition.pwd was '\(hidden\)'.* cannot become '\(hidden\)'"):
+        configuration_to_resume(begun, None, ["reward.options.addition.pwd=after"])
+
+
+@pytest.mark.parametrize("name", ["..", ".", "'...'", "''", "a/b", "/a", "../a", "a b", "'a\n'"])
+def test_a_name_that_leads_out_of_the_runs_is_refused(file, name):
+    with pytest.raises(UserError, match="which no run folder can have"):
+        load_config(file, [f"name={name}"])
+
+
+@pytest.mark.parametrize("name", ["a", "..a", "a.1", "-", "_", "é"])
+def test_any_other_name_is_a_name(file, name):
+    assert load_config(file, [f"name='{name}'"]).folder.parent == load_config(file).run_dir
+
+
 def test_a_start_that_came_to_nothing_leaves_its_folder_to_the_next(config):
     for _ in range(2):
         os.close(claim(config.folder))
@@ -129,9 +160,11 @@ def test_a_run_in_progress_keeps_its_folder(config, monkeypatch, resume):
     os.close(claim(config.folder, resume))
 
 
-def test_only_its_user_enters_a_run_folder(config):
-    config.folder.mkdir(parents=True, mode=0o755)  # as an earlier start may have left it
-    os.close(claim(config.folder))
+@pytest.mark.parametrize("resume", [True, False])
+def test_only_its_user_enters_a_run_folder(config, resume):
+    config.folder.mkdir(parents=True)
+    config.folder.chmod(0o777)  # as an earlier start, or somebody else, may have left it
+    os.close(claim(config.folder, resume))
     assert stat.S_IMODE(config.folder.stat().st_mode) == 0o700
 
 

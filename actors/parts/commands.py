@@ -1,0 +1,72 @@
+"""The tools that try engines, or an agent on one, without a run."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from argparse import Namespace
+from importlib import import_module
+from pathlib import Path
+
+from areal.command_line import CONFIG, OVERRIDES, Tools, output
+
+PARTS = {
+    "trainer": "areal.selftest.training:Training",
+    "generator": "areal.selftest.generation:Generation",
+    "receiver": "actors.parts.links:Receiver",
+}
+"""What the self-test starts in processes of their own."""
+
+
+def declare(tools: Tools) -> None:
+    agent = tools.add("agent", "trial:try_agent", "try an agent before a run (docs/agents.md)")
+    attempts = tools._replace(parsers=agent.add_subparsers(metavar="try", required=True))
+    summary = "do one episode with a real engine, and print it; exit code 1 if it fails"
+    add = attempts.add("try", "trial:try_agent", summary).add_argument
+    words = (
+        "the agent (a command in quotes, or FILE.py:FUNCTION; default: the configured workflow) and changes to the "
+        "configuration, e.g. rollout_manager.tool_call_parser=qwen3_xml"
+    )
+    add("overrides", nargs="*", metavar="COMMAND key=value", help=words)
+    add("--model", metavar="FOLDER", help="default: that of the configuration")
+    add("--row", type=Path, metavar="FILE", help="rows (.jsonl), or one (default: the configured ones)")
+    add("--index", type=int, default=0, metavar="N", help="number of the row (default: 0)")
+    add("--config", help="configuration of the run", **CONFIG)
+
+    summary = "check this machine, and with --config a run on it, before the first run (docs/gpu.md)"
+    epilog = "Exit code 0: nothing failed. 1: something did; the table says what to do."
+    add = tools.add("selftest", "commands:selftest", summary, epilog).add_argument
+    add("--config", help="after a tiny model, check the model and settings of this run", **CONFIG)
+    add("--only", action="append", default=[], metavar="NAME", help="only this check of the table; may be repeated")
+    results = Path("selftest.json")
+    add("--json", type=Path, default=results, metavar="FILE", help=f"the results (default: {results})")
+    way = "check the way from this node to the master of a run: keys, clocks, ports, the shared folder"
+    add("--master", metavar="tcp://HOST:PORT", help=way)
+    add("--seconds", type=float, default=300.0, metavar="N", help="time for each of the two models (default: 300)")
+    add("overrides", help="changes to the configuration", **OVERRIDES)
+
+    part = tools.parsers.add_parser("selftest-part")  # without help: only the self-test starts it
+    part.add_argument("part", choices=("model", *PARTS))
+    part.add_argument("path", type=Path, nargs="?")
+    part.set_defaults(tool="actors.parts.commands:selftest_part")
+
+
+def selftest(options: Namespace) -> int:
+    from actors.parts import links
+    from areal.selftest.command import SelfTest
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no folder is left
+    return 0 if SelfTest(options, links).run(output(200)) else 1
+
+
+def selftest_part(options: Namespace) -> None:
+    if options.part == "model":
+        from areal.selftest.synthetic import write_tiny_model
+
+        return write_tiny_model(options.path)
+    from areal.config import Config
+    from areal.selftest.child import serve
+
+    module, _, kind = PARTS[options.part].partition(":")
+    config = [Config.model_validate_json(options.path.read_bytes())] if options.path else []
+    serve(getattr(import_module(module), kind)(*config))

@@ -1,0 +1,125 @@
+"""The tools around a run: `areal eval`, which starts one, `areal health` and `areal keys`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from areal.command_line import CONFIG, OVERRIDES, Tools
+from areal.config import Config, UserError, benchmarks_in, load_config
+from areal.processes import ROOT
+from areal.text import shown
+
+
+def declare(tools: Tools) -> None:
+    epilog = "Goes on where it was killed if it is started again."
+    summary = "evaluate a model on benchmarks (docs/evaluation.md)"
+    add = tools.add("eval", "commands:evaluate", summary, epilog).add_argument
+    add("model", metavar="MODEL", help="folder of a Hugging Face model, or hub id")
+    add("--benchmarks", required=True, metavar="NAME,...", help="names in configs/benchmarks/, or YAML files")
+    rows = "rows of a benchmark, such as gsm8k=FILE.jsonl"
+    add("--source", action="append", default=[], metavar="NAME=SOURCE", help=rows)
+    add("--generators", type=int, default=1, metavar="N", help="number of engines (default: 1)")
+    add("--config", help="other settings (default: configs/evaluation.yaml)", **CONFIG)
+    changes = "changes to the configuration, e.g. evaluator.benchmarks.gsm8k.size=50 name=NAME"
+    add("overrides", help=changes, **OVERRIDES)
+
+    summary = "exit with 0 if the run's master answers and the actor is healthy, else with 1"
+    add = tools.add("health", "commands:health", summary).add_argument
+    add("--master", required=True, metavar="tcp://HOST:PORT", help="or the run folder on the master's machine")
+    add("--actor", metavar="ROLE/INDEX", help="actor to check, such as generator/0 (default: only the master)")
+    add("--wait", type=float, default=5.0, metavar="SECONDS", help="how long to wait for that (default: 5)")
+
+    make = tools.add("keys", "commands:keys", "create the keys that protect the links of a run (docs/security.md)")
+    make.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the keys; every node needs a copy")
+    change = make.add_mutually_exclusive_group().add_argument
+    change("--rotate", action="store_true", help="add new keys; the old ones stay valid")
+    change("--retire", action="store_true", help="remove all keys but the newest")
+
+
+def evaluate(options: Namespace) -> None:
+    from rich.console import Console
+
+    from actors.watching.monitor import print_summary
+    from areal.models import with_folders
+    from areal.storage.run_folder import read_summary
+
+    chosen = {Path(name).stem: {"base": name} for name in options.benchmarks.split(",")}
+    for given in options.source:
+        name, equals, source = given.partition("=")
+        if not equals or name not in chosen:
+            raise UserError(
+                f"--source {given!r} is not of the form NAME=SOURCE with a name of --benchmarks, such as "
+                f"{next(iter(chosen))}=FILE.jsonl."
+            )
+        chosen[name]["source"] = source
+    settings = {
+        "steps": 0,
+        "name": f"eval-{Path(options.model).name}",
+        "model": options.model,
+        "generator.count": options.generators,
+        "reward.workers": os.cpu_count(),
+        "evaluator.benchmarks": benchmarks_in(chosen),
+    }
+    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()] + options.overrides
+    file = options.config or ROOT / "configs" / "evaluation.yaml"
+    config: Config = load_config(file, overrides)
+    folder = config.folder
+    if (read_summary(folder) or {}).get("ok"):
+        done: Config = load_config(folder / "config.yaml")
+        if (done.evaluator.benchmarks, done.model) != (config.evaluator.benchmarks, with_folders(config).model):
+            raise UserError(f"{folder} has an evaluation with other settings: give this one a name, name=NAME.")
+        return print_summary(folder, Console())
+    start = ["--resume", str(folder)] if (folder / "journal.db").exists() else ["--config", str(file)]
+    os.execv(sys.executable, [sys.executable, str(ROOT / "run.py"), *start, *overrides])
+
+
+def health(options: Namespace) -> int:
+    from actors.runtime.actor import incarnation
+    from actors.runtime.addresses import find_master, open_network
+    from actors.watching.health import UnhealthyError, until_healthy
+    from protocols.addresses import host_of
+    from protocols.transport import Bus
+
+    try:
+        master = find_master(options.master, options.wait)
+    except UserError as error:
+        return _failure(error)
+    if not re.fullmatch(r"tcp://.+:\d+", master):
+        raise UserError(f"--master {master!r} is not an address: write tcp://HOST:PORT, or a run folder.")
+    network = open_network(host_of(master))
+
+    async def ask() -> str:
+        bus = Bus(f"monitor/0#{incarnation()}", network)
+        try:
+            return await until_healthy(bus, master, options.actor, options.wait)
+        finally:
+            await bus.close()
+
+    try:
+        print(asyncio.run(ask()))
+    except UnhealthyError as error:
+        return _failure(error)
+    return 0
+
+
+def _failure(error: Exception) -> int:
+    print(shown(str(error)), file=sys.stderr)
+    return 1
+
+
+def keys(options: Namespace) -> None:
+    from protocols.security import KeysError, make_keys, retire_keys, rotate_keys
+
+    change = rotate_keys if options.rotate else retire_keys if options.retire else make_keys
+    try:
+        print(change(options.folder))
+    except KeysError as error:
+        raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(f"{options.folder} cannot hold keys ({error.strerror}): name another folder.") from None

@@ -1,0 +1,14 @@
+"""The tool that serves a run's web page."""
+
+from __future__ import annotations
+
+from areal.command_line import RUN, Tools
+
+
+def declare(tools: Tools) -> None:
+    summary = "serve a live web page of a run, or of several with their curves overlaid"
+    add = tools.add("dashboard", "dashboard:serve", summary).add_argument
+    add("folders", nargs="+", **RUN)
+    add("--host", default="127.0.0.1", help="interface to listen on (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, default=8090)
+    add("--token", help="token that requests must carry, ?token=... (default: none on loopback, else a random one)")

@@ -1,0 +1,36 @@
+"""What the tools of `areal` share: how a room declares its own in its `commands.py`, and where they print."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RUN: dict[str, Any] = {"type": Path, "metavar": "RUN_FOLDER"}
+CONFIG: dict[str, Any] = {"type": Path, "metavar": "FILE.yaml"}
+OVERRIDES: dict[str, Any] = {"nargs": "*", "metavar": "key=value"}
+
+
+class Tools(NamedTuple):
+    """The tools of a room. parsers: what `add_subparsers` returns."""
+
+    room: str
+    parsers: Any
+
+    def add(self, name: str, function: str, summary: str, epilog: str | None = None) -> ArgumentParser:
+        """Declare `areal NAME`. function: MODULE:FUNCTION of the room, imported when the tool is used. It gets the
+        options and returns the exit status, or None for 0."""
+        parser: ArgumentParser = self.parsers.add_parser(name, help=summary, description=summary, epilog=epilog)
+        parser.set_defaults(tool=f"{self.room}.{function}")
+        return parser
+
+
+def output(width: int) -> Console:
+    """Standard output. If it is no terminal, it is `width` columns wide: tables would be cut to 80."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else width)

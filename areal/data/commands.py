@@ -1,0 +1,14 @@
+"""The tool that makes the quickstart's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areal.command_line import Tools
+
+
+def declare(tools: Tools) -> None:
+    summary = "create the quickstart's model if it does not exist, and print its folder"
+    add = tools.add("quickstart-model", "quickstart:make", summary).add_argument
+    add("folder", type=Path, metavar="PARENT_FOLDER")
+    add("--seed", type=int, default=0)

@@ -1,0 +1,49 @@
+"""The tool that scores without a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from contextlib import nullcontext
+from pathlib import Path
+
+from areal.command_line import OVERRIDES, Tools
+
+
+def declare(tools: Tools) -> None:
+    add = tools.add("score", "commands:score", "score completions in a file with the rewards of a run").add_argument
+    add("--reward", required=True, metavar="NAME", action="append", help="name of a reward; may be repeated")
+    add("--input", required=True, type=Path, metavar="FILE.jsonl", help="rows of prompt, completion, answer, ...")
+    add("--output", type=Path, metavar="FILE.jsonl", help="file for the scores (default: standard output)")
+    check = (
+        "check the rows instead: score something that does nothing, and each row's own solution or answer; exit with 1 "
+        "if a row is bad"
+    )
+    add("--check-data", action="store_true", help=check)
+    add("overrides", help="changes to the configuration, e.g. reward.workers=2 sandbox.cpu_seconds=2", **OVERRIDES)
+
+
+def score(options: Namespace) -> int:
+    from rich.console import Console
+
+    from areal.config import ScoringConfig, UserError, load_config
+    from areal.rewards.check_data import check_file
+    from areal.rewards.functions import check
+    from areal.rewards.score import score_file
+
+    given = [f"reward.workers={os.cpu_count()}", f"reward.functions={json.dumps(options.reward)}"]
+    config = load_config(None, [*given, *options.overrides], ScoringConfig)
+    for name in config.reward.functions:
+        check(name, config.served_rewards.options.get(name, {}))
+    console = Console(stderr=True)
+    try:
+        file = nullcontext(sys.stdout) if options.output is None else options.output.open("w")
+    except OSError as error:
+        raise UserError(f"{options.output} cannot be written ({error.strerror}): name another --output.") from None
+    with file as output:
+        if options.check_data:
+            return 0 if check_file(config, options.input, output, console) else 1
+        score_file(config, options.input, output, console)
+    return 0

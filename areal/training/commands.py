@@ -1,0 +1,27 @@
+"""The tools that train without a run. Both also work under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areal.command_line import CONFIG, OVERRIDES, RUN, Tools
+
+
+def declare(tools: Tools) -> None:
+    summary = "fine-tune a model on prompts and completions before a run; also works under torchrun"
+    add = tools.add("sft", "sft:run", summary).add_argument
+    add("--model", required=True, metavar="FOLDER")
+    add("--data", required=True, metavar="FILE.jsonl", help="rows of prompt and completion, or RUN/rollouts")
+    add("--output", required=True, metavar="FOLDER")
+    add("--config", help="keys of areal.training.sft.SftConfig", **CONFIG)
+    add("overrides", help="changes to the configuration, e.g. epochs=2 trainer.lr=1e-5", **OVERRIDES)
+
+    summary = "train again from the rollouts that a run has kept, as it did or with changes; also works under torchrun"
+    epilog = "Exit code 1: the weights are not those of the run, or a replay has failed (docs/replay.md)."
+    add = tools.add("replay", "replay:run", summary, epilog).add_argument
+    add("run", **RUN)
+    grid = "a replay for each value, such as trainer.objective=ppo,gspo; may be repeated, for each combination"
+    add("--sweep", action="append", default=[], metavar="key=value,value,...", help=grid)
+    add("--steps", default=":", metavar="A:B", help="only the steps after A up to B, from the checkpoint of A")
+    add("--output", type=Path, metavar="FOLDER", help="folder for the trained model, with --sweep for one of each")
+    add("overrides", help="changes to the training, e.g. trainer.lr=1e-5", **OVERRIDES)

@@ -1,0 +1,104 @@
+"""The command lines of all tools: their mistakes are told in one sentence, whatever room they are in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from areal.__main__ import command_line, main
+from areal.processes import ROOT
+
+(TOOLS,) = (action.choices for action in command_line()._actions if action.dest == "==SUPPRESS==")
+
+
+def test_the_console_script_is_the_module():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert EntryPoint("areal", scripts["areal"], "console_scripts").load() is main
+
+
+def test_every_tool_is_there():
+    named = [tool.get_default("tool").split(":") for tool in TOOLS.values()]
+    assert len(named) == 21 and all(callable(getattr(import_module(module), name)) for module, name in named)
+
+
+def test_the_list_of_tools_loads_no_engine():
+    code = (
+        "import sys, areal.__main__ as m; m.command_line(); sys.exit(bool({'torch', 'zmq', 'rich'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("tool", ["", *TOOLS])
+def test_every_tool_has_help_and_refuses_what_it_does_not_know(tool, capsys):
+    for words, status in (([tool, "--help"], 0), ([tool, "--no-such-option"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            main([word for word in words if word])
+        told = capsys.readouterr()
+        assert ended.value.code == status and "Traceback" not in told.err
+        assert told.out.startswith(f"usage: areal {tool}") if status == 0 else "usage: areal" in told.err
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("no_such_tool", "invalid choice"),
+        ("rollouts", "required: RUN_FOLDER"),
+        ("rollouts missing --show x", "invalid int value"),
+        ("rollouts missing --sort step --random", "not allowed with"),
+        ("export missing --output x.jsonl --format other", "invalid choice"),
+        ("agent other", "invalid choice"),
+        ("plan --devices x --device-memory 80", "invalid int value"),
+        ("health --master tcp://127.0.0.1:1 --wait x", "invalid float value"),
+        ("keys . --rotate --retire", "not allowed with"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_with_the_usage(command, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("report missing", "missing is not the folder of a run"),
+        ("report missing --against paper:table2", "missing is not the folder of a run"),
+        ("compare missing", "missing is not the folder of a run"),
+        ("rollouts missing", "has no rollouts"),
+        ("trace missing", "missing is not the folder of a run"),
+        ("track missing", "no configuration file missing/config.yaml"),
+        ("dashboard missing", "missing is not the folder of a run"),
+        ("quickstart-model file", "file cannot hold a model (File exists)"),
+        ("sft --model missing --data missing.jsonl --output out", "no model folder missing"),
+        ("replay missing", "no run in missing"),
+        ("export missing --output x.jsonl", "no rollouts in missing"),
+        ("export missing --output x.jsonl --format preference --all", "--all is for --format sft"),
+        ("push missing", "missing is not the folder of a run"),
+        ("eval missing --benchmarks other", "There is no benchmark 'other'"),
+        ("eval missing --benchmarks gsm8k --config missing.yaml", "no configuration file missing.yaml"),
+        ("score --reward exact_match --input missing.jsonl", "missing.jsonl cannot be read"),
+        ("score --reward exact_match --input file --output no/x.jsonl", "no/x.jsonl cannot be written (No such file"),
+        ("score --reward exact_match --input file sandbox.cpu_seconds=x", "sandbox.cpu_seconds is 'x'"),
+        ("agent try --config missing.yaml", "no configuration file missing.yaml"),
+        ("health --master nonsense", "'nonsense' is not an address"),
+        ("plan --devices 8 --device-memory 80", "Say which run to plan"),
+        ("selftest --only other", "There is no check 'other'"),
+        ("sweep missing.yaml", "no configuration file missing.yaml"),
+        ("sweep file", "file must contain keys and values"),
+        ("simulate --seeds x", "--seeds 'x' is not of the form A:B"),
+        ("simulate --devices x", "--devices 'x' is not a list of numbers"),
+        ("keys missing --rotate", "no keys in missing"),
+        ("keys file", "file cannot hold keys (File exists)"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_told_in_a_sentence(command, told, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(command.split()) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert told in sentence
