@@ -587,8 +587,8 @@ def _simulate(options: argparse.Namespace) -> None:
 
 
 def _simulate_scale(options: argparse.Namespace, console: Console) -> None:
-    from actors.simulation.scale.report import run_sizes
-    from actors.simulation.scale.setups import MODELS, Setup, devices_for, parse_devices
+    from actors.simulation.report import run_sizes
+    from actors.simulation.setups import MODELS, Setup, devices_for, parse_devices
 
     llm = MODELS[options.model]
     sizes = parse_devices(options.devices) if options.devices else [devices_for(options.generators, llm)]

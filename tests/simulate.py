@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from actors.simulation.faults import HANDLERS, POINTS
-from actors.simulation.mutants import MUTANTS
-from actors.simulation.world import Result, World, simulate
 from areal.config import UserError
+from simulation.faults import HANDLERS, POINTS
+from simulation.mutants import MUTANTS
+from simulation.world import Result, World, simulate
 
 SEEDS_A_TASK = 25
 

@@ -1,4 +1,6 @@
-"""The engines of the scaling model, one that samples and one that trains. They take the time that the formulas give."""
+"""The engines of the scaling model, one that samples and one that trains. They take the time that the formulas give.
+
+Prompts, tokens and scores are stand-ins."""
 
 from __future__ import annotations
 
@@ -9,15 +11,18 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, Self
 
 import numpy as np
 
-from actors.simulation.scale.costs import Costs
-from actors.simulation.scale.lengths import Lengths
-from actors.simulation.scale.setups import GRAIN
+from actors.simulation.costs import Costs
+from actors.simulation.lengths import Lengths
+from actors.simulation.setups import GRAIN
 from areal.config import SamplingConfig
+from areal.data.rows import Row
 from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes
+from areal.rewards.result import Result
 from areal.trajectory import Finish, Group
 
 # Tokens of a sequence in one message. The default of `generator.stream_interval` is 16, which only means more messages
@@ -25,6 +30,8 @@ from areal.trajectory import Finish, Group
 CHUNK = 1024
 # Time of a device for a micro-batch of 16k tokens with 7B.
 MICROBATCH_SECONDS = 3.6
+# Time of a score, and at most of the start of a reward actor.
+SCORE_SECONDS, REWARD_START_SECONDS = 0.02, 0.2
 
 
 class _Stream:
@@ -100,7 +107,7 @@ class ModelEngine:
     async def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
     ) -> AsyncIterator[Chunk]:
-        prompt = tokens[1]  # SimTokenizer encodes a prompt as its number between two special tokens
+        prompt = tokens[1]  # ModelTokenizer encodes a prompt as its number between two special tokens
         stream = _Stream(self._setup.prompt_tokens, *self._lengths.next(prompt))
         self._waiting[stream] = None
         self._advance()
@@ -288,3 +295,38 @@ class ModelLearner:
 
     def close(self) -> None:
         pass
+
+
+class ModelRewards:
+    """A reward pool whose scores depend only on the completion."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    async def __aenter__(self) -> Self:
+        await asyncio.sleep(REWARD_START_SECONDS * self._random.random())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def score(self, name: str, prompt: str, completion: str, row: object, tokens: object = None) -> Result:
+        await asyncio.sleep(SCORE_SECONDS * (0.5 + self._random.random()))
+        return Result(len(completion) % 7 / 7, {})
+
+
+class ModelSource:
+    """A source of prompts. The text of a prompt is its index."""
+
+    def row(self, index: int) -> Row:
+        return Row(index, f"{index}", "answer", None, {"prompt": f"{index}", "answer": "answer"})
+
+
+class ModelTokenizer:
+    chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [1, int(text) % 32_000, 2]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return f"{len(tokens)} tokens from {int(tokens[0]) if len(tokens) else 0}"

@@ -139,7 +139,7 @@ class Toil:
 
 
 class Judge(Protocol):
-    """Receives what learners do, and checks it (actors.simulation.oracle)."""
+    """Receives what learners do, and checks it (simulation.oracle)."""
 
     def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Group], after: bytes) -> None: ...
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from random import Random
 from typing import Any, Protocol
+from unittest.mock import patch
 
 from actors import evaluator, generator, master, reward, rollout_manager, trainer
 from actors.parts import run_state, sessions
 from actors.runtime import actor as runtime
-from actors.simulation.loop import DEAD, ProcessLoop
-from actors.simulation.model import Model
+from actors.simulation.loop import undisturbed
 from areal.generation import routing
 from areal.generation.routing import Load
 from protocols import transport
 from protocols.codec import decode_body
 from protocols.messages import Done, HeartbeatAnswer, MembersChanged, Message, PolicyPublished, Shutdown, StreamEnd
+from simulation.loop import DEAD, FaultyLoop
+from simulation.model import Model
 
 # Small intervals, because most simulated sequences take less than a second.
 BALANCE_SECONDS = 0.15
@@ -69,62 +69,20 @@ _LOGGING = [
 
 
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Replace attributes of a class or module until the end of the block."""
-    before = {name: vars(owner)[name] for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-@contextmanager
-def garbage_kept(finalizer: Callable[[Any], None]) -> Iterator[None]:
-    """Switch off garbage collection, whose time is not deterministic. `finalizer` gets the async generators that were
-    not closed."""
-    hooks, collects = sys.get_asyncgen_hooks(), gc.isenabled()
-    sys.set_asyncgen_hooks(finalizer=finalizer)
-    gc.disable()
-    try:
-        yield
-    finally:
-        sys.set_asyncgen_hooks(*hooks)
-        if collects:
-            gc.enable()
-
-
-@contextmanager
-def unlisted() -> Iterator[None]:
-    """Keep tasks out of asyncio's list of all tasks, a slow set that a simulation does not need: each of its loops has
-    a list of its own."""
-    known = vars(asyncio.tasks)
-    everywhere: Any = known["_all_tasks" if "_all_tasks" in known else "_scheduled_tasks"]  # the latter in Python 3.12
-    everywhere.add = lambda task: None
-    try:
-        yield
-    finally:
-        del everywhere.add
-
-
-@contextmanager
 def quiet(world: Simulated) -> Iterator[None]:
     """Set up this process for a simulation: logs go into the trace only, garbage collection is off, and the settings of
     the actors are replaced by those of the model."""
     stand_in = _Log(world)
     with ExitStack() as settings:
-        settings.enter_context(replaced(run_state, COMPACT_EVENTS=world.model.compact_events))
-        settings.enter_context(replaced(runtime, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
-        settings.enter_context(replaced(transport, decode_body=_decode_body))
-        settings.enter_context(replaced(evaluator, REPORT_SECONDS=REPORT_SECONDS))
+        settings.enter_context(patch.multiple(run_state, COMPACT_EVENTS=world.model.compact_events))
+        settings.enter_context(patch.multiple(runtime, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
+        settings.enter_context(patch.multiple(transport, decode_body=_decode_body))
+        settings.enter_context(patch.multiple(evaluator, REPORT_SECONDS=REPORT_SECONDS))
         moves = functools.partial(_some_moves, world)
-        settings.enter_context(replaced(rollout_manager, BALANCE_SECONDS=BALANCE_SECONDS, plan_moves=moves))
+        settings.enter_context(patch.multiple(rollout_manager, BALANCE_SECONDS=BALANCE_SECONDS, plan_moves=moves))
         for module in _LOGGING:
-            settings.enter_context(replaced(module, log=stand_in))
-        settings.enter_context(garbage_kept(_finalize_stream))
-        settings.enter_context(unlisted())
+            settings.enter_context(patch.multiple(module, log=stand_in))
+        settings.enter_context(undisturbed(_finalize_stream))
         yield
 
 
@@ -155,5 +113,5 @@ _REPEATED = {kind.kind for kind in (Done, HeartbeatAnswer, MembersChanged, Polic
 def _finalize_stream(stream: Any) -> None:
     """Close an async generator that was not closed, as asyncio does."""
     loop = asyncio._get_running_loop()
-    if isinstance(loop, ProcessLoop) and loop.state is not DEAD:
+    if isinstance(loop, FaultyLoop) and loop.state is not DEAD:
         loop.call_soon(loop.create_task, stream.aclose())

@@ -25,15 +25,6 @@ from actors.generator import Generator
 from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
-from actors.simulation import faults
-from actors.simulation.engines import Mishaps, Pace, SimEngine, SimLearner, stem
-from actors.simulation.faults import HANDLERS, FailPoint, Kill, Plan, Storm
-from actors.simulation.loop import ProcessLoop, Scheduler, Stuck
-from actors.simulation.model import OPERATIONS, draw_model
-from actors.simulation.mutants import MUTANTS
-from actors.simulation.network import SimNetwork, Weather, Wire
-from actors.simulation.runner import parse_seeds, run_one, run_seeds
-from actors.simulation.world import Model, World, simulate
 from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import Chunk, LoadTimes
@@ -42,6 +33,15 @@ from protocols.codec import MAX_BODY_BYTES
 from protocols.errors import BusyError
 from protocols.messages import AskRecovery, Message
 from protocols.network import Full
+from simulate import parse_seeds, run_one, run_seeds
+from simulation import faults
+from simulation.engines import Mishaps, Pace, SimEngine, SimLearner, stem
+from simulation.faults import HANDLERS, FailPoint, Kill, Plan, Storm
+from simulation.loop import ProcessLoop, Scheduler, Stuck
+from simulation.model import OPERATIONS, draw_model
+from simulation.mutants import MUTANTS
+from simulation.network import SimNetwork, Weather, Wire
+from simulation.world import Model, World, simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 
@@ -264,7 +264,7 @@ def test_a_seed_is_the_same_simulation_every_time() -> None:
 
 def test_a_seed_is_the_same_simulation_in_any_process() -> None:
     seeds = [11, 16, 20, 53]  # in three of them several calls of one sample are moved or aborted at once
-    program = f"from actors.simulation.world import simulate; print([simulate(s).digest for s in {seeds}])"
+    program = f"from simulation.world import simulate; print([simulate(s).digest for s in {seeds}])"
     digests = {
         subprocess.run(
             [sys.executable, "-W", "ignore", "-c", program],

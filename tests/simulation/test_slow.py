@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from actors import master
-from actors.simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource, SimTokenizer
-from actors.simulation.faults import Kill, Plan
-from actors.simulation.model import Model
-from actors.simulation.world import World
 from areal.config import UserError
 from areal.generation.engine import EngineError, WeightLoadError
 from areal.rewards.pool import RewardFailed
 from areal.rewards.result import Result
+from simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource, SimTokenizer
+from simulation.faults import Kill, Plan
+from simulation.model import Model
+from simulation.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 

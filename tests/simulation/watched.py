@@ -12,8 +12,6 @@ from typing import Any
 from actors.evaluator import Evaluator
 from actors.parts.sessions import SampleSession
 from actors.rollout_manager import RolloutManager
-from actors.simulation.engines import HELDOUT
-from actors.simulation.oracle import Oracle
 from areal.data.rows import Row
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
@@ -23,6 +21,8 @@ from areal.trajectory import Group, Trajectory
 from protocols.codec import Frame, Header
 from protocols.messages import AskEvaluation, EvaluationDone, Message, RowsScored
 from protocols.transport import Bus, Peer
+from simulation.engines import HELDOUT
+from simulation.oracle import Oracle
 
 
 class Disk(sqlite3.Connection):

@@ -31,8 +31,17 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.runtime.actor import Ending
 from actors.runtime.addresses import Door
-from actors.simulation import faults
-from actors.simulation.engines import (
+from actors.simulation.loop import Stuck
+from actors.simulation.network import SimNetwork
+from actors.trainer import Trainer
+from areal.config import UserError
+from areal.generation.engine import EngineError
+from areal.storage.spool import Spool, SpoolError
+from areal.trajectory import trajectories
+from protocols.codec import Frame, decode_body, decode_header
+from protocols.messages import Generate, Message
+from simulation import faults
+from simulation.engines import (
     Files,
     Mishaps,
     SimEngine,
@@ -42,16 +51,16 @@ from actors.simulation.engines import (
     SimTokenizer,
     Weights,
 )
-from actors.simulation.failpoints import FailPoints
-from actors.simulation.faults import Plan
-from actors.simulation.incarnation import Incarnation, Process
-from actors.simulation.loop import RUNNING, ProcessLoop, Scheduler, Stuck
-from actors.simulation.memory import check_actor
-from actors.simulation.model import MASTER, MODEL, Model, config_of, draw_model
-from actors.simulation.network import SimNetwork, Weather, Wire
-from actors.simulation.oracle import Oracle, Violation, credits_of
-from actors.simulation.quiet import quiet
-from actors.simulation.watched import (
+from simulation.failpoints import FailPoints
+from simulation.faults import Plan
+from simulation.incarnation import Incarnation, Process
+from simulation.loop import RUNNING, FaultyLoop, WorldScheduler
+from simulation.memory import check_actor
+from simulation.model import MASTER, MODEL, Model, config_of, draw_model
+from simulation.network import FaultyNetwork, FaultyWire, Weather
+from simulation.oracle import Oracle, Violation, credits_of
+from simulation.quiet import quiet
+from simulation.watched import (
     Disk,
     Folder,
     WatchedBus,
@@ -63,13 +72,6 @@ from actors.simulation.watched import (
     empty_journal,
     empty_spool,
 )
-from actors.trainer import Trainer
-from areal.config import UserError
-from areal.generation.engine import EngineError
-from areal.storage.spool import Spool, SpoolError
-from areal.trajectory import trajectories
-from protocols.codec import Frame, decode_body, decode_header
-from protocols.messages import Generate, Message
 
 # Time that the other actors have to leave after the end of the master. Those that are left then get SIGTERM, and have
 # LAST_SECONDS more.
@@ -122,8 +124,8 @@ class World:
         self.model = model or draw_model(self.random)
         self.plan = plan or faults.draw(self.random, self.model.processes, self.model.faults_until)
         self.config = config_of(self.model)
-        self.scheduler = Scheduler()
-        self.wire = Wire(self.scheduler, self.random)
+        self.scheduler = WorldScheduler()
+        self.wire = FaultyWire(self.scheduler, self.random)
         self.files = Files(MODEL)
         self.oracle = Oracle(self.config, self.files, self.scheduler, self.fail, self.model.doubtful)
         self.oracle.scores_fail = self.plan.mishaps.score_fails > 0.0
@@ -146,7 +148,6 @@ class World:
 
     def run(self) -> Result:
         """Simulate until the run has ended and all actors have left, or until an invariant is violated."""
-        self.scheduler.on_change = self.oracle.check
         self._schedule_faults()
         self._look_around()
         for process in self.processes.values():
@@ -220,11 +221,11 @@ class World:
             return
         process.lives += 1
         offset = self.random.uniform(0.0, 1000.0)  # each process has its own clock, with its own offset
-        loop = ProcessLoop(  # type: ignore[abstract]  # asyncio needs only the methods that this loop has
+        loop = FaultyLoop(  # type: ignore[abstract]  # asyncio needs only the methods that this loop has
             self.scheduler, f"{process.name}~{process.lives}", offset, lambda: self._latency(process)
         )
         loop.on_exception = self._unhandled
-        network = SimNetwork(self.wire, process.name, loop)
+        network = FaultyNetwork(self.wire, process.name, loop)
         one = Incarnation(process, loop, network, f"m{next(self._marks)}")
         process.running = one
         self.incarnations.append(one)
@@ -490,7 +491,7 @@ class World:
     def _latency(self, process: Process) -> float:
         return DISK_SECONDS * (0.2 + self.random.random()) + process.slower * self.random.random()
 
-    def _unhandled(self, loop: ProcessLoop, context: dict[str, Any]) -> None:
+    def _unhandled(self, loop: Any, context: dict[str, Any]) -> None:
         error = context.get("exception")
         self.fail(Violation(f"{loop.name}: {context.get('message')}: {type(error).__name__}: {error}", loop.name))
 
