@@ -295,31 +295,23 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration of all runs")
     sweep.set_defaults(tool=_sweep)
     simulate = tools.add_parser(
-        "simulate", help="run the actors in virtual time, with injected faults; exit code 1 if an invariant is broken"
+        "simulate", help="simulate a cluster: throughput, staleness and load of the paper's runs, on modelled engines"
     )
-    simulate.add_argument("--seeds", default="0:200", metavar="A:B", help="seeds from A to B - 1 (default: 0:200)")
-    simulate.add_argument("--seed", type=int, metavar="N", help="run only this seed, and print all its events")
-    simulate.add_argument("--mutant", metavar="NAME", help="run with this known bug in the code")
-    simulate.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), metavar="N", help="number of processes (default: number of cores)"
-    )
-    scale = simulate.add_argument_group(
-        "scale", "instead of faults: throughput of the paper's runs, on modelled engines"
-    )
-    size = scale.add_mutually_exclusive_group()
+    size = simulate.add_mutually_exclusive_group(required=True)
     size.add_argument(
         "--devices", metavar="N,...", help="numbers of devices; one simulated run for each, such as 8,32,128,512"
     )
     size.add_argument(
         "--generators", type=int, metavar="N", help="run one size: as many devices as this number of engines needs"
     )
-    scale.add_argument("--model", choices=("1.5b", "7b"), default="7b")
-    scale.add_argument("--run-ahead", choices=("auto", "max"), default="auto")
-    scale.add_argument("--eta", type=int, default=8, metavar="N", help="max_staleness (default: 8)")
-    scale.add_argument("--steps", type=int, default=8, metavar="N", help="training steps to measure (default: 8)")
-    scale.add_argument(
+    simulate.add_argument("--model", choices=("1.5b", "7b"), default="7b")
+    simulate.add_argument("--run-ahead", choices=("auto", "max"), default="auto")
+    simulate.add_argument("--eta", type=int, default=8, metavar="N", help="max_staleness (default: 8)")
+    simulate.add_argument("--steps", type=int, default=8, metavar="N", help="training steps to measure (default: 8)")
+    simulate.add_argument(
         "--warm-up", type=int, default=4, metavar="N", help="training steps before the measured ones (default: 4)"
     )
+    simulate.add_argument("--seed", type=int, default=0, metavar="N", help="of the lengths of completions (default: 0)")
     simulate.set_defaults(tool=_simulate)
     keys = tools.add_parser("keys", help="create the keys that protect the links of a run (docs/security.md)")
     keys.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the keys; every node needs a copy")
@@ -569,24 +561,6 @@ def _sweep(options: argparse.Namespace) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    if options.devices or options.generators:
-        _simulate_scale(options, _console(200))
-        return
-
-    from actors.simulation.runner import parse_seeds, run_one, run_seeds
-
-    console = Console()
-    if options.seed is not None:
-        sound = run_one(options.seed, options.mutant, console)
-    else:
-        sound = run_seeds(parse_seeds(options.seeds), options.jobs, options.mutant, console)
-    if not sound:
-        sys.exit(1)
-
-
-def _simulate_scale(options: argparse.Namespace, console: Console) -> None:
     from actors.simulation.report import run_sizes
     from actors.simulation.setups import MODELS, Setup, devices_for, parse_devices
 
@@ -600,11 +574,11 @@ def _simulate_scale(options: argparse.Namespace, console: Console) -> None:
             run_ahead=options.run_ahead,
             steps=options.steps,
             warm_up=options.warm_up,
-            seed=options.seed or 0,
+            seed=options.seed,
         )
         for devices in sizes
     ]
-    run_sizes(setups, console)
+    run_sizes(setups, _console(200))
 
 
 def _keys(options: argparse.Namespace) -> None:
