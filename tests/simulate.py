@@ -1,7 +1,7 @@
 """Runs the actors on virtual time, with injected faults. The exit status is 1 if an invariant is broken.
 
-    .venv/bin/python tests/simulate.py --seeds 0:1000     # many seeds, on all cores
-    .venv/bin/python tests/simulate.py --seed 17          # one seed, and everything that happens in it
+.venv/bin/python tests/simulate.py --seeds 0:1000     # many seeds, on all cores
+.venv/bin/python tests/simulate.py --seed 17          # one seed, and everything that happens in it
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # before tests/, which has folders of the packages' names
 
-from areal.config import UserError  # noqa: E402
-from simulation.faults import HANDLERS, POINTS  # noqa: E402
-from simulation.mutants import MUTANTS  # noqa: E402
-from simulation.world import Result, World, simulate  # noqa: E402
+from areal.config import UserError
+from simulation.faults import HANDLERS, POINTS
+from simulation.mutants import MUTANTS
+from simulation.world import Result, World, simulate
 
 SEEDS_A_TASK = 25
 

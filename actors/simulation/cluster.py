@@ -39,7 +39,7 @@ from protocols.codec import Frame
 from protocols.transport import Bus
 
 # Keep-alives of a stream are sent at longer intervals than in a real run (2 s), only to save simulation time.
-SPACED = {"KEEP_ALIVE_SECONDS": 60.0, "STREAM_SILENCE_SECONDS": 200.0}
+SPACED: dict[str, Any] = {"KEEP_ALIVE_SECONDS": 60.0, "STREAM_SILENCE_SECONDS": 200.0}
 
 MASTER = "tcp://master:5555"
 # Durations of a commit of the journal or of the spool on a local NVMe disk, and of a message within a data centre.

@@ -321,6 +321,8 @@ class ModelSource:
     def row(self, index: int) -> Row:
         return Row(index, f"{index}", "answer", None, {"prompt": f"{index}", "answer": "answer"})
 
+    heldout = row
+
 
 class ModelTokenizer:
     chat_template = None

@@ -213,7 +213,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         set_running_loop(self)
         self.scheduler.call_at(until, _resolve, future, result, error, loop=self)
 
-    def add_signal_handler(self, sig: int, callback: Call, *args: Any) -> None:
+    def add_signal_handler(self, sig: int, callback: Call, *args: Any) -> None:  # type: ignore[override]
         """Does nothing: nobody sends a signal."""
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
