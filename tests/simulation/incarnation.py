@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from areal.storage.rollouts import Rollout
-from simulation.engines import Toil
+from simulation.engines import SimEngine, Toil
 from simulation.loop import DEAD, FaultyLoop
 from simulation.network import FaultyNetwork
 from simulation.watched import Disk, WatchedBus, WatchedRollouts
@@ -40,6 +40,7 @@ class Incarnation:
         self.network = network
         self.mark = mark
         self.actor: Any = None
+        self.engine: SimEngine | None = None  # of a generator that has started
         self.bus: WatchedBus  # set when the process begins
         self.task: asyncio.Task[Any] | None = None
         self.toil = Toil()

@@ -436,8 +436,8 @@ class Oracle:
         book = self.memory
         if ledger.version != book.version:
             raise Violation(f"the ledger is at version {ledger.version}, but its journal at {book.version}")
-        if list(ledger._groups) != list(book.rows):
-            raise Violation(f"the ledger has the groups {list(ledger._groups)}, but its journal {list(book.rows)}")
+        if ledger.alive != len(book.rows) or not all(map(ledger.group, book.rows)):
+            raise Violation(f"the ledger does not have the groups {list(book.rows)} that are alive by its journal")
         steps = min(book.max_staleness + 1, self.config.steps - book.version)
         capacity = max(0, steps * book.batch_size - len(book.rows))
         if ledger.capacity != capacity:
@@ -446,6 +446,12 @@ class Oracle:
                 f"alive at version {book.version}",
                 *book.rows,
             )
+
+    def look(self) -> None:
+        """Compare the order of the ledger's groups with that in the book."""
+        order = [row["group_id"] for row in self.ledger.dump()["groups"]] if self.ledger else []
+        if self.ledger and order != list(self.memory.rows):
+            self.fail(Violation(f"the ledger has the groups {order}, but its journal {list(self.memory.rows)}"))
 
     # --- what the master answers and publishes
 

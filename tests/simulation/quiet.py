@@ -6,12 +6,16 @@ import asyncio
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from logging import CRITICAL, DEBUG
 from random import Random
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from unittest.mock import patch
 
-from actors import evaluator, generator, master, reward, rollout_manager, trainer
-from actors.parts import run_state, sessions
+import structlog
+from structlog.typing import EventDict
+
+from actors import evaluator, rollout_manager
+from actors.parts import run_state
 from actors.runtime import actor as runtime
 from actors.simulation.loop import undisturbed
 from areal.generation import routing
@@ -37,42 +41,33 @@ class Simulated(Protocol):
     def say(self, who: str, what: str) -> None: ...
 
 
-class _Log:
-    """Replaces the loggers of the actors. It writes to the trace of the world, or drops everything if there is none."""
+@contextmanager
+def _logs_into(world: Simulated) -> Iterator[None]:
+    """Let the actors log into the trace of the world, or nowhere if there is none."""
 
-    def __init__(self, world: Simulated) -> None:
-        if world.trace is None:
-            self.debug = self.info = self.warning = self.error = _silent
-        else:
-            self.debug = self.info = self.warning = self.error = self._say
-        self._world = world
-
-    def _say(self, event: str, **fields: Any) -> None:
+    def say(logger: Any, method: str, event: EventDict) -> NoReturn:
         try:
             who = asyncio.get_running_loop().name  # type: ignore[attr-defined]
         except RuntimeError:
             who = "?"
-        error = fields.pop("exc_info", None)
-        words = " ".join(f"{name}={value}" for name, value in fields.items())
-        self._world.say(who.partition("~")[0], f"log: {event} {words}{f' {error!r}' if error else ''}")
+        what, error = event.pop("event"), event.pop("exc_info", None)
+        words = " ".join(f"{name}={value}" for name, value in event.items())
+        world.say(who.partition("~")[0], f"log: {what} {words}{f' {error!r}' if error else ''}")
+        raise structlog.DropEvent
 
-
-def _silent(event: str, **fields: Any) -> None:
-    pass
-
-
-_LOGGING = [
-    module
-    for module in (evaluator, generator, master, reward, rollout_manager, runtime, sessions, trainer)
-    if hasattr(module, "log")
-]
+    logging, least = structlog.get_config(), CRITICAL if world.trace is None else DEBUG  # nothing is critical
+    heard = structlog.make_filtering_bound_logger(least)
+    structlog.configure(processors=[say], wrapper_class=heard, cache_logger_on_first_use=False)
+    try:
+        yield
+    finally:
+        structlog.configure(**logging)
 
 
 @contextmanager
 def quiet(world: Simulated) -> Iterator[None]:
     """Set up this process for a simulation: logs go into the trace only, garbage collection is off, and the settings of
     the actors are replaced by those of the model."""
-    stand_in = _Log(world)
     with ExitStack() as settings:
         settings.enter_context(patch.multiple(run_state, COMPACT_EVENTS=world.model.compact_events))
         settings.enter_context(patch.multiple(runtime, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
@@ -80,8 +75,7 @@ def quiet(world: Simulated) -> Iterator[None]:
         settings.enter_context(patch.multiple(evaluator, REPORT_SECONDS=REPORT_SECONDS))
         moves = functools.partial(_some_moves, world)
         settings.enter_context(patch.multiple(rollout_manager, BALANCE_SECONDS=BALANCE_SECONDS, plan_moves=moves))
-        for module in _LOGGING:
-            settings.enter_context(patch.multiple(module, log=stand_in))
+        settings.enter_context(_logs_into(world))
         settings.enter_context(undisturbed(_finalize_stream))
         yield
 

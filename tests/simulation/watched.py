@@ -157,12 +157,13 @@ class WatchedEvaluator(Evaluator):
 
 class Folder:
     """A replacement of the run folder, which keeps nothing on disk. `on_gone` is called with the name of each actor
-    that the master removes, and why."""
+    that the master removes, and why. `activity`: what the master has last said of itself."""
 
     def __init__(
         self, path: Path, on_summary: Callable[[dict[str, Any]], None], on_gone: Callable[[str, str], None]
     ) -> None:
         self.path = path
+        self.activity = "the master has said nothing"
         self.write_summary = on_summary
         self._on_gone = on_gone
 
@@ -172,6 +173,8 @@ class Folder:
     append_evaluation = append_metrics
 
     def heard(self, actor: str, state: str, activity: str, *_: Any) -> None:
+        if actor == "master/0":
+            self.activity = activity
         if state == GONE:
             self._on_gone(actor, activity)
 

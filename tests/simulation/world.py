@@ -200,18 +200,15 @@ class World:
                     check_actor(one, self.model, len(self.processes))
                 except Violation as violation:
                     self.fail(violation)
+        self.oracle.look()
         self.scheduler.call_at(self.scheduler.now + LOOK_SECONDS, self._look_around)
 
     def _who_waits(self) -> str:
         """Which actor waits for which: the master's status line, and the activity of each other actor."""
         running = [one for process in self.processes.values() if (one := process.running) and one.alive and one.actor]
-        words = []
-        for one in running:
-            asyncio._set_running_loop(one.loop)
-            name, actor = one.process.name, one.actor
-            words.append(actor._waiting_for() if one.role == "master" else f"{name} ({actor.state}): {actor.activity}")
-        asyncio._set_running_loop(None)
-        return "; ".join(words)
+        others = [one for one in running if one.role != "master"]
+        words = [f"{one.process.name} ({one.actor.state}): {one.actor.activity}" for one in others]
+        return "; ".join([self.folder.activity, *words])
 
     # --- processes
 
@@ -292,10 +289,11 @@ class World:
     ) -> SimEngine:  # fmt: skip
         await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
         tell = None if self.trace is None else lambda what: self.say(one.process.name, what)
-        return SimEngine(
+        one.engine = SimEngine(
             self.files, self.files.model, version, config, self.model.pace, self.plan.mishaps, self.random, one.toil,
             tell, functools.partial(self._loads, one),
         )  # fmt: skip
+        return one.engine
 
     def _rewards(self, one: Incarnation) -> SimRewards:
         return SimRewards(self.model.pace, self.plan.mishaps, self.random, one.toil, self.model.reward_parts)
@@ -312,8 +310,9 @@ class World:
     def _see_generators(self) -> None:
         """A policy was published a moment ago: each generator that knows of it has loaded it, or is about to."""
         for one in self.incarnations:
-            if one.role == "generator" and one.alive and one.actor.state == "healthy":
-                actor, engine = one.actor, one.actor._started
+            engine = one.engine
+            if engine is not None and one.alive and one.actor.state == "healthy":
+                actor = one.actor
                 me = actor.directory.get(one.bus.identity.name)
                 # Not so while it waits for the answer to a heartbeat that it has to send before it goes on.
                 generates = actor.activity.startswith("generating") and one.toil.oldest is None
@@ -330,8 +329,7 @@ class World:
         if not resident:
             self.fail(Violation(f"{trainer.process.name} computes with weights in host memory", trainer.mark))
         for one in self.incarnations:
-            engine = one.actor._started if one.role == "generator" and one.alive else None
-            if engine is not None and not engine.asleep and one.bus.identity.name in trainer.actor.directory:
+            if one.engine and one.alive and not one.engine.asleep and one.bus.identity.name in trainer.actor.directory:
                 self.fail(Violation(f"{one.process.name} is awake while {trainer.process.name} computes", one.mark))
 
     def _loads(self, one: Incarnation, engine: SimEngine, version: int) -> None:
