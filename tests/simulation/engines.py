@@ -567,13 +567,3 @@ async def branching(session: Session, row: Row) -> Trajectory:
     await session.generate(np.arange(1, 3))
     session.reward(other, 0.5)
     return session.trajectory(await session.score(session.tokenizer.decode(one.tokens, skip_special_tokens=True)))
-
-
-class SimTokenizer:
-    chat_template = None
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [1, int(text) % 32_000, 2]
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return f"{len(tokens)} tokens from {int(tokens[0]) if len(tokens) else 0}"

@@ -46,8 +46,8 @@ class WatchedBus(Bus):
     on_ask: Callable[[Message], None] | None = None
 
     def peer(self, address: str) -> Peer:
-        new, peer, on_ask = address not in self._peers, super().peer(address), self.on_ask
-        if new and on_ask is not None:
+        peer, on_ask = super().peer(address), self.on_ask
+        if on_ask is not None and "ask" not in vars(peer):  # a new one
             ask = peer.ask
 
             async def watched(message: Message, timeout: float) -> Message:

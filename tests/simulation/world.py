@@ -31,6 +31,7 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.runtime.actor import Ending
 from actors.runtime.addresses import Door
+from actors.simulation.engines import ModelTokenizer
 from actors.simulation.loop import Stuck
 from actors.simulation.network import SimNetwork
 from actors.trainer import Trainer
@@ -48,7 +49,6 @@ from simulation.engines import (
     SimLearner,
     SimRewards,
     SimSource,
-    SimTokenizer,
     Weights,
 )
 from simulation.failpoints import FailPoints
@@ -267,7 +267,7 @@ class World:
             case "reward":
                 return Reward(one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
         common["open_source"] = lambda config, seed: SimSource(self.model.bytes_a_row)
-        common["load_tokenizer"] = lambda *_: SimTokenizer()
+        common["load_tokenizer"] = lambda *_: ModelTokenizer()
         watched = WatchedManager if one.role == "rollout_manager" else WatchedEvaluator
         sampler = watched(one.bus, MASTER, **common)
         sampler.oracle = self.oracle
