@@ -34,11 +34,11 @@ class Wire:
         self.latency = latency
         self.digest = 0
         self.watch: Watch | None = None
-        self.doors: dict[str, Door] = {}
+        self.doors: dict[str, SimDoor] = {}
         self._ports = count(40_000)
         self._routes = count(1)
 
-    def open(self, door: Door, address: str) -> str:
+    def open(self, door: SimDoor, address: str) -> str:
         """Listen at `address`, whose port may be `*`. Returns the real address."""
         host, _, port = address.rpartition(":")
         if port == "*":
@@ -48,17 +48,17 @@ class Wire:
         self.doors[address] = door
         return address
 
-    def call(self, caller: Caller) -> None:
+    def call(self, caller: SimCaller) -> None:
         """Connect the caller to the door at its address."""
         self.scheduler.call_at(self.scheduler.now + self.delay(), self.connect, caller, self.doors[caller.address])
 
-    def connect(self, caller: Caller, door: Door) -> None:
+    def connect(self, caller: SimCaller, door: SimDoor) -> None:
         caller.route = b"%d" % next(self._routes)
         caller.door = door
         door.callers[caller.route] = caller
         caller.wake()
 
-    def carry(self, source: SimNetwork, target: Link, way: Way, frames: list[Frame]) -> None:
+    def carry(self, source: SimNetwork, target: SimLink, way: Way, frames: list[Frame]) -> None:
         """Send a message to `target`. `way`: this direction of the connection."""
         when = self.scheduler.now + self.delay()
         digest = self.digest ^ hash(when) & 0xFFFFFFFF
@@ -69,7 +69,7 @@ class Wire:
         if self.watch is not None:
             self.watch(source, target.network, frames, fate)
 
-    def deliver(self, source: SimNetwork, target: Link, way: Way, frames: list[Frame], when: float) -> str:
+    def deliver(self, source: SimNetwork, target: SimLink, way: Way, frames: list[Frame], when: float) -> str:
         """Deliver a message at about `when`. Returns its fate."""
         way.last = when = max(when, way.last + SPACING)
         self.scheduler.call_at(when, target.receive, frames, loop=target.network.loop)
@@ -89,16 +89,16 @@ class SimNetwork:
         self.name = name
         self.loop = loop
 
-    def bind(self, address: str, receive: Receive, on_crash: OnCrash) -> tuple[Door, str]:
-        door = Door(self, receive, on_crash)
+    def bind(self, address: str, receive: Receive, on_crash: OnCrash) -> tuple[SimDoor, str]:
+        door = SimDoor(self, receive, on_crash)
         return door, self.wire.open(door, address)
 
-    def publish(self, address: str, on_crash: OnCrash) -> tuple[Door, str]:
-        publication = Publication(self, no_receive, on_crash)
+    def publish(self, address: str, on_crash: OnCrash) -> tuple[SimDoor, str]:
+        publication = SimPublication(self, no_receive, on_crash)
         return publication, self.wire.open(publication, address)
 
-    def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> Caller:
-        caller = Caller(self, address, receive, on_crash)
+    def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> SimCaller:
+        caller = SimCaller(self, address, receive, on_crash)
         self.wire.call(caller)
         return caller
 
@@ -115,7 +115,7 @@ class Way:
     last: float = 0.0
 
 
-class Link:
+class SimLink:
     """A socket of one process."""
 
     def __init__(self, network: SimNetwork, receive: Receive, on_crash: OnCrash) -> None:
@@ -138,12 +138,12 @@ class Link:
             self._on_crash(error)
 
 
-class Door(Link):
+class SimDoor(SimLink):
     """The bound side of a connection, like a ROUTER socket."""
 
     def __init__(self, network: SimNetwork, receive: Receive, on_crash: OnCrash) -> None:
         super().__init__(network, receive, on_crash)
-        self.callers: dict[bytes, Caller] = {}
+        self.callers: dict[bytes, SimCaller] = {}
 
     def send(self, frames: list[Frame]) -> None:
         route, *rest = frames
@@ -156,7 +156,7 @@ class Door(Link):
         self.send(frames)
 
 
-class Publication(Door):
+class SimPublication(SimDoor):
     """Like a PUB socket: sends to all connected callers."""
 
     def send(self, frames: list[Frame]) -> None:
@@ -167,13 +167,13 @@ class Publication(Door):
             self.network.wire.carry(self.network, caller, caller.from_door, copies)
 
 
-class Caller(Link):
+class SimCaller(SimLink):
     """The connecting side of a connection, like a DEALER or a SUB socket. `door`: None until it is connected."""
 
     def __init__(self, network: SimNetwork, address: str, receive: Receive, on_crash: OnCrash) -> None:
         super().__init__(network, receive, on_crash)
         self.address = address
-        self.door: Door | None = None
+        self.door: SimDoor | None = None
         self.route = b""
         self.to_door = Way()
         self.from_door = Way()

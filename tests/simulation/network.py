@@ -13,7 +13,17 @@ from random import Random
 from typing import Any
 
 from actors.simulation.loop import Scheduler
-from actors.simulation.network import SPACING, Caller, Door, Link, Publication, SimNetwork, Way, Wire, no_receive
+from actors.simulation.network import (
+    SPACING,
+    SimCaller,
+    SimDoor,
+    SimLink,
+    SimNetwork,
+    SimPublication,
+    Way,
+    Wire,
+    no_receive,
+)
 from protocols.codec import Frame
 from protocols.network import OnCrash, Receive
 from simulation.loop import DEAD, FaultyLoop
@@ -85,12 +95,12 @@ class FaultyWire(Wire):
 
     # --- connections
 
-    def open(self, door: Door, address: str) -> str:
+    def open(self, door: SimDoor, address: str) -> str:
         bound = super().open(door, address)
         self._connect_waiting(bound)
         return bound
 
-    def call(self, caller: Caller) -> None:
+    def call(self, caller: SimCaller) -> None:
         """Connect the caller once its address is bound and not cut off."""
         door = self.doors.get(caller.address)
         if door is not None and not (
@@ -107,13 +117,13 @@ class FaultyWire(Wire):
             return self.call(caller)
         super().connect(caller, door)
 
-    def shut_door(self, door: Door, address: str, silently: bool) -> None:
+    def shut_door(self, door: SimDoor, address: str, silently: bool) -> None:
         """The socket was closed, or its process died. `silently`: its peers notice only after SILENT_DEATH_SECONDS."""
         self.doors.pop(address, None)
         for caller in list(door.callers.values()):
             self._later(silently, self._separate_from, caller, door)
 
-    def leave(self, caller: Caller, silently: bool) -> None:
+    def leave(self, caller: SimCaller, silently: bool) -> None:
         """The socket was closed, or its process died. `silently`: as for `shut_door`."""
         waiting = self._waiting.get(caller.address, [])
         if caller in waiting:
@@ -130,7 +140,7 @@ class FaultyWire(Wire):
         delay = SILENT_DEATH_SECONDS if silently else self.weather.latency
         self.scheduler.call_at(self.scheduler.now + delay, callback, *args)
 
-    def _separate_from(self, caller: Any, door: Door) -> None:
+    def _separate_from(self, caller: Any, door: SimDoor) -> None:
         if caller.door is door:
             self._separate(caller)
 
@@ -143,14 +153,14 @@ class FaultyWire(Wire):
 
     # --- messages
 
-    def carry(self, source: Any, target: Link, way: Way, frames: list[Frame]) -> None:
+    def carry(self, source: Any, target: SimLink, way: Way, frames: list[Frame]) -> None:
         if source.lives:
             super().carry(source, target, way, frames)
 
     def delay(self) -> float:
         return self.weather.latency + self.random.random() * self.weather.jitter
 
-    def deliver(self, source: SimNetwork, target: Link, way: Any, frames: list[Frame], when: float) -> str:
+    def deliver(self, source: SimNetwork, target: SimLink, way: Any, frames: list[Frame], when: float) -> str:
         """Deliver a message, subject to weather and partitions."""
         arrival = way.arrive, target, frames
         if self.weather.calm and not self._cut:
@@ -195,13 +205,13 @@ class FaultyNetwork(SimNetwork):
     def lives(self) -> bool:
         return self.loop.state is not DEAD
 
-    def bind(self, address: str, receive: Receive, on_crash: OnCrash) -> tuple[Door, str]:
+    def bind(self, address: str, receive: Receive, on_crash: OnCrash) -> tuple[SimDoor, str]:
         return self._opened(FaultyDoor(self, receive, on_crash), address)
 
-    def publish(self, address: str, on_crash: OnCrash) -> tuple[Door, str]:
+    def publish(self, address: str, on_crash: OnCrash) -> tuple[SimDoor, str]:
         return self._opened(FaultyPublication(self, no_receive, on_crash), address)
 
-    def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> Caller:
+    def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> SimCaller:
         caller = FaultyCaller(self, address, receive, on_crash)
         self._links.append(caller)
         self.wire.call(caller)
@@ -209,7 +219,7 @@ class FaultyNetwork(SimNetwork):
 
     subscribe = connect
 
-    def _opened(self, door: FaultyDoor | FaultyPublication, address: str) -> tuple[Door, str]:
+    def _opened(self, door: FaultyDoor | FaultyPublication, address: str) -> tuple[SimDoor, str]:
         door.address = self.wire.open(door, address)
         self._links.append(door)
         return door, door.address
@@ -230,12 +240,12 @@ class FaultyWay(Way):
 
     broken: bool = False
 
-    def arrive(self, target: Link, frames: list[Frame]) -> None:
+    def arrive(self, target: SimLink, frames: list[Frame]) -> None:
         if not self.broken:
             target.receive(frames)
 
 
-class FaultyDoor(Door):
+class FaultyDoor(SimDoor):
     network: FaultyNetwork
     address: str
 
@@ -253,14 +263,14 @@ class FaultyDoor(Door):
             self.network.wire.shut_door(self, self.address, silently)
 
 
-class FaultyPublication(FaultyDoor, Publication):
+class FaultyPublication(FaultyDoor, SimPublication):
     def send(self, frames: list[Frame]) -> None:
-        Publication.send(self, frames)
+        SimPublication.send(self, frames)
         if self.network.on_publish is not None and self.network.lives:
             self.network.on_publish(frames)
 
 
-class FaultyCaller(Caller):
+class FaultyCaller(SimCaller):
     network: FaultyNetwork
     to_door: FaultyWay
     from_door: FaultyWay
