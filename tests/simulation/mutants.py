@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -43,8 +43,7 @@ def capacity_from_a_counter() -> AbstractContextManager[None]:
     return patch.multiple(Ledger, capacity=property(capacity))
 
 
-@contextmanager
-def no_deduplication() -> Iterator[None]:
+def no_deduplication() -> AbstractContextManager[None]:
     """A server handles a repeated request a second time."""
     receive, forget = Server._receive, Server._forget
 
@@ -59,8 +58,7 @@ def no_deduplication() -> Iterator[None]:
         if key in server._calls:
             forget(server, key, *more)
 
-    with patch.multiple(Server, _receive=receive_anew), patch.multiple(Server, _forget=forget_if_known):
-        yield
+    return patch.multiple(Server, _receive=receive_anew, _forget=forget_if_known)
 
 
 def no_batch_gate() -> AbstractContextManager[None]:
@@ -68,14 +66,9 @@ def no_batch_gate() -> AbstractContextManager[None]:
     return patch.multiple(Ledger, _stragglers=lambda ledger, chosen: [])
 
 
-@contextmanager
-def no_lease_expiry() -> Iterator[None]:
+def no_lease_expiry() -> AbstractContextManager[None]:
     """Leases never end, even if their owner falls silent or leaves."""
-    with (
-        patch.multiple(Ledger, expire=lambda ledger, now: []),
-        patch.multiple(Ledger, release=lambda ledger, owner: []),
-    ):
-        yield
+    return patch.multiple(Ledger, expire=lambda ledger, now: [], release=lambda ledger, owner: [])
 
 
 def leases_nobody_knows_of() -> AbstractContextManager[None]:
@@ -234,8 +227,7 @@ def start_versions_not_reported() -> AbstractContextManager[None]:
     return patch.multiple(RolloutManager, ask_master=ask)
 
 
-@contextmanager
-def min_version_stays() -> Iterator[None]:
+def min_version_stays() -> AbstractContextManager[None]:
     """The samples of a group may go on from weights older than the version at which the group started."""
 
     class First:
@@ -248,8 +240,7 @@ def min_version_stays() -> Iterator[None]:
         def __set__(self, session: SampleSession, version: int) -> None:
             session.__dict__.setdefault("first_min_version", version)
 
-    with patch.multiple(SampleSession, min_version=First()):
-        yield
+    return patch.multiple(SampleSession, create=True, min_version=First())
 
 
 def rollouts_written_at_the_end() -> AbstractContextManager[None]:
