@@ -73,6 +73,7 @@ class Caller:
 
     def __init__(self, door: Door) -> None:
         self._door = door
+        self.token = secrets.token_bytes(16)
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.connect(door.address)
@@ -102,7 +103,7 @@ class Caller:
     def ask(self, message: Message, sender: str = "stranger/0#1") -> Message | None:
         """The answer; None where the door is dead or stuck."""
         id, until = secrets.token_hex(8), time.monotonic() + ANSWER_SECONDS
-        self.send(encode(Header(message.kind, sender, id=id, remaining_ms=10_000), message))
+        self.send(encode(Header(message.kind, sender, id=id, remaining_ms=10_000, token=self.token), message))
         while self._door.alive and time.monotonic() < until:
             if answer := self.take(id):
                 return answer
@@ -120,6 +121,7 @@ def flood(door: Door, frames: int, malformed: Malformed, joins: bool) -> None:
     before = _lines(door)
     while door.sent < frames:
         caller = Caller(door)
+        malformed.token = caller.token
         if joins:
             malformed.senders = ["stranger/0#1", *_joined(caller)]
         for i in range(min(BATCH, frames - door.sent)):

@@ -108,7 +108,7 @@ async def test_the_master_goes_on_whatever_its_members_and_strangers_send(config
         for role in ("rollout_manager", "trainer", "generator"):
             bus.identity.name = f"{role}/?#{role}"
             senders.append((await master.ask(Join(role=role, index=None, address="tcp://127.0.0.1:1"), 10)).identity)
-        await flood(config.master.address, Malformed(1, senders))
+        await flood(config.master.address, Malformed(1, senders, token=master.token))
         assert (await master.ask(AskStatus(), 30)).values["ended"] is False
 
 

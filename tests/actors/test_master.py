@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import structlog
+import zmq
 from pydantic import ValidationError
 
 from actors import master as master_module
@@ -19,8 +20,8 @@ from areal.config import Config
 from areal.observe.timeline import read_events, spans
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
-from protocols.codec import encode_body
-from protocols.errors import BusError, BusyError, FencedError, MalformedError, RefusedError
+from protocols.codec import Header, decode_body, decode_header, encode, encode_body
+from protocols.errors import BusError, BusyError, FencedError, ForgedError, MalformedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskEvaluation,
@@ -305,12 +306,76 @@ async def test_an_actor_that_fell_silent_is_removed_and_then_refused(config):
 async def test_who_joins_in_the_place_of_another_replaces_it(config):
     async with master_of(config), callers(config, "generator") as (old,):
         new = Caller("generator", config.master.address)
-        new.bus.identity.name = "generator/0#newer"
         welcome = await new.join(index=0)
-        assert [member.identity for member in welcome.snapshot.members] == ["generator/0#newer"]
+        assert [member.identity for member in welcome.snapshot.members] == [new.bus.identity.name]
+        assert new.bus.identity.name != old.bus.identity.name
         with pytest.raises(RefusedError, match="not a member"):
             await old.beat()
         await new.bus.close()
+
+
+# --- whose request it is
+
+
+@contextlib.asynccontextmanager
+async def thief_of(owner: Caller) -> AsyncIterator[Caller]:
+    """Another process with valid keys, which calls itself what the owner calls itself."""
+    thief = Caller(owner.role, owner.address)
+    thief.bus.identity.name = owner.bus.identity.name
+    try:
+        yield thief
+    finally:
+        await thief.bus.close()
+
+
+async def reconnect(caller: Caller) -> None:
+    """The same process, over a new connection."""
+    await caller.bus._peers.pop(caller.address).close()
+
+
+async def test_a_request_in_the_name_of_another_member_is_refused_and_counted(config):
+    config = without_evaluation(config)
+    async with callers_of_several_masters("trainer", "reward", config=config) as (trainer, reward):
+        for resume in (False, True):  # and by the next master, before the owner has said a word to it
+            async with master_of(config, resume) as running:
+                if not resume:
+                    await trainer.join()
+                    await reward.join()
+                async with thief_of(trainer) as thief:
+                    for message in (Leave(reason="stolen"), TrainingFailed(reason="stolen"), AskBatch(version=0)):
+                        with pytest.raises(ForgedError, match=f"not from {trainer.bus.identity.name}"):
+                            await thief.ask(message)
+                reward.bus.identity.name, name = trainer.bus.identity.name, reward.bus.identity.name
+                with pytest.raises(ForgedError):  # a member has no more right to it
+                    await reward.ask(Leave(reason="stolen"))
+                reward.bus.identity.name = name
+                await reward.beat()
+                await trainer.beat()
+                await reconnect(trainer)
+                await trainer.beat()
+                assert trainer.bus.identity.name in [m.identity for m in (await reward.ask(AskSnapshot())).members]
+                assert running.get_coro().cr_frame.f_locals["self"].bus.server.counts[ForgedError.code] == 4
+
+
+async def test_a_welcome_is_told_again_to_the_one_it_was_made_for_alone(config):
+    async with master_of(without_evaluation(config)):
+        joins = Caller("trainer", config.master.address)
+        name = joins.bus.identity.name
+        welcome = await joins.join()
+        with zmq.Context() as context:
+            for token, same in ((joins.bus.peer(joins.address).token, True), (b"guessed", False)):
+                with context.socket(zmq.DEALER) as socket:
+                    socket.linger = 0
+                    socket.connect(config.master.address)
+                    header = Header(AskStatus.kind, name, id="0", remaining_ms=9000, token=token)
+                    socket.send_multipart(encode(header, AskStatus()))
+                    while not socket.poll(0):  # noqa: ASYNC110 - a socket that is no part of a bus
+                        await asyncio.sleep(0.01)
+                    answer = socket.recv_multipart()
+                kind = decode_header(answer).kind
+                assert kind == ("welcome" if same else "status")
+                assert (decode_body(kind, answer) == welcome) is same
+        await joins.bus.close()
 
 
 async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there_are_other_hosts(config, monkeypatch):
@@ -322,7 +387,7 @@ async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there
             await elsewhere.join(listens="tcp://10.0.0.7:1")
             await elsewhere.bus.close()
     warned = [line for line in logs if "cannot reach" in line["event"]]
-    assert [line["joined"] for line in warned] == ["generator/0#generator"]
+    assert [line["joined"] for line in warned] == [elsewhere.bus.identity.name]
 
 
 async def test_a_run_in_which_nothing_moves_says_who_waits_for_whom(config):

@@ -284,7 +284,9 @@ def posted(frames):
 async def test_a_web_page_that_posts_a_form_to_the_port_is_not_heard(serve, folder, secure):
     _, address, runs = serve(folder if secure else None)
     with raw(address) as peer:
-        peer.sendall(posted(encode(Header(AskStatus.kind, "monitor/0#web", id="1", remaining_ms=9000), AskStatus())))
+        peer.sendall(
+            posted(encode(Header(AskStatus.kind, "monitor/0#web", id="1", remaining_ms=9000, token=b"t"), AskStatus()))
+        )
         await hears_until_cut_off(peer)
     assert not runs
 
@@ -294,7 +296,9 @@ async def test_the_request_of_that_web_page_is_heard_where_nobody_is_asked_about
     monkeypatch.setattr(network, "guard", lambda socket: None)
     _, address, runs = serve(None)
     with raw(address) as peer:
-        peer.sendall(posted(encode(Header(AskStatus.kind, "monitor/0#web", id="1", remaining_ms=9000), AskStatus())))
+        peer.sendall(
+            posted(encode(Header(AskStatus.kind, "monitor/0#web", id="1", remaining_ms=9000, token=b"t"), AskStatus()))
+        )
         await until(lambda: runs)
 
 

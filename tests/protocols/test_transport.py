@@ -121,7 +121,7 @@ async def received(socket):
 
 
 def frames(message, **fields):
-    header = {"kind": message.kind, "sender": "reward/0#b"} | fields
+    header = {"kind": message.kind, "sender": "reward/0#b", "token": b"t"} | fields
     return encode(Header(**header), message)
 
 
@@ -217,6 +217,54 @@ async def test_the_same_id_of_another_sender_is_another_request(net):
     for number, sender in enumerate(("reward/0#b", "reward/0#c")):
         socket.send_multipart(frames(score(number), id="5", sender=sender))
         assert decode_body("status", await received(socket)) == scored(number)
+
+
+async def test_what_is_kept_for_a_request_belongs_to_its_token_alone(net):
+    runs, release = [], asyncio.Event()
+
+    async def handle(request):
+        runs.append(request)
+        await release.wait()
+        return scored(len(runs))
+
+    bus, address = net.serve(handle)
+    owner, thief = net.raw(zmq.DEALER, address), net.raw(zmq.DEALER, address)
+    owner.send_multipart(frames(score(), id="5"))
+    await until(lambda: runs)
+    thief.send_multipart(frames(Cancel(), reply_to="5", token=b"guessed"))
+    thief.send_multipart(frames(score(), id="5", token=b"guessed"))
+    await until(lambda: len(runs) == 2)  # not taken for a repeat of the other's, which would have its answer sent there
+    assert not [call for call in bus.server._calls.values() if call.task.cancelling()]
+    release.set()
+    assert decode_body("status", await received(owner)) == decode_body("status", await received(thief)) == scored(2)
+    owner.close()
+    owner = net.raw(zmq.DEALER, address)  # the owner, connected again
+    owner.send_multipart(frames(score(), id="5"))
+    assert decode_body("status", await received(owner)) == scored(2)
+    assert len(runs) == 2
+    assert runs[0].sender == runs[1].sender and runs[0].owner != runs[1].owner
+
+
+async def test_a_request_without_a_token_is_not_heard(net):
+    bus, address = net.serve(echo)
+    socket = net.raw(zmq.DEALER, address)
+    socket.send_multipart(frames(score(), id="5", token=b""))
+    await until(lambda: bus.server.counts[MalformedError.code])
+
+
+async def test_an_asker_has_one_token_for_each_server_which_no_other_server_learns(net):
+    seen = []
+
+    async def handle(request):
+        seen.append(request.token)
+        return Done()
+
+    (_, first), (_, second) = net.serve(handle), net.serve(handle)
+    bus = net.bus("reward/0#b")
+    for address in (first, second, first):
+        await bus.peer(address).ask(AskStatus(), PATIENCE)
+        bus.forget(address)
+    assert seen[0] == seen[2] != seen[1] and len(seen[0]) == len(seen[1]) == 16
 
 
 async def test_nobody_there_is_a_deadline_error(net):

@@ -77,7 +77,13 @@ async def _serve_weights(pipe) -> None:
             sender.offer(order)
         elif order in NAMES:
             del trainer.directory[order]
-        pipe.send({"links": sorted(sender._links), "sent": sender.bytes_sent, "crashes": [repr(c) for c in crashes]})
+        pipe.send(
+            {
+                "links": sorted(owner.partition(" ")[0] for owner in sender._links),
+                "sent": sender.bytes_sent,
+                "crashes": [repr(c) for c in crashes],
+            }
+        )
     sender.close()
     await bus.close()
 

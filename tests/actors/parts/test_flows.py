@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 
+import numpy as np
 import pytest
 
 from actors.parts import flows
@@ -65,13 +66,13 @@ class Server:
     async def answer(self, request):
         asked = request.message
         if isinstance(asked, EndJobs):
-            self.flows.cancel(request.sender, asked.flow, asked.jobs.tolist())
+            self.flows.cancel(request)
             return Done()
         self.requests.append(len(asked.completions))
         if any(one.completion == "refuse all" for one in asked.completions):
             raise RefusedError("not these")
         jobs = {one.job: functools.partial(self.work, one) for one in asked.completions}
-        self.flows.begin(request.sender, asked.flow, jobs)
+        self.flows.begin(request, asked.flow, jobs)
         return Done()
 
     async def work(self, one, add):
@@ -148,6 +149,22 @@ async def test_a_failure_arrives_as_the_error_it_was_and_harms_no_other_job(pair
     with pytest.raises(HarmfulError, match="it does harm"):
         await harm
     assert await other == 3
+
+
+async def test_another_of_the_same_name_cannot_end_the_jobs_or_add_to_them(pair):
+    waiting = pair.do("wait")
+    await pair.until(lambda: pair.server.running)
+    thief = Bus("rollout_manager/0#a", ZmqNetwork())
+    try:
+        peer = thief.peer(pair.server.address)
+        await peer.ask(EndJobs(flow=0, jobs=np.array([pair.last.number], np.int64)), PATIENCE)
+        with pytest.raises(StreamBrokenError, match="flow 0 of rollout_manager/0#a is not open"):
+            await peer.ask(Kind().request(0, [Task(7, "x")]), PATIENCE)
+    finally:
+        await thief.close()
+    pair.server.goes_on.set()
+    async with asyncio.timeout(PATIENCE):
+        assert await waiting == 4
 
 
 async def test_jobs_that_the_server_refuses_fail_and_the_flow_goes_on(pair):
