@@ -587,11 +587,6 @@ class Bus:
         self._closing: dict[asyncio.Task[None], None] = {}
         self._on_crash: OnCrash = _tell_loop
 
-    @property
-    def guarded(self) -> bool:
-        """True if only holders of the run's keys can reach this actor."""
-        return self._network.guarded
-
     def serve(self, address: str, handle: Handler, on_crash: OnCrash) -> str:
         """Open the server; returns the bound address. `on_crash` also gets the exceptions of event handlers.
 

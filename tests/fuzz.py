@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from conftest import find_free_port  # noqa: E402
 from flood_http import flood_http  # noqa: E402
+from helpers import dealer, keys_folder  # noqa: E402
 from malformed import Malformed  # noqa: E402
 
 from protocols.codec import Header, decode_body, decode_header, encode  # noqa: E402
@@ -74,9 +75,7 @@ class Caller:
     def __init__(self, door: Door) -> None:
         self._door = door
         self.token = secrets.token_bytes(16)
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.connect(door.address)
+        self._socket = dealer(zmq.Context.instance(), door.address)
 
     def close(self) -> None:
         self._socket.close()
@@ -168,7 +167,8 @@ class Cluster:
         with output.open("w") as out:
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "run.py"), *arguments], stdout=out, stderr=subprocess.STDOUT,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", "AREAL_KEYS": "none"}, cwd=self.folder, start_new_session=True,
+                env=os.environ | {"HF_HUB_OFFLINE": "1", "AREAL_KEYS": keys_folder()}, cwd=self.folder,
+                start_new_session=True,
             )  # fmt: skip
         self._started.append(process)
         return Door(process, output, address)

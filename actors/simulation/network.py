@@ -242,8 +242,6 @@ class SimNetwork:
         self.wire.call(caller)
         return caller
 
-    guarded = True
-
     def publish(self, address: str, on_crash: OnCrash) -> tuple[_Publication, str]:
         publication = _Publication(self, _no_receive, on_crash)
         publication.address = self.wire.open(publication, address)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import structlog
 import zmq
+from helpers import dealer, network
 from pydantic import ValidationError
 
 from actors import master as master_module
@@ -53,7 +54,6 @@ from protocols.messages import (
     TrainingFailed,
     TrainingFinished,
 )
-from protocols.network import ZmqNetwork
 from protocols.transport import Bus, Publisher
 
 SECONDS = 60.0
@@ -85,7 +85,7 @@ class Caller:
 
     def __init__(self, role: str, address: str, mark: str = "") -> None:
         self.role = role
-        self.bus = Bus(f"{role}/?#{mark or role}", ZmqNetwork())
+        self.bus = Bus(f"{role}/?#{mark or role}", network())
         self.address = address
 
     async def ask(self, message, seconds: float = 20.0):
@@ -105,7 +105,7 @@ class Caller:
 async def master_of(config: Config, resume: bool = False) -> AsyncIterator[asyncio.Task]:
     folder = RunFolder.resume(config) if resume else RunFolder.create(config)
     journal = Journal.open(folder.path / "journal.db")
-    running = asyncio.create_task(Master(Bus("master/0#m", ZmqNetwork()), config, journal=journal, folder=folder).run())
+    running = asyncio.create_task(Master(Bus("master/0#m", network()), config, journal=journal, folder=folder).run())
     try:
         yield running
     finally:
@@ -364,9 +364,7 @@ async def test_a_welcome_is_told_again_to_the_one_it_was_made_for_alone(config):
         welcome = await joins.join()
         with zmq.Context() as context:
             for token, same in ((joins.bus.peer(joins.address).token, True), (b"guessed", False)):
-                with context.socket(zmq.DEALER) as socket:
-                    socket.linger = 0
-                    socket.connect(config.master.address)
+                with dealer(context, config.master.address) as socket:
                     header = Header(AskStatus.kind, name, id="0", remaining_ms=9000, token=token)
                     socket.send_multipart(encode(header, AskStatus()))
                     while not socket.poll(0):  # noqa: ASYNC110 - a socket that is no part of a bus
@@ -378,8 +376,7 @@ async def test_a_welcome_is_told_again_to_the_one_it_was_made_for_alone(config):
         await joins.bus.close()
 
 
-async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there_are_other_hosts(config, monkeypatch):
-    monkeypatch.setattr(ZmqNetwork, "guarded", True)  # with keys, other hosts may join
+async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there_are_other_hosts(config):
     with structlog.testing.capture_logs() as logs:
         async with master_of(config), callers(config, "trainer", "reward"):
             assert not [line for line in logs if line["log_level"] == "warning"]
