@@ -22,7 +22,7 @@ from areal.observe.timeline import read_events, spans
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
 from protocols.codec import Header, decode_body, decode_header, encode, encode_body
-from protocols.errors import BusError, BusyError, FencedError, ForgedError, MalformedError, RefusedError
+from protocols.errors import BusError, BusyError, DeadlineError, FencedError, ForgedError, MalformedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskEvaluation,
@@ -54,6 +54,8 @@ from protocols.messages import (
     TrainingFailed,
     TrainingFinished,
 )
+from protocols.network import ZmqNetwork
+from protocols.security import Keys, make_keys
 from protocols.transport import Bus, Publisher
 
 SECONDS = 60.0
@@ -191,14 +193,20 @@ async def test_loads_whose_sum_is_beyond_64_bits_are_refused_and_the_master_goes
         assert not running.done()
 
 
-async def test_without_keys_nobody_beyond_this_machine_joins_a_master_that_listens_on_it_alone(config):
-    async with master_of(config):
-        stranger = Caller("generator", config.master.address)
-        for address in ("tcp://203.0.113.7:4000", "tcp://evil.example.org:4000", "tcp://0.0.0.0:4000"):
-            with pytest.raises(RefusedError, match="this run has no keys and listens on this machine alone"):
-                await stranger.join(listens=address)
-        await stranger.join(listens="tcp://localhost:4000")
-        await stranger.bus.close()
+async def test_without_keys_nobody_joins_on_this_machine_either(config, tmp_path):
+    join = Join(role="generator", index=None, address="tcp://127.0.0.1:4000")
+    async with master_of(config), callers(config, "reward") as (member,):
+        stranger = Bus("generator/?#x", ZmqNetwork(Keys(make_keys(tmp_path / "others").parent)))
+        with pytest.raises(DeadlineError):
+            await stranger.peer(config.master.address).ask(join, 1.0)
+        await stranger.close()
+        with zmq.Context() as context, context.socket(zmq.DEALER) as nobody:
+            nobody.linger = 0
+            nobody.connect(config.master.address)
+            nobody.send_multipart(encode(Header(join.kind, "generator/?#x", id="0", token=b"t"), join))
+            await asyncio.sleep(1.0)
+            assert not nobody.poll(0)
+        assert [m.role for m in (await member.ask(AskSnapshot())).members] == ["reward"]
 
 
 async def evaluate(evaluator: Caller, version: int, accuracy: float) -> None:

@@ -6,8 +6,8 @@ Every contestant moves the same content: a heartbeat and its answer, and arrays 
 side, with validated messages, deadlines and answers kept for repeated requests. Bare pyzmq is a DEALER and a ROUTER of
 `zmq.asyncio` with msgpack and nothing else: no validation, no deadline, no credit; a single asker does without request
 ids there. Ray is calls of an async actor, with `ray.get` where there is a single asker. Ours alone is encrypted, and
-both ends prove who they are (docs/security.md). All processes stand at the same time, and in every round each contestant
-does the same work, one after another.
+both ends prove who they are (docs/security.md). All processes stand at the same time, and in every round each
+contestant does the same work, one after another.
 
 `ratio` is ours over pyzmq for small round trips, with one asker or with 64, whichever is less.
 """
