@@ -32,11 +32,12 @@ _PERCENT = r"\s{0,9}\\?(?:%|percent(?:age)?\b|pct\b)"
 _TOKEN = re.compile(
     rf"""(?P<formula>
         \$\$ (?P<a> [^$]{{1,4000}} ) \$\$ | \\\[ (?P<b> (?:[^\\]|\\(?!\])){{1,4000}}+ ) \\\]
-        | (?<!\\)\$ (?![\d.,]+\s+[a-z]{{2}}) (?P<c> (?:\\\$|[^\n$]){{1,1000}}+ ) \$
+        | (?<!\\)\$ (?![\d.,]+(?:\s+[a-z]{{2}}|\s*[-+*/x=]?\s*\$[\d.])) (?P<c> (?:\\\$|[^\n$]){{1,1000}}+ ) \$
         | \\\( (?P<d> (?:[^\\\n]|\\(?!\))){{1,1000}}+ ) \\\) )  (?P<percent> {_PERCENT} )?
     | (?P<broken> \$[ \t]*\n[^$]{{0,999}}+\$ | \\\([ \t]*\n(?:[^\\]|\\(?!\))){{0,999}}+\\\) )
-    | (?P<number> {_FRACTION} | (?<![a-z_\\])[$€£¥]?{_NUMBER}(?:e[+-]?\d{{1,9}})?(?:{_PERCENT})? )
-    | (?P<sign> [-−+*/^×÷·=≈()] | (?<=[\d ])x(?=\ ?[$\d]) | \b(?:plus|minus|times|divided\ by|multiplied\ by)\b )""",
+    | (?P<number> {_FRACTION} | (?<![a-z_\\\d,])[$€£¥]?{_NUMBER}(?:e[+-]?\d{{1,9}})?(?:{_PERCENT})? )
+    | (?P<sign> [-−+*/^×÷·=≈]+ | \((?=\s*[-−\d.$(]) | (?<=[\d)])\) | (?<=[\d ])x(?=\ ?[$\d])
+        | \b(?:plus|minus|times|divided\ by|multiplied\ by)\b )""",
     _FLAGS | re.VERBOSE,
 )
 _PLAIN = re.compile(rf"-?(?:{_NUMBER}(?:/\d+)?|\d+ \d+/\d+|{_FRACTION}|{_NUMBER}e[+-]?\d+)(?:{_PERCENT})?", _FLAGS)
@@ -46,12 +47,12 @@ _ANCHOR = re.compile(
 # The form of Minerva's prompt. After a box it counts, and not the box.
 _HOPE = re.compile(r"final answer is.{1,400}?I hope", _FLAGS | re.DOTALL)
 # Between an anchor and what it announces: signs, and the name of a variable.
-_DIRECT = re.compile(r"\W*(?:\w{1,3}\W*)?")
+_DIRECT = re.compile(r"\W*(?:[A-Za-z](?:_\{?\w\}?|\d)?\W*)?")
 _SENTENCE_END = re.compile(r"[.!?]\s|\n")
 # The longest way from an anchor to its answer, in characters.
 _REACH = 400
 _BETWEEN_FORMULAS = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
-_BETWEEN_NUMBERS = re.compile(r"\s*,?\s*(?:and|or)\s*(?:[a-z]\w*(?:\(\w\)?)?\s*)?", re.IGNORECASE)
+_BETWEEN_NUMBERS = re.compile(r"\s*,?\s*(?:and|or)\s*(?:[a-z](?:\(\w\)?)?\s*)?", re.IGNORECASE)
 # In texts that were escaped once too often.
 _DOUBLED = re.compile(r"(?<!\\)\\(?=\\(?:boxed|text|frac|sqrt|left|right)\b)")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\\\|\\[{}]|[{}]")
@@ -115,7 +116,7 @@ def _spans(text: str) -> Iterator[Span]:
             run = []
         if token["formula"]:
             inside = token["a"] or token["b"] or token["c"] or token["d"]
-            yield Span(token.start(), token.end(), inside + "\\%" * bool(token["percent"]), True)
+            yield Span(token.start(), token.end(), inside.strip() + "\\%" * bool(token["percent"]), True)
         elif token["broken"]:
             yield Span(token.start(), token.end(), None, True)
         else:
@@ -130,9 +131,9 @@ def _run(text: str, tokens: Sequence[re.Match[str]]) -> Iterator[Span]:
     start, end = tokens[0].start(), tokens[-1].end()
     run = text[start:end]
     if start == 0 or text[start - 1] == "\n":
-        run = run.removeprefix("- ")  # an item of a list
+        run = re.sub(r"^[-*+] ", "", run)  # an item of a list
     said = re.split(r"[=≈]", re.sub(r"(?<!\d)\*\*|\*\*(?!\d)|[$€£¥]", "", run))[-1]
-    said = said.replace("−", "-").strip(" \t*()\u00a0")
+    said = re.sub(r"^\*(?=\S)|\*$", "", said.strip(" \t\u00a0")).replace("−", "-").strip("()")
     yield Span(start, end, _number_as_latex(said) if _PLAIN.fullmatch(said) else None, False)
 
 
