@@ -88,7 +88,9 @@ class Digests:
 
 def _rewards(config: Mapping[str, Any]) -> list[Any]:
     """What the configuration says of the rewards: of the run, and of its data."""
-    return [(config.get("reward") or {}).get("functions"), (config.get("data") or {}).get("reward")]
+    data = config.get("data") or {}
+    parts = [data, *(data.get("sources") or ())]
+    return [(config.get("reward") or {}).get("functions"), *(part.get("reward") for part in parts)]
 
 
 def digest(path: Path) -> list[Digest]:
