@@ -19,7 +19,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
-from math import gcd
 from typing import NamedTuple
 
 MARK = "####"
@@ -197,14 +196,15 @@ _NOTHING = re.compile(r"(?<!\\)\\(?:left|right|!\s*|displaystyle|\$|[()\[\]])|\$
 _SPACE = re.compile(r"(?<!\\)\\(?:[,;: ]|q?quad)|~")
 _SEPARATOR = re.compile(
     r"\\(?:begin|end)\{\w*\}(?:\{\w*\})?|[,;](?!\d{3}(?!\d))|&|\\\\|\\cup|\\[{}]|[{}()\[\]]|\b(?:and|or)\b|"
-    r"\\(?:leq?|geq?|leqslant|geqslant|lt|gt|neq?|in)\b|[<>≤≥≠∈]|!="
+    r"\\(?:leq?|geq?|leqslant|geqslant|lt|gt|neq?|in|approx)(?![A-Za-z])|[<>≤≥≠≈∈]|!="
 )
-_RELATION = re.compile(r"\\(?:leq?|geq?|leqslant|geqslant|lt|gt|neq?)\b|[<>≤≥≠]|!=")
-_PRODUCT = re.compile(r"\d\s*[(\[]|[)\]]\s*[\d(\[]|\\end\{\w*\}\s*\\begin")
+_RELATION = re.compile(r"\\(?:leq?|geq?|leqslant|geqslant|lt|gt|neq?)(?![A-Za-z])|[<>≤≥≠]|!=")
+_PRODUCT = re.compile(r"\d\s*[(\[{]|[)\]]\s*[\d(\[]|(?<!\\)\}\s*\{|\\end\{\w*\}\s*\\begin")
+_ENVIRONMENT = re.compile(r"(\\(?:begin|end)\{\w*\})(?:\{\w*\})?")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 _LITERAL = re.compile(
     rf"(?:\\pm|±)?\s*[-+]?\s*(?P<number>(?:\d+\s+)?(?P<over>\d+)\s*[/:]\s*(?P<under>\d+)|"
-    rf"{_DIGITS}\s*(?:\\times|\\cdot|[×·*])\s*10\^-?\d+|{_DIGITS}(?:e[+-]?\d+)?|\\infty|∞)\s*(?:\\?%)?"
+    rf"{_DIGITS}\s*(?:\\times|\\cdot|[×·*])\s*10\^(?:-\d|[4-9]|\d\d)\d*|{_DIGITS}(?:e[+-]?\d+)?|\\infty|∞)\s*(?:\\?%)?"
     r"(?P<unit>\s+[a-z][a-z/.·\s^²³\d]*|(?:[ckm]m|[km]g|ml|ft|lbs?|km/h|mph|min)(?:\^?[23²³])?)?",
     _FLAGS,
 )
@@ -233,11 +233,11 @@ def numbers(latex: str) -> list[str] | None:
     """The numbers of an answer that is one or more numbers and no arithmetic (`x = \\frac{1}{2}`, `(0, 5]`, `72 cm`);
     None for any other."""
     text = re.sub(r"10\^\{(-?\d+)\}", r"10^\1", _words(_fractions(latex)))
-    if _PRODUCT.search(text):
+    if _PRODUCT.search(_ENVIRONMENT.sub(r"\1", text)):
         return None
     is_relation, found = bool(_RELATION.search(text)), []
     for piece in filter(str.strip, _SEPARATOR.split(text)):
-        *left, value = re.split(r"=|≈|\\approx", piece)
+        *left, value = piece.split("=")
         if not all(_LEFT_SIDE.fullmatch(side.strip()) for side in left):
             return None
         literal = _LITERAL.fullmatch(value.strip())
@@ -258,7 +258,7 @@ def is_answered(latex: str, gold: str, prompt: str = "") -> bool:
     if _bare(latex) == _bare(gold):
         return True
     found, wanted = numbers(latex), numbers(gold)
-    unfinished = found is None or any("^" in number or not _is_reduced(number) for number in found)
+    unfinished = found is None or any(re.search("[/:^]", number) for number in found)
     if unfinished and _EXPRESSION.search(latex) and stands_in(prompt, latex):
         return False
     if wanted is None:
@@ -267,11 +267,6 @@ def is_answered(latex: str, gold: str, prompt: str = "") -> bool:
         # A decimal that stands for a root.
         return bool(_ROOT.fullmatch(latex.strip())) and _values(latex).isdisjoint(_values(prompt))
     return found is not None
-
-
-def _is_reduced(number: str) -> bool:
-    over, slash, under = number.partition("/")
-    return not slash or gcd(int(over.split()[-1]), int(under)) == 1
 
 
 def rounded(latex: str, gold: str) -> str:
@@ -302,8 +297,9 @@ def stands_in(prompt: str, text: str) -> bool:
     bare = _bare(text)
     if re.fullmatch(_DIGITS, bare.removeprefix("-").rstrip("%"), _FLAGS):
         return not _values(bare).isdisjoint(_values(prompt))
-    if "=" in bare and re.fullmatch(_DIGITS, end := bare.rpartition("=")[2], _FLAGS):
-        bare = "=" + end
+    _, equals, bare = bare.rpartition("=")
+    if re.fullmatch(_DIGITS, bare, _FLAGS):
+        bare = equals + bare
     return bool(re.search(rf"{r'(?<![0-9.])' * bare[:1].isdigit()}{re.escape(bare)}(?![0-9])", _bare(prompt)))
 
 

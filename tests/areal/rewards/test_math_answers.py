@@ -336,6 +336,11 @@ UNFINISHED = r"""
 72 ~ \boxed{x = 72 + 0}
 72 ~ \boxed{72 = 12*6}
 18 ~ \boxed{12(6)}
+15 ~ \boxed{{5}{3}}
+15 ~ \boxed{5{3}}
+3 ~ \boxed{4 - 1 \approx 0}
+3 ~ \boxed{4 - 1 ≈ 0}
+30 ~ \boxed{3 \times 10^1}
 18 ~ \boxed{12\,6}
 1024 ~ \boxed{2^{10}}
 120 ~ \boxed{5!}
@@ -374,7 +379,11 @@ If x = 5, what is x + 0? ~ 5 ~ We have x = 5 ~ 0
 If x = 15, what is x - 10? ~ 5 ~ We have x = 5 ~ 1
 Simplify 2/4. ~ 1/2 ~ \boxed{\frac{2}{4}} ~ 0
 Simplify 2/4. ~ 1/2 ~ \boxed{\frac{3}{6}} ~ 1
-Take 1/2 or 1/3. ~ 0.5 ~ \boxed{\frac{1}{2}} ~ 1
+Take 1/2 or 1/3. ~ \frac{1}{2} ~ \boxed{1/2} ~ 1
+Write 7/2 as a decimal. ~ 3.5 ~ \boxed{\frac{7}{2}} ~ 0
+Write 3.5 as a fraction. ~ \frac{7}{2} ~ \boxed{\frac{7}{2}} ~ 1
+Simplify $\sqrt{8}$. ~ 2\sqrt{2} ~ \boxed{x = \sqrt{8}} ~ 0
+Simplify $\sqrt{8}$. ~ 2\sqrt{2} ~ So $x = \sqrt{8}$ ~ 0
 Simplify $\sqrt{8}$. ~ 2\sqrt{2} ~ \boxed{\sqrt{8}} ~ 0
 Simplify $\sqrt{8}$. ~ 2\sqrt{2} ~ It is $2\sqrt{2}$. ~ 1
 Simplify $\sqrt{8}$. ~ 2\sqrt{2} ~ It is $\sqrt 8$. ~ 0
