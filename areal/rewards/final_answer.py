@@ -87,7 +87,7 @@ def given(text: str, prompt: str = "") -> str | None:
         if between is None or len(between) > _REACH:
             continue
         if _DIRECT.fullmatch(between):
-            return spans[first].content
+            return _list(text, spans[first:])
         if not _SENTENCE_END.search(between.strip()):
             return _unless_in(prompt, text, _last_of_sentence(text, spans[first:]))
     is_all = not re.search(r"\w", text[: spans[-1].start] + text[spans[-1].end :])
@@ -101,6 +101,15 @@ def _last_of_sentence(text: str, spans: Sequence[Span]) -> Span:
             break
         last = span
     return last
+
+
+def _list(text: str, spans: Sequence[Span]) -> str | None:
+    """What the first span says, with those that follow it after a comma each."""
+    count = 1
+    while count < len(spans) and _BETWEEN_FORMULAS.fullmatch(text, spans[count - 1].end, spans[count].start):
+        count += 1
+    contents = [span.content for span in spans[:count]]
+    return None if None in contents else ", ".join(map(str, contents))
 
 
 def _unless_in(prompt: str, text: str, span: Span) -> str | None:
@@ -204,7 +213,7 @@ _ENVIRONMENT = re.compile(r"(\\(?:begin|end)\{\w*\})(?:\{\w*\})?")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 _LITERAL = re.compile(
     rf"(?:\\pm|±)?\s*[-+]?\s*(?P<number>(?:\d+\s+)?(?P<over>\d+)\s*[/:]\s*(?P<under>\d+)|"
-    rf"{_DIGITS}\s*(?:\\times|\\cdot|[×·*])\s*10\^(?:-\d|[4-9]|\d\d)\d*|{_DIGITS}(?:e[+-]?\d+)?|\\infty|∞)\s*(?:\\?%)?"
+    rf"{_DIGITS}\s*[-+]\s*(?:{_DIGITS})?i|(?:{_DIGITS})?i(?:\s*[-+]\s*{_DIGITS})?|{_DIGITS}\s*(?:\\times|\\cdot|[×·*])\s*10\^(?:-\d|[4-9]|\d\d)\d*|{_DIGITS}(?:e[+-]?\d+)?|\\infty|∞)\s*(?:\\?%)?"
     r"(?P<unit>\s+[a-z][a-z/.·\s^²³\d]*|(?:[ckm]m|[km]g|ml|ft|lbs?|km/h|mph|min)(?:\^?[23²³])?)?",
     _FLAGS,
 )
@@ -259,7 +268,8 @@ def is_answered(latex: str, gold: str, prompt: str = "") -> bool:
         return True
     found, wanted = numbers(latex), numbers(gold)
     unfinished = found is None or any(re.search("[/:^]", number) for number in found)
-    if unfinished and _EXPRESSION.search(latex) and stands_in(prompt, latex):
+    sides = [part.rpartition("=")[2].strip(" ()") for part in re.split(r"≈|\\approx", latex)]
+    if unfinished and any(_EXPRESSION.search(side) and stands_in(prompt, side) for side in sides):
         return False
     if wanted is None:
         return bool(_OPERATION.search(gold)) or not _OPERATION.search(latex)

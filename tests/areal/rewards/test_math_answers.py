@@ -380,6 +380,12 @@ If x = 15, what is x - 10? ~ 5 ~ We have x = 5 ~ 1
 Simplify 2/4. ~ 1/2 ~ \boxed{\frac{2}{4}} ~ 0
 Simplify 2/4. ~ 1/2 ~ \boxed{\frac{3}{6}} ~ 1
 Take 1/2 or 1/3. ~ \frac{1}{2} ~ \boxed{1/2} ~ 1
+What is the LCM of 32, 4? ~ 32 ~ The answer is 32, 4 ~ 0
+What is the LCM of 32, 4? ~ 32 ~ The answer is 32, as 4 divides it. ~ 1
+Add $(1 - 2i) + (3 + i)$. ~ 4 - i ~ \boxed{((1 - 2i) + (3 + i))} ~ 0
+Add $(1 - 2i) + (3 + i)$. ~ 4 - i ~ \boxed{-i + 4} ~ 1
+Expand $(x-1)(x+1)$. ~ x^2-1 ~ \boxed{((x-1)(x+1))} ~ 0
+Expand $(x-1)(x+1)$. ~ x^2-1 ~ \boxed{(x-1)(x+1) \approx 1} ~ 0
 Write 7/2 as a decimal. ~ 3.5 ~ \boxed{\frac{7}{2}} ~ 0
 Write 3.5 as a fraction. ~ \frac{7}{2} ~ \boxed{\frac{7}{2}} ~ 1
 Simplify $\sqrt{8}$. ~ 2\sqrt{2} ~ \boxed{x = \sqrt{8}} ~ 0
