@@ -88,7 +88,8 @@ def given(text: str, prompt: str = "") -> str | None:
             continue
         if _DIRECT.fullmatch(between):
             return _list(text, spans[first:])
-        if not _SENTENCE_END.search(between.strip()):
+        # A heading may begin with #### too.
+        if anchor[0] != MARK and not _SENTENCE_END.search(between.strip()):
             return _unless_in(prompt, text, _last_of_sentence(text, spans[first:]))
     is_all = not re.search(r"\w", text[: spans[-1].start] + text[spans[-1].end :])
     return spans[-1].content if is_all else _unless_in(prompt, text, spans[-1])
@@ -213,7 +214,8 @@ _ENVIRONMENT = re.compile(r"(\\(?:begin|end)\{\w*\})(?:\{\w*\})?")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 _LITERAL = re.compile(
     rf"(?:\\pm|±)?\s*[-+]?\s*(?P<number>(?:\d+\s+)?(?P<over>\d+)\s*[/:]\s*(?P<under>\d+)|"
-    rf"{_DIGITS}\s*[-+]\s*(?:{_DIGITS})?i|(?:{_DIGITS})?i(?:\s*[-+]\s*{_DIGITS})?|{_DIGITS}\s*(?:\\times|\\cdot|[×·*])\s*10\^(?:-\d|[4-9]|\d\d)\d*|{_DIGITS}(?:e[+-]?\d+)?|\\infty|∞)\s*(?:\\?%)?"
+    rf"{_DIGITS}\s*[-+]\s*(?:{_DIGITS})?i|(?:{_DIGITS})?i(?:\s*[-+]\s*{_DIGITS})?|"
+    rf"{_DIGITS}\s*(?:\\times|\\cdot|[×·*])\s*10\^(?:-\d|[4-9]|\d\d)\d*|{_DIGITS}(?:e[+-]?\d+)?|\\infty|∞)\s*(?:\\?%)?"
     r"(?P<unit>\s+[a-z][a-z/.·\s^²³\d]*|(?:[ckm]m|[km]g|ml|ft|lbs?|km/h|mph|min)(?:\^?[23²³])?)?",
     _FLAGS,
 )

@@ -591,6 +591,8 @@ The answer, in clips, is 72. ~ 72
 The answers are 7 or 72. ~ 7, 72
 Answer: the clips of April (48) and May are 72. Of these 24 are red. ~ 72
 The answer is easy. Add 2 to 70 ~ 70
+#### Step 3: Add⏎It is 72. ~ 72
+#### Answer: 72 ~ 72
 She pays $18 and has $72 left. ~ 72
 - 72 ~ 72
 about 72% of all ~ 72\%
