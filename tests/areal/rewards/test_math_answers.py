@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import reasoning_gym
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -480,6 +481,19 @@ def test_what_is_still_to_be_worked_out_scores_zero_though_it_equals_the_answer(
 @pytest.mark.parametrize(("prompt", "gold", "completion", "expected"), pairs(PROMPTED))
 def test_the_prompt_said_again_scores_zero(here, prompt, gold, completion, expected):
     assert resolve("math")(prompt, completion, {"answer": gold}) == float(expected)
+
+
+@pytest.mark.parametrize(
+    "form", ["{}", "{} =", "The problem is {}", "I do not know {}", "The answer is {}", "\\boxed{{{}}}"]
+)
+def test_the_sums_of_smollm2_said_again_score_zero_and_their_answers_one(here, form):
+    sums = reasoning_gym.create_dataset("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=50)
+    reward = resolve("math")
+    for row in sums:
+        said = row["question"].rpartition(":")[2].strip(" =")
+        assert reward(row["question"], form.format(said), row) == 0.0
+        assert reward(row["question"], row["question"], row) == 0.0
+        assert reward(row["question"], f"{said} = {row['answer']}", row) == 1.0
 
 
 @pytest.mark.parametrize("name", HOSTILE)
