@@ -40,6 +40,7 @@ import struct
 import sys
 import tempfile
 import time
+import traceback
 import types
 
 TICK_SECONDS = 0.01
@@ -291,7 +292,7 @@ def write(path, text):
         file.write(text)
 
 
-def enter_root(folders, packages):
+def enter_root(folders, packages.split(os.pathsep)):
     """Switches to a new root with its own /proc, and with the system's folders, Python's and `folders`, read-only.
     `packages` are the folders at /packages/0, /packages/1, ...; their paths on the host are not shown."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
@@ -527,10 +528,7 @@ def run_python(path):
 
 def depth():
     """How many frames there are, that of the caller included."""
-    count, frame = 1, sys._getframe(1)
-    while frame := frame.f_back:
-        count += 1
-    return count
+    return 1 + sum(1 for _ in traceback.walk_stack(sys._getframe(1).f_back))
 
 
 def watch(program, run, usage, deadline):
@@ -820,7 +818,7 @@ def remove_groups(groups):
 def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # programs may send it, and so does a terminal: the worker decides
     _, descriptor, mode, packages, delegated, *folders = sys.argv
-    requests, plain, packages = socket.socket(fileno=int(descriptor)), mode == "none", packages.split(os.pathsep)
+    requests, plain = socket.socket(fileno=int(descriptor)), mode == "none"
     with contextlib.suppress(OSError):
         write("/proc/self/oom_score_adj", "1000")  # when memory is short, the kernel kills programs first
     try:
@@ -836,7 +834,7 @@ def main():
                 if groups is not None:
                     remove_groups(groups)
                 return
-            enter_root(folders, packages)
+            enter_root(folders, packages.split(os.pathsep))
         else:
             sys.path += packages
         call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
