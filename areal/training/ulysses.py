@@ -30,7 +30,7 @@ class RowPart:
     row: the row with a last sequence that fills it up, so that all parts have the same size. tokens, positions: int64
     [1, T / N], this rank's. predicts: int64, the places in them whose hidden states are needed. distribution: which of
     those gives each log-probability that is computed here. targets: the tokens of these log-probabilities. indices:
-    which of the row's S tokens these are.
+    int64, which of the row's S tokens these are.
     """
 
     row: PackedRow
