@@ -292,7 +292,7 @@ def write(path, text):
         file.write(text)
 
 
-def enter_root(folders, packages.split(os.pathsep)):
+def enter_root(folders, packages):
     """Switches to a new root with its own /proc, and with the system's folders, Python's and `folders`, read-only.
     `packages` are the folders at /packages/0, /packages/1, ...; their paths on the host are not shown."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
@@ -836,7 +836,7 @@ def main():
                 return
             enter_root(folders, packages.split(os.pathsep))
         else:
-            sys.path += packages
+            sys.path += packages.split(os.pathsep)
         call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     except (OSError, KeyError) as error:
         requests.send(json.dumps({"error": str(error)}).encode())

@@ -42,7 +42,7 @@ def write_run(folder: Path, broken=None, steps: int = STEPS) -> list[dict]:
             own = broken(random, place) if broken and step >= BREAKS else sound
             prompt = GROUPS * step + place
             found.append(Group(f"g{prompt}.0", prompt, tuple(own)))
-        writer.trained(step, found, None)
+        writer.add_trained(step, found, None)
         if step % 10 == 0 or step == steps:
             writer.write()
         every = [one for group in found for one in group.trajectories]
