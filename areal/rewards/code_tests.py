@@ -38,7 +38,7 @@ _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
 # What runs in the sandbox, and is not imported here.
 _SOURCES = {
     name: Path(__file__).with_name(f"{name}.py").read_text()
-    for name in ("assert_runner", "call_runner", "pytest_standin", "remote_objects")
+    for name in ("assert_runner", "call_runner", "plain_data", "pytest_standin")
 }
 _ASSERTER = "import assert_runner\nassert_runner.main()\n"
 # How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
@@ -56,9 +56,9 @@ class CodeTests:
     def __init__(self, **options: Any) -> None:
         """Raises UserError if programs cannot be run safely."""
         config = SandboxConfig(**options)
-        self._seconds = config.wall_seconds
+        self._seconds, self._cpu_seconds = config.wall_seconds, config.cpu_seconds
         self._sandbox = open_sandbox(config)
-        names = ("assert_runner", "pytest_standin", "remote_objects")
+        names = ("assert_runner", "plain_data", "pytest_standin")
         # A sandbox on this machine runs this very Python.
         self._asserter = dict(_compiled(name) if config.url is None else _source(name) for name in names)
 
@@ -119,6 +119,8 @@ class CodeTests:
             "tests": tests.tests,
             "candidate": tests.candidate,
             "collect": tests.pytest_style,
+            "cpu_seconds": self._cpu_seconds,
+            "wall_seconds": self._seconds,
         }
         files = {"program.py": code.encode(errors="replace"), **self._asserter}
         outcome = await self._sandbox.run(_ASSERTER, stdin=json.dumps(job), files=files)
