@@ -230,13 +230,15 @@ def _of_code(sources: Sequence[str], row: Row) -> Tests:
         pytest_style = static_checks.is_pytest_style(tuple(tests))
         if candidate and re.search(r"^def check\(", tests[0], re.MULTILINE):
             prepare, tests, pytest_style = [*prepare, *tests], ["check(candidate)"], False
-        needs = static_checks.needs_of((*prepare, *tests), pytest_style)
+        needs = static_checks.needs_of((*prepare, *tests), pytest_style, _defined(row))
     except (SyntaxError, ValueError, RecursionError) as error:
         raise RewardError(f"the row's tests are not valid Python: {error}") from None
     if (language := _language(row)) != "python":
         raise RewardError(f"the row's tests are Python code, but its language is {language}")
     if not needs.can_fail:
         raise RewardError("the row's tests cannot fail: no code that runs in them checks something about the program")
+    if needs.unjudged:
+        raise RewardError(f"the row's tests use {needs.unjudged}, which is not judged: docs/sandbox.md says what is")
     if pytest_style:
         prepare, tests = [*prepare, *tests], []
     return Asserts(prepare, tests, candidate, begins, pytest_style, needs)
@@ -320,6 +322,12 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _defined(row: Row) -> frozenset[str]:
+    """The functions that the row's own solutions define."""
+    trees = [ast.parse(solution) for solution in solutions_of(row)[:1] if _is_python(solution)]
+    return frozenset(node.name for tree in trees for node in tree.body if isinstance(node, static_checks.Function))
 
 
 def _is_python(text: str) -> bool:
