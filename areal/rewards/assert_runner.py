@@ -1,20 +1,21 @@
 """Runs tests that are Python code against a program that must not be able to read, change or fool them.
 
-`areal.rewards.code_tests` runs this module in a sandbox. It uses two processes. The child runs the program; it is
-forked before the tests are read, so its memory does not contain them. The parent runs the tests; the child cannot read
-the parent's memory, and nothing that the child can write is on the parent's path of modules.
+`areal.rewards.code_tests` runs this module in a sandbox. The child runs the program; it is forked before the tests are
+read, so its memory does not contain them. The parent runs the tests; the child cannot read the parent's memory, and
+nothing that the child can write is on the parent's path of modules. Only plain data cross (`areal.rewards.plain_data`):
 
-Only plain data cross (`areal.rewards.plain_data`). In the tests, a function of the program is a `Function`: it is called
-by name, and its result is data, or an `Opaque` that has nothing. A class that has a capitalised name is a `HandleClass`;
-what the tests make by calling it is a `Handle`, whose methods and attributes are used by name, and whose results are
-data or handles. Functions of the tests that are given to the program are called back in the same way. A test that needs
-more raises Unsupported, which makes its row an error and never a score.
+* A function of the program is a `Function` in the tests. Its result is data, or an `Opaque`, which equals nothing.
+* What the tests make by calling a class with a capitalised name is a `Handle`. Its methods and attributes are used by
+  name; their results are data or handles. It has no operators, and equals itself alone.
+* Functions of the tests that are given to the program are called back with data.
 
-stdin: `{"nonce", "names", "modules", "prepare", "tests", "candidate", "collect", "cpu_seconds", "wall_seconds"}`.
-`names` of the program are global names of the tests, which may also import them from the module `solution`. `prepare` is
-run, then `tests`; with `collect`, the tests are those of pytest's kind that `prepare` defines. `modules` are those that
-the tests import. stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; or else `NONCE unusable REASON`, if
-no program could pass the tests here.
+Tests that need more raise Unsupported, which makes the row an error and never a score. Whether they do depends on the
+tests alone: where a program could pass them with data, other results fail.
+
+stdin: `{"nonce", "names", "modules", "prepare", "tests", "candidate", "collect", "wall_seconds"}`.
+`names` of the program are global names of the tests, which may also import them from the module `solution`. `prepare`
+is run, then `tests`; with `collect`, the tests are those of pytest's kind that `prepare` defines. `modules` are those
+that the tests import. stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; or else `NONCE unusable REASON`.
 """
 
 import builtins
@@ -27,7 +28,7 @@ import importlib.util
 import io
 import itertools
 import json
-import math  # noqa: F401 - in NAMES_FROM
+import math
 import operator
 import os
 import random
@@ -46,12 +47,12 @@ from plain_data import ProgramError
 from pytest_standin import Unsupported
 
 PR_SET_DUMPABLE = 4
-# Items of a generator or another iterator that are sent; the next one is an error.
+# Items of an iterator that are sent; a further one is an error.
 MOST_ITEMS = 10_000
-# Frames that the program has to itself, as in a process of its own, and those of this file; and frames of the tests.
+# Frames of a program, as in a process of its own, besides those of this file; and of the tests.
 RECURSION, DEEP = 1000 + 50, 10_000
-# How often it is checked how long the tests take, and from which share of the time on they are to blame.
-TICK_SECONDS, LATE, SLEEP = 0.1, 0.9, time.sleep
+# How often it is looked at how long the tests take. They may replace these functions.
+TICK_SECONDS, LATE, CLOCK, SLEEP = 0.1, 0.8, time.monotonic, time.sleep
 # Functions that tests replace: the program then calls the replacement.
 REPLACED = [
     *((builtins, name) for name in ("input", "print", "open")),
@@ -67,28 +68,19 @@ MODULES = {
     )
 } | {"np": "numpy", "pd": "pandas"}
 NAMES_FROM = {"collections": collections.__all__, "typing": typing.__all__, "math": ("isclose", "isnan", "sqrt")}
-# What may come back besides data: from functions, from methods and attributes, from making an object, from names.
-RESULTS = frozenset({"opaque", "iterator", "awaitable", "callback"})
-OBJECTS, MADE = RESULTS | {"object", "method"}, RESULTS | {"object"}
-NAMES = RESULTS | {"function", "class", "error", "module"}
-# Special attributes that functions of libraries look at for the tests; any others they only try.
-LOOKED_AT = ("__dict__", "__annotations__", "__dataclass_fields__", "__signature__")
-# What tests ask of a handle by syntax, and the program answers by data.
+# What tests do to a handle by syntax and get data for.
 SPECIAL = {
     "__len__": len, "__str__": str, "__repr__": repr, "__iter__": lambda value: (item for item in value),
     "__call__": lambda value, *a, **k: value(*a, **k),
     "__getitem__": operator.getitem, "__setitem__": operator.setitem, "__delitem__": operator.delitem,
 }  # fmt: skip
-# What a handle has not: the program would judge itself.
-REFUSED = [
-    *"bool contains lt le gt ge enter exit aenter aexit aiter await next reversed format reduce_ex".split(),
-    *"int float complex index neg pos abs invert round trunc floor ceil".split(),
-    *(
-        prefix + name
-        for name in "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor".split()
-        for prefix in ("", "r", "i")
-    ),
-]
+# What else syntax and functions do to an object: the program would judge itself.
+BINARY = "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor"
+OTHER = """bool contains lt le gt ge enter exit aenter aexit aiter await next reversed format reduce_ex
+int float complex index neg pos abs invert round trunc floor ceil"""
+REFUSED = [*OTHER.split(), *(prefix + name for name in BINARY.split() for prefix in ("", "r", "i"))]
+NO_DATA_HAVE = ("call", "enter", "exit", "aenter", "aexit", "aiter", "await")
+LOOKED_AT = ("__dict__", "__annotations__", "__dataclass_fields__", "__signature__")
 
 
 def set_dumpable(value):
@@ -98,50 +90,47 @@ def set_dumpable(value):
 
 
 class Link:
-    """One end of the connection. Requests may be nested: who waits for an answer carries out requests meanwhile.
+    """One end of the connection. An end that waits for an answer carries out requests meanwhile.
 
-    ends: an object with `serve`, `encode_other`, `decode_other` and `errors`.
+    end: it has `serve(*request)`, `encode_other`, `decode_other` and `errors`.
     """
 
-    def __init__(self, connection, ends):
-        self.stream, self.ends, self.lock = connection.makefile("rwb"), ends, threading.RLock()
-        # What the other end's messages have cost, and how long this end has waited for them.
-        self.cpu_seconds = self.waited_seconds = 0.0
+    def __init__(self, connection, end):
+        self.stream, self.end, self.lock = connection.makefile("rwb"), end, threading.RLock()
+        # CPU time that messages of the other end took; elapsed time while this end did not wait for one.
+        self.cpu_seconds, self.busy_seconds, self.busy_since = 0.0, 0.0, CLOCK()
 
-    def ask(self, allowed, what, *parts):
-        """The other end's answer. Raises what it raises, or ProgramError. allowed: what it may be besides data."""
+    def ask(self, *request, objects=False):
+        """The answer to a request. Raises what the other end raises, or ProgramError. objects: handles may be in it."""
         with self.lock:
-            encoder = plain_data.Encoder(self.ends.encode_other)
-            self.send(["ask", encoder.items([what, *parts])])
+            encoder = plain_data.Encoder(self.end.encode_other)
+            self.send(["ask", encoder.items(list(request))])
             while (message := self.receive())[0] == "ask":
                 self.answer(message[1])
-            failed, answer = self.read(self.read_answer, message, encoder.containers, allowed)
+            failed, answer = self.read(self.read_answer, message, encoder.containers, objects)
             if failed:
                 raise answer
             return answer
 
-    def read_answer(self, message, containers, allowed):
+    def read_answer(self, message, containers, objects):
         kind, value, changes = message
-        decoder = plain_data.Decoder(self.ends.decode_other, containers)
-        decoder.allowed = allowed
-        answer = self.ends.errors.decode(value, decoder) if kind == "raise" else decoder.decode(value)
+        decoder = plain_data.Decoder(self.end.decode_other, containers, objects)
+        answer = self.end.errors.decode(value, decoder) if kind == "raise" else decoder.decode(value)
         for number, items in changes:
-            container = containers[number]
-            plain_data.CONTAINERS[type(container)][1](container, decoder.items(items))
+            plain_data.fill(containers[number], decoder.items(items))
         return kind == "raise", answer
 
     def answer(self, request):
-        decoder = plain_data.Decoder(self.ends.decode_other)
-        decoder.allowed = OBJECTS
-        parts = self.read(decoder.items, request)
+        decoder = plain_data.Decoder(self.end.decode_other, objects=True)
+        request = self.read(decoder.items, request)
         given = [(container, plain_data.contents(container)) for container in decoder.containers]
-        encoder = plain_data.Encoder(self.ends.encode_other, decoder.containers)
+        encoder = plain_data.Encoder(self.end.encode_other, decoder.containers)
         try:
-            kind, value = "return", encoder.encode(self.ends.serve(*parts))
-        except BaseException as error:  # the program, or the function of the tests, may raise anything
-            if isinstance(error, Unsupported):
-                raise
-            kind, value = "raise", self.ends.errors.encode(error, encoder)
+            kind, value = "return", encoder.encode(self.end.serve(*request))
+        except Unsupported:
+            raise
+        except BaseException as error:  # the other end may have asked for anything
+            kind, value = "raise", self.end.errors.encode(error, encoder)
         changes = []
         for number, (container, items) in enumerate(given):
             now = plain_data.contents(container)
@@ -158,16 +147,16 @@ class Link:
             raise ProgramError("the program has ended") from None
 
     def receive(self):
-        began = time.monotonic()
+        self.busy_seconds, self.busy_since = self.busy_seconds + CLOCK() - self.busy_since, math.inf
         size = int.from_bytes(self.stream.read(8), "big")
         if not 0 < size <= plain_data.MOST_BYTES:
             raise ProgramError("the program has ended, or has sent too much")
         data = self.stream.read(size)
-        self.waited_seconds += time.monotonic() - began
+        self.busy_since = CLOCK()
         return self.read(plain_data.read_message, data)
 
     def read(self, function, *arguments):
-        """What the function makes of data of the other end. Raises ProgramError if it is malformed."""
+        """What the function makes of data of the other end. Raises ProgramError if they are malformed."""
         began = time.process_time()
         try:
             return function(*arguments)
@@ -177,46 +166,43 @@ class Link:
             self.cpu_seconds += time.process_time() - began
 
 
-def iterated(steps, errors, encoder):
-    """An iterator as its items, and the error at which it ended, or None."""
-    items = []
+def is_iterator(value):
+    return type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__")
+
+
+def encode_iterator(steps, errors, encoder):
+    """The items, and the error at which the iterator ended, or None."""
+    items, error = [], None
     try:
         items += itertools.islice(steps, MOST_ITEMS)
-        error = ProgramError("an iterator has too many items") if len(items) == MOST_ITEMS else None
+        if len(items) == MOST_ITEMS:
+            raise ProgramError("an iterator has too many items")
     except BaseException as raised:  # the program may raise anything
-        error = raised
-    return {"iterator": [encoder.items(items), error and errors.encode(error, encoder)]}
+        error = errors.encode(raised, encoder)
+    return {"iterator": [encoder.items(items), error]}
 
 
-def iterator(items, error):
+def decode_iterator(items, error):
     yield from items
     if error:
         raise error
 
 
-def is_iterator(value):
-    return type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__")
-
-
 # --- the child: runs the program
 
 
-class Answer(typing.NamedTuple):
-    """A result, and how it is sent if it is no data: with objects (`object`), or as `kind` with `content`."""
+class Objects(typing.NamedTuple):
+    """A result in which objects are sent as handles."""
 
     value: object
-    kind: str
-    content: object = None
 
 
 class Host:
     """Runs the program, then carries out the requests of the tests."""
 
     def __init__(self, connection):
-        self.errors = plain_data.Errors({})
-        self.objects, self.numbers = [], {}
-        self.classes, self.described = set(), set()  # those that the tests called, and those that they know
-        self.callbacks, self.given_functions, self.failure = {}, {}, None
+        self.errors, self.failure = plain_data.Errors({}), None
+        self.objects, self.numbers, self.made, self.callbacks = [], {}, set(), {}
         self.link = Link(connection, self)
         with open(os.devnull, "w") as self.nowhere, contextlib.suppress(ProgramError):
             while True:
@@ -233,13 +219,13 @@ class Host:
         except BaseException as error:  # the program may raise anything
             self.failure = error
 
-    def serve(self, context, what, *parts):
+    def serve(self, context, what, number, *details):
         with self.replaced(**context):
             if not self.objects:
                 self.load()
             if self.failure:
                 raise self.failure
-            return getattr(self, f"serve_{what}")(*parts)
+            return self.perform(what, self.objects[number], *details)
 
     @contextlib.contextmanager
     def replaced(self, functions=(), stdin=None, captured=False):
@@ -256,46 +242,49 @@ class Host:
             for original in originals:
                 setattr(*original)
             if captured and any(texts := [stream.getvalue() for stream in streams]):
-                self.link.ask((), "print", *texts)
+                self.link.ask("print", *texts)
 
-    def serve_name(self, name):
-        value = getattr(self.objects[0], name)
+    def perform(self, what, thing, name="", arguments=(), keywords=types.MappingProxyType({})):
+        match what:
+            case "name":
+                return self.named(name, getattr(thing, name))
+            case "call":
+                return thing(*arguments, **keywords)
+            case "make":
+                self.made.add(thing)
+                made = thing(*arguments, **keywords)
+                self.number_of(made)
+                return Objects(made)
+            case "method":
+                return Objects(getattr(thing, name)(*arguments, **keywords))
+            case "special":
+                return Objects(SPECIAL[name](thing, *arguments, **keywords))
+            case "get":
+                value = getattr(thing, name)
+                is_method = callable(value) and type(value) not in self.made
+                return ("method",) if is_method else Objects(("data", value))
+            case "set":
+                setattr(thing, name, *arguments)
+            case "delete":
+                delattr(thing, name)
+
+    def named(self, name, value):
+        """A name of the program: what kind of thing it is, and what the tests need of it."""
         if isinstance(value, types.ModuleType):
-            return Answer(value, "module", [value.__name__])
+            return "module", value.__name__
         if isinstance(value, type) and issubclass(value, BaseException):
-            return Answer(value, "error", [self.errors.describe(value)])
+            return "error", self.errors.describe(value)
         if isinstance(value, type):
-            return Answer(value, "class", self.describe(value))
+            return "kind", *self.describe(value)
         if callable(value):
-            names = getattr(value, "__name__", name), getattr(value, "__doc__", None)
-            return Answer(value, "function", [self.number_of(value), *map(str, names)])
-        return value
+            text = getattr(value, "__doc__", None)
+            return "function", self.number_of(value), str(getattr(value, "__name__", name)), text and str(text)
+        return "data", value
 
-    def serve_call(self, number, arguments, keywords):
-        return self.objects[number](*arguments, **keywords)
-
-    def serve_make(self, number, arguments, keywords):
-        self.classes.add(self.objects[number])
-        made = self.serve_call(number, arguments, keywords)
-        self.number_of(made)
-        return Answer(made, "object")
-
-    def serve_method(self, number, name, arguments, keywords):
-        return Answer(getattr(self.objects[number], name)(*arguments, **keywords), "object")
-
-    def serve_special(self, number, name, arguments, keywords):
-        return Answer(SPECIAL[name](self.objects[number], *arguments, **keywords), "object")
-
-    def serve_get(self, number, name):
-        value = getattr(self.objects[number], name)
-        as_method = callable(value) and type(value) not in self.classes
-        return Answer(value, "method", [number, name]) if as_method else Answer(value, "object")
-
-    def serve_set(self, number, name, value):
-        setattr(self.objects[number], name, value)
-
-    def serve_delete(self, number, name):
-        delattr(self.objects[number], name)
+    def describe(self, kind):
+        """Number, name, text and bases of a class."""
+        bases = [self.describe(base) for base in kind.__bases__ if base.__module__ == "solution"]
+        return [self.number_of(kind), kind.__name__, str(kind.__doc__)[:1000], bases]
 
     def number_of(self, value):
         if id(value) not in self.numbers:
@@ -303,31 +292,17 @@ class Host:
             self.objects.append(value)
         return self.numbers[id(value)]
 
-    def describe(self, kind):
-        """Number, name, text and bases of a class; its number, if the tests know it already."""
-        number = self.number_of(kind)
-        if number in self.described:
-            return [number]
-        self.described.add(number)
-        bases = [self.describe(base) for base in kind.__bases__ if base.__module__ == "solution"]
-        return [number, kind.__name__, str(kind.__doc__), bases]
-
     def encode_other(self, value, encoder):
-        if type(value) is Answer:
-            if value.kind != "object":
-                return {value.kind: value.content}
-            encoder.with_objects = True
+        if type(value) is Objects:
+            encoder.objects = True
             return encoder.encode(value.value)
         base = plain_data.base_of(type(value))
-        if id(value) in self.given_functions:
-            return {"callback": [self.given_functions[id(value)]]}
-        if getattr(encoder, "with_objects", False) and type(value) in self.classes:
-            if not base or id(value) in self.numbers:
-                return {"object": [self.number_of(value), self.describe(type(value))]}
+        if encoder.objects and type(value) in self.made and (not base or id(value) in self.numbers):
+            return {"object": [self.number_of(value), self.describe(type(value))]}
         if base:
             return encoder.encode(plain_data.as_base(value, base))
         if is_iterator(value):
-            return iterated(value, self.errors, encoder)
+            return encode_iterator(value, self.errors, encoder)
         if isinstance(value, types.CoroutineType):
             try:
                 return {"awaitable": [False, encoder.encode(event_loop().run_until_complete(value))]}
@@ -335,8 +310,8 @@ class Host:
                 return {"awaitable": [True, self.errors.encode(error, encoder)]}
         return {"opaque": [self.number_of(value), type(value).__name__]}
 
-    def decode_other(self, name, content, decoder):
-        match name:
+    def decode_other(self, kind, content, decoder):
+        match kind:
             case "object":
                 return self.objects[content]
             case "builtin":
@@ -344,12 +319,10 @@ class Host:
             case "error":
                 return self.errors.class_of(content)
             case "iterator":
-                items, error = content
-                return iterator(decoder.items(items), error and self.errors.decode(error, decoder))
-        if content not in self.callbacks:
-            function = self.callbacks[content] = lambda *a, **k: self.link.ask(RESULTS, "callback", content, a, k)
-            self.given_functions[id(function)] = content
-        return self.callbacks[content]
+                return decode_iterator(
+                    decoder.items(content[0]), content[1] and self.errors.decode(content[1], decoder)
+                )
+        return self.callbacks.setdefault(content, lambda *a, **k: self.link.ask("callback", content, a, k))
 
 
 @functools.cache
@@ -374,64 +347,46 @@ class Opaque:
         refuse_attribute(name, f"a result that is no plain data, but a {self._kind}")
 
 
-class Items:
-    """What a generator or another iterator of the program has given."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items):
-        self._items = items
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return next(self._items)
-
-    def __getattr__(self, name):
-        refuse_attribute(name, "an iterator")
-
-
 class Function(Opaque):
     """A function of the program."""
 
-    __slots__ = ("_name", "_tests", "_text")
+    __slots__ = ("_tests", "_name", "_text")
     __doc__ = property(lambda self: self._text)
 
     def __init__(self, tests, number, name, text):
         super().__init__(number, "function")
         self._tests, self._name, self._text = tests, name, text
 
+    def __call__(self, *arguments, **keywords):
+        return self._tests.ask("call", self._number, "", arguments, keywords)
+
     def __getattr__(self, name):
         return self._name if name in ("__name__", "__qualname__") else super().__getattr__(name)
 
-    def __call__(self, *arguments, **keywords):
-        return self._tests.ask(RESULTS, "call", self._number, arguments, keywords)
-
 
 class HandleClass(type):
-    """A class of the program with a capitalised name: the tests make handles by calling it."""
+    """A class of the program. `_class`: its number, and the tests' end of the link."""
 
     def __new__(cls, name, bases, namespace):
         raise Unsupported(f"a class derived from the program's {bases[0].__name__}")
 
     def __call__(cls, *arguments, **keywords):
-        cls._tests.made.add(cls)
-        return cls._tests.ask(MADE, "make", cls._class_number, arguments, keywords)
+        number, tests = cls._class
+        tests.made.add(cls)
+        return tests.ask("make", number, "", arguments, keywords, objects="made")
 
     def __getattr__(cls, name):
         if name.startswith("__"):
             refuse_attribute(name, f"the class {cls.__name__}")
-        value = cls._tests.ask(OBJECTS, "get", cls._class_number, name)
+        number, tests = cls._class
+        value = tests.attribute(number, name)
         if name.isupper() and isinstance(value, Opaque):
             raise Unsupported(f"{cls.__name__}.{name}, which is no plain data")
         return value
 
     def __setattr__(cls, name, value):
-        cls._tests.ask((), "set", cls._class_number, name, value)
-
-    def __delattr__(cls, name):
-        cls._tests.ask((), "delete", cls._class_number, name)
+        number, tests = cls._class
+        tests.ask("set", number, name, (value,))
 
     def __instancecheck__(cls, value):
         if isinstance(value, Opaque):
@@ -453,31 +408,31 @@ class Handle:
     def __getattr__(self, name):
         if name.startswith("__"):
             refuse_attribute(name, f"an object of the class {type(self).__name__}")
-        return type(self)._tests.ask(OBJECTS, "get", self._number, name)
+        return type(self)._class[1].attribute(self._number, name)
 
     def __setattr__(self, name, value):
-        type(self)._tests.ask((), "set", self._number, name, value)
+        type(self)._class[1].ask("set", self._number, name, (value,))
 
     def __delattr__(self, name):
-        type(self)._tests.ask((), "delete", self._number, name)
+        type(self)._class[1].ask("delete", self._number, name)
 
     def __eq__(self, other):
-        return other is self or (other is not None and refuse_use(self, "==") is True)
+        return other is self or (other is not None and refuse_use(self, "=="))
 
     def __hash__(self):
         return refuse_use(self, "hash") or id(self)
 
 
 def refuse_attribute(name, owner):
-    """Raises AttributeError if data may have such an attribute, so that another program could pass, else Unsupported."""
+    """Raises AttributeError if data may have such an attribute: another program could pass. Else raises Unsupported."""
     if name not in LOOKED_AT and (name.startswith("__") or any(name in dir(kind) for kind in plain_data.types())):
         raise AttributeError(name)
     raise Unsupported(f".{name} of {owner}")
 
 
 def refuse_use(handle, what):
-    """Raises Unsupported if the tests do to an object of theirs what cannot be judged. Where the program has returned the
-    object, another program could pass: raises TypeError, or returns False for what all objects have."""
+    """Raises Unsupported if the tests do to an object of theirs what cannot be judged. If the program has returned it,
+    the test fails: returns False for what all objects have, else raises TypeError."""
     if not handle._returned:
         raise Unsupported(f"{what} of an object of the class {type(handle).__name__}")
     if what not in ("==", "hash"):
@@ -485,45 +440,38 @@ def refuse_use(handle, what):
     return False
 
 
-def refuse_result(result, what):
-    raise Unsupported(f"{what} of a result that is no plain data, but a {result._kind}")
+def refuse(what):
+    raise Unsupported(what)
 
 
-def refuse_construction(error, *_, **__):
-    raise Unsupported(f"the tests make a {type(error).__name__} of the program")
+def define(kind, names, method):
+    for name in names:
+        name = f"__{name.strip('_')}__"
+        setattr(kind, name, functools.partialmethod(method, name))
 
 
-def forward(handle, name, arguments, keywords):
-    return type(handle)._tests.ask(OBJECTS, "special", handle._number, name, arguments, keywords)
-
-
-def refuse_class(cls, what):
-    raise Unsupported(f"{what} of the class {cls.__name__}")
-
-
-for _name in ("__iter__", "__len__", "__contains__", "__getitem__"):
-    setattr(HandleClass, _name, lambda cls, *_, _name=_name: refuse_class(cls, _name))
-for _name in SPECIAL:
-    setattr(Handle, _name, lambda self, *a, _name=_name, **k: forward(self, _name, a, k))
-for _name in REFUSED:
-    setattr(Handle, f"__{_name}__", lambda self, *_, _name=_name: refuse_use(self, f"__{_name}__"))
-for _name in ("__call__", "__enter__", "__exit__", "__aenter__", "__aexit__", "__aiter__", "__await__"):
-    setattr(Opaque, _name, lambda self, *_, _name=_name, **__: refuse_result(self, _name))
+define(Handle, REFUSED, lambda self, name, *_: refuse_use(self, name))
+define(
+    Handle, SPECIAL,
+    lambda self, name, *a, **k: type(self)._class[1].ask("special", self._number, name, a, k, objects=True),
+)  # fmt: skip
+define(HandleClass, ("iter", "len", "contains"), lambda cls, name, *_: refuse(f"{name} of the class {cls.__name__}"))
+define(Opaque, NO_DATA_HAVE, lambda self, name, *_, **__: refuse(f"{name} of a result, which is a {self._kind}"))
 
 
 class Tests:
-    """The end of the tests: what they have of the program, and what the program has of theirs."""
+    """The tests' end of the link."""
 
     def __init__(self, connection):
-        self.errors = plain_data.Errors({"__init__": refuse_construction})
+        made_here = {"__init__": lambda error, *_: refuse(f"a {type(error).__name__} of the program made by the tests")}
+        self.errors = plain_data.Errors(made_here)
         self.streams = sys.stdin, sys.stdout, sys.stderr
         self.originals = [getattr(*place) for place in REPLACED]
-        self.handles, self.classes, self.functions, self.made = {}, {}, {}, set()
-        self.callbacks, self.numbers = [], {}
+        self.handles, self.kinds, self.made, self.callbacks, self.numbers = {}, {}, set(), [], {}
         self.link = Link(connection, self)
 
-    def ask(self, allowed, what, *parts):
-        return self.link.ask(allowed, self.context(), what, *parts)
+    def ask(self, what, number, name, *details, objects=False):
+        return self.link.ask(self.context(), what, number, name, *details, objects=objects)
 
     def context(self):
         """What the tests have replaced at this moment."""
@@ -537,91 +485,91 @@ class Tests:
             context["captured"] = True
         return context
 
-    def serve(self, what, *parts):
+    def name(self, name):
+        """What the program has by this name. Raises what the program raises."""
+        kind, *content = self.ask("name", 0, name)
+        if kind == "function" or (kind in ("kind", "error") and not name.lstrip("_")[:1].isupper()):
+            number, called, text = content if kind == "function" else (content[0], name, None)
+            return Function(self, number, called, text)
+        match kind, *content:
+            case "kind", *description:
+                return self.kind(*description)
+            case "error", description:
+                return self.errors.class_of(description)
+            case "module", called:  # the same one, if the tests may replace functions of it
+                return next((module for module, _ in REPLACED if module.__name__ == called), Opaque(0, "module"))
+        return content[0]
+
+    def attribute(self, number, name):
+        kind, *content = self.ask("get", number, name, objects=True)
+        if kind == "method":
+            return lambda *a, **k: self.ask("method", number, name, a, k, objects=True)
+        return content[0]
+
+    def kind(self, number, name, text, bases):
+        if number not in self.kinds:
+            parents = tuple(self.kind(*base) for base in bases) or (Handle,)
+            namespace = {"__slots__": (), "__doc__": text, "__module__": "solution", "_class": (number, self)}
+            try:
+                self.kinds[number] = type.__new__(HandleClass, name, parents, namespace)
+            except TypeError:  # the bases do not fit together
+                self.kinds[number] = type.__new__(HandleClass, name, (Handle,), namespace)
+        return self.kinds[number]
+
+    def serve(self, what, *details):
         if what == "print":
-            for stream, text in zip((sys.stdout, sys.stderr), parts, strict=True):
+            for stream, text in zip((sys.stdout, sys.stderr), details, strict=True):
                 stream.write(text)
             return None
-        number, arguments, keywords = parts
+        number, arguments, keywords = details
         return self.callbacks[number](*arguments, **keywords)
 
     def encode_other(self, value, encoder):
         if isinstance(value, (Opaque, Handle)):
             return {"object": value._number}
         if type(value) is HandleClass:
-            return {"object": value._class_number}
+            return {"object": value._class[0]}
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"error": self.errors.describe(value)}
         if vars(builtins).get(getattr(value, "__name__", None)) is value:
             return {"builtin": value.__name__}
         if is_iterator(value):
-            return iterated(value, self.errors, encoder)
+            return encode_iterator(value, self.errors, encoder)
         if not callable(value) or getattr(value, "_mock_children", None):
-            raise Unsupported(f"the program is given an object of the class {type(value).__name__}")
+            raise Unsupported(f"an object of the class {type(value).__name__} given to the program")
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.callbacks)
             self.callbacks.append(value)
         return {"callback": self.numbers[id(value)]}
 
-    def decode_other(self, name, content, decoder):
-        if name not in decoder.allowed:
-            raise ProgramError(f"a {name} where there can be none")
-        return getattr(self, f"decode_{name}")(decoder, *content)
+    def decode_other(self, kind, content, decoder):
+        match kind, *content:
+            case "opaque", int(number), str(name):
+                return Opaque(number, name)
+            case "iterator", list(items), error:
+                return decode_iterator(decoder.items(items), error and self.errors.decode(error, decoder))
+            case "awaitable", failed, value:
+                return awaited(failed, (self.errors.decode(value, decoder) if failed else decoder.decode(value)))
+            case "object", int(number), [int(), str(), str(), list()] as description if decoder.objects:
+                return self.handle(number, self.kind(*description), decoder.objects != "made")
+        raise ValueError(kind)
 
-    def decode_opaque(self, _, number, kind):
-        return Opaque(number, str(kind))
-
-    def decode_iterator(self, decoder, items, error):
-        return Items(iterator(decoder.items(items), error and self.errors.decode(error, decoder)))
-
-    def decode_callback(self, _, number):
-        return self.callbacks[number]
-
-    def decode_awaitable(self, decoder, failed, content):
-        return awaitable(failed, self.errors.decode(content, decoder) if failed else decoder.decode(content))
-
-    def decode_object(self, decoder, number, description):
-        kind = self.decode_class(decoder, *description)
+    def handle(self, number, kind, returned):
         if kind not in self.made:
             return Opaque(number, kind.__name__)
         if number not in self.handles:
             handle = self.handles[number] = object.__new__(kind)
-            object.__setattr__(handle, "_number", int(number))
+            object.__setattr__(handle, "_number", number)
             object.__setattr__(handle, "_returned", False)
-        if decoder.allowed is not MADE:
+        if returned:
             object.__setattr__(self.handles[number], "_returned", True)
         return self.handles[number]
 
-    def decode_method(self, _, number, name):
-        return lambda *a, **k: self.ask(OBJECTS, "method", number, name, a, k)
 
-    def decode_function(self, _, number, name, text):
-        return self.functions.setdefault(number, Function(self, number, str(name), str(text)))
-
-    def decode_class(self, decoder, number, *description):
-        if number not in self.classes:
-            name, text, bases = description
-            kinds = tuple(self.decode_class(decoder, *base) for base in bases) or (Handle,)
-            fields = {"__slots__": (), "__doc__": str(text), "__module__": "solution"}
-            fields |= {"_tests": self, "_class_number": int(number)}
-            try:
-                self.classes[number] = type.__new__(HandleClass, str(name), kinds, fields)
-            except TypeError:  # the bases do not fit together
-                self.classes[number] = type.__new__(HandleClass, str(name), (Handle,), fields)
-        return self.classes[number]
-
-    def decode_error(self, _, description):
-        return self.errors.class_of(description)
-
-    def decode_module(self, _, name):
-        """The same module, if the tests may replace functions of it in the program."""
-        return next((module for module, _ in REPLACED if module.__name__ == name), None)
-
-
-async def awaitable(failed, content):
+async def awaited(failed, value):
     if failed:
-        raise content
-    return content
+        raise value
+    return value
 
 
 class Solution(types.ModuleType):
@@ -637,16 +585,18 @@ class Solution(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         try:
-            return self._tests.ask(NAMES, "name", name)
+            return self._tests.name(name)
         except Exception:  # the program may raise anything
             raise AttributeError(name) from None
 
     def __setattr__(self, name, value):
-        self._tests.ask((), "set", 0, name, value)
+        self._tests.ask("set", 0, name, (value,))
 
     def __delattr__(self, name):
-        self._tests.ask((), "delete", 0, name)
-def judge(job, connection, verdict):
+        self._tests.ask("delete", 0, name)
+
+
+def judge(job, cpu_seconds, connection, verdict):
     """Runs the tests one by one, and writes a line for each to `verdict`."""
 
     def tell(*words):
@@ -659,7 +609,7 @@ def judge(job, connection, verdict):
     if missing:
         tell("unusable they import what cannot be imported here:", ", ".join(missing))
         return
-    threading.Thread(target=watch, args=(job, tests.link, tell), daemon=True).start()
+    threading.Thread(target=watch, args=(cpu_seconds, job["wall_seconds"], tests.link, tell), daemon=True).start()
     try:
         cases = cases_of(job, solution)
         tell("tests", len(cases))
@@ -669,15 +619,15 @@ def judge(job, connection, verdict):
         tell("unusable they need what is not supported here:", reason)
 
 
-def watch(job, link, tell):
+def watch(cpu_seconds, wall_seconds, link, tell):
     """Ends the tests once they themselves have used up the time, apart from what the program and its messages took."""
-    began, used = time.monotonic(), time.process_time()
+    used = time.process_time()
     while True:
         SLEEP(TICK_SECONDS)
-        busy = time.process_time() - used - link.cpu_seconds
-        passed = time.monotonic() - began
-        if busy > job["cpu_seconds"] or (passed > LATE * job["wall_seconds"] and link.waited_seconds < passed / 2):
-            tell(f"unusable they take longer than a program may ({busy:.1f} s of CPU time, {passed:.1f} s)")
+        cpu = time.process_time() - used - link.cpu_seconds
+        busy = link.busy_seconds + max(0, CLOCK() - link.busy_since)
+        if cpu > cpu_seconds or busy > LATE * wall_seconds:
+            tell(f"unusable they take longer than a program may: {cpu:.1f} s of CPU time, {busy:.1f} s in all")
             os._exit(0)
 
 
@@ -723,7 +673,8 @@ def is_safe(path):
     return os.path.isdir(path) and all(os.path.commonpath([path, it]) != it for it in (os.getcwd(), "/tmp"))
 
 
-def main():
+def main(cpu_seconds):
+    """cpu_seconds: what the program may use, and what the tests may use besides."""
     sys.set_int_max_str_digits(plain_data.MOST_DIGITS)
     set_dumpable(0)
     ours, theirs = socket.socketpair()
@@ -735,6 +686,7 @@ def main():
             os.dup2(nothing.fileno(), 0)
             set_dumpable(1)
             sys.setrecursionlimit(RECURSION)
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu_seconds),) * 2)
             Host(theirs)
             os._exit(0)
         theirs.close()
@@ -744,5 +696,5 @@ def main():
         sys.path[:] = [path for path in sys.path if is_safe(path)]
         job = json.load(sys.stdin)
         os.dup2(nothing.fileno(), 0)
-        judge(job, ours, verdict)
+        judge(job, cpu_seconds, ours, verdict)
     os._exit(0)

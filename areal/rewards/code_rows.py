@@ -111,6 +111,10 @@ class Asserts:
     needs: Needs
     language: str = "python"
 
+    def __len__(self) -> int:
+        """How many tests there are; those of pytest's kind are counted once they are collected."""
+        return len(self.tests) or 1
+
     def idle_program(self) -> str:
         names = dict.fromkeys([*self.needs.names, *filter(None, [self.candidate])])
         return "".join(map(_IDLE.format, names))
@@ -223,7 +227,7 @@ def _of_code(sources: Sequence[str], row: Row) -> Tests:
     candidate, prompt = row.get("entry_point"), row.get("prompt")
     begins = prompt if candidate and isinstance(prompt, str) and f"def {candidate}" in prompt else ""
     prepare = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
-    if _is_python(begins):
+    if is_python(begins):
         prepare.append(begins)  # it may define other names that the tests use
     tests = list(sources)
     try:
@@ -326,11 +330,12 @@ def _text(value: Any) -> str:
 
 def _defined(row: Row) -> frozenset[str]:
     """The functions that the row's own solutions define."""
-    trees = [ast.parse(solution) for solution in solutions_of(row)[:1] if _is_python(solution)]
+    trees = [ast.parse(solution) for solution in solutions_of(row)[:1] if is_python(solution)]
     return frozenset(node.name for tree in trees for node in tree.body if isinstance(node, static_checks.Function))
 
 
-def _is_python(text: str) -> bool:
+def is_python(text: str) -> bool:
+    """True if it can be parsed."""
     try:
         ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):

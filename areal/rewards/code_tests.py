@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import json
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal.config import SandboxConfig
-from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, read_tests
+from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, is_python, read_tests
 from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
 
@@ -40,7 +39,7 @@ _SOURCES = {
     name: Path(__file__).with_name(f"{name}.py").read_text()
     for name in ("assert_runner", "call_runner", "plain_data", "pytest_standin")
 }
-_ASSERTER = "import assert_runner\nassert_runner.main()\n"
+_ASSERTER = "import assert_runner\nassert_runner.main({})\n"
 # How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
 _TOLERANCE, _NOTHING = 1e-6, 1e-12
 _FEW = 6
@@ -70,18 +69,15 @@ class CodeTests:
         fails; neither counts as a score."""
         tests = read_tests(row)
         code = program_in(completion, tests.language)
-        if isinstance(tests, Asserts):
-            if tests.prompt and tests.candidate:
-                code = continued(tests.prompt, code, tests.candidate)
-            results = await self._run_asserts(code, tests)
-        else:
-            results = [False] * len(tests)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._seconds):
-                    if isinstance(tests, Outputs):
-                        await self._run_outputs(code, tests, results)
-                    else:
-                        await self._run_calls(code, tests, results)
+        results = [False] * len(tests)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds):
+                if isinstance(tests, Outputs):
+                    await self._run_outputs(code, tests, results)
+                elif isinstance(tests, Calls):
+                    await self._run_calls(code, tests, results)
+                else:
+                    await self._run_asserts(code, tests, results)
         return float(all(results)), {"passed": sum(results) / len(results)}
 
     async def _run_outputs(self, code: str, tests: Outputs, results: list[bool]) -> None:
@@ -109,7 +105,10 @@ class CodeTests:
                 results[done] = any(same_result(answer, wanted) for wanted in tests.wanted[done])
                 done += 1
 
-    async def _run_asserts(self, code: str, tests: Asserts) -> list[bool]:
+    async def _run_asserts(self, code: str, tests: Asserts, results: list[bool]) -> None:
+        """All tests in one run, in which the program and the tests may each use `cpu_seconds`."""
+        if tests.prompt and tests.candidate:
+            code = continued(tests.prompt, code, tests.candidate)
         nonce = secrets.token_hex(16)
         job = {
             "nonce": nonce,
@@ -119,19 +118,19 @@ class CodeTests:
             "tests": tests.tests,
             "candidate": tests.candidate,
             "collect": tests.pytest_style,
-            "cpu_seconds": self._cpu_seconds,
             "wall_seconds": self._seconds,
         }
         files = {"program.py": code.encode(errors="replace"), **self._asserter}
-        outcome = await self._sandbox.run(_ASSERTER, stdin=json.dumps(job), files=files)
-        told = {tuple(line.split(" ", 2)[1:]) for line in outcome.stdout.split("\n") if line.startswith(f"{nonce} ")}
-        said = dict(pair for pair in told if len(pair) == 2)
-        if reason := said.get("unusable"):
+        outcome = await self._sandbox.run(
+            _ASSERTER.format(self._cpu_seconds), stdin=json.dumps(job), files=files, cpu_seconds=2 * self._cpu_seconds
+        )
+        lines = [line.split(" ", 2)[1:] for line in outcome.stdout.split("\n") if line.startswith(f"{nonce} ")]
+        verdicts = {line[0]: line[1] for line in lines if len(line) == 2}
+        if reason := verdicts.get("unusable"):
             raise RewardError(f"the row's tests cannot be run: {reason}")
-        if said.get("tests") == "0":
+        if verdicts.get("tests") == "0":
             raise RewardError("the row's tests are none: no test is collected from them")
-        count = int(said.get("tests", len(tests.tests) or 1))
-        return [said.get(str(i)) == "1" for i in range(count)]
+        results[:] = [verdicts.get(str(i)) == "1" for i in range(int(verdicts.get("tests", len(tests))))]
 
 
 def _source(name: str) -> tuple[str, bytes]:
@@ -175,7 +174,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
                 left -= end[0] - line_end
                 if left < 0:
                     break
-                if _is_python(text[line_end + 1 : end[0]]):
+                if is_python(text[line_end + 1 : end[0]]):
                     found = end
                     break
         found = found or next((end for end in ends if _is_alone(text, *end)), ends[0] if ends else None)
@@ -189,19 +188,13 @@ def _is_alone(text: str, start: int, end: int) -> bool:
     return not before.strip() and not text[end : line_end if line_end >= 0 else len(text)].strip()
 
 
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
-
-
 def continued(prompt: str, code: str, function: str) -> str:
-    """The prompt, followed by the code. Code that does not define `function` is taken as its body, up to the first
-    unindented line."""
+    """The prompt, followed by the code. Code that does not define `function` is taken as its body and what follows it;
+    if that is not Python, as its body up to the first unindented line."""
     if re.search(rf"^(?:async )?def {re.escape(function)}\b", code, re.MULTILINE):
         return f"{prompt}\n\n{code}"
+    if is_python(prompt + code):
+        return prompt + code
     lines = code.split("\n")
     # The first line may lack its indent, because the prompt may end with it.
     end = next((i for i, line in enumerate(lines) if i and line.strip() and not line[0].isspace()), len(lines))
@@ -246,9 +239,10 @@ def _same_line(given: str, wanted: str) -> bool:
 
 
 def _same_word(given: str, wanted: str) -> bool:
-    """True if the words are equal; or if the wanted one is a number with decimals, and the given one a number that
-    differs by at most a millionth of it, and by at most one in the last decimal if those are fewer than six."""
-    if given == wanted:
+    """True if the words are equal, but for a point and zeros at the end of a given integer; or if the wanted one is a
+    number with decimals, and the given one a number that differs by at most a millionth of it, and by at most one in the
+    last decimal if those are fewer than six."""
+    if given == wanted or (wanted.lstrip("+-").isdecimal() and re.fullmatch(rf"{re.escape(wanted)}\.0*", given)):
         return True
     one, other = _number(given), _number(wanted)
     if one is None or other is None:

@@ -1,9 +1,9 @@
 """Plain data between two processes of the sandbox: all that a program and its tests exchange.
 
 A message is JSON. Numbers, texts, lists, None and booleans stand for themselves, any other value is `{name: content}`.
-`VALUES` and `CONTAINERS` are the table of all types that cross; there is no other. Only exact types are encoded, and what
-is decoded is made by this file. Lists, dicts and the like are numbered in the order in which a message has them, so a
-container may occur twice, and an answer may refer to those of its request. It needs only Python.
+`VALUES` and `CONTAINERS` are the table of all types that cross, besides arrays and numbers of numpy. Only exact types are
+encoded, and what is decoded is made by this file. Lists, dicts and the like are numbered in the order in which a message
+has them, so a container may occur twice, and an answer may refer to those of its request. It needs only Python.
 """
 
 import builtins
@@ -93,8 +93,7 @@ def as_base(value, base):
     if base in (int, float, str):
         return getattr(base, "__str__" if base is str else f"__{base.__name__}__")(value)
     if base in CONTAINERS:
-        items, fill = CONTAINERS[base]
-        fill(container := base(), items(value))
+        fill(container := base(), CONTAINERS[base][0](value))
         return container
     parts, make = VALUES[base]
     return make(*parts(value))
@@ -104,6 +103,10 @@ def contents(container):
     return CONTAINERS[type(container)][0](container)
 
 
+def fill(container, items):
+    CONTAINERS[type(container)][1](container, items)
+
+
 def types():
     """All types of the table, and those of numpy if it is imported."""
     numpy = sys.modules.get("numpy")
@@ -111,10 +114,11 @@ def types():
 
 
 class Encoder:
-    """Values as JSON. `encode_other` encodes what is not in the table. containers: those that have a number."""
+    """Values as JSON. `encode_other` encodes what is not in the table; `objects` is for it. containers: those that have
+    a number."""
 
-    def __init__(self, encode_other, containers=()):
-        self.encode_other, self.containers = encode_other, [*containers]
+    def __init__(self, encode_other, containers=(), objects=False):
+        self.encode_other, self.containers, self.objects = encode_other, [*containers], objects
         self.numbers = {id(container): number for number, container in enumerate(self.containers)}
 
     def encode(self, value):
@@ -135,7 +139,7 @@ class Encoder:
 
     def items(self, values):
         kinds = {*map(type, values)}
-        if kinds <= LIGHT or (kinds == {int} and -HUGE < min(values) and max(values) < HUGE):
+        if kinds <= LIGHT or (kinds == {int} and min(values) > -HUGE and max(values) < HUGE):
             return values
         return [*map(self.encode, values)]
 
@@ -165,10 +169,10 @@ class Encoder:
 
 
 class Decoder:
-    """Values of JSON. `decode_other` decodes what is not in the table. Malformed data raises some Exception."""
+    """Values of JSON, as Encoder has made them. Malformed data raises some Exception."""
 
-    def __init__(self, decode_other, containers=()):
-        self.decode_other, self.containers = decode_other, [*containers]
+    def __init__(self, decode_other, containers=(), objects=False):
+        self.decode_other, self.containers, self.objects = decode_other, [*containers], objects
 
     def decode(self, data):
         if type(data) is list:
@@ -203,7 +207,7 @@ class Decoder:
         options = {collections.deque: ((), extra), collections.defaultdict: (FACTORIES.get(extra),)}
         container = kind(*options.get(kind, ()))
         self.containers.append(container)
-        CONTAINERS[kind][1](container, self.items(items))
+        fill(container, self.items(items))
         return container
 
     def decode_array(self, kind, shape, data):

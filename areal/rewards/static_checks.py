@@ -17,7 +17,19 @@ from areal.rewards import plain_data
 
 # With these, tests run what a program has returned, or look into what is only in the program's process.
 RUNNERS = {"eval", "exec", "compile", "__import__"}
-UNJUDGED = {"cloudpickle", "ctypes", "dill", "gc", "importlib", "inspect", "marshal", "pandas", "pickle", "runpy", "shelve"}
+UNJUDGED = {
+    "cloudpickle",
+    "ctypes",
+    "dill",
+    "gc",
+    "importlib",
+    "inspect",
+    "marshal",
+    "pandas",
+    "pickle",
+    "runpy",
+    "shelve",
+}
 # The attributes that data may have.
 ATTRIBUTES = {name for kind in (*plain_data.BASES, np.ndarray, np.generic) for name in dir(kind)} | {"__name__"}
 # The module that tests import the program from, as in KodCode.
