@@ -15,7 +15,8 @@ tests alone: where a program could pass them with data, other results fail.
 stdin: `{"nonce", "names", "modules", "prepare", "tests", "candidate", "collect", "wall_seconds"}`.
 `names` of the program are global names of the tests, which may also import them from the module `solution`. `prepare`
 is run, then `tests`; with `collect`, the tests are those of pytest's kind that `prepare` defines. `modules` are those
-that the tests import. stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; or else `NONCE unusable REASON`.
+that the tests import.
+stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; or else `NONCE unusable REASON`.
 """
 
 import builtins

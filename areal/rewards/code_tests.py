@@ -239,9 +239,9 @@ def _same_line(given: str, wanted: str) -> bool:
 
 
 def _same_word(given: str, wanted: str) -> bool:
-    """True if the words are equal, but for a point and zeros at the end of a given integer; or if the wanted one is a
-    number with decimals, and the given one a number that differs by at most a millionth of it, and by at most one in the
-    last decimal if those are fewer than six."""
+    """True if the words are equal, but for a point and zeros behind an integer; or if the wanted one is a number with
+    decimals, and the given one a number that differs by at most a millionth of it, and by at most one in the last
+    decimal if those are fewer than six."""
     if given == wanted or (wanted.lstrip("+-").isdecimal() and re.fullmatch(rf"{re.escape(wanted)}\.0*", given)):
         return True
     one, other = _number(given), _number(wanted)

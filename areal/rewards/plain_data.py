@@ -1,9 +1,9 @@
 """Plain data between two processes of the sandbox: all that a program and its tests exchange.
 
 A message is JSON. Numbers, texts, lists, None and booleans stand for themselves, any other value is `{name: content}`.
-`VALUES` and `CONTAINERS` are the table of all types that cross, besides arrays and numbers of numpy. Only exact types are
-encoded, and what is decoded is made by this file. Lists, dicts and the like are numbered in the order in which a message
-has them, so a container may occur twice, and an answer may refer to those of its request. It needs only Python.
+`VALUES`, `CONTAINERS` and `TEXTS` have all types that cross, besides arrays and numbers of numpy. Only exact types are
+encoded, and what is decoded is made by this file. Lists, dicts and the like are numbered in the order in which a
+message has them: a container may occur twice, and an answer may refer to those of its request. It needs only Python.
 """
 
 import builtins

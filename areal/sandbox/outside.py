@@ -297,7 +297,7 @@ class RemoteSandbox:
         expected: int = 0,
         cpu_seconds: float | None = None,
     ) -> Outcome:
-        """As LocalSandbox.run, but the server has a limit of CPU time of its own, and if the caller is cancelled it runs
+        """As LocalSandbox.run, but with the server's own limit of CPU time. If the caller is cancelled, the server runs
         the program on until its time limit."""
         return await asyncio.to_thread(self._post, code, language, stdin, files or {}, expected)
 
