@@ -77,11 +77,11 @@ SPECIAL = {
 }  # fmt: skip
 # What else syntax and functions do to an object: the program would judge itself.
 BINARY = "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor"
-OTHER = """bool contains lt le gt ge enter exit aenter aexit aiter await next reversed format reduce_ex
+OTHER = """bool contains lt le gt ge enter exit aenter aexit aiter await next format reduce_ex
 int float complex index neg pos abs invert round trunc floor ceil"""
 REFUSED = [*OTHER.split(), *(prefix + name for name in BINARY.split() for prefix in ("", "r", "i"))]
 NO_DATA_HAVE = ("call", "enter", "exit", "aenter", "aexit", "aiter", "await")
-LOOKED_AT = ("__dict__", "__annotations__", "__dataclass_fields__", "__signature__")
+LOOKED_AT = ("__dict__", "__dataclass_fields__", "__signature__")
 
 
 def set_dumpable(value):

@@ -32,7 +32,7 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +53,18 @@ FUNCTION_KINDS = {"functional", "function_call"}
 STDIN_KINDS = {"stdin", "stdin_stdout"}
 # A solution of CodeContests in this language is Python 3.
 CODE_CONTESTS_PYTHON = 3
-# A function that does nothing.
-_IDLE = "def {}(*_, **__):\n    pass\n"
+# What functions return that compute nothing. Tests that one of them passes are worth nothing.
+TRIVIAL = {
+    "None": "None",
+    "[]": "[]",
+    "()": "()",
+    "0": "0",
+    "an empty text": "''",
+    "True": "True",
+    "nan": "float('nan')",
+    "an empty array": "__import__('numpy').array([])",
+    "their first argument": "(a[0] if a else None)",
+}
 # The beginning of a pickle of a str, with the length of its UTF-8 in one, four or eight bytes; and possible ends.
 _PICKLED_TEXT = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?(?:\x8c(.)|X(.{4})|\x8d(.{8}))", re.DOTALL)
 _PICKLE_ENDS = {b".", b"\x94.", b"q\x00."}
@@ -70,9 +80,9 @@ class Outputs:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def idle_program(self) -> str:
-        """A program that does nothing."""
-        return ""
+    def trivial_programs(self) -> dict[str, str]:
+        """Programs that compute nothing, by what they do."""
+        return {"nothing is printed": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +101,8 @@ class Calls:
     def __len__(self) -> int:
         return len(self.wanted)
 
-    def idle_program(self) -> str:
-        return _IDLE.format(self.function)
+    def trivial_programs(self) -> dict[str, str]:
+        return _trivial_programs([self.function])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +125,18 @@ class Asserts:
         """How many tests there are; those of pytest's kind are counted once they are collected."""
         return len(self.tests) or 1
 
-    def idle_program(self) -> str:
-        names = dict.fromkeys([*self.needs.names, *filter(None, [self.candidate])])
-        return "".join(map(_IDLE.format, names))
+    def trivial_programs(self) -> dict[str, str]:
+        return _trivial_programs(dict.fromkeys([*self.needs.names, *filter(None, [self.candidate])]))
 
 
 Tests = Outputs | Calls | Asserts
+
+
+def _trivial_programs(functions: Iterable[str]) -> dict[str, str]:
+    return {
+        f"functions return {what}": "".join(f"def {name}(*a, **_):\n    return {value}\n" for name in functions)
+        for what, value in TRIVIAL.items()
+    }
 
 
 def read_tests(row: Row) -> Tests:

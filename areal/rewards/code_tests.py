@@ -18,12 +18,13 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
+from hashlib import sha256
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal.config import SandboxConfig
-from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, is_python, read_tests
+from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, Tests, is_python, read_tests
 from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
 
@@ -32,6 +33,8 @@ _LABEL = re.compile(r"[ \t]*([\w+#-]*)")
 # To find the one where Python ends: how many ends of a block are tried, and how many characters of a completion are
 # parsed for it in all.
 _MOST_ENDS, _MOST_CHARACTERS = 64, 1 << 18
+# How many rows are remembered that were found to be weak or not.
+_KEPT_ROWS = 4096
 # Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
 _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
 # What runs in the sandbox, and is not imported here.
@@ -49,12 +52,15 @@ _NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})(e[+-]?\d{1,3})?"
 class CodeTests:
     """1.0 if the program in a completion passes all tests of its row, else 0.0. Part `passed`: the share it passes.
 
-    Options are the fields of SandboxConfig.
+    Options are the fields of SandboxConfig, and refuse_weak: a row that a program passes is no row if one that computes
+    nothing passes it, too (`weakness`).
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, refuse_weak: bool = False, **options: Any) -> None:
         """Raises UserError if programs cannot be run safely."""
         config = SandboxConfig(**options)
+        self._refuse_weak = refuse_weak
+        self._weaknesses: dict[bytes, str | None] = {}
         self._seconds, self._cpu_seconds = config.wall_seconds, config.cpu_seconds
         self._sandbox = open_sandbox(config)
         names = ("assert_runner", "plain_data", "pytest_standin")
@@ -68,17 +74,37 @@ class CodeTests:
         """The score and its parts. Raises RewardError if the row has no usable tests, and SandboxError if the sandbox
         fails; neither counts as a score."""
         tests = read_tests(row)
-        code = program_in(completion, tests.language)
         results = [False] * len(tests)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._seconds):
-                if isinstance(tests, Outputs):
-                    await self._run_outputs(code, tests, results)
-                elif isinstance(tests, Calls):
-                    await self._run_calls(code, tests, results)
-                else:
-                    await self._run_asserts(code, tests, results)
+                await self._run(program_in(completion, tests.language), tests, results)
+                if self._refuse_weak and all(results) and (weakness := await self.weakness(tests)):
+                    raise RewardError(f"the row's tests are weak: a program in which {weakness} passes them")
         return float(all(results)), {"passed": sum(results) / len(results)}
+
+    async def weakness(self, tests: Tests) -> str | None:
+        """What happens in a program that passes the tests although it computes nothing, or None."""
+        key = sha256(repr(tests).encode(errors="replace")).digest()
+        if key not in self._weaknesses:
+            weakness = None
+            for what, program in tests.trivial_programs().items():
+                await self._run(program, tests, results := [False] * len(tests))
+                if all(results):
+                    weakness = what
+                    break
+            while len(self._weaknesses) >= _KEPT_ROWS:
+                del self._weaknesses[next(iter(self._weaknesses))]
+            self._weaknesses[key] = weakness
+        return self._weaknesses[key]
+
+    async def _run(self, code: str, tests: Tests, results: list[bool]) -> None:
+        """Sets which of the tests a program passes."""
+        if isinstance(tests, Outputs):
+            await self._run_outputs(code, tests, results)
+        elif isinstance(tests, Calls):
+            await self._run_calls(code, tests, results)
+        else:
+            await self._run_asserts(code, tests, results)
 
     async def _run_outputs(self, code: str, tests: Outputs, results: list[bool]) -> None:
         for i, (given, wanted) in enumerate(tests.pairs):

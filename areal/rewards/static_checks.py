@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import PosixPath
+from uuid import UUID
 
 import numpy as np
 
@@ -30,8 +32,11 @@ UNJUDGED = {
     "runpy",
     "shelve",
 }
+INSIDES = {"__annotations__", "__closure__", "__code__", "__defaults__", "__globals__", "__wrapped__"}
 # The attributes that data may have.
-ATTRIBUTES = {name for kind in (*plain_data.BASES, np.ndarray, np.generic) for name in dir(kind)} | {"__name__"}
+ATTRIBUTES = {name for kind in (*plain_data.BASES, np.ndarray, np.generic, UUID, PosixPath) for name in dir(kind)} | {
+    "__name__"
+}
 # The module that tests import the program from, as in KodCode.
 PROGRAM = "solution"
 
@@ -138,13 +143,19 @@ def _unjudged(node: ast.AST, names: set[str]) -> str | None:
     match node:
         case ast.Name(id=name, ctx=ast.Load()) if name in RUNNERS:
             return name
+        case ast.Attribute(attr=attribute) if attribute in INSIDES:
+            return f".{attribute}"
         case ast.Attribute(value=ast.Call(func=ast.Name(id=name)), attr=attribute) if (
-            name in names and not name.lstrip("_")[:1].isupper() and attribute not in ATTRIBUTES
+            attribute not in ATTRIBUTES and _is_function(name, names)
         ):
             return f".{attribute} of what {name} returns"
-        case ast.Call(func=ast.Call(func=ast.Name(id=name))) if name in names:
+        case ast.Call(func=ast.Call(func=ast.Name(id=name))) if _is_function(name, names):
             return f"a call of what {name} returns"
     return None
+
+
+def _is_function(name: str, names: set[str]) -> bool:
+    return name in names and not name.lstrip("_")[:1].isupper()
 
 
 def _undefined(sources: Iterable[str]) -> set[str]:
