@@ -426,7 +426,7 @@ class Handle:
 
 def refuse_attribute(name, owner):
     """Raises AttributeError if data may have such an attribute: another program could pass. Else raises Unsupported."""
-    if name not in LOOKED_AT and (name.startswith("__") or any(name in dir(kind) for kind in plain_data.types())):
+    if name not in LOOKED_AT and (name.startswith("_") or any(name in dir(kind) for kind in plain_data.types())):
         raise AttributeError(name)
     raise Unsupported(f".{name} of {owner}")
 
