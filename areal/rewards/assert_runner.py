@@ -41,6 +41,7 @@ import threading
 import time
 import types
 import typing
+from json import dumps
 
 import plain_data
 import pytest_standin
@@ -53,7 +54,7 @@ MOST_ITEMS = 10_000
 # Frames of a program, as in a process of its own, besides those of this file; and of the tests.
 RECURSION, DEEP = 1000 + 50, 10_000
 # How often it is looked at how long the tests take. They may replace these functions.
-TICK_SECONDS, LATE, CLOCK, SLEEP = 0.1, 0.8, time.monotonic, time.sleep
+TICK_SECONDS, LATE, CPU_SECONDS, SLEEP = 0.1, 0.8, time.process_time, time.sleep
 # Functions that tests replace: the program then calls the replacement.
 REPLACED = [
     *((builtins, name) for name in ("input", "print", "open")),
@@ -81,6 +82,8 @@ OTHER = """bool contains lt le gt ge enter exit aenter aexit aiter await next fo
 int float complex index neg pos abs invert round trunc floor ceil"""
 REFUSED = [*OTHER.split(), *(prefix + name for name in BINARY.split() for prefix in ("", "r", "i"))]
 NO_DATA_HAVE = ("call", "enter", "exit", "aenter", "aexit", "aiter", "await")
+# Of what requests objects may be results.
+OBJECTS = ("object", "made")
 LOOKED_AT = ("__dict__", "__dataclass_fields__", "__signature__")
 
 
@@ -98,20 +101,28 @@ class Link:
 
     def __init__(self, connection, end):
         self.stream, self.end, self.lock = connection.makefile("rwb"), end, threading.RLock()
-        # CPU time that messages of the other end took; elapsed time while this end did not wait for one.
-        self.cpu_seconds, self.busy_seconds, self.busy_since = 0.0, 0.0, CLOCK()
+        # How many requests wait for an answer, and the CPU time that requests took, with all that they led to.
+        self.waiting, self.cpu_seconds = 0, 0.0
 
-    def ask(self, *request, objects=False):
-        """The answer to a request. Raises what the other end raises, or ProgramError. objects: handles may be in it."""
+    def ask(self, *request, objects=""):
+        """The answer to a request. Raises what the other end raises, or ProgramError. objects: for `decode_other`."""
         with self.lock:
-            encoder = plain_data.Encoder(self.end.encode_other)
-            self.send(["ask", encoder.items(list(request))])
-            while (message := self.receive())[0] == "ask":
-                self.answer(message[1])
-            failed, answer = self.read(self.read_answer, message, encoder.containers, objects)
+            began, self.waiting = CPU_SECONDS(), self.waiting + 1
+            try:
+                failed, answer = self.exchange(request, objects)
+            finally:
+                self.cpu_seconds += (CPU_SECONDS() - began) * (self.waiting == 1)
+                self.waiting -= 1
             if failed:
                 raise answer
             return answer
+
+    def exchange(self, request, objects):
+        encoder = plain_data.Encoder(self.end.encode_other)
+        self.send(["ask", encoder.items(list(request))])
+        while (message := self.receive())[0] == "ask":
+            self.answer(message[1])
+        return self.read(self.read_answer, message, encoder.containers, objects)
 
     def read_answer(self, message, containers, objects):
         kind, value, changes = message
@@ -122,7 +133,7 @@ class Link:
         return kind == "raise", answer
 
     def answer(self, request):
-        decoder = plain_data.Decoder(self.end.decode_other, objects=True)
+        decoder = plain_data.Decoder(self.end.decode_other, objects="object")
         request = self.read(decoder.items, request)
         given = [(container, plain_data.contents(container)) for container in decoder.containers]
         encoder = plain_data.Encoder(self.end.encode_other, decoder.containers)
@@ -140,7 +151,7 @@ class Link:
         self.send([kind, value, changes])
 
     def send(self, message):
-        data = json.dumps(message).encode()
+        data = dumps(message).encode()
         try:
             self.stream.write(len(data).to_bytes(8, "big") + data)
             self.stream.flush()
@@ -148,23 +159,17 @@ class Link:
             raise ProgramError("the program has ended") from None
 
     def receive(self):
-        self.busy_seconds, self.busy_since = self.busy_seconds + CLOCK() - self.busy_since, math.inf
         size = int.from_bytes(self.stream.read(8), "big")
         if not 0 < size <= plain_data.MOST_BYTES:
             raise ProgramError("the program has ended, or has sent too much")
-        data = self.stream.read(size)
-        self.busy_since = CLOCK()
-        return self.read(plain_data.read_message, data)
+        return self.read(plain_data.read_message, self.stream.read(size))
 
     def read(self, function, *arguments):
         """What the function makes of data of the other end. Raises ProgramError if they are malformed."""
-        began = time.process_time()
         try:
             return function(*arguments)
-        except Exception as error:
+        except BaseException as error:  # Unsupported, too: whether tests are refused is not for the program to say
             raise ProgramError(f"{type(error).__name__}: {error}") from None
-        finally:
-            self.cpu_seconds += time.process_time() - began
 
 
 def is_iterator(value):
@@ -268,6 +273,9 @@ class Host:
                 setattr(thing, name, *arguments)
             case "delete":
                 delattr(thing, name)
+            case "error":
+                kind, arguments, keywords = arguments
+                raise kind(*arguments, **keywords)
 
     def named(self, name, value):
         """A name of the program: what kind of thing it is, and what the tests need of it."""
@@ -295,7 +303,7 @@ class Host:
 
     def encode_other(self, value, encoder):
         if type(value) is Objects:
-            encoder.objects = True
+            encoder.objects = "object"
             return encoder.encode(value.value)
         base = plain_data.base_of(type(value))
         if encoder.objects and type(value) in self.made and (not base or id(value) in self.numbers):
@@ -337,56 +345,71 @@ def event_loop():
 
 
 class Opaque:
-    """What the program has returned that is no data: nothing is equal to it, and it may only be given back."""
+    """What the program has returned that is no data: nothing is equal to it, and it may only be given back.
 
-    __slots__ = ("_number", "_kind")
+    _judge_refuses: no program could pass tests that use it otherwise; else they fail.
+    """
 
-    def __init__(self, number, kind):
-        self._number, self._kind = number, kind
+    __slots__ = ("_judge_number", "_judge_kind", "_judge_refuses")
+
+    def __init__(self, number, kind, refuses=True):
+        self._judge_number, self._judge_kind, self._judge_refuses = number, kind, refuses
 
     def __getattr__(self, name):
-        refuse_attribute(name, f"a result that is no plain data, but a {self._kind}")
+        if not self._judge_refuses:
+            raise AttributeError(name)
+        refuse_attribute(name, f"a result that is no plain data, but a {self._judge_kind}")
+
+    def refuse(self, name, *_, **__):
+        if not self._judge_refuses:
+            raise TypeError(f"a {self._judge_kind} has no {name}")
+        raise Unsupported(f"{name} of a result, which is a {self._judge_kind}")
 
 
 class Function(Opaque):
     """A function of the program."""
 
-    __slots__ = ("_tests", "_name", "_text")
-    __doc__ = property(lambda self: self._text)
+    __slots__ = ("_judge_tests", "_judge_name", "_judge_text")
+    __doc__ = property(lambda self: self._judge_text)
 
-    def __init__(self, tests, number, name, text):
-        super().__init__(number, "function")
-        self._tests, self._name, self._text = tests, name, text
+    def __init__(self, tests, number, name, text, refuses):
+        super().__init__(number, "function", refuses)
+        self._judge_tests, self._judge_name, self._judge_text = tests, name, text
 
     def __call__(self, *arguments, **keywords):
-        return self._tests.ask("call", self._number, "", arguments, keywords)
+        objects = "" if self._judge_refuses else "name"  # where the tests call a class, others can be judged
+        return self._judge_tests.ask("call", self._judge_number, "", arguments, keywords, objects=objects)
 
     def __getattr__(self, name):
-        return self._name if name in ("__name__", "__qualname__") else super().__getattr__(name)
+        return self._judge_name if name in ("__name__", "__qualname__") else super().__getattr__(name)
+
+
+def is_class(name):
+    return name.lstrip("_")[:1].isupper()
 
 
 class HandleClass(type):
-    """A class of the program. `_class`: its number, and the tests' end of the link."""
+    """A class of the program. `_judge_class`: its number, and the tests' end of the link."""
 
     def __new__(cls, name, bases, namespace):
         raise Unsupported(f"a class derived from the program's {bases[0].__name__}")
 
     def __call__(cls, *arguments, **keywords):
-        number, tests = cls._class
+        number, tests = cls._judge_class
         tests.made.add(cls)
         return tests.ask("make", number, "", arguments, keywords, objects="made")
 
     def __getattr__(cls, name):
         if name.startswith("__"):
             refuse_attribute(name, f"the class {cls.__name__}")
-        number, tests = cls._class
+        number, tests = cls._judge_class
         value = tests.attribute(number, name)
         if name.isupper() and isinstance(value, Opaque):
             raise Unsupported(f"{cls.__name__}.{name}, which is no plain data")
         return value
 
     def __setattr__(cls, name, value):
-        number, tests = cls._class
+        number, tests = cls._judge_class
         tests.ask("set", number, name, (value,))
 
     def __instancecheck__(cls, value):
@@ -398,10 +421,10 @@ class HandleClass(type):
 class Handle:
     """An object that the tests made by calling a class of the program, or that a method has returned.
 
-    _returned: the program has returned it. Else what is done to it is decided by the tests alone.
+    _judge_returned: the program has returned it. Else what is done to it is decided by the tests alone.
     """
 
-    __slots__ = ("_number", "_returned")
+    __slots__ = ("_judge_number", "_judge_returned")
 
     def __class_getitem__(cls, _):
         return cls
@@ -409,13 +432,13 @@ class Handle:
     def __getattr__(self, name):
         if name.startswith("__"):
             refuse_attribute(name, f"an object of the class {type(self).__name__}")
-        return type(self)._class[1].attribute(self._number, name)
+        return type(self)._judge_class[1].attribute(self._judge_number, name)
 
     def __setattr__(self, name, value):
-        type(self)._class[1].ask("set", self._number, name, (value,))
+        type(self)._judge_class[1].ask("set", self._judge_number, name, (value,))
 
     def __delattr__(self, name):
-        type(self)._class[1].ask("delete", self._number, name)
+        type(self)._judge_class[1].ask("delete", self._judge_number, name)
 
     def __eq__(self, other):
         return other is self or (other is not None and refuse_use(self, "=="))
@@ -434,7 +457,7 @@ def refuse_attribute(name, owner):
 def refuse_use(handle, what):
     """Raises Unsupported if the tests do to an object of theirs what cannot be judged. If the program has returned it,
     the test fails: returns False for what all objects have, else raises TypeError."""
-    if not handle._returned:
+    if not handle._judge_returned:
         raise Unsupported(f"{what} of an object of the class {type(handle).__name__}")
     if what not in ("==", "hash"):
         raise TypeError(f"an object of the program has no {what}")
@@ -454,24 +477,23 @@ def define(kind, names, method):
 define(Handle, REFUSED, lambda self, name, *_: refuse_use(self, name))
 define(
     Handle, SPECIAL,
-    lambda self, name, *a, **k: type(self)._class[1].ask("special", self._number, name, a, k, objects=True),
+    lambda self, name, *a, **k: type(self)._judge_class[1].ask("special", self._number, name, a, k, objects="object"),
 )  # fmt: skip
 define(HandleClass, ("iter", "len", "contains"), lambda cls, name, *_: refuse(f"{name} of the class {cls.__name__}"))
-define(Opaque, NO_DATA_HAVE, lambda self, name, *_, **__: refuse(f"{name} of a result, which is a {self._kind}"))
+define(Opaque, NO_DATA_HAVE, Opaque.refuse)
 
 
 class Tests:
     """The tests' end of the link."""
 
     def __init__(self, connection):
-        made_here = {"__init__": lambda error, *_: refuse(f"a {type(error).__name__} of the program made by the tests")}
-        self.errors = plain_data.Errors(made_here)
+        self.errors = plain_data.Errors({"__init__": lambda error, *a, **k: self.make_error(error, a, k)})
         self.streams = sys.stdin, sys.stdout, sys.stderr
         self.originals = [getattr(*place) for place in REPLACED]
         self.handles, self.kinds, self.made, self.callbacks, self.numbers = {}, {}, set(), [], {}
         self.link = Link(connection, self)
 
-    def ask(self, what, number, name, *details, objects=False):
+    def ask(self, what, number, name, *details, objects=""):
         return self.link.ask(self.context(), what, number, name, *details, objects=objects)
 
     def context(self):
@@ -488,10 +510,10 @@ class Tests:
 
     def name(self, name):
         """What the program has by this name. Raises what the program raises."""
-        kind, *content = self.ask("name", 0, name)
-        if kind == "function" or (kind in ("kind", "error") and not name.lstrip("_")[:1].isupper()):
+        kind, *content = self.ask("name", 0, name, objects="name")
+        if kind == "function" or (kind in ("kind", "error") and not is_class(name)):
             number, called, text = content if kind == "function" else (content[0], name, None)
-            return Function(self, number, called, text)
+            return Function(self, number, str(called), text, not is_class(name))
         match kind, *content:
             case "kind", *description:
                 return self.kind(*description)
@@ -502,20 +524,30 @@ class Tests:
         return content[0]
 
     def attribute(self, number, name):
-        kind, *content = self.ask("get", number, name, objects=True)
+        kind, *content = self.ask("get", number, name, objects="object")
         if kind == "method":
-            return lambda *a, **k: self.ask("method", number, name, a, k, objects=True)
+            return lambda *a, **k: self.ask("method", number, name, a, k, objects="object")
         return content[0]
 
     def kind(self, number, name, text, bases):
         if number not in self.kinds:
             parents = tuple(self.kind(*base) for base in bases) or (Handle,)
-            namespace = {"__slots__": (), "__doc__": text, "__module__": "solution", "_class": (number, self)}
+            namespace = {"__slots__": (), "__doc__": text, "__module__": "solution", "_judge_class": (number, self)}
             try:
                 self.kinds[number] = type.__new__(HandleClass, name, parents, namespace)
             except TypeError:  # the bases do not fit together
                 self.kinds[number] = type.__new__(HandleClass, name, (Handle,), namespace)
         return self.kinds[number]
+
+    def make_error(self, error, arguments, keywords):
+        """Gives an exception that the tests make what one has that the program makes."""
+        try:
+            self.ask("error", 0, "", (type(error), arguments, keywords))
+        except BaseException as made:
+            if type(made) is not type(error):
+                raise
+            error.args = made.args
+            vars(error).update(vars(made))
 
     def serve(self, what, *details):
         if what == "print":
@@ -527,9 +559,9 @@ class Tests:
 
     def encode_other(self, value, encoder):
         if isinstance(value, (Opaque, Handle)):
-            return {"object": value._number}
+            return {"object": value._judge_number}
         if type(value) is HandleClass:
-            return {"object": value._class[0]}
+            return {"object": value._judge_class[0]}
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"error": self.errors.describe(value)}
         if vars(builtins).get(getattr(value, "__name__", None)) is value:
@@ -546,12 +578,15 @@ class Tests:
     def decode_other(self, kind, content, decoder):
         match kind, *content:
             case "opaque", int(number), str(name):
-                return Opaque(number, name)
+                return Opaque(number, name, decoder.objects != "name")
             case "iterator", list(items), error:
                 return decode_iterator(decoder.items(items), error and self.errors.decode(error, decoder))
             case "awaitable", failed, value:
                 return awaited(failed, (self.errors.decode(value, decoder) if failed else decoder.decode(value)))
-            case "object", int(number), [int(), str(), str(), list()] as description if decoder.objects:
+            case "object", int(number), [int(), str(), str(), list()] as description if decoder.objects in (
+                "object",
+                "made",
+            ):
                 return self.handle(number, self.kind(*description), decoder.objects != "made")
         raise ValueError(kind)
 
@@ -560,10 +595,10 @@ class Tests:
             return Opaque(number, kind.__name__)
         if number not in self.handles:
             handle = self.handles[number] = object.__new__(kind)
-            object.__setattr__(handle, "_number", number)
-            object.__setattr__(handle, "_returned", False)
+            object.__setattr__(handle, "_judge_number", number)
+            object.__setattr__(handle, "_judge_returned", False)
         if returned:
-            object.__setattr__(self.handles[number], "_returned", True)
+            object.__setattr__(self.handles[number], "_judge_returned", True)
         return self.handles[number]
 
 
@@ -601,7 +636,7 @@ def judge(job, cpu_seconds, connection, verdict):
     """Runs the tests one by one, and writes a line for each to `verdict`."""
 
     def tell(*words):
-        print(job["nonce"], *words, file=verdict, flush=True)
+        print(" ".join(map(str, (job["nonce"], *words))) + "\n", end="", file=verdict, flush=True)
 
     tests = Tests(connection)
     solution = sys.modules["solution"] = Solution(tests, job["names"])
@@ -621,12 +656,14 @@ def judge(job, cpu_seconds, connection, verdict):
 
 
 def watch(cpu_seconds, wall_seconds, link, tell):
-    """Ends the tests once they themselves have used up the time, apart from what the program and its messages took."""
-    used = time.process_time()
+    """Ends the tests once they have used up the time by themselves, apart from what their requests took."""
+    began, busy = CPU_SECONDS(), 0.0
     while True:
         SLEEP(TICK_SECONDS)
-        cpu = time.process_time() - used - link.cpu_seconds
-        busy = link.busy_seconds + max(0, CLOCK() - link.busy_since)
+        if link.waiting:
+            continue
+        busy += TICK_SECONDS  # counted: the program may stop this process for a while
+        cpu = CPU_SECONDS() - began - link.cpu_seconds
         if cpu > cpu_seconds or busy > LATE * wall_seconds:
             tell(f"unusable they take longer than a program may: {cpu:.1f} s of CPU time, {busy:.1f} s in all")
             os._exit(0)

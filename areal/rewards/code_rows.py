@@ -63,7 +63,9 @@ TRIVIAL = {
     "True": "True",
     "nan": "float('nan')",
     "an empty array": "__import__('numpy').array([])",
+    "an empty array of any shape": "__import__('numpy').empty((0, 1, 1, 1))",
     "their first argument": "(a[0] if a else None)",
+    "their first argument, emptied": "(a[0].clear() or a[0] if hasattr(a and a[0], 'clear') else None)",
 }
 # The beginning of a pickle of a str, with the length of its UTF-8 in one, four or eight bytes; and possible ends.
 _PICKLED_TEXT = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?(?:\x8c(.)|X(.{4})|\x8d(.{8}))", re.DOTALL)

@@ -16,7 +16,7 @@ import marshal
 import math
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from decimal import Decimal
 from hashlib import sha256
 from importlib.util import MAGIC_NUMBER
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal.config import SandboxConfig
-from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, Tests, is_python, read_tests
+from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, Tests, is_python, read_tests, solutions_of
 from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
 
@@ -33,8 +33,8 @@ _LABEL = re.compile(r"[ \t]*([\w+#-]*)")
 # To find the one where Python ends: how many ends of a block are tried, and how many characters of a completion are
 # parsed for it in all.
 _MOST_ENDS, _MOST_CHARACTERS = 64, 1 << 18
-# How many rows are remembered that were found to be weak or not.
-_KEPT_ROWS = 4096
+# How many facts about rows are remembered.
+_KEPT_FACTS = 4096
 # Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
 _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
 # What runs in the sandbox, and is not imported here.
@@ -60,7 +60,7 @@ class CodeTests:
         """Raises UserError if programs cannot be run safely."""
         config = SandboxConfig(**options)
         self._refuse_weak = refuse_weak
-        self._weaknesses: dict[bytes, str | None] = {}
+        self._facts: dict[bytes, str | None] = {}
         self._seconds, self._cpu_seconds = config.wall_seconds, config.cpu_seconds
         self._sandbox = open_sandbox(config)
         names = ("assert_runner", "plain_data", "pytest_standin")
@@ -77,25 +77,58 @@ class CodeTests:
         results = [False] * len(tests)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._seconds):
-                await self._run(program_in(completion, tests.language), tests, results)
+                await self._run_for(row, program_in(completion, tests.language), tests, results)
                 if self._refuse_weak and all(results) and (weakness := await self.weakness(tests)):
                     raise RewardError(f"the row's tests are weak: a program in which {weakness} passes them")
         return float(all(results)), {"passed": sum(results) / len(results)}
 
+    async def _run_for(self, row: Mapping[str, Any], code: str, tests: Tests, results: list[bool]) -> None:
+        """As `_run`. Tests that cannot be run with the program fail if they can be run with the row's own solution:
+        so no program decides that a row is refused."""
+        try:
+            await self._run(code, tests, results)
+        except RewardError:
+            solutions = solutions_of(row)[:1]
+            if not solutions or await self._fact("refused", tests, lambda: self._refusal(solutions[0], tests)):
+                raise
+
+    async def _refusal(self, solution: str, tests: Tests) -> str | None:
+        """Why the tests cannot be run with a program, or None."""
+        try:
+            await self._run(program_in(solution, tests.language), tests, [False] * len(tests))
+        except RewardError as error:
+            return str(error)
+        return None
+
     async def weakness(self, tests: Tests) -> str | None:
-        """What happens in a program that passes the tests although it computes nothing, or None."""
-        key = sha256(repr(tests).encode(errors="replace")).digest()
-        if key not in self._weaknesses:
-            weakness = None
-            for what, program in tests.trivial_programs().items():
-                await self._run(program, tests, results := [False] * len(tests))
-                if all(results):
-                    weakness = what
-                    break
-            while len(self._weaknesses) >= _KEPT_ROWS:
-                del self._weaknesses[next(iter(self._weaknesses))]
-            self._weaknesses[key] = weakness
-        return self._weaknesses[key]
+        """What happens in a program that passes the tests although it computes nothing, or None. Raises RewardError if
+        the tests can be run with none of these programs."""
+        return await self._fact("weakness", tests, lambda: self._weakness(tests))
+
+    async def _weakness(self, tests: Tests) -> str | None:
+        programs = tests.trivial_programs()
+        refusals: list[RewardError] = []
+        for what, program in programs.items():
+            results = [False] * len(tests)
+            try:
+                await self._run(program, tests, results)
+            except RewardError as error:
+                refusals.append(error)
+            if all(results):
+                return what
+        if len(refusals) == len(programs):
+            raise refusals[0]
+        return None
+
+    async def _fact(self, kind: str, tests: Tests, find: Callable[[], Awaitable[str | None]]) -> str | None:
+        """What is found out about tests once."""
+        key = sha256(f"{kind} {tests!r}".encode(errors="replace")).digest()
+        if key not in self._facts:
+            fact = await find()
+            while len(self._facts) >= _KEPT_FACTS:
+                del self._facts[next(iter(self._facts))]
+            self._facts[key] = fact
+        return self._facts[key]
 
     async def _run(self, code: str, tests: Tests, results: list[bool]) -> None:
         """Sets which of the tests a program passes."""

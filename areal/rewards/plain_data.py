@@ -15,6 +15,7 @@ import importlib
 import json
 import re
 import sys
+from operator import index
 
 # Longest message, and most lists and objects in one: memory and time of the receiver are bounded.
 MOST_BYTES, MOST_PARTS = 1 << 25, 1 << 21
@@ -38,7 +39,10 @@ VALUES = {
     range: (lambda v: [v.start, v.stop, v.step], range),
     slice: (lambda v: [v.start, v.stop, v.step], slice),
     decimal.Decimal: (lambda v: [str(v)], decimal.Decimal),
-    fractions.Fraction: (lambda v: [v.numerator, v.denominator], lambda over, under: fractions.Fraction(over, under)),
+    fractions.Fraction: (
+        lambda v: [v.numerator, v.denominator],
+        lambda over, under: fractions.Fraction(index(over), index(under)),
+    ),
     datetime.date: (lambda v: [v.year, v.month, v.day], datetime.date),
     datetime.time: (lambda v: [v.hour, v.minute, v.second, v.microsecond, _zone(v)], datetime.time),
     datetime.datetime: (
@@ -117,7 +121,7 @@ class Encoder:
     """Values as JSON. `encode_other` encodes what is not in the table; `objects` is for it. containers: those that have
     a number."""
 
-    def __init__(self, encode_other, containers=(), objects=False):
+    def __init__(self, encode_other, containers=(), objects=""):
         self.encode_other, self.containers, self.objects = encode_other, [*containers], objects
         self.numbers = {id(container): number for number, container in enumerate(self.containers)}
 
@@ -171,7 +175,7 @@ class Encoder:
 class Decoder:
     """Values of JSON, as Encoder has made them. Malformed data raises some Exception."""
 
-    def __init__(self, decode_other, containers=(), objects=False):
+    def __init__(self, decode_other, containers=(), objects=""):
         self.decode_other, self.containers, self.objects = decode_other, [*containers], objects
 
     def decode(self, data):
@@ -223,8 +227,8 @@ class Decoder:
         import numpy
 
         array = numpy.empty(len(items), object)
-        for index, item in enumerate(self.items(items)):
-            array[index] = item
+        for place, item in enumerate(self.items(items)):
+            array[place] = item
         return array.reshape(shape)
 
 
@@ -272,7 +276,7 @@ class Errors:
         name, bases = description
         key = json.dumps(description)
         if key not in self.classes:
-            kinds = tuple(map(self.class_of, bases))
+            kinds = tuple(map(self.class_of, bases)) or (ProgramError,)
             try:
                 self.classes[key] = type(str(name), kinds, dict(self.namespace))
             except TypeError:  # they do not fit together

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import builtins
 import symtable
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import numpy as np
 
 from areal.rewards import plain_data
 
+# The module that tests import the program from, as in KodCode.
+PROGRAM = "solution"
 # With these, tests run what a program has returned, or look into what is only in the program's process.
 RUNNERS = {"eval", "exec", "compile", "__import__"}
 UNJUDGED = {
@@ -34,11 +37,10 @@ UNJUDGED = {
 }
 INSIDES = {"__annotations__", "__closure__", "__code__", "__defaults__", "__globals__", "__wrapped__"}
 # The attributes that data may have.
-ATTRIBUTES = {name for kind in (*plain_data.BASES, np.ndarray, np.generic, UUID, PosixPath) for name in dir(kind)} | {
-    "__name__"
-}
-# The module that tests import the program from, as in KodCode.
-PROGRAM = "solution"
+ATTRIBUTES = {name for kind in (*plain_data.BASES, np.ndarray, np.generic, UUID, PosixPath) for name in dir(kind)}
+OF_FUNCTIONS = {"__name__", "__qualname__"}
+# What tests use without importing it.
+LIBRARIES = sys.stdlib_module_names | {"np", "pd", "numpy", "pytest", PROGRAM}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -149,13 +151,17 @@ def _unjudged(node: ast.AST, names: set[str]) -> str | None:
             attribute not in ATTRIBUTES and _is_function(name, names)
         ):
             return f".{attribute} of what {name} returns"
+        case ast.Attribute(value=ast.Name(id=name), attr=attribute) if (
+            attribute not in ATTRIBUTES | OF_FUNCTIONS and _is_function(name, names)
+        ):
+            return f".{attribute} of {name}"
         case ast.Call(func=ast.Call(func=ast.Name(id=name))) if _is_function(name, names):
             return f"a call of what {name} returns"
     return None
 
 
 def _is_function(name: str, names: set[str]) -> bool:
-    return name in names and not name.lstrip("_")[:1].isupper()
+    return name in names and name not in LIBRARIES and not name.lstrip("_")[:1].isupper()
 
 
 def _undefined(sources: Iterable[str]) -> set[str]:
