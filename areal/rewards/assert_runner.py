@@ -23,6 +23,7 @@ import builtins
 import collections
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import importlib
 import importlib.util
@@ -477,7 +478,7 @@ def define(kind, names, method):
 define(Handle, REFUSED, lambda self, name, *_: refuse_use(self, name))
 define(
     Handle, SPECIAL,
-    lambda self, name, *a, **k: type(self)._judge_class[1].ask("special", self._number, name, a, k, objects="object"),
+    lambda self, name, *a, **k: type(self)._judge_class[1].ask("special", self._judge_number, name, a, k, objects="object"),
 )  # fmt: skip
 define(HandleClass, ("iter", "len", "contains"), lambda cls, name, *_: refuse(f"{name} of the class {cls.__name__}"))
 define(Opaque, NO_DATA_HAVE, Opaque.refuse)
@@ -645,7 +646,7 @@ def judge(job, cpu_seconds, connection, verdict):
     if missing:
         tell("unusable they import what cannot be imported here:", ", ".join(missing))
         return
-    threading.Thread(target=watch, args=(cpu_seconds, job["wall_seconds"], tests.link, tell), daemon=True).start()
+    threading.Thread(target=watch, args=(cpu_seconds, job["wall_seconds"], tests.link, tell, verdict), daemon=True).start()
     try:
         cases = cases_of(job, solution)
         tell("tests", len(cases))
@@ -655,10 +656,12 @@ def judge(job, cpu_seconds, connection, verdict):
         tell("unusable they need what is not supported here:", reason)
 
 
-def watch(cpu_seconds, wall_seconds, link, tell):
+def watch(cpu_seconds, wall_seconds, link, tell, verdict):
     """Ends the tests once they have used up the time by themselves, apart from what their requests took."""
     began, busy = CPU_SECONDS(), 0.0
     while True:
+        # Where C code keeps this thread from running, this prints `Timeout (` and ends the process.
+        faulthandler.dump_traceback_later(cpu_seconds, exit=True, file=verdict)
         SLEEP(TICK_SECONDS)
         if link.waiting:
             continue

@@ -185,6 +185,8 @@ class CodeTests:
         )
         lines = [line.split(" ", 2)[1:] for line in outcome.stdout.split("\n") if line.startswith(f"{nonce} ")]
         verdicts = {line[0]: line[1] for line in lines if len(line) == 2}
+        if "Timeout (" in outcome.stdout:
+            verdicts["unusable"] = "they take longer than a program may"
         if reason := verdicts.get("unusable"):
             raise RewardError(f"the row's tests cannot be run: {reason}")
         if verdicts.get("tests") == "0":
