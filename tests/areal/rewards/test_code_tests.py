@@ -47,21 +47,31 @@ async def scores(code, row, programs):
 @pytest.mark.parametrize("name", SETS)
 async def test_right_programs_pass_and_wrong_ones_and_those_that_do_nothing_do_not(code, name):
     row, right, wrong = SETS[name]
-    found = await scores(code, row, [f"```python\n{right}\n```", *wrong, "", read_tests(row).idle_program()])
+    found = await scores(code, row, [f"```python\n{right}\n```", *wrong, ""])
     assert [score for score, _ in found] == [1.0, *[0.0] * (len(found) - 1)]
     assert found[0][1] == {"passed": 1.0}
+    # numpy finds all of no numbers close to one.
+    assert await code.weakness(read_tests(row)) == ("functions return []" if name == "HumanEval+" else None)
 
 
-async def test_right_programs_of_every_kind_pass(code):
+async def test_right_programs_of_every_kind_pass_or_their_tests_are_refused_by_name(code):
     slots = asyncio.Semaphore(2)
 
     async def one(row, program):
         async with slots:
-            return await code.score("", f"Here it is:\n```python\n{program}\n```\nIt works.", row)
+            try:
+                return (await code.score("", f"Here it is:\n```python\n{program}\n```\nIt works.", row))[0]
+            except RewardError as error:
+                return str(error)
 
     programs = list(right_programs())
-    found = await asyncio.gather(*(one(row, program) for _, row, program in programs), return_exceptions=True)
-    assert {name: one for (name, *_), one in zip(programs, found, strict=True) if one != (1.0, {"passed": 1.0})} == {}
+    found = await asyncio.gather(*(one(row, program) for _, row, program, _ in programs))
+    differ = {
+        name: (result, expected)
+        for (name, _, _, expected), result in zip(programs, found, strict=True)
+        if (result != expected if isinstance(expected, float) else expected not in str(result))
+    }
+    assert differ == {}
 
 
 def calls(*pairs):
@@ -117,7 +127,8 @@ async def test_each_call_may_use_the_limits_for_itself(hurried):
 
 async def test_no_program_passes_calls_without_the_answer(code):
     secret = 123456789
-    programs = {name: program for name, program in attacks.CHEATS.items() if name != "lets it wait"}
+    protocol = ("lets it wait", "answers", "asks", "says", "names")
+    programs = {name: program for name, program in attacks.CHEATS.items() if not name.startswith(protocol)}
     found = await scores(code, calls((7, secret)), programs.values())
     assert {name: one for name, one in zip(programs, found, strict=True) if one[0]} == {}
 
@@ -133,9 +144,9 @@ async def test_a_function_of_the_program_may_have_the_name_of_a_built_in_one(cod
     assert (await code.score("", "def f(x): return 0\ndef all(xs): return True", row))[0] == 0.0
 
 
-async def test_built_in_types_are_data(code):
-    row = {"test_list": ["assert without((4, 7.7), int) == [7.7]", "assert kind(2) is int"]}
-    program = "def without(xs, kind): return [x for x in xs if not isinstance(x, kind)]\nkind = type"
+async def test_programs_get_built_in_types_and_functions_as_these(code):
+    row = {"test_list": ["assert without((4, 7.7), int) == [7.7]", "assert is_len(len)"]}
+    program = "def without(xs, kind): return [x for x in xs if not isinstance(x, kind)]\ndef is_len(x): return x is len"
     assert await code.score("", program, row) == (1.0, {"passed": 1.0})
 
 
