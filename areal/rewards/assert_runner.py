@@ -82,7 +82,7 @@ SPECIAL = {
 }  # fmt: skip
 # What else syntax and functions do to an object: the program would judge itself.
 BINARY = "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor"
-OTHER = """bool contains lt le gt ge enter exit aenter aexit aiter await next format reduce_ex
+OTHER = """contains lt le gt ge enter exit aenter aexit aiter await next format reduce_ex
 int float complex index neg pos abs invert round trunc floor ceil"""
 REFUSED = [*OTHER.split(), *(prefix + name for name in BINARY.split() for prefix in ("", "r", "i"))]
 NO_DATA_HAVE = ("call", "enter", "exit", "aenter", "aexit", "aiter", "await")
@@ -302,9 +302,10 @@ class Host:
         return "data", value
 
     def describe(self, kind):
-        """Number, name, text and bases of a class."""
+        """Number, name, text and bases of a class, and whether its objects have a truth value of their own."""
         bases = [self.describe(base) for base in kind.__bases__ if base.__module__ == "solution"]
-        return [self.number_of(kind), kind.__name__, str(kind.__doc__)[:1000], bases]
+        truth = hasattr(kind, "__bool__") or hasattr(kind, "__len__")
+        return [self.number_of(kind), kind.__name__, str(kind.__doc__)[:1000], bases, truth]
 
     def number_of(self, value):
         if id(value) not in self.numbers:
@@ -451,6 +452,9 @@ class Handle:
     def __delattr__(self, name):
         type(self)._judge_class[1].ask("delete", self._judge_number, name)
 
+    def __bool__(self):
+        return not type(self)._judge_truth or refuse_use(self, "bool")
+
     def __eq__(self, other):
         return other is self or (other is not None and refuse_use(self, "=="))
 
@@ -540,10 +544,11 @@ class Tests:
             return lambda *a, **k: self.ask("method", number, name, a, k, objects="object")
         return content[0]
 
-    def kind(self, number, name, text, bases):
+    def kind(self, number, name, text, bases, truth):
         if number not in self.kinds:
             parents = tuple(self.kind(*base) for base in bases) or (Handle,)
             namespace = {"__slots__": (), "__doc__": text, "__module__": "solution", "_judge_class": (number, self)}
+            namespace["_judge_truth"] = truth
             try:
                 self.kinds[number] = type.__new__(HandleClass, name, parents, namespace)
             except TypeError:  # the bases do not fit together
@@ -594,7 +599,7 @@ class Tests:
                 return decode_iterator(decoder.items(items), error and self.errors.decode(error, decoder))
             case "awaitable", failed, value:
                 return awaited(failed, (self.errors.decode(value, decoder) if failed else decoder.decode(value)))
-            case "object", int(number), [int(), str(), str(), list()] as description if decoder.objects in (
+            case "object", int(number), [int(), str(), str(), list(), bool()] as description if decoder.objects in (
                 "object",
                 "made",
             ):
@@ -656,7 +661,9 @@ def judge(job, cpu_seconds, connection, verdict):
     if missing:
         tell("unusable they import what cannot be imported here:", ", ".join(missing))
         return
-    threading.Thread(target=watch, args=(cpu_seconds, job["wall_seconds"], tests.link, tell, verdict), daemon=True).start()
+    threading.Thread(
+        target=watch, args=(cpu_seconds, job["wall_seconds"], tests.link, tell, verdict), daemon=True
+    ).start()
     try:
         cases = cases_of(job, solution)
         tell("tests", len(cases))
