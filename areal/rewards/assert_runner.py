@@ -452,6 +452,10 @@ class Handle:
     def __delattr__(self, name):
         type(self)._judge_class[1].ask("delete", self._judge_number, name)
 
+    def _judge_ask(self, name, *arguments, **keywords):
+        tests = type(self)._judge_class[1]
+        return tests.ask("special", self._judge_number, name, arguments, keywords, objects="object")
+
     def __bool__(self):
         return not type(self)._judge_truth or refuse_use(self, "bool")
 
@@ -490,10 +494,7 @@ def define(kind, names, method):
 
 
 define(Handle, REFUSED, lambda self, name, *_: refuse_use(self, name))
-define(
-    Handle, SPECIAL,
-    lambda self, name, *a, **k: type(self)._judge_class[1].ask("special", self._judge_number, name, a, k, objects="object"),
-)  # fmt: skip
+define(Handle, SPECIAL, Handle._judge_ask)
 define(HandleClass, ("iter", "len", "contains"), lambda cls, name, *_: refuse(f"{name} of the class {cls.__name__}"))
 define(Opaque, NO_DATA_HAVE, Opaque.refuse)
 
@@ -547,8 +548,8 @@ class Tests:
     def kind(self, number, name, text, bases, truth):
         if number not in self.kinds:
             parents = tuple(self.kind(*base) for base in bases) or (Handle,)
-            namespace = {"__slots__": (), "__doc__": text, "__module__": "solution", "_judge_class": (number, self)}
-            namespace["_judge_truth"] = truth
+            namespace = {"__slots__": (), "__doc__": text, "__module__": "solution"}
+            namespace |= {"_judge_class": (number, self), "_judge_truth": truth}
             try:
                 self.kinds[number] = type.__new__(HandleClass, name, parents, namespace)
             except TypeError:  # the bases do not fit together
@@ -661,9 +662,8 @@ def judge(job, cpu_seconds, connection, verdict):
     if missing:
         tell("unusable they import what cannot be imported here:", ", ".join(missing))
         return
-    threading.Thread(
-        target=watch, args=(cpu_seconds, job["wall_seconds"], tests.link, tell, verdict), daemon=True
-    ).start()
+    limits = cpu_seconds, job["wall_seconds"]
+    threading.Thread(target=watch, args=(*limits, tests.link, tell, verdict), daemon=True).start()
     try:
         cases = cases_of(job, solution)
         tell("tests", len(cases))
