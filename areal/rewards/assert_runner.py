@@ -44,6 +44,7 @@ import time
 import types
 import typing
 from json import dumps
+from typing import Any
 
 import plain_data
 import pytest_standin
@@ -75,7 +76,7 @@ MODULES = {
 } | {"np": "numpy", "pd": "pandas"}
 NAMES_FROM = {"collections": collections.__all__, "typing": typing.__all__, "math": ("isclose", "isnan", "sqrt")}
 # What tests do to a handle by syntax and get data for.
-SPECIAL = {
+SPECIAL: dict[str, Any] = {
     "__len__": len, "__str__": str, "__repr__": repr, "__iter__": lambda value: (item for item in value),
     "__call__": lambda value, *a, **k: value(*a, **k),
     "__getitem__": operator.getitem, "__setitem__": operator.setitem, "__delitem__": operator.delitem,
@@ -189,7 +190,8 @@ def is_iterator(value):
 
 def encode_iterator(steps, errors, encoder):
     """The items, and the error at which the iterator ended, or None."""
-    items, error = [], None
+    items: list[Any] = []
+    error = None
     try:
         items += itertools.islice(steps, MOST_ITEMS)
         if len(items) == MOST_ITEMS:
@@ -249,15 +251,16 @@ class Host:
         """What the tests have replaced is replaced here, too, and what is printed is sent to them."""
         if stdin is not None:
             sys.stdin = io.StringIO(stdin)
-        sys.stdout, sys.stderr = streams = [io.StringIO() if captured else self.nowhere for _ in range(2)]
-        originals = [(*REPLACED[index], getattr(*REPLACED[index])) for index, _ in functions]
+        streams: list[Any] = [io.StringIO() if captured else self.nowhere for _ in range(2)]
+        sys.stdout, sys.stderr = streams
+        originals: list[Any] = [(*REPLACED[index], getattr(*REPLACED[index])) for index, _ in functions]
         for index, function in functions:
             setattr(*REPLACED[index], function)
         try:
             yield
         finally:
-            for original in originals:
-                setattr(*original)
+            for module, name, function in originals:
+                setattr(module, name, function)
             if captured and any(texts := [stream.getvalue() for stream in streams]):
                 self.link.ask("print", *texts)
 
@@ -437,6 +440,8 @@ class Handle:
     """
 
     __slots__ = ("_judge_number", "_judge_returned")
+    _judge_class: Any
+    _judge_truth: bool
 
     def __class_getitem__(cls, _):
         return cls
@@ -514,7 +519,8 @@ class Tests:
 
     def context(self):
         """What the tests have replaced at this moment."""
-        context, (stdin, stdout, stderr) = {}, self.streams
+        context: dict[str, Any] = {}
+        stdin, stdout, stderr = self.streams
         functions = enumerate(getattr(*place) for place in REPLACED)
         if changed := [(index, now) for index, now in functions if now is not self.originals[index]]:
             context["functions"] = changed
@@ -581,8 +587,8 @@ class Tests:
             return {"object": value._judge_class[0]}
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"error": self.errors.describe(value)}
-        if vars(builtins).get(getattr(value, "__name__", None)) is value:
-            return {"builtin": value.__name__}
+        if vars(builtins).get(name := getattr(value, "__name__", "")) is value:
+            return {"builtin": name}
         if is_iterator(value):
             return encode_iterator(value, self.errors, encoder)
         if not callable(value) or getattr(value, "_mock_children", None):
@@ -679,7 +685,7 @@ def watch(cpu_seconds, wall_seconds, link, tell, verdict):
     began, busy = CPU_SECONDS(), 0.0
     while True:
         # Where C code keeps this thread from running, this prints `Timeout (` and ends the process.
-        faulthandler.dump_traceback_later(cpu_seconds, exit=True, file=sys.__stderr__ if link.heavy else verdict)
+        faulthandler.dump_traceback_later(cpu_seconds, exit=True, file=2 if link.heavy else verdict)
         SLEEP(TICK_SECONDS)
         if link.waiting:
             continue

@@ -16,6 +16,7 @@ import json
 import re
 import sys
 from operator import index
+from typing import Any
 
 # Longest message, and most lists and objects in one: memory and time of the receiver are bounded.
 MOST_BYTES, MOST_PARTS = 1 << 25, 1 << 21
@@ -31,7 +32,7 @@ def _zone(value):
 
 
 # By type of a value that does not change: its parts, and how it is made of them.
-VALUES = {
+VALUES: dict[Any, Any] = {
     tuple: (list, lambda *items: items),
     frozenset: (list, lambda *items: frozenset(items)),
     bytes: (lambda v: [v.hex()], bytes.fromhex),
@@ -72,7 +73,7 @@ def _collection(kind, extend):
 
 
 # By type of a container that changes: its items, and how it gets new ones.
-CONTAINERS = {
+CONTAINERS: dict[Any, Any] = {
     list: (list.copy, lambda target, items: list.__setitem__(target, slice(None), items)),
     set: _collection(set, set.update),
     bytearray: _collection(bytearray, bytearray.extend),
@@ -263,8 +264,8 @@ class Errors:
         self.classes = {}
 
     def describe(self, kind):
-        if EXCEPTIONS.get(kind.__name__) is kind:
-            return kind.__name__
+        if EXCEPTIONS.get(name := kind.__name__) is kind:
+            return name
         bases = [self.describe(base) for base in kind.__bases__ if issubclass(base, BaseException)]
         if not issubclass(kind, NEVER):
             self.classes.setdefault(json.dumps([kind.__name__, bases]), kind)

@@ -15,6 +15,7 @@ import math
 import re
 import sys
 import types
+from typing import Any
 
 
 class Unsupported(BaseException):
@@ -166,7 +167,7 @@ class MonkeyPatch:
     def setattr(self, target, name, *value, raising=True):
         from unittest import mock
 
-        patch = mock.patch if isinstance(target, str) else mock.patch.object
+        patch: Any = mock.patch if isinstance(target, str) else mock.patch.object
         self.stack.enter_context(patch(target, name, *value, create=not raising))
 
     def setitem(self, target, key, value):
