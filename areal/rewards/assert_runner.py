@@ -254,8 +254,8 @@ class Host:
         streams: list[Any] = [io.StringIO() if captured else self.nowhere for _ in range(2)]
         sys.stdout, sys.stderr = streams
         originals: list[Any] = [(*REPLACED[index], getattr(*REPLACED[index])) for index, _ in functions]
-        for index, function in functions:
-            setattr(*REPLACED[index], function)
+        for (module, name, _), (_, function) in zip(originals, functions, strict=True):
+            setattr(module, name, function)
         try:
             yield
         finally:

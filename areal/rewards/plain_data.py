@@ -23,7 +23,7 @@ MOST_BYTES, MOST_PARTS = 1 << 25, 1 << 21
 # Larger integers are sent in base 16: reading them in base 10 takes quadratic time. Python reads no longer ones.
 MOST_DIGITS = 50_000
 HUGE = 1 << 4096
-LIGHT = {str, float, bool, type(None)}
+LIGHT, NUMBERS = {str, float, bool, type(None)}, {int, float, bool}
 ARRAY = re.compile(r"[<>|=][biufcSUmM][1-9]\d{0,8}(\[\d{0,9}[A-Za-z]{1,7}\])?")
 
 
@@ -144,7 +144,7 @@ class Encoder:
 
     def items(self, values):
         kinds = {*map(type, values)}
-        if kinds <= LIGHT or (kinds == {int} and min(values) > -HUGE and max(values) < HUGE):
+        if kinds <= LIGHT or (kinds <= NUMBERS and min(values) > -HUGE and max(values) < HUGE):
             return values
         return [*map(self.encode, values)]
 
