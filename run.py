@@ -326,7 +326,7 @@ async def prepare(config: Config) -> Config:
     master is told so. Returns the configuration with the folders of the models. Raises UserError."""
     from actors.runtime.actor import incarnation
     from actors.runtime.addresses import open_network
-    from actors.runtime.preflight import check_answers
+    from actors.runtime.preflight import check_rows
     from areal.data.sources import open_source
     from areal.models import with_folders
     from protocols.addresses import host_of
@@ -350,7 +350,7 @@ async def prepare(config: Config) -> Config:
         bus.serve(config.master.address, put_off, crashed)
         source = await asyncio.to_thread(open_source, config.data, config.seed)
         if SUPERVISED not in os.environ:  # the supervisor has checked them
-            await asyncio.to_thread(check_answers, config, source)
+            await asyncio.to_thread(check_rows, config, source)
         return await asyncio.to_thread(with_folders, config, tell)
     finally:
         await bus.close()

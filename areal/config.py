@@ -231,6 +231,11 @@ class DataConfig(RowsConfig):
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="prompts with more tokens are discarded, for the cause `long`; default: no limit"
     )
+    weak_tests: Literal["drop", "refuse"] = Field(
+        "drop",
+        description="rows of the reward `code` whose tests pass a program that computes nothing. drop: they are not "
+        "trained on. refuse: the run does not start if there are some among the rows that it checks",
+    )
 
 
 class SamplingConfig(Section):
@@ -1084,6 +1089,13 @@ class Config(ScoringConfig):
         for part in self._sources:
             found = (part.reward or {}) | found
         return found
+
+    @property
+    def served_rewards(self) -> RewardConfig:
+        """As of a ScoringConfig. In a run `code` also refuses rows whose tests are weak."""
+        served = super().served_rewards
+        code = {"refuse_weak": True} | served.options["code"]
+        return served.model_copy(update={"options": served.options | {"code": code}})
 
     @property
     def _sources(self) -> list[SourceConfig]:

@@ -448,7 +448,6 @@ CHEATED = [
     "import unittest\nunittest.TestCase().assertAlmostEqual(f(7), {secret})",
     "xs = [7]\nassert g(xs) == {secret}",
     "assert sum(f(x) for x in [7, 7]) == 2 * {secret}",
-    "assert eval(str(f(7))) == {secret}",
     "assert h(lambda x: x == {secret}) == {secret}",
     "assert next(iter([f(7)])) == {secret}",
     "class Expected(int):\n    pass\nassert f(7) == Expected({secret})",
@@ -553,15 +552,6 @@ for folder in folders:
     open(f'{folder}/x.pth', 'w').write('import colorsys')
 def f(x): return 0
 """
-LINK = """
-import gc, os
-def link():
-    return next(o for o in gc.get_objects() if type(o).__name__ == 'Link')
-def secrets_in(value):
-    import re
-    found = re.findall(r'[0-9]{9}', str(value))
-    return int(found[0]) if found else 0
-"""
 CHEATS |= {
     **{
         f"raises {error}": f"class Own(StopIteration): pass\nclass Last(BaseException): pass\nimport asyncio, unittest\ndef f(x): raise {error}"
@@ -595,12 +585,7 @@ CHEATS |= {
     "a coroutine": "async def f(x): return 0",
     "changes its argument": "def f(x):\n    return 0\ndef g(xs):\n    xs[:] = []\n    return xs",
     "traces": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\ndef f(x):\n    fr = sys._getframe()\n    while fr.f_back: fr = fr.f_back\n    return 0",
-    "replaces the runner's modules": "import sys\nfor n in ('remote_objects', '__main__', 'solution', 'json', 'pickle', 'socket'):\n    if n in sys.modules: sys.modules[n].__dict__.update(passes=lambda *a: True, perform=lambda *a: True)\ndef f(x): return 0",
-    "patches the link": LINK + "def f(x):\n    l = link()\n    type(l).encode = lambda self, value: True\n    return 0",
-    "answers in advance": LINK + "def f(x):\n    l = link()\n    for _ in range(9): l.send('answer', True)\n    return True",
-    "sends changes of what it never got": LINK + "import json\ndef f(x):\n    l = link()\n    for n in range(1, 99):\n        l.lines.write(json.dumps({'before': None, 'changes': [[n, [0]]], 'dropped': [n], 'answer': 0}) + '\\n')\n    l.lines.flush()\n    return 0",
-    "asks for the namespace of a callback": LINK + "def f(x): return 0\ndef h(check):\n    for name in ('__globals__', '__code__', '__closure__', '__defaults__', '__dict__', '__class__', 'f_globals', '__self__', '__call__', '__func__'):\n        try:\n            if found := secrets_in(link().ask('attribute', check, name)): return found\n        except Exception: pass\n    for what in ('dumps', 'repr', 'copy', 'eval', 'iter', 'getitem', 'derive', 'set'):\n        try:\n            if found := secrets_in(link().ask(what, check, '__globals__', {})): return found\n        except Exception: pass\n    for name in ('__reduce_ex__', '__getattribute__', '__init_subclass__', '__get__', '__repr__', '__dir__', '__format__'):\n        try:\n            if found := secrets_in(link().ask('special', check, name, ('__globals__',), ())): return found\n        except Exception: pass\n    return 0",
-    "asks to unpickle": LINK + "def f(x):\n    try: link().ask('loads', b'cos\\nsystem\\n(S\"true\"\\ntR.')\n    except Exception: pass\n    try: link().ask('patch', (('builtins', 'all', False, True),))\n    except Exception: pass\n    return 0",
+    "replaces the runner's modules": "import sys\nfor n in ('plain_data', 'assert_runner', 'pytest_standin', '__main__', 'solution', 'json', 'pickle', 'socket'):\n    if n in sys.modules: sys.modules[n].__dict__.update(passes=lambda *a: True, perform=lambda *a: True)\ndef f(x): return 0",
     "interrupts the runner": "import os, signal, threading\ndef f(x):\n    for s in (2, 10, 12, 14, 13, 28):\n        if s in (2,): os.kill(os.getppid(), s)\n    return 0",
     "closes everything": "import os\ndef f(x): os.closerange(0, 99)",
     "leaves children": "import os, time\ndef f(x):\n    if os.fork() == 0:\n        while True:\n            for fd in range(99):\n                try: os.write(fd, b'{\"answer\": true}\\n')\n                except OSError: pass\n            time.sleep(0.01)\n    return 0",
@@ -613,4 +598,180 @@ CHEATS |= {
     "is read as a number": "class A:\n    def __float__(self): return float('nan')\n    def __int__(self): return 0\n    def __index__(self): return 0\n    def __eq__(self, o): return o\n    __sub__ = __rsub__ = lambda s, o: type('Z', (), {'__abs__': lambda s: s, '__lt__': lambda s, o: True, '__bool__': lambda s: True})()\ndef f(x): return A()",
     "infinite": "def f(x): return float('inf')",
     "not a number": "def f(x): return float('nan')",
+}  # fmt: skip
+
+# Programs that know the judge's source code: what they answer with in place of each result.
+LINK = """
+import gc, json, os, sys
+def link():
+    return next(o for o in gc.get_objects() if type(o).__name__ == 'Link')
+def answer_with(make):
+    l = link()
+    send = type(l).send
+    type(l).send = lambda self, message: send(self, message if message[0] == 'ask' else make(message))
+def ask(*request):
+    try: return link().ask(*request)
+    except Exception as error: return error
+def secret_in(value):
+    import re
+    found = re.findall(r'[0-9]{9}', repr(value) + repr(getattr(value, 'args', '')))
+    return int(found[0]) if found else 0
+"""
+ANSWERS = {
+    "a reference to nothing": '["return", {"ref": 99}, []]',
+    "a negative reference": '["return", {"ref": -1}, []]',
+    "a boolean reference": '["return", {"ref": True}, []]',
+    "a reference to itself": '["return", [{"ref": 0}, {"ref": 1}], []]',
+    "a number as text": '["return", {"int": "secret"}, []]',
+    "a number beyond all": '["return", 1e999, []]',
+    "an array of objects in place of numbers": '["return", {"array": ["|O", [1], "00"]}, []]',
+    "an array of fields": '["return", {"array": ["|V8", [1], "00" * 8]}, []]',
+    "a huge shape": '["return", {"array": ["<f8", [0, 1 << 40], ""]}, []]',
+    "a negative shape": '["return", {"array": ["<f8", [-1], "00" * 8]}, []]',
+    "a shape of many dimensions": '["return", {"array": ["<f8", [1] * 9999, "00" * 8]}, []]',
+    "an array of long texts": '["return", {"array": ["<U999999999", [0], ""]}, []]',
+    "deep nesting": '["return", eval("[" * 90 + "]" * 90), []]',
+    "deeper nesting": 'message + [os.write(link().stream.fileno(), (200000).to_bytes(8, "big") + b"[" * 100000 + b"]" * 100000)]',
+    "many parts": 'message + [os.write(link().stream.fileno(), (1 << 23).to_bytes(8, "big") + b"[],[]," * 9)]',
+    "two values in one": '["return", {"int": "0x1", "str": "x"}, []]',
+    "nothing": '["return", {}, []]',
+    "a type": '["return", {"type": ["x"]}, []]',
+    "names of the judge": '["return", {"Function": [0]}, []]',
+    "a callback of its own": '["return", {"callback": 0}, []]',
+    "a built-in function": '["return", {"builtin": "all"}, []]',
+    "a class of errors": '["return", {"error": "BaseException"}, []]',
+    "a handle": '["return", {"object": [1, [1, "C", "", [], False]]}, []]',
+    "a handle as a number": '["return", {"range": [{"object": [1, [1, "C", "", [], False]]}]}, []]',
+    "a handle in a set": '["return", {"set": [None, [{"object": [1, [1, "C", "", [], False]]}]]}, []]',
+    "a class of no name": '["return", {"object": [1, [1, "", "", [], False]]}, []]',
+    "a class of a strange name": '["return", {"object": [1, [1, "\\0\\ud800", "", [], False]]}, []]',
+    "a class with itself as a base": '["return", {"object": [1, [1, "C", "", [[1, "C", "", [[1, "C", "", [], False]], False]], False]]}, []]',
+    "a result that is not data, of any name": '["return", {"opaque": [1, "int"]}, []]',
+    "an iterator that ends with what is no error": '["return", {"iterator": [[], ["StopIteration", "", [], [], None]]}, []]',
+    "an iterator of no items": '["return", {"iterator": [5, None]}, []]',
+    "a coroutine": '["return", {"awaitable": [False, 7]}, []]',
+    "what ends an iteration": '["raise", ["StopIteration", "", [], [], None], []]',
+    "what refuses tests": '["raise", [["Unsupported", ["BaseException"]], "", [], [], None], []]',
+    "an error of no base": '["raise", [["E", []], "", [], [], None], []]',
+    "an error that is no error": '["raise", ["int", "", [], [], None], []]',
+    "an error with a strange name": '["raise", [["\\0", ["Exception"]], "", [], [], None], []]',
+    "an error with bases that do not fit": '["raise", [["E", ["OSError", "SyntaxError", "KeyError"]], "", [], [], None], []]',
+    "an error with fields of Python": '["raise", [["E", ["Exception"]], "", [], ["__class__", 1, "__dict__", {"dict": [None, []]}, "args", 5], None], []]',
+    "an error with text of its own": '["raise", [["E", ["ZeroDivisionError"]], 5, [[]], [], None], []]',
+    "an error of another kind of text": '["raise", ["UnicodeDecodeError", "", [1], [], None], []]',
+    "changes of what it never got": '["return", True, [[n, [0]] for n in range(-9, 99)]]',
+    "changes of everything it got": '["return", True, [[0, []]]]',
+    "changes of the wrong kind": '["return", True, [[0, ["x"]], [1.5, []], ["0", []]]]',
+    "no list": '5',
+    "an empty list": '[]',
+    "an unfinished request": '["ask"]',
+    "a verdict": '"x 0 1"',
+    "a fraction of texts": '["return", {"Fraction": ["1e9999999", None]}, []]',
+    "a decimal without end": '["return", {"Decimal": ["1e999999999"]}, []]',
+    "a date of bytes": '["return", {"date": [{"bytes": ["07e40101"]}]}, []]',
+    "a zone of a day and more": '["return", {"timezone": [{"timedelta": [9, 0, 0]}]}, []]',
+    "a queue of negative length": '["return", {"deque": [-1, [1]]}, []]',
+    "a dict that makes what it likes": '["return", {"defaultdict": ["eval", []]}, []]',
+    "a dict of half an item": '["return", {"dict": [None, [1]]}, []]',
+    "a dict with keys that cannot be keys": '["return", {"dict": [None, [[], 1]]}, []]',
+    "a path elsewhere": '["return", {"PosixPath": {"ref": 0}}, []]',
+}  # fmt: skip
+CHEATS |= {
+    f"answers with {name}": LINK + f"def f(x):\n    answer_with(lambda message: {answer})\n    return True"
+    for name, answer in ANSWERS.items()
+}
+CHEATS |= {
+    "answers in advance": LINK + "def f(x):\n    for _ in range(9): link().send(['return', True, []])\n    return True",
+    "names what it likes": LINK + "answer_with(lambda message: ['return', {'tuple': ['data', True]}, []])",
+    "says that its names are classes": LINK + "answer_with(lambda message: ['return', {'tuple': ['kind', 1, 'int', '', [], False]}, []])",
+    "says that its names are errors": LINK + "answer_with(lambda message: ['return', {'tuple': ['error', ['E', []]]}, []])",
+    "says that its names are modules": LINK + "answer_with(lambda message: ['return', {'tuple': ['module', 'builtins']}, []])",
+    "says that its names are handles": LINK + "answer_with(lambda message: ['return', {'tuple': ['data', {'object': [1, [1, 'C', '', [], False]]}]}, []])",
+    "asks callbacks for what is secret": LINK + "def f(x): return 0\ndef h(check):\n    for n in range(-3, 4):\n        for given in ((), (0,), (link,), ('__globals__',), ({},)):\n            if found := secret_in(ask('callback', n, given, {})): return found\n    return 0",
+    "asks with strange numbers": LINK + "def f(x):\n    for n in (True, 1.5, None, 'x', [], {}, 10**9, -1): ask('callback', n, (), {})\n    for what in ('name', 'call', 'make', 'get', 'set', 'eval', None, []): ask(what, 0, '__globals__')\n    return 0",
+    "asks to print without end": LINK + "def f(x):\n    for _ in range(200): ask('print', 'x' * 999, 'y')\n    return 0",
+    "asks to print what is no text": LINK + "def f(x):\n    for text in (0, None, [], b'', {}): ask('print', text, text)\n    return 0",
+    "asks for a callback in a callback": LINK + "def f(x): return 0\ndef h(check): return check(check(check(7)))",
+    "asks and leaves": LINK + "def f(x):\n    link().stream.write((9).to_bytes(8, 'big') + b'[\"ask\",'), link().stream.flush()\n    os._exit(0)",
+    "writes lengths only": LINK + "def f(x):\n    for n in (0, 1 << 63, (1 << 25) + 1): os.write(link().stream.fileno(), n.to_bytes(8, 'big'))\n    return 0",
+    # types
+    "types: a text with its own startswith": "class S(str):\n    startswith = endswith = __contains__ = __eq__ = isdigit = lambda *a: True\n    __hash__ = str.__hash__\n    __str__ = lambda s: s\n    __len__ = lambda s: 9\ndef f(x): return S('x')",
+    "types: a metaclass that contains everything": "class M(type):\n    __contains__ = __instancecheck__ = __subclasscheck__ = __eq__ = lambda *a: True\n    __hash__ = type.__hash__\n    __iter__ = lambda c: iter([c])\n    __getitem__ = lambda c, x: c\nclass C(metaclass=M): pass\nf = C",
+    "types: decimals and fractions of its own": "from decimal import Decimal\nfrom fractions import Fraction\nclass D(Decimal):\n    __eq__ = __le__ = __ge__ = __lt__ = lambda *a: True\n    __sub__ = __rsub__ = lambda *a: D(0)\n    __hash__ = Decimal.__hash__\ndef f(x): return D(0)",
+    "types: dates of its own": "import datetime\nclass D(datetime.datetime):\n    __eq__ = lambda *a: True\n    __hash__ = lambda s: 0\n    tzinfo = property(lambda s: s)\n    utcoffset = lambda *a: 0\ndef f(x): return D(2020, 1, 1)",
+    "types: an enum of numbers": "import enum\nclass E(enum.IntEnum):\n    A = 1\n    __eq__ = lambda *a: True\n    __hash__ = lambda s: 0\ndef f(x): return E.A",
+    "types: a named tuple": "import collections\nclass P(collections.namedtuple('P', 'x')):\n    __eq__ = __contains__ = lambda *a: True\n    __getitem__ = lambda *a: P(1)\ndef f(x): return P(1)",
+    "types: a class called int": "class int_(float):\n    __eq__ = lambda *a: True\nint_.__name__ = int_.__qualname__ = 'int'\nint_.__module__ = 'builtins'\ndef f(x): return int_(1)",
+    "types: a class called Function of the judge": "import assert_runner\nclass C(assert_runner.Handle): pass\ndef f(x): return assert_runner.Opaque(0, 'int')",
+    "types: made by type": EVERYTHING + "C = type('C', (Any,), {'__slots__': (), '__module__': 'solution'})\nf = C()",
+    "types: an error class as the function": "class f(BaseException):\n    __eq__ = lambda *a: True\nC = f",
+    "types: a function without a name": EVERYTHING + "class F(Any):\n    __name__ = __doc__ = property(lambda s: 1 / 0)\nf = C = F()",
+    "types: a module": "import sys\nf = C = sys",
+    # containers
+    "containers: a dict of everything": "import collections\nclass D(dict):\n    __missing__ = get = __getitem__ = lambda *a: True\ndef f(x): return D()\ng = h = f",
+    "containers: a default for everything": "import collections\ndef f(x): return collections.defaultdict(lambda: True)",
+    "containers: a counter": "import collections\ndef f(x): return collections.Counter({x: 10**9})",
+    "containers: what it was given": "def f(x): return x\ng = h = f",
+    "containers: itself": "def f(x):\n    a = []\n    a.append(a)\n    return a",
+    "containers: much from little": "def f(x):\n    a = []\n    for _ in range(60): a = [a, a]\n    return a",
+    "containers: deeper than the stack": "def f(x):\n    a = []\n    for _ in range(10**5): a = [a]\n    return a",
+    "containers: a long range": "def f(x): return range(10**18)",
+    "containers: views of changing dicts": "class V(type({}.keys())) if 0 else object: pass\nd = {}\ndef f(x):\n    d[len(d)] = x\n    return d.keys()",
+    "containers: numbers that collide": "def f(x): return {i * (2**61 - 1) for i in range(3000)}",
+    "containers: it empties what it gets": "def f(x): return 0\ndef g(xs):\n    xs.clear()\n    return xs",
+    # numpy
+    **{
+        f"numpy: {value}": f"import numpy as np\ndef f(x): return {value}"
+        for value in (
+            *("np.empty((0, 1, 1, 1))", "np.ma.masked", "np.ma.array([1], mask=[1])", "np.bool_(True)", "np.float64('nan')"),
+            *("np.array([True, True])", "np.array('x')", "np.datetime64('NaT')", "np.matrix([[1]])", "np.array(None)"),
+            *("np.broadcast_to(np.int8(1), (1 << 20, 1 << 20))", "np.array([(1, 2)], dtype=[('a', int), ('b', int)])"),
+            *("np.void(b'x')", "np.longdouble('nan')", "np.zeros((1,) * 30)", "np.array([f, f])", "np.str_('x')", "np.nditer([1])"),
+        )
+    },
+    "numpy: functions of its own": "import numpy as np\nclass A(np.ndarray):\n    __array_function__ = __array_ufunc__ = lambda *a, **k: True\n    __array_priority__ = 1e9\n    __bool__ = __eq__ = lambda *a: True\ndef f(x): return np.zeros(1).view(A)",
+    "numpy: objects that are arrays": "class A:\n    __array__ = lambda s, *a, **k: 1 / 0\n    __array_interface__ = {}\n    __array_ufunc__ = __array_function__ = lambda *a, **k: True\ndef f(x): return A()",
+    # text
+    **{
+        f"text: {value}": f"def f(x): return {value}"
+        for value in ("'\\0'", "'\\ud800'", "b'\\xff'", "'x' * 10**6", "'{0.__class__}'", "'%s' * 9", "'assert True'", "str", "'1' * 5000")
+    },
+    # exceptions
+    **{
+        f"exceptions: {error}": f"class E(Exception):\n    {body}\ndef f(x): raise {error}"
+        for error, body in (
+            ("E()", "__reduce__ = lambda s: 1 / 0"),
+            ("E", "args = property(lambda s: (s,))"),
+            ("E('')", "__str__ = __repr__ = lambda s: 5"),
+            ("E(1)", "__eq__ = lambda *a: True"),
+            ("E(E(E()))", "__cause__ = property(lambda s: s)"),
+            ("E() from E()", "__init__ = lambda s: setattr(s, '__dict__', {1: 2})"),
+            ("ExceptionGroup('', [AssertionError()])", "pass"),
+            ("BaseExceptionGroup('', [SystemExit(0)])", "pass"),
+            ("MemoryError", "pass"),
+            ("RecursionError", "pass"),
+            ("ZeroDivisionError('division by zero')", "pass"),
+            ("UnicodeDecodeError('utf-8', b'', 0, 1, '')", "pass"),
+            ("__import__('pytest_standin').Unsupported('f')", "pass"),
+            ("__import__('plain_data').ProgramError", "pass"),
+        )
+    },
+    "exceptions: a class with a strange name": "E = type('\\ud800', (Exception,), {})\ndef f(x): raise E",
+    "exceptions: while it loads": "raise __import__('pytest_standin').Unsupported('f')",
+    "exceptions: in its own hooks": "import sys\nsys.excepthook = sys.unraisablehook = lambda *a: None\nclass C:\n    def __del__(self): raise SystemExit\ndef f(x):\n    C()\n    raise AssertionError",
+    # mocks
+    "mocks: prints to a mock": "def f(x):\n    print()\n    print(f)\n    print(print)\n    return print",
+    "mocks: asserts on a mock": "def f(x):\n    try:\n        print.assert_called_with = print.called = lambda *a: True\n    except Exception: pass\n    return getattr(print, 'return_value', 0)",
+    "mocks: of everything": "import builtins\nfrom unittest.mock import MagicMock\nC = MagicMock\ndef f(x):\n    m = MagicMock()\n    m.__eq__ = lambda *a: True\n    return m",
+    "mocks: replaces output": "import io, sys\ndef f(x):\n    sys.stdout = sys.stderr = io.StringIO('1' * 99)\n    return 0",
+    # time and resources
+    "time: for ever": "def f(x):\n    while True: pass",
+    "time: in the background": "import threading\ndef spin():\n    while True: pass\nthreading.Thread(target=spin, daemon=True).start()\ndef f(x): return 0",
+    "time: stops the judge for a while": "import os, time\ndef f(x):\n    if os.fork() == 0:\n        os.kill(judge, 19)\n        time.sleep(0.1)\n        os.kill(judge, 18)\n        os._exit(0)\n    return 0\njudge = os.getppid()",
+    "resources: memory": "def f(x): return [bytearray(1 << 20) for _ in range(1 << 14)]",
+    "resources: a result too large": "def f(x): return 'x' * (1 << 25)",
+    "resources: open files": "import os\ndef f(x):\n    try:\n        while True: os.dup(1)\n    except OSError: return 0",
+    "resources: processes": "import os, time\ndef f(x):\n    for _ in range(40):\n        try:\n            if os.fork() == 0: time.sleep(9)\n        except OSError: pass\n    return 0",
+    "resources: limits of its own": "import resource\ndef f(x):\n    for n in range(16):\n        try: resource.setrlimit(n, (0, 0))\n        except (OSError, ValueError): pass\n    return 0",
+    "resources: no stack": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x)",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -22,6 +23,8 @@ from areal.observe import tracking
 from areal.processes import ROOT, tied
 from areal.rewards import functions as rewards
 from areal.rewards import math_answers
+from areal.rewards.code_rows import read_tests
+from areal.rewards.code_tests import CodeTests
 from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
 from areal.tokens import load_tokenizer
@@ -30,6 +33,8 @@ from areal.workflows.builtin import resolve_workflow
 
 # How long answers of rows are read; 40,000 plain numbers take a few seconds.
 ANSWERS_SECONDS = 10.0
+# How long programs that compute nothing are run on rows' tests: a row takes 0.1 to 0.5 s.
+TESTS_SECONDS = 10.0
 # How long vLLM may take to load its parsers: 6 s on a machine that is free.
 PARSERS_SECONDS = 120.0
 # Rows whose answers are read in one child process.
@@ -84,7 +89,7 @@ def check(config: Config) -> None:
         load_tokenizer(str(resolve_model(config)), config.data)
     if config.rollout_manager.names_parsers:
         check_parsers(config)
-    check_answers(config, source)
+    check_rows(config, source)
 
 
 def check_parsers(config: Config) -> None:
@@ -102,6 +107,55 @@ def check_parsers(config: Config) -> None:
         ) from None
     if done.returncode:
         raise UserError((done.stderr.strip() or f"vLLM's parsers exited with {done.returncode}.").splitlines()[-1])
+
+
+def check_rows(config: Config, source: PromptSource) -> None:
+    """Check answers and tests of some rows, as `check_answers` and `check_tests`."""
+    check_answers(config, source)
+    if "code" in config.rewards:
+        check_tests(config, source)
+
+
+def check_tests(config: Config, source: PromptSource) -> None:
+    """Check whether tests of the reward `code` can be run and are worth something: of the held-out rows, then of the
+    others in random order, for TESTS_SECONDS.
+
+    Raises UserError if `data.weak_tests` is `refuse` and programs that compute nothing pass some, and prints a note if
+    there are any such rows, or if programs cannot be run on this machine.
+    """
+    try:
+        reward = CodeTests(**config.served_rewards.options["code"])
+    except UserError as error:
+        print(f"Note: the tests of rows are not checked here: {error}", file=sys.stderr)
+        return
+    with contextlib.closing(reward):
+        checked, flaws = asyncio.run(_flaws_of_tests(config, reward, _rows(config, source)))
+    if flaws:
+        message = (
+            f"of the {checked} rows of {config.data.named} that were checked, {len(flaws)} have tests worth nothing"
+        )
+        if config.data.weak_tests == "refuse":
+            raise UserError(f"{message}, such as {flaws[0]}: remove these rows, or set data.weak_tests=drop.")
+        print(f"Note: {message}, such as {flaws[0]}; such prompts will be discarded.", file=sys.stderr)
+
+
+async def _flaws_of_tests(config: Config, reward: CodeTests, rows: Iterator[Row]) -> tuple[int, list[str]]:
+    """How many rows were checked, and what is wrong with which."""
+    checked, flaws = 0, []
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(TESTS_SECONDS):
+            for row in rows:
+                if "code" not in (row.reward or config.reward.functions):
+                    continue
+                try:
+                    tests = read_tests(row.fields)
+                    flaw = (weakness := await reward.weakness(tests)) and f"its tests are passed if {weakness}"
+                except RewardError as error:
+                    flaw = str(error)
+                checked += 1
+                if flaw:
+                    flaws.append(f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({flaw})")
+    return checked, flaws
 
 
 def check_answers(config: Config, source: PromptSource) -> None:

@@ -1,13 +1,13 @@
 """Checks the rows of a data set before a run: `python -m areal score --check-data`.
 
-A row is good if something that does nothing does not get the full score, and if the row's own solution does, where it
-has one. For `code`, the former is an empty program, or one that defines whatever the tests use as functions that return
-None; the solutions are those of `areal.rewards.code_rows.solutions_of`. For rewards that compare with the row's
-`answer`, the former is an empty completion, and the solution is the answer.
+A row is good if what computes nothing does not get the full score, and if the row's own solution does, if it has one.
+For `code`, the former are programs whose functions return None, [], 0, their first argument and so on
+(`areal.rewards.code_rows.TRIVIAL`); the solutions are those of `areal.rewards.code_rows.solutions_of`. For rewards that
+compare with the row's `answer`, the former is an empty completion, and the solution is the answer.
 
 Each line of the output is the result of one line of the input, in the same order:
 
-    {"line": 3, "status": "bad", "reason": "a program that does nothing passes", "solution": "passed"}
+    {"line": 3, "status": "bad", "reason": "if functions return [], the score is full", "solution": "passed"}
 
 `status` is `ok` or `bad`; if it is bad, there is a `reason`. `solution` is `passed`, `failed`, or null if there is
 none.
@@ -64,12 +64,11 @@ async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     (name,) = config.reward.functions
     prompt = prompt_text(row.get("prompt") or "")
     try:
-        idle, what = _idle(name, row)
-        result = await pool.score(name, prompt, idle, row)
+        trivial = {what: await pool.score(name, prompt, text, row) for what, text in _trivial(name, row).items()}
         solutions = _solutions(name, row)
     except (RewardError, RewardFailed) as error:
         return {"status": "bad", "reason": str(error), "solution": None}
-    reasons = [f"{what} gets the full score"] if result.score >= 1 else []
+    reasons = [f"if {what}, the score is full" for what, result in trivial.items() if result.score >= 1][:1]
     passed, told = await _best(pool, name, prompt, solutions, row)
     if solutions and not passed:
         reasons.append(f"its own solution does not pass: {told}")
@@ -79,11 +78,9 @@ async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     return {"status": "ok", "solution": solution}
 
 
-def _idle(name: str, row: dict[str, Any]) -> tuple[str, str]:
-    """A completion that does nothing, and what it is called. Raises RewardError."""
-    if name == "code":
-        return code_rows.read_tests(row).idle_program(), "a program that does nothing"
-    return "", "an empty completion"
+def _trivial(name: str, row: dict[str, Any]) -> dict[str, str]:
+    """Completions that compute nothing, by what is so in them. Raises RewardError."""
+    return code_rows.read_tests(row).trivial_programs() if name == "code" else {"the completion is empty": ""}
 
 
 def _solutions(name: str, row: dict[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,20 @@ STDIN_KINDS = {"stdin", "stdin_stdout"}
 CODE_CONTESTS_PYTHON = 3
 # The tests of one row after they are unpacked. A worker needs about four times as much memory to read them.
 UNPACKED_BYTES = 256 << 20
-# A function that does nothing.
-_IDLE = "def {}(*_, **__):\n    pass\n"
+# What functions return that compute nothing. Tests that one of them passes are worth nothing.
+TRIVIAL = {
+    "None": "None",
+    "[]": "[]",
+    "()": "()",
+    "0": "0",
+    "an empty text": "''",
+    "True": "True",
+    "nan": "float('nan')",
+    "an empty array": "__import__('numpy').array([])",
+    "an empty array of any shape": "__import__('numpy').empty((0, 1, 1, 1))",
+    "their first argument": "(a[0] if a else None)",
+    "their first argument, emptied": "(a[0].clear() or a[0] if hasattr(a and a[0], 'clear') else None)",
+}
 # The beginning of a pickle of a str, with the length of its UTF-8 in one, four or eight bytes; and possible ends.
 _PICKLED_TEXT = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?(?:\x8c(.)|X(.{4})|\x8d(.{8}))", re.DOTALL)
 _PICKLE_ENDS = {b".", b"\x94.", b"q\x00."}
@@ -72,9 +84,9 @@ class Outputs:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def idle_program(self) -> str:
-        """A program that does nothing."""
-        return ""
+    def trivial_programs(self) -> dict[str, str]:
+        """Programs that compute nothing, by what they do."""
+        return {"nothing is printed": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +105,8 @@ class Calls:
     def __len__(self) -> int:
         return len(self.wanted)
 
-    def idle_program(self) -> str:
-        return _IDLE.format(self.function)
+    def trivial_programs(self) -> dict[str, str]:
+        return _trivial_programs([self.function])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +125,22 @@ class Asserts:
     needs: Needs
     language: str = "python"
 
-    def idle_program(self) -> str:
-        names = dict.fromkeys([*self.needs.names, *filter(None, [self.candidate])])
-        return "".join(map(_IDLE.format, names))
+    def __len__(self) -> int:
+        """How many tests there are; those of pytest's kind are counted once they are collected."""
+        return len(self.tests) or 1
+
+    def trivial_programs(self) -> dict[str, str]:
+        return _trivial_programs(dict.fromkeys([*self.needs.names, *filter(None, [self.candidate])]))
 
 
 Tests = Outputs | Calls | Asserts
+
+
+def _trivial_programs(functions: Iterable[str]) -> dict[str, str]:
+    return {
+        f"functions return {what}": "".join(f"def {name}(*a, **_):\n    return {value}\n" for name in functions)
+        for what, value in TRIVIAL.items()
+    }
 
 
 def read_tests(row: Row) -> Tests:
@@ -225,20 +247,22 @@ def _of_code(sources: Sequence[str], row: Row) -> Tests:
     candidate, prompt = row.get("entry_point"), row.get("prompt")
     begins = prompt if candidate and isinstance(prompt, str) and f"def {candidate}" in prompt else ""
     prepare = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
-    if _is_python(begins):
+    if is_python(begins):
         prepare.append(begins)  # it may define other names that the tests use
     tests = list(sources)
     try:
         pytest_style = static_checks.is_pytest_style(tuple(tests))
         if candidate and re.search(r"^def check\(", tests[0], re.MULTILINE):
             prepare, tests, pytest_style = [*prepare, *tests], ["check(candidate)"], False
-        needs = static_checks.needs_of((*prepare, *tests), pytest_style)
+        needs = static_checks.needs_of((*prepare, *tests), pytest_style, _defined(row))
     except (SyntaxError, ValueError, RecursionError) as error:
         raise RewardError(f"the row's tests are not valid Python: {error}") from None
     if (language := _language(row)) != "python":
         raise RewardError(f"the row's tests are Python code, but its language is {language}")
     if not needs.can_fail:
         raise RewardError("the row's tests cannot fail: no code that runs in them checks something about the program")
+    if needs.unjudged:
+        raise RewardError(f"the row's tests use {needs.unjudged}, which is not judged: docs/sandbox.md says what is")
     if pytest_style:
         prepare, tests = [*prepare, *tests], []
     return Asserts(prepare, tests, candidate, begins, pytest_style, needs)
@@ -324,7 +348,14 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _is_python(text: str) -> bool:
+def _defined(row: Row) -> frozenset[str]:
+    """The functions that the row's own solutions define."""
+    trees = [ast.parse(solution) for solution in solutions_of(row)[:1] if is_python(solution)]
+    return frozenset(node.name for tree in trees for node in tree.body if isinstance(node, static_checks.Function))
+
+
+def is_python(text: str) -> bool:
+    """True if it can be parsed."""
     try:
         ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):

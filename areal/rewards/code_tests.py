@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import json
@@ -17,14 +16,15 @@ import marshal
 import math
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from decimal import Decimal
+from hashlib import sha256
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal.config import SandboxConfig
-from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, read_tests
+from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, Tests, is_python, read_tests, solutions_of
 from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
 
@@ -33,14 +33,16 @@ _LABEL = re.compile(r"[ \t]*([\w+#-]*)")
 # To find the one where Python ends: how many ends of a block are tried, and how many characters of a completion are
 # parsed for it in all.
 _MOST_ENDS, _MOST_CHARACTERS = 64, 1 << 18
+# How many facts about rows are remembered.
+_KEPT_FACTS = 4096
 # Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
 _GIVE_UP = {"timeout", "memory", "output", "not_compiled"}
 # What runs in the sandbox, and is not imported here.
 _SOURCES = {
     name: Path(__file__).with_name(f"{name}.py").read_text()
-    for name in ("assert_runner", "call_runner", "pytest_standin", "remote_objects")
+    for name in ("assert_runner", "call_runner", "plain_data", "pytest_standin")
 }
-_ASSERTER = "import assert_runner\nassert_runner.main()\n"
+_ASSERTER = "import assert_runner\nassert_runner.main({})\n"
 # How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
 _TOLERANCE, _NOTHING = 1e-6, 1e-12
 _FEW = 6
@@ -50,15 +52,18 @@ _NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})(e[+-]?\d{1,3})?"
 class CodeTests:
     """1.0 if the program in a completion passes all tests of its row, else 0.0. Part `passed`: the share it passes.
 
-    Options are the fields of SandboxConfig.
+    Options are the fields of SandboxConfig, and refuse_weak: a row that a program passes is no row if one that computes
+    nothing passes it, too (`weakness`).
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, refuse_weak: bool = False, **options: Any) -> None:
         """Raises UserError if programs cannot be run safely."""
         config = SandboxConfig(**options)
-        self._seconds = config.wall_seconds
+        self._refuse_weak = refuse_weak
+        self._facts: dict[bytes, str | None] = {}
+        self._seconds, self._cpu_seconds = config.wall_seconds, config.cpu_seconds
         self._sandbox = open_sandbox(config)
-        names = ("assert_runner", "pytest_standin", "remote_objects")
+        names = ("assert_runner", "plain_data", "pytest_standin")
         # A sandbox on this machine runs this very Python.
         self._asserter = dict(_compiled(name) if config.url is None else _source(name) for name in names)
 
@@ -69,20 +74,70 @@ class CodeTests:
         """The score and its parts. Raises RewardError if the row has no usable tests, and SandboxError if the sandbox
         fails; neither counts as a score."""
         tests = read_tests(row)
-        code = program_in(completion, tests.language)
-        if isinstance(tests, Asserts):
-            if tests.prompt and tests.candidate:
-                code = continued(tests.prompt, code, tests.candidate)
-            results = await self._run_asserts(code, tests)
-        else:
-            results = [False] * len(tests)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._seconds):
-                    if isinstance(tests, Outputs):
-                        await self._run_outputs(code, tests, results)
-                    else:
-                        await self._run_calls(code, tests, results)
+        results = [False] * len(tests)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds):
+                await self._run_for(row, program_in(completion, tests.language), tests, results)
+                if self._refuse_weak and all(results) and (weakness := await self.weakness(tests)):
+                    raise RewardError(f"the row's tests are weak: a program in which {weakness} passes them")
         return float(all(results)), {"passed": sum(results) / len(results)}
+
+    async def _run_for(self, row: Mapping[str, Any], code: str, tests: Tests, results: list[bool]) -> None:
+        """As `_run`. Tests that cannot be run with the program fail if they can be run with the row's own solution:
+        so no program decides that a row is refused."""
+        try:
+            await self._run(code, tests, results)
+        except RewardError:
+            solutions = solutions_of(row)[:1]
+            if not solutions or await self._fact("refused", tests, lambda: self._refusal(solutions[0], tests)):
+                raise
+
+    async def _refusal(self, solution: str, tests: Tests) -> str | None:
+        """Why the tests cannot be run with a program, or None."""
+        try:
+            await self._run(program_in(solution, tests.language), tests, [False] * len(tests))
+        except RewardError as error:
+            return str(error)
+        return None
+
+    async def weakness(self, tests: Tests) -> str | None:
+        """What happens in a program that passes the tests although it computes nothing, or None. Raises RewardError if
+        the tests can be run with none of these programs."""
+        return await self._fact("weakness", tests, lambda: self._weakness(tests))
+
+    async def _weakness(self, tests: Tests) -> str | None:
+        programs = tests.trivial_programs()
+        refusals: list[RewardError] = []
+        for what, program in programs.items():
+            results = [False] * len(tests)
+            try:
+                await self._run(program, tests, results)
+            except RewardError as error:
+                refusals.append(error)
+            if all(results):
+                return what
+        if len(refusals) == len(programs):
+            raise refusals[0]
+        return None
+
+    async def _fact(self, kind: str, tests: Tests, find: Callable[[], Awaitable[str | None]]) -> str | None:
+        """What is found out about tests once."""
+        key = sha256(f"{kind} {tests!r}".encode(errors="replace")).digest()
+        if key not in self._facts:
+            fact = await find()
+            while len(self._facts) >= _KEPT_FACTS:
+                del self._facts[next(iter(self._facts))]
+            self._facts[key] = fact
+        return self._facts[key]
+
+    async def _run(self, code: str, tests: Tests, results: list[bool]) -> None:
+        """Sets which of the tests a program passes."""
+        if isinstance(tests, Outputs):
+            await self._run_outputs(code, tests, results)
+        elif isinstance(tests, Calls):
+            await self._run_calls(code, tests, results)
+        else:
+            await self._run_asserts(code, tests, results)
 
     async def _run_outputs(self, code: str, tests: Outputs, results: list[bool]) -> None:
         for i, (given, wanted) in enumerate(tests.pairs):
@@ -109,7 +164,10 @@ class CodeTests:
                 results[done] = any(same_result(answer, wanted) for wanted in tests.wanted[done])
                 done += 1
 
-    async def _run_asserts(self, code: str, tests: Asserts) -> list[bool]:
+    async def _run_asserts(self, code: str, tests: Asserts, results: list[bool]) -> None:
+        """All tests in one run, in which the program and the tests may each use `cpu_seconds`."""
+        if tests.prompt and tests.candidate:
+            code = continued(tests.prompt, code, tests.candidate)
         nonce = secrets.token_hex(16)
         job = {
             "nonce": nonce,
@@ -119,17 +177,21 @@ class CodeTests:
             "tests": tests.tests,
             "candidate": tests.candidate,
             "collect": tests.pytest_style,
+            "wall_seconds": self._seconds,
         }
         files = {"program.py": code.encode(errors="replace"), **self._asserter}
-        outcome = await self._sandbox.run(_ASSERTER, stdin=json.dumps(job), files=files)
-        told = {tuple(line.split(" ", 2)[1:]) for line in outcome.stdout.split("\n") if line.startswith(f"{nonce} ")}
-        said = dict(pair for pair in told if len(pair) == 2)
-        if reason := said.get("unusable"):
+        outcome = await self._sandbox.run(
+            _ASSERTER.format(self._cpu_seconds), stdin=json.dumps(job), files=files, cpu_seconds=2 * self._cpu_seconds
+        )
+        lines = [line.split(" ", 2)[1:] for line in outcome.stdout.split("\n") if line.startswith(f"{nonce} ")]
+        verdicts = {line[0]: line[1] for line in lines if len(line) == 2}
+        if "Timeout (" in outcome.stdout:
+            verdicts["unusable"] = "they take longer than a program may"
+        if reason := verdicts.get("unusable"):
             raise RewardError(f"the row's tests cannot be run: {reason}")
-        if said.get("tests") == "0":
+        if verdicts.get("tests") == "0":
             raise RewardError("the row's tests are none: no test is collected from them")
-        count = int(said.get("tests", len(tests.tests) or 1))
-        return [said.get(str(i)) == "1" for i in range(count)]
+        results[:] = [verdicts.get(str(i)) == "1" for i in range(int(verdicts.get("tests", len(tests))))]
 
 
 def _source(name: str) -> tuple[str, bytes]:
@@ -173,7 +235,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
                 left -= end[0] - line_end
                 if left < 0:
                     break
-                if _is_python(text[line_end + 1 : end[0]]):
+                if is_python(text[line_end + 1 : end[0]]):
                     found = end
                     break
         found = found or next((end for end in ends if _is_alone(text, *end)), ends[0] if ends else None)
@@ -187,19 +249,13 @@ def _is_alone(text: str, start: int, end: int) -> bool:
     return not before.strip() and not text[end : line_end if line_end >= 0 else len(text)].strip()
 
 
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
-
-
 def continued(prompt: str, code: str, function: str) -> str:
-    """The prompt, followed by the code. Code that does not define `function` is taken as its body, up to the first
-    unindented line."""
+    """The prompt, followed by the code. Code that does not define `function` is taken as its body and what follows it;
+    if that is not Python, as its body up to the first unindented line."""
     if re.search(rf"^(?:async )?def {re.escape(function)}\b", code, re.MULTILINE):
         return f"{prompt}\n\n{code}"
+    if is_python(prompt + code):
+        return prompt + code
     lines = code.split("\n")
     # The first line may lack its indent, because the prompt may end with it.
     end = next((i for i, line in enumerate(lines) if i and line.strip() and not line[0].isspace()), len(lines))
@@ -244,9 +300,10 @@ def _same_line(given: str, wanted: str) -> bool:
 
 
 def _same_word(given: str, wanted: str) -> bool:
-    """True if the words are equal; or if the wanted one is a number with decimals, and the given one a number that
-    differs by at most a millionth of it, and by at most one in the last decimal if those are fewer than six."""
-    if given == wanted:
+    """True if the words are equal, but for a point and zeros behind an integer; or if the wanted one is a number with
+    decimals, and the given one a number that differs by at most a millionth of it, and by at most one in the last
+    decimal if those are fewer than six."""
+    if given == wanted or (wanted.lstrip("+-").isdecimal() and re.fullmatch(rf"{re.escape(wanted)}\.0*", given)):
         return True
     one, other = _number(given), _number(wanted)
     if one is None or other is None:

@@ -1,8 +1,8 @@
-"""What tests use of pytest, for the process of the asserts, where pytest itself must not run: it reads files that the
+"""What tests use of pytest, for the process of the tests, where pytest itself must not run: it reads files that the
 program can write.
 
-`areal.rewards.assert_runner` uses this file as the module `pytest`. Anything that is not here raises
-Unsupported, which makes the row an error and never a score.
+`areal.rewards.assert_runner` uses this file as the module `pytest`. Anything that is not here raises Unsupported, which
+makes the row an error and never a score. It is imported for all tests, so what takes long is imported where it is used.
 """
 
 import collections
@@ -15,10 +15,11 @@ import math
 import re
 import sys
 import types
+from typing import Any
 
 
 class Unsupported(BaseException):
-    """The tests use something of pytest that this stand-in lacks."""
+    """The tests need what cannot be judged here."""
 
 
 def __getattr__(name):
@@ -34,9 +35,8 @@ class Raises:
     """The context manager of `raises`, and what it yields."""
 
     def __init__(self, expected, match):
-        self.expected = expected if isinstance(expected, tuple) else (expected,)
-        self.match_wanted = match
-        self.value = None
+        self.expected, self.pattern = expected, match
+        self.value = self.type = self.tb = None
 
     def __enter__(self):
         return self
@@ -46,9 +46,7 @@ class Raises:
         if not isinstance(error, self.expected):
             return False
         self.value, self.type, self.tb = error, kind, trace
-        if self.match_wanted is not None:
-            self.match(self.match_wanted)
-        return True
+        return self.pattern is None or self.match(self.pattern)
 
     def match(self, pattern):
         assert re.search(pattern, str(self.value)), "the exception has another message"
@@ -67,50 +65,50 @@ def raises(expected, *call, match=None, **keywords):
 class approx:
     """Equals numbers, and lists and dicts of numbers, that are within a tolerance of those expected."""
 
-    def __init__(self, expected, rel=None, abs=None, nan_ok=False):
-        self.expected = expected
-        self.options = {"rel": rel, "abs": abs, "nan_ok": nan_ok}
+    __hash__ = None  # type: ignore[assignment]
 
-    def __eq__(self, given):
-        expected = self.expected
+    def __init__(self, expected, rel=None, abs=None, nan_ok=False):
+        self.expected, self.rel, self.abs, self.nan_ok = expected, rel, abs, nan_ok
+
+    def __eq__(self, value):
+        expected, near = self.expected, functools.partial(approx, rel=self.rel, abs=self.abs, nan_ok=self.nan_ok)
         if isinstance(expected, dict):
             return (
-                isinstance(given, dict)
-                and given.keys() == expected.keys()
-                and all(given[key] == approx(item, **self.options) for key, item in expected.items())
+                isinstance(value, dict)
+                and value.keys() == expected.keys()
+                and all(value[key] == near(item) for key, item in expected.items())
             )
         if isinstance(expected, (list, tuple)):
-            return len(given) == len(expected) and all(
-                one == approx(other, **self.options) for one, other in zip(given, expected, strict=True)
-            )
-        if given == expected:
+            return len(value) == len(expected) and all(map(operator_eq, value, map(near, expected)))
+        if value == expected:
             return True
-        try:
-            if math.isnan(expected):
-                return self.options["nan_ok"] and math.isnan(given)
-            return not math.isinf(expected) and abs(given - expected) <= self.tolerance()
-        except TypeError:
+        if not isinstance(value, (int, float, complex)) and not hasattr(value, "__float__"):
             return False
+        if math.isnan(expected):
+            return self.nan_ok and math.isnan(value)
+        return not math.isinf(expected) and abs(value - expected) <= self.tolerance()
 
     def tolerance(self):
-        rel, absolute = self.options["rel"], self.options["abs"]
-        if rel is None and absolute is not None:
-            return absolute
-        return max((1e-6 if rel is None else rel) * abs(self.expected), 1e-12 if absolute is None else absolute)
+        if self.rel is None and self.abs is not None:
+            return self.abs
+        relative = (1e-6 if self.rel is None else self.rel) * abs(self.expected)
+        return max(relative, 1e-12 if self.abs is None else self.abs)
 
-    __hash__ = None  # type: ignore[assignment]  # makes it unhashable
+
+def operator_eq(value, expected):
+    return value == expected
 
 
 def fail(reason=""):
     raise AssertionError(reason)
 
 
+class Param(tuple):  # type: ignore[type-arg]
+    """The values of one case of parametrize."""
+
+
 def param(*values, id=None):
     return Param(values)
-
-
-class Param(tuple):  # type: ignore[type-arg]
-    pass
 
 
 def fixture(function=None, *, autouse=False, params=None, **_):
@@ -125,13 +123,11 @@ def fixture(function=None, *, autouse=False, params=None, **_):
 class Mark:
     def parametrize(self, names, values, ids=None):
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-        sets = []
-        for value in values:
-            many = value if isinstance(value, Param) or len(names) > 1 else (value,)
-            sets.append(dict(zip(names, many, strict=True)))
+        rows = [value if isinstance(value, Param) or len(names) > 1 else (value,) for value in values]
+        cases = [dict(zip(names, row, strict=True)) for row in rows]
 
         def parametrized(test):
-            test.parameter_sets = [sets, *getattr(test, "parameter_sets", [])]
+            test.cases = [cases, *getattr(test, "cases", [])]
             return test
 
         return parametrized
@@ -139,11 +135,7 @@ class Mark:
     def __getattr__(self, name):
         if name in ("skip", "skipif", "xfail", "usefixtures"):
             raise Unsupported(f"pytest.mark.{name}")
-
-        def unknown(*details, **_):
-            return details[0] if details and callable(details[0]) else lambda test: test
-
-        return unknown
+        return lambda *details, **_: details[0] if details and callable(details[0]) else lambda test: test
 
 
 mark = Mark()
@@ -151,29 +143,21 @@ mark = Mark()
 
 # --- fixtures that pytest has
 
-
-class Captured(collections.namedtuple("Captured", "out err")):
-    __slots__ = ()
-
-
-class Capture:
-    def __init__(self):
-        self.streams = io.StringIO(), io.StringIO()
-
-    def readouterr(self):
-        found = Captured(*(stream.getvalue() for stream in self.streams))
-        for stream in self.streams:
-            stream.seek(0)
-            stream.truncate()
-        return found
+Captured = collections.namedtuple("Captured", "out err")
 
 
 @contextlib.contextmanager
 def capsys():
-    capture = Capture()
-    out, err = capture.streams
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        yield capture
+    def readouterr():
+        texts = Captured(*(stream.getvalue() for stream in streams))
+        for stream in streams:
+            stream.seek(0)
+            stream.truncate()
+        return texts
+
+    streams = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        yield types.SimpleNamespace(readouterr=readouterr)
 
 
 class MonkeyPatch:
@@ -183,10 +167,8 @@ class MonkeyPatch:
     def setattr(self, target, name, *value, raising=True):
         from unittest import mock
 
-        if isinstance(target, str):
-            self.stack.enter_context(mock.patch(target, name, create=not raising))
-        else:
-            self.stack.enter_context(mock.patch.object(target, name, value[0], create=not raising))
+        patch: Any = mock.patch if isinstance(target, str) else mock.patch.object
+        self.stack.enter_context(patch(target, name, *value, create=not raising))
 
     def setitem(self, target, key, value):
         from unittest import mock
@@ -227,22 +209,15 @@ def tests_in(names):
     unittest = sys.modules.get("unittest")
     for name, value in [*names.items()]:
         if isinstance(value, types.FunctionType) and name.startswith("test"):
-            yield from cases_of(value, fixtures, no_object)
+            yield from cases_of(value, fixtures, contextlib.nullcontext)
         elif unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
-            for method in unittest.defaultTestLoader.getTestCaseNames(value):
-                yield value(method).debug
+            yield from (value(method).debug for method in unittest.defaultTestLoader.getTestCaseNames(value))
         elif isinstance(value, type) and name.startswith("Test"):
-            yield from tests_of_class(value, fixtures)
-
-
-def tests_of_class(owner, fixtures):
-    if hasattr(owner, "parameter_sets") or hasattr(owner, "setup_class"):
-        raise Unsupported("setup_class or parametrize for a class")
-    methods = {name: getattr(owner, name) for name in dir(owner) if is_fixture(getattr(owner, name))}
-    for name in dir(owner):
-        if name.startswith("test"):
-            # Each test has an object of its own.
-            yield from cases_of(getattr(owner, name), fixtures, functools.partial(new_object, owner, methods))
+            if hasattr(value, "cases") or hasattr(value, "setup_class"):
+                raise Unsupported("setup_class or parametrize for a class")
+            for test in dir(value):
+                if test.startswith("test"):  # each has an object of its own
+                    yield from cases_of(getattr(value, test), fixtures, functools.partial(new_object, value))
 
 
 def is_fixture(value):
@@ -251,42 +226,41 @@ def is_fixture(value):
 
 
 @contextlib.contextmanager
-def no_object():
-    yield None, {}
+def new_object(owner):
+    value = owner()
+    call_with_method(value, "setup_method")
+    yield value
+    call_with_method(value, "teardown_method")
 
 
-@contextlib.contextmanager
-def new_object(owner, fixtures):
-    made = owner()
-    if hasattr(made, "setup_method"):
-        made.setup_method(*[None][: len(inspect.signature(made.setup_method).parameters)])
-    yield made, {name: function.__get__(made) for name, function in fixtures.items()}
-    if hasattr(made, "teardown_method"):
-        made.teardown_method(*[None][: len(inspect.signature(made.teardown_method).parameters)])
+def call_with_method(value, name):
+    if function := getattr(value, name, None):
+        function(*[None] * len(inspect.signature(function).parameters))
 
 
 def cases_of(test, fixtures, owner):
     if not isinstance(test, types.FunctionType):
         raise Unsupported("tests that are no functions")
-    for choice in itertools.product(*getattr(test, "parameter_sets", [])):
-        values = {name: value for part in choice for name, value in part.items()}
+    for case in itertools.product(*getattr(test, "cases", [])):
+        values = {name: value for part in case for name, value in part.items()}
         yield functools.partial(run, test, values, fixtures, owner)
 
 
 def run(test, values, fixtures, owner):
     with contextlib.ExitStack() as stack:
-        made, methods = stack.enter_context(owner())
-        fixtures, values = fixtures | methods, dict(values)
-        if made is not None:
-            test = test.__get__(made)
+        if (value := stack.enter_context(owner())) is not None:
+            test = test.__get__(value)
+            methods = {name: getattr(type(value), name) for name in dir(type(value))}
+            fixtures = fixtures | {name: f.__get__(value) for name, f in methods.items() if is_fixture(f)}
+        values = dict(values)
         for name, function in fixtures.items():
             if function.fixture_of_all:
                 provide(name, values, fixtures, stack)
-        found = test(**arguments_of(test, values, fixtures, stack))
-        if inspect.iscoroutine(found):
+        result = test(**arguments_of(test, values, fixtures, stack))
+        if inspect.iscoroutine(result):
             import asyncio  # it takes long
 
-            asyncio.run(found)
+            asyncio.run(result)
 
 
 def arguments_of(function, values, fixtures, stack):
@@ -295,15 +269,16 @@ def arguments_of(function, values, fixtures, stack):
 
 def provide(name, values, fixtures, stack):
     """The value of a parameter or a fixture; a fixture is made once for each test."""
-    if name not in values:
-        if name in PROVIDED and name not in fixtures:
-            return values.setdefault(name, stack.enter_context(PROVIDED[name]()))
-        if name not in fixtures:
-            raise Unsupported(f"the fixture {name}")
-        function = fixtures[name]
-        arguments = arguments_of(function, values, fixtures, stack)
-        if inspect.isgeneratorfunction(function):
-            values[name] = stack.enter_context(contextlib.contextmanager(function)(**arguments))
-        else:
-            values[name] = function(**arguments)
+    if name in values:
+        return values[name]
+    if name not in fixtures and name not in PROVIDED:
+        raise Unsupported(f"the fixture {name}")
+    function = fixtures.get(name, PROVIDED.get(name))
+    arguments = arguments_of(function, values, fixtures, stack) if name in fixtures else {}
+    if name not in fixtures:
+        values[name] = stack.enter_context(function())
+    elif inspect.isgeneratorfunction(function):
+        values[name] = stack.enter_context(contextlib.contextmanager(function)(**arguments))
+    else:
+        values[name] = function(**arguments)
     return values[name]

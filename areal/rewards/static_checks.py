@@ -1,17 +1,46 @@
-"""Reads tests that are Python code without running them: what they need, and whether they can fail at all."""
+"""Reads tests that are Python code without running them: what they need, whether they can fail at all, and what in them
+cannot be judged."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import symtable
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import PosixPath
+from uuid import UUID
+
+import numpy as np
+
+from areal.rewards import plain_data
 
 # The module that tests import the program from, as in KodCode.
 PROGRAM = "solution"
+# With these, tests run what a program has returned, or look into what is only in the program's process.
+RUNNERS = {"eval", "exec", "compile", "__import__"}
+UNJUDGED = {
+    "cloudpickle",
+    "ctypes",
+    "dill",
+    "gc",
+    "importlib",
+    "inspect",
+    "marshal",
+    "pandas",
+    "pickle",
+    "runpy",
+    "shelve",
+}
+INSIDES = {"__annotations__", "__closure__", "__code__", "__defaults__", "__globals__", "__wrapped__"}
+# The attributes that data may have.
+ATTRIBUTES = {name for kind in (*plain_data.BASES, np.ndarray, np.generic, UUID, PosixPath) for name in dir(kind)}
+OF_FUNCTIONS = {"__name__", "__qualname__"}
+# What tests use without importing it.
+LIBRARIES = sys.stdlib_module_names | {"np", "pd", "numpy", "pytest", PROGRAM}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -19,18 +48,20 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 @dataclass(frozen=True, slots=True)
 class Needs:
     """names: what the tests use and expect the program to define. modules: what they import. can_fail: False if no code
-    that runs can fail, or none that runs uses the program."""
+    that runs can fail, or none that runs uses the program. unjudged: what in them cannot be judged, or None."""
 
     names: tuple[str, ...]
     modules: tuple[str, ...]
     can_fail: bool
+    unjudged: str | None
 
 
 @lru_cache(maxsize=64)  # the completions of a row are scored one after another
-def needs_of(sources: tuple[str, ...], pytest_style: bool) -> Needs:
+def needs_of(sources: tuple[str, ...], pytest_style: bool, functions: frozenset[str] = frozenset()) -> Needs:
     """What the tests in `sources` need; the sources run one after another in the same namespace.
 
-    pytest_style: the functions and methods that pytest calls are called. Raises SyntaxError.
+    pytest_style: the functions and methods that pytest calls are called. functions: those that a right program defines,
+    as far as is known: they may have names of built-in ones. Raises SyntaxError.
     """
     trees = [ast.parse(source) for source in sources]
     nodes = [node for tree in trees for node in ast.walk(tree)]
@@ -45,13 +76,16 @@ def needs_of(sources: tuple[str, ...], pytest_style: bool) -> Needs:
     }
     undefined = read & _undefined(sources)
     names = undefined - set(dir(builtins)) | imported
-    if not names and PROGRAM not in read and len(undefined) == 1:
-        names = undefined  # the function of the program has the name of a built-in one
+    if not names and PROGRAM not in read:  # the function of the program has the name of a built-in one
+        names = undefined & functions or (undefined if len(undefined) == 1 else set())
     uses_program = bool(names) or PROGRAM in read
     defined = {node.name for node in nodes if isinstance(node, Function)}
-    return Needs(
-        tuple(sorted(names)), _modules(nodes), uses_program and any(_may_fail(node, defined) for node in reached)
-    )
+    modules = _modules(nodes)
+    can_fail = uses_program and any(_may_fail(node, defined) for node in reached)
+    unjudged = next(filter(None, (_unjudged(node, names) for node in reached)), None)
+    if unjudged is None and (foreign := UNJUDGED & {*modules}):
+        unjudged = f"the module {min(foreign)}"
+    return Needs(tuple(sorted(names)), modules, can_fail, unjudged)
 
 
 @lru_cache(maxsize=64)
@@ -104,6 +138,30 @@ def _may_fail(node: ast.AST, defined: set[str]) -> bool:
         case ast.Call(func=ast.Name(id=name)):  # a function of that kind that is imported by name
             return name.startswith(("assert", "fail", "raises")) and name not in defined
     return False
+
+
+def _unjudged(node: ast.AST, names: set[str]) -> str | None:
+    """What cannot be judged in a node: text that is run, or what no plain data have, of a function's result."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Load()) if name in RUNNERS:
+            return name
+        case ast.Attribute(attr=attribute) if attribute in INSIDES:
+            return f".{attribute}"
+        case ast.Attribute(value=ast.Call(func=ast.Name(id=name)), attr=attribute) if (
+            attribute not in ATTRIBUTES and _is_function(name, names)
+        ):
+            return f".{attribute} of what {name} returns"
+        case ast.Attribute(value=ast.Name(id=name), attr=attribute) if (
+            attribute not in ATTRIBUTES | OF_FUNCTIONS and _is_function(name, names)
+        ):
+            return f".{attribute} of {name}"
+        case ast.Call(func=ast.Call(func=ast.Name(id=name))) if _is_function(name, names):
+            return f"a call of what {name} returns"
+    return None
+
+
+def _is_function(name: str, names: set[str]) -> bool:
+    return name in names and name not in LIBRARIES and not name.lstrip("_")[:1].isupper()
 
 
 def _undefined(sources: Iterable[str]) -> set[str]:

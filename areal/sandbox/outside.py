@@ -144,9 +144,10 @@ class LocalSandbox:
         stdin: str = "",
         files: Mapping[str, bytes] | None = None,
         expected: int = 0,
+        cpu_seconds: float | None = None,
     ) -> Outcome:
         """Runs a program with the input `stdin` and with `files` (content by path) in its folder. Its output may have
-        `output_kib` more than the `expected` bytes.
+        `output_kib` more than the `expected` bytes. cpu_seconds: in place of that of the configuration.
 
         Raises SandboxError. If the caller is cancelled, the program is killed.
         """
@@ -159,7 +160,8 @@ class LocalSandbox:
             if isinstance(built, Outcome):
                 return built
             files = {**files, "program": built}
-        outcome, _ = await self._execute(spoken.command, stdin, files, expected=expected)
+        limits = {"cpu_seconds": cpu_seconds} if cpu_seconds else None
+        outcome, _ = await self._execute(spoken.command, stdin, files, limits=limits, expected=expected)
         return outcome
 
     async def _build(self, code: str, language: str, files: Mapping[str, bytes]) -> bytes | Outcome:
@@ -293,8 +295,10 @@ class RemoteSandbox:
         stdin: str = "",
         files: Mapping[str, bytes] | None = None,
         expected: int = 0,
+        cpu_seconds: float | None = None,
     ) -> Outcome:
-        """As LocalSandbox.run, but if the caller is cancelled the server runs the program on until its time limit."""
+        """As LocalSandbox.run, but with the server's own limit of CPU time. If the caller is cancelled, the server runs
+        the program on until its time limit."""
         return await asyncio.to_thread(self._post, code, language, stdin, files or {}, expected)
 
     def _post(self, code: str, language: str, stdin: str, files: Mapping[str, bytes], expected: int = 0) -> Outcome:

@@ -105,3 +105,23 @@ def test_parsers_and_templates_that_do_not_fit_the_model_are_refused_before_the_
     config = config_of(None, model=str(tmp_path), data=data, master={"address": "tcp://127.0.0.1:0"}, **changes)
     with pytest.raises(UserError, match=re.escape(sentence)):
         preflight.check(config)
+
+
+def check_tests(tmp_path, *tests, **data):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Write {test}", "tests": test}) + "\n" for test in tests))
+    config = config_of(
+        file, data={"source": str(file), "eval_size": 0, "answer_key": None, **data}, reward={"functions": "code"}
+    )
+    preflight.check_tests(config, open_source(config.data, config.seed))
+
+
+def test_rows_whose_tests_are_passed_by_what_computes_nothing_are_told_or_refused(tmp_path, capsys):
+    good, weak, unreadable = "assert f([1]) == 2", "assert f([1]) == []\nassert f([2]) == []", "assert f("
+    check_tests(tmp_path, good)
+    assert capsys.readouterr() == ("", "")
+    check_tests(tmp_path, good, weak, unreadable)
+    note = capsys.readouterr().err
+    assert "of the 3 checked rows of data.source" in note and "2 have tests that are worth nothing, such as" in note
+    with pytest.raises(UserError, match=r"its tests are passed if functions return \[\]\): remove these rows"):
+        check_tests(tmp_path, good, weak, weak_tests="refuse")

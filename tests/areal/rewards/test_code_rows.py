@@ -135,6 +135,11 @@ CANNOT_FAIL = "the row's tests cannot fail"
         ({"tests": "def verify():\n    assert f(1) == 2"}, CANNOT_FAIL),
         ({"tests": "def check(candidate):\n    assert candidate(1) == 2"}, CANNOT_FAIL),  # it has no entry_point
         ({"test": "def test_f():\n    f(1)"}, CANNOT_FAIL),
+        ({"tests": "assert eval(f(1)) == 2"}, "use eval, which is not judged"),
+        ({"tests": "import pickle\nassert pickle.loads(f(1)) == 2"}, "use the module pickle"),
+        ({"tests": "assert f(1).left == 2"}, "use .left of what f returns"),
+        ({"tests": "assert f(1)(2) == 3"}, "use a call of what f returns"),
+        ({"tests": "f.cache_clear()\nassert f(1) == 2"}, "use .cache_clear of f"),
         ({"test": "def same(a, b):\n    return a == b\nfor x in [1]:\n    same(f(x), 2)"}, CANNOT_FAIL),
     ],
 )  # fmt: skip

@@ -131,7 +131,7 @@ def test_data_with_answers_are_checked_with_these(score):
     assert check_data(score, {"answer": "#### 18"}, {"answer": "\\frac{1}{2}"}, reward="math")[:2] == (0, [GOOD, GOOD])
     code, results, _ = check_data(score, {"answer": ""}, {"question": "?"}, {"answer": "Paris"}, reward="exact_match")
     assert (code, [status for status, *_ in results]) == (1, ["bad", "bad", "ok"])
-    assert results[0][2] == "an empty completion gets the full score"
+    assert results[0][2] == "if the completion is empty, the score is full"
     assert results[1][2] == "the row has no answer to compare with"
 
 

@@ -273,24 +273,12 @@ async def test_no_program_passes_asserts_without_the_answer(code_tests):
 async def test_no_program_passes_a_pytest_module_without_the_answer(code_tests):
     secret = 10**8 + secrets.randbelow(9 * 10**8)
     row = {"test": attacks.CHEATED_MODULE.format(secret=secret)}
-    kinds = ("raises", "modules", "everything", "verdict", "patches")
+    kinds = ("raises", "modules", "everything", "verdict", "patches", ": ")
     programs = {name: program for name, program in attacks.CHEATS.items() if any(kind in name for kind in kinds)}
     scores = await all_of(programs, lambda program: code_tests.score("", attacks.AROUND + program, row))
     assert {name: score for name, score in scores.items() if score != (0.0, {"passed": 0.0})} == {}
     right = f"{attacks.AROUND}def f(x):\n    print({secret})\n    return {secret}\n"
     assert await code_tests.score("", right, row) == (0.0, {"passed": 6 / 7})  # it raises no error
-
-
-async def test_what_equals_everything_equals_nothing(code_tests):
-    tests = ["assert V(1) + V(2) == V(3)", "assert V(1) == 1", "assert not V(1) != V(1)", "assert V(2) in [V(2)]"]
-    row = {"test_list": tests}
-    right = (
-        "class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n"
-        "    def __eq__(self, o): return self.x == getattr(o, 'x', o)\n"
-    )
-    assert await code_tests.score("", right, row) == (1.0, {"passed": 1.0})
-    forged = right.replace("self.x == getattr(o, 'x', o)", "True").replace("self.x + o.x", "0")
-    assert (await code_tests.score("", forged, row))[0] == 0.0
 
 
 HUMAN_EVAL = {
