@@ -1,575 +1,330 @@
-"""Simulated engines without a model: weights are a chain of hashes, and sampling and training take virtual time.
+"""The engines of the scaling model, one that samples and one that trains. They take the time that the formulas give.
 
-The log-prob of every token encodes, as an exact float32, the file of weights that sampled it. So when a group is
-trained, the simulation can check for each token that its version label is correct.
-"""
+Prompts, tokens and scores are stand-ins."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Collection, Sequence
+from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
-from areal.config import GeneratorConfig, SamplingConfig
+from actors.simulation.costs import Costs
+from actors.simulation.lengths import Lengths
+from actors.simulation.setups import GRAIN
+from areal.config import SamplingConfig
 from areal.data.rows import Row
-from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
-from areal.rewards.pool import RewardFailed
+from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes
 from areal.rewards.result import Result
-from areal.trajectory import Finish, Group, Tokens, Trajectory
-from areal.workflows.session import Session
+from areal.trajectory import Finish, Group
 
-# A log-prob is -(serial + 1) / SCALE, which is exact in float32 for all files that a simulation writes.
-SCALE = 4096.0
-# A token is its position in the sequence plus a multiple of POSITIONS, which makes completions differ.
-POSITIONS = 4096
-# The largest factor by which the tokens of a straggler are slower. Without it, a very slow sequence could not be told
-# from one that hangs.
-SLOWEST = 30.0
-# Index of the first held-out row.
-HELDOUT = 1_000_000
-# Interval at which an engine that lets running sequences finish before a load checks whether they have.
-FINISH_SECONDS = 0.05
-# Bytes of the content of weights that depend only on what was trained. The bytes after them depend on the trainers that
-# computed the steps, as the last bits of real weights do.
-STEM_BYTES = 12
+# Tokens of a sequence in one message. The default of `generator.stream_interval` is 16, which only means more messages
+# to the rollout managers. The larger value saves simulation time.
+CHUNK = 1024
+# Time of a device for a micro-batch of 16k tokens with 7B.
+MICROBATCH_SECONDS = 3.6
+# Time of a score, and at most of the start of a reward actor.
+SCORE_SECONDS, REWARD_START_SECONDS = 0.02, 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A file of weights. `serial`: a number of this file alone. `content`: the hashes in it (`next_content`). `writer`:
-    the process that wrote it."""
+class _Stream:
+    """One sequence in an engine. The chunk that is being sampled is complete at step `begin + due` of the engine, and
+    `left` tokens follow after it. `parts`: (version, number of message tokens) of the chunk so far, of which the first
+    `labelled` message tokens have a version."""
 
-    serial: int
-    content: bytes
-    writer: str
-    folder: str
+    __slots__ = ("begin", "chunks", "context", "cut", "due", "labelled", "left", "parts", "waiter")
 
-    @property
-    def logprob(self) -> float:
-        return -(self.serial + 1) / SCALE
+    def __init__(self, context: int, length: int, cut: bool) -> None:
+        self.context = context
+        self.left = length
+        self.cut = cut
+        self.begin = 0.0
+        self.due = 0
+        self.labelled = 0
+        self.parts: list[tuple[int, int]] = []
+        self.chunks: deque[Chunk] = deque()
+        self.waiter: asyncio.Future[None] | None = None
 
+    def go_on(self, begin: float, most: int) -> float:
+        """Sample the next chunk from engine step `begin` on. Returns the step at which it is complete."""
+        self.begin, self.due = begin, min(most, self.left)
+        self.left -= self.due
+        self.labelled = 0
+        return begin + self.due
 
-def serials_of(logprobs: np.ndarray) -> np.ndarray:
-    """The serials of the files of weights that sampled the tokens with these log-probs."""
-    return (-logprobs * SCALE).astype(np.int64) - 1
+    def label(self, done: int, version: int) -> None:
+        """The first `done` tokens of this chunk are sampled. Those of them without a version get this one."""
+        new = done // GRAIN - self.labelled
+        if new > 0:
+            self.parts.append((version, new))
+            self.labelled += new
 
-
-def tokens_at(position: int, n: int, chance: int) -> np.ndarray:
-    """n tokens from `position` on. They encode their positions, so that lost or repeated tokens can be detected."""
-    return np.arange(position, position + n, dtype=np.int32) + POSITIONS * (chance % 1000)
-
-
-def are_whole(tokens: np.ndarray, sampled: np.ndarray) -> bool:
-    """True if every sampled token is at the position in the sequence that it encodes."""
-    return bool((tokens[sampled] % POSITIONS == np.flatnonzero(sampled)).all())
-
-
-class Files:
-    """The weights and checkpoints on the file system that all processes share."""
-
-    def __init__(self, model: str) -> None:
-        self.written: list[Weights] = []
-        self.folders: dict[str, Weights] = {}
-        self.model = self.write(model, b"", "nobody")
-
-    def write(self, folder: str, content: bytes, writer: str) -> Weights:
-        weights = Weights(len(self.written), content, writer, folder)
-        self.written.append(weights)
-        self.folders[folder] = weights
-        return weights
-
-    def forget(self, folder: str) -> None:
-        self.folders.pop(folder, None)
+    def emit(self, version: int) -> None:
+        self.label(self.due, version)
+        versions, counts = np.array(self.parts, np.int32).T
+        versions = np.repeat(versions, counts)
+        self.parts.clear()
+        n = len(versions)
+        finish: Finish | None = None if self.left else ("length" if self.cut else "stop")
+        self.chunks.append(Chunk(np.zeros(n, np.int32), np.zeros(n, np.float32), versions, finish))
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Durations of the operations of engines, in virtual seconds, and the speed of sampling."""
+class ModelEngine:
+    """An engine with processor sharing: every running sequence gets one token in each decoding step, and a step takes
+    longer the more sequences run. Progress is counted in steps, so that a single timer is enough, for the next chunk
+    that will be complete."""
 
-    tokens_per_second: float = 40.0
-    first_token: float = 0.02
-    load: float = 0.05
-    step: float = 0.3
-    snapshot: float = 0.01
-    write: float = 0.2
-    save: float = 0.1
-    restore: float = 0.1
-    score: float = 0.02
-    start: float = 0.2
-
-
-@dataclass(slots=True)
-class Mishaps:
-    """Probabilities of failures of an engine or a reward, per call. `straggler_times`: how slow stragglers are."""
-
-    load_fails: float = 0.0
-    load_tears: float = 0.0
-    score_fails: float = 0.0
-    straggler: float = 0.0
-    straggler_times: float = 6.0
-
-
-class Toil:
-    """What the engine of one process works on, and since when, by the clock of its process."""
-
-    def __init__(self) -> None:
-        self._since: dict[object, tuple[float, str]] = {}
-
-    @property
-    def oldest(self) -> tuple[float, str] | None:
-        """When the oldest work in progress began, and what it is."""
-        return next(iter(self._since.values()), None)
-
-    async def take(self, seconds: float, what: str) -> None:
-        """Work on `what` for some seconds."""
-        mark = object()
-        self._since[mark] = asyncio.get_running_loop().time(), what
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            del self._since[mark]
-
-
-class Judge(Protocol):
-    """Receives what learners do, and checks it (actors.simulation.oracle)."""
-
-    def computed(self, writer: str, before: bytes, version: int, groups: Sequence[Group], after: bytes) -> None: ...
-
-    def trained(self, writer: str, version: int, groups: Sequence[Group], mask_older_than: int | None) -> None: ...
-
-    def uses_devices(self, resident: bool) -> None: ...
-
-    def published(self, writer: str, weights: Weights) -> None: ...
-
-
-class SimEngine:
-    """Samples `pace.tokens_per_second` in each sequence, with the interface of
-    areal.generation.engine.GenerationEngine.
-
-    `on_load` is called with each version before it is loaded. `unloadable`: the folders that failed to load once."""
-
-    def __init__(
-        self, files: Files, weights: Weights, version: int, config: GeneratorConfig, pace: Pace, mishaps: Mishaps,
-        random: Random, toil: Toil, tell: Callable[[str], None] | None, on_load: Callable[[SimEngine, int], None],
-    ) -> None:  # fmt: skip
-        self.version = version
-        self.unloadable: set[str] = set()
-        self._files = files
-        self._weights = weights
-        self._interval = config.stream_interval
-        self._room = config.max_concurrent_rollouts
-        self._pace = pace
-        self._mishaps = mishaps
-        self._random = random
-        self._tell = tell
-        self._toil = toil
-        self._on_load = on_load
+    def __init__(self, costs: Costs, lengths: Lengths) -> None:
+        self.version = 0
+        self.tokens = 0.0
+        self.sequence_seconds = self.busy_seconds = self.load_seconds = 0.0
+        self._costs = costs
+        self._setup = costs.setup
+        self._lengths = lengths
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[int, _Stream] = {}
-        self._serial = itertools.count()
-        self._tokens_generated = 0
+        self._running: dict[_Stream, None] = {}
+        self._waiting: dict[_Stream, None] = {}
+        self._due: list[tuple[float, int, _Stream]] = []
+        self._serial = count()
+        self._steps = 0.0
+        self._context = 0.0
+        self._at = self._loop.time()
+        self._step_seconds = 1.0
+        self._stalled_until = 0.0
         self._paused = False
-        self.asleep = False
-        self._loading = asyncio.Lock()  # also held while it sleeps
-        self._finishes_first = not config.interrupt
-        self._admits = asyncio.Event()
-        self._admits.set()
+        self._timer: Any = None
         self._error: EngineError | None = None
 
     async def generate(
-        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, max_new_tokens: int | None = None,
-        first_version: int | None = None,
-    ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
-        await self._admits.wait()
-        if self._error is not None:
-            raise self._error
-        most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        wanted = 1 + int(self._random.expovariate(2.0 / sampling.max_new_tokens))
-        if self._mishaps.straggler and self._random.random() < self._mishaps.straggler:
-            slow = min(SLOWEST, 1.0 + self._random.paretovariate(1.2) * self._mishaps.straggler_times)
-        else:
-            slow = 1.0
-        key = next(self._serial)
-        stream = self._streams[key] = _Stream(
-            self, request_id, len(tokens), min(wanted, most), wanted <= most, slow / self._pace.tokens_per_second
-        )
+        self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
+    ) -> AsyncIterator[Chunk]:
+        prompt = tokens[1]  # ModelTokenizer encodes a prompt as its number between two special tokens
+        stream = _Stream(self._setup.prompt_tokens, *self._lengths.next(prompt))
+        self._waiting[stream] = None
+        self._advance()
+        self._admit()
+        self._plan()
         try:
-            stream.go_on(self._pace.first_token)
             while True:
-                chunk = await stream.next_chunk()
+                while not stream.chunks:
+                    if self._error is not None:
+                        raise self._error
+                    stream.waiter = self._loop.create_future()
+                    await stream.waiter
+                chunk = stream.chunks.popleft()
                 yield chunk
                 if chunk.finish is not None:
                     return
         finally:
-            stream.stop()
-            self._streams.pop(key, None)
-
-    async def sleep(self) -> None:
-        await self._loading.acquire()
-        self._paused = True
-        for stream in self._streams.values():
-            stream.stop()
-        await self._toil.take(self._pace.snapshot, "falling asleep")
-        self.asleep = True
-
-    async def wake(self) -> None:
-        self.asleep = False
-        await self._toil.take(self._pace.snapshot, "waking")
-        self._paused = False
-        for stream in self._streams.values():
-            stream.go_on(self._pace.first_token)
-        self._loading.release()
-
-    async def load(self, folder: Path, version: int) -> LoadTimes:
-        if self._error is not None:
-            raise self._error
-        self._on_load(self, version)
-        weights = self._files.folders.get(str(folder))
-        if weights is None or (self._mishaps.load_fails and self._random.random() < self._mishaps.load_fails):
-            self.unloadable.add(str(folder))
-            raise WeightLoadError(f"{folder} cannot be read")
-        async with self._loading, self.drained():
-            return await self._swap(folder, version)
-
-    async def receive(self, version: int, calls: AsyncGenerator[tuple[str, dict[str, Any]], None]) -> LoadTimes:
-        raise WeightLoadError("a simulated engine has no process group: its generator loads the files")
-
-    async def _swap(self, folder: Path, version: int) -> LoadTimes:
-        if str(folder) not in self._files.folders:
-            raise WeightLoadError(f"{folder} was removed while sequences were being finished")
-        weights: Weights | None = None
-        started = sum(stream.begun for stream in self._streams.values())
-        self._paused = True
-        for stream in self._streams.values():
-            stream.stop()
-        try:
-            await self._toil.take(self._pace.load * (0.5 + self._random.random()), f"loading {folder}")
-            weights = self._files.folders.get(str(folder))  # a folder may be removed while it is read
-            tears = self._mishaps.load_tears and self._random.random() < self._mishaps.load_tears
-            if tears or weights is None:
-                raise self._fail(EngineError(f"Loading {folder} failed half-way, so the weights may be torn"))
-        finally:
-            self._paused = False
-            self._admits.set()
-            if weights is not None and self._error is None:
-                self._weights, self.version = weights, version
-                for stream in self._streams.values():
-                    stream.go_on(self._pace.first_token)
-        if self._tell is not None:
-            self._tell(f"engine: loaded {folder} as version {version}, interrupted {started}")
-        return LoadTimes(0.0, self._pace.load, 0.0, started, 0)
-
-    @property
-    def folder(self) -> str:
-        """Where the engine's weights came from."""
-        return self._weights.folder
-
-    @property
-    def finishes(self) -> bool:
-        """True while the engine lets running sequences finish before a load."""
-        return not self._admits.is_set()
+            self._forget(stream)
 
     @contextlib.asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        if not self._finishes_first or not self._admits.is_set():
-            yield
-            return
-        self._admits.clear()
-        try:
-            while any(stream.unfinished for stream in self._streams.values()):  # noqa: ASYNC110 - no event tells
-                await asyncio.sleep(FINISH_SECONDS)
-            yield
-        finally:
-            self._admits.set()
+        """Does nothing: the modelled engines interrupt their sequences."""
+        yield
+
+    async def load(self, folder: Path, version: int) -> LoadTimes:
+        """Pause, read the weights, and prefill all running sequences again."""
+        self._advance()
+        self._paused = True
+        self._plan()
+        await asyncio.sleep(self._costs.load)
+        self._advance()
+        interrupted = len(self._running)
+        for stream in self._running:
+            stream.label(min(stream.due, int(self._steps - stream.begin)), self.version)
+        self.version = version
+        self._paused = False
+        prefill = self._costs.prefill(self._context)
+        self._stall(prefill)
+        self._admit()
+        self._plan()
+        self.load_seconds += self._costs.load + prefill
+        return LoadTimes(0.0, self._costs.load, prefill, interrupted, int(self._context))
 
     def stats(self) -> EngineStats:
-        running = min(len(self._streams), self._room)
-        return EngineStats(running, len(self._streams) - running, running / self._room, self._tokens_generated, 0)
+        use = self._context / self._costs.kv_capacity
+        return EngineStats(len(self._running), len(self._waiting), use, int(self.tokens), 0)
 
     def hand_over(self, request_ids: Collection[str] | None = None) -> None:
-        """Make these streams (None: all streams, also future ones) yield the tokens that they have, and then fail."""
-        error = EngineError("The engine hands over.")
-        for stream in self._streams.values():
-            if request_ids is None or stream.name in request_ids:
-                stream.fail(error)
-        if request_ids is None:
-            self._fail(error)
+        """Does nothing: a sequence that should move stays on this engine. (On another one, its length would be drawn
+        again.)"""
 
     async def close(self) -> None:
-        self._fail(EngineError("The engine was closed."))
-        await asyncio.sleep(0.01)
+        self._error = EngineError("The engine was closed.")
+        for stream in [*self._running, *self._waiting]:
+            if stream.waiter is not None and not stream.waiter.done():
+                stream.waiter.set_result(None)
 
-    def _fail(self, error: EngineError) -> EngineError:
-        self._error = first = self._error or error
-        for stream in self._streams.values():
-            stream.fail(first)
-        return first
+    def account(self) -> dict[str, float]:
+        """The totals of this engine up to now."""
+        self._advance()
+        return {
+            "tokens": self.tokens,
+            "sequence_seconds": self.sequence_seconds,
+            "busy_seconds": self.busy_seconds,
+            "load_seconds": self.load_seconds,
+        }
 
+    def _advance(self) -> None:
+        """Update the counters for the steps up to now."""
+        now, n = self._loop.time(), len(self._running)
+        self.sequence_seconds += n * (now - self._at)
+        if n:
+            self.busy_seconds += now - self._at
+        began = max(self._at, self._stalled_until)
+        if n and not self._paused and now > began:
+            steps = (now - began) / self._step_seconds
+            self._steps += steps
+            self._context += steps * n
+            self.tokens += steps * n
+        self._at = now
 
-class _Stream:
-    """One sequence, whose next token has the position `at`. `rate`: seconds per token. Sampled tokens are counted only
-    when the stream stops or a chunk is due."""
-
-    def __init__(self, engine: SimEngine, name: str, at: int, length: int, stops: bool, rate: float) -> None:
-        self.name = name
-        self._engine = engine
-        self._at = at
-        self._left = length
-        self._stops = stops
-        self._rate = rate
-        self._parts: list[tuple[int, Weights, int]] = []
-        self._since: float | None = None
-        self._timer: Any = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: EngineError | None = None
-        self.begun = False
-
-    @property
-    def _buffered(self) -> int:
-        return sum(n for n, _, _ in self._parts)
-
-    @property
-    def unfinished(self) -> bool:
-        return bool(self._left) and self._error is None
-
-    @property
-    def _has_chunk(self) -> bool:
-        return not self._left or self._error is not None or self._buffered >= self._engine._interval
-
-    def go_on(self, prefill: float) -> None:
-        """Start to sample the next chunk, after a prefill of so many seconds."""
-        engine = self._engine
-        if self._has_chunk:
-            self.notify()
-        elif not engine._paused and self._since is None:
-            loop = engine._loop
-            self._since = loop.time() + prefill
-            due = min(engine._interval - self._buffered, self._left)
-            self._timer = loop.call_at(self._since + (due + 0.01) * self._rate, self._wake)
-
-    def stop(self) -> None:
-        """Stop sampling. The tokens sampled so far are kept."""
+    def _plan(self) -> None:
+        """Set the timer for the next chunk that will be complete, assuming that no other change comes before."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._since is not None:
-            engine = self._engine
-            n = min(self._left, max(0, int((engine._loop.time() - self._since) / self._rate)))
-            self._since = None
-            if n:
-                self.begun = True
-                self._left -= n
-                engine._tokens_generated += n
-                self._parts.append((n, engine._weights, engine.version))
+        while self._due and self._due[0][2] not in self._running:
+            heappop(self._due)
+        if self._paused or not self._due:
+            return
+        self._step_seconds = self._costs.decode_step(len(self._running), self._context)
+        begins = max(self._at, self._stalled_until)
+        left = max(0.0, self._due[0][0] - self._steps)
+        self._timer = self._loop.call_at(begins + left * self._step_seconds, self._chunk_done)
 
-    def fail(self, error: EngineError) -> None:
-        self.stop()
-        if self._left:
-            self._error = error
-        self.notify()
+    def _chunk_done(self) -> None:
+        self._timer = None
+        self._advance()
+        self._steps = max(self._steps, self._due[0][0])
+        while self._due and self._due[0][0] <= self._steps:
+            at, _, stream = heappop(self._due)
+            if stream not in self._running:
+                continue
+            stream.context += stream.due
+            stream.emit(self.version)
+            if stream.left:
+                heappush(self._due, (stream.go_on(at, CHUNK), next(self._serial), stream))
+            else:
+                self._forget(stream)
+        self._admit()
+        self._plan()
 
-    async def next_chunk(self) -> Chunk:
-        """The tokens since the last chunk. Raises EngineError if there are none and none will follow."""
-        while not self._has_chunk:
-            self._waiter = self._engine._loop.create_future()
-            await self._waiter
-        if not self._parts:
-            assert self._error is not None
-            raise self._error
-        parts, self._parts = self._parts, []
-        self.go_on(0.0)
-        n = sum(part[0] for part in parts)
-        tokens = tokens_at(self._at, n, self._engine._tokens_generated)
-        self._at += n
-        finish: Finish | None = None if self._left else ("stop" if self._stops else "length")
-        if len(parts) == 1:
-            _, weights, version = parts[0]
-            logprobs, versions = np.full(n, weights.logprob, np.float32), np.full(n, version, np.int32)
-        else:
-            counts = [part[0] for part in parts]
-            logprobs = np.repeat(np.array([part[1].logprob for part in parts], np.float32), counts)
-            versions = np.repeat(np.array([part[2] for part in parts], np.int32), counts)
-        return Chunk(tokens, logprobs, versions, finish)
+    def _admit(self) -> None:
+        """Start waiting sequences while there is room. Their first chunk is short, so that the rollout manager learns
+        at once which version sampled the first token."""
+        setup = self._setup
+        while self._waiting and len(self._running) < setup.concurrent and not self._paused:
+            stream = next(iter(self._waiting))
+            if self._running and self._context + stream.context > self._costs.kv_capacity:
+                return
+            del self._waiting[stream]
+            self._running[stream] = None
+            self._context += stream.context
+            heappush(self._due, (stream.go_on(self._steps, GRAIN), next(self._serial), stream))
+            self._stall(self._costs.prefill(setup.prompt_tokens) / setup.group_size)  # the group shares its prompt
 
-    def _wake(self) -> None:
-        self.stop()
-        self.go_on(0.0)
+    def _stall(self, seconds: float) -> None:
+        self._stalled_until = max(self._stalled_until, self._at) + seconds
 
-    def notify(self) -> None:
-        """Wake the reader of the stream."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _forget(self, stream: _Stream) -> None:
+        self._waiting.pop(stream, None)
+        if stream in self._running:
+            del self._running[stream]
+            self._context = max(0.0, self._context - stream.context)
 
 
-class SimLearner:
-    """A learner with the interface that actors.trainer needs. Its weights are a hash chain of the trained groups.
+class ModelLearner:
+    """A learner that takes the time that training takes. `shares`: the seconds spent on each part."""
 
-    `hand`: what this trainer's own way of computing adds to each step; empty: nothing, as on one machine in fp32."""
-
-    def __init__(
-        self, files: Files, judge: Judge, writer: str, pace: Pace, random: Random, toil: Toil, doubtful: float,
-        hand: bytes,
-    ) -> None:  # fmt: skip
-        self._toil = toil
-        self._hand = hand
-        self._files = files
-        self._judge = judge
-        self._writer = writer
-        self._pace = pace
-        self._random = random
-        self._doubtful = doubtful
-        self._content = self._snapshot = files.model.content
-        self._folder = Path()
-        self._checkpoint = Path(), self._content
-        self.resident = True  # on the devices
-        self.values = None
-        self.work_done = 0
+    def __init__(self, costs: Costs) -> None:
+        self.shares: Counter[str] = Counter()
+        self.tokens = 0
+        self._costs = costs
+        self._work_done = 0.0
         self.vocab_size = 1 << 31
+        self.values = None
+        self._since: float | None = None
+
+    @property
+    def work_done(self) -> int:
+        """Number of micro-batches: about one every MICROBATCH_SECONDS while a step is computed."""
+        running = 0.0 if self._since is None else asyncio.get_running_loop().time() - self._since
+        return int(self._work_done + running / MICROBATCH_SECONDS)
 
     async def step(
         self, groups: Sequence[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]:
-        self._judge.trained(self._writer, version, groups, mask_older_than)
-        self._judge.uses_devices(self.resident)
-        await self._take(self._pace.step, f"step {version + 1}")
-        self._judge.uses_devices(self.resident)
-        self.work_done += 1
-        before, self._content = self._content, next_content(self._content, groups, self._hand)
-        self._judge.computed(self._writer, before, version, groups, self._content)
-        share = 0.0 if is_doubtful(self._content, self._doubtful) else 1.0
-        return {"loss": 0.0, "effective_sample_size": share, "logprob_gap": None}
+        setup = self._costs.setup
+        sampled = [int(t.sampled.sum()) * GRAIN for group in groups for t in group.trajectories]
+        lengths = [setup.prompt_tokens + n for n in sampled]
+        seconds, even = self._costs.training(lengths)
+        shares = {
+            "computing": even,
+            "uneven shares": seconds - even,
+            "gradients": self._costs.gradients,
+            "fetching": self._costs.fetch(sum(lengths)),
+        }
+        self._since = asyncio.get_running_loop().time()
+        await asyncio.sleep(sum(shares.values()))
+        self._since = None
+        self._work_done += 1 + sum(shares.values()) / MICROBATCH_SECONDS
+        self.shares.update(shares)
+        self.tokens += sum(sampled)
+        return {"loss": 0.0}
 
     async def snapshot(self, folder: Path) -> None:
-        self._judge.uses_devices(self.resident)
-        await self._take(self._pace.snapshot, "a snapshot")
-        self._snapshot, self._folder = self._content, folder
+        await asyncio.sleep(self._costs.snapshot)
+        self.shares.update({"publishing": self._costs.snapshot})
 
     async def written(self) -> None:
-        folder = self._folder
-        await self._take(self._pace.write, f"writing {folder}")
-        # If another snapshot has replaced this one meanwhile, the file contains the newer one.
-        self._judge.published(self._writer, self._files.write(str(folder), self._snapshot, self._writer))
-
-    async def save(self, folder: Path) -> None:
-        self._judge.uses_devices(self.resident)
-        await self._take(self._pace.snapshot, "a copy for a checkpoint")
-        self._checkpoint = folder, self._content
-
-    async def saved(self) -> None:
-        folder, content = self._checkpoint
-        await self._take(self._pace.save, f"saving {folder}")
-        self._files.write(str(folder), content, self._writer)
-
-    async def load(self, folder: Path) -> None:
-        self._judge.uses_devices(self.resident)
-        await self._take(self._pace.restore, f"loading {folder}")
-        self._content = self._files.folders[str(folder)].content
-
-    async def offload(self) -> None:
-        self.resident = False
-        await self._take(self._pace.snapshot, "moving to host memory")
-
-    async def reload(self) -> None:
-        await self._take(self._pace.snapshot, "moving to the devices")
-        self.resident = True
+        await asyncio.sleep(self._costs.write)
 
     async def forget(self, folder: Path) -> None:
-        self._files.forget(str(folder))
+        pass
 
     def close(self) -> None:
         pass
 
-    async def _take(self, seconds: float, what: str) -> None:
-        await self._toil.take(seconds * (0.5 + self._random.random()), what)
 
+class ModelRewards:
+    """A reward pool whose scores depend only on the completion."""
 
-def is_doubtful(content: bytes, share: float) -> bool:
-    """True if the step that led to these weights has metrics beyond the guard's limits. `share`: the share of steps for
-    which this is so."""
-    return bool(content) and content[0] < 256 * share
-
-
-def stem(content: bytes) -> bytes:
-    """The part of the content of weights that depends only on what was trained."""
-    return content[:STEM_BYTES]
-
-
-def next_content(content: bytes, groups: Sequence[Group], hand: bytes) -> bytes:
-    """The content of the weights after a step on `groups`. `hand`: of the trainer that computes it."""
-    digest = blake2b(stem(content), digest_size=STEM_BYTES)
-    for group in groups:
-        digest.update(group.id.encode())
-        for part in group.trajectories:
-            digest.update(np.ascontiguousarray(part.tokens).data)
-            digest.update(np.ascontiguousarray(part.logprobs).data)
-            digest.update(np.ascontiguousarray(part.versions).data)
-            digest.update(repr((part.reward, part.branches)).encode())
-    return digest.digest() + (blake2b(content[STEM_BYTES:] + hand, digest_size=4).digest() if hand else b"")
-
-
-class SimRewards:
-    """A reward pool whose scores depend only on the completion. `parts`: the number of parts of each score, and the
-    length of the text of each failure."""
-
-    def __init__(self, pace: Pace, mishaps: Mishaps, random: Random, toil: Toil, parts: int = 0) -> None:
-        self._toil = toil
-        self._parts = {f"part {number}": 1.0 for number in range(parts)}
-        self._words = "the simulated reward raised an error" + "!" * parts
-        self._pace = pace
-        self._mishaps = mishaps
+    def __init__(self, random: Random) -> None:
         self._random = random
 
     async def __aenter__(self) -> Self:
-        await self._toil.take(self._pace.start * self._random.random(), "starting")
+        await asyncio.sleep(REWARD_START_SECONDS * self._random.random())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def score(
-        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
-    ) -> Result:
-        await self._toil.take(self._pace.score * (0.5 + self._random.random()), "scoring")
-        if self._mishaps.score_fails and self._random.random() < self._mishaps.score_fails:
-            raise RewardFailed(self._words, "raised")
-        return Result(len(completion) % 7 / 7, self._parts)
+    async def score(self, name: str, prompt: str, completion: str, row: object, tokens: object = None) -> Result:
+        await asyncio.sleep(SCORE_SECONDS * (0.5 + self._random.random()))
+        return Result(len(completion) % 7 / 7, {})
 
 
-class SimSource:
-    """A source of prompts. The text of a prompt is its index. `bytes_a_row`: size of another field of each row."""
-
-    def __init__(self, bytes_a_row: int = 0) -> None:
-        self._more = {"tests": "t" * bytes_a_row} if bytes_a_row else {}
+class ModelSource:
+    """A source of prompts. The text of a prompt is its index."""
 
     def row(self, index: int) -> Row:
-        return Row(index, f"{index}", "answer", None, {"prompt": f"{index}", "answer": "answer", **self._more})
+        return Row(index, f"{index}", "answer", None, {"prompt": f"{index}", "answer": "answer"})
 
-    def heldout(self, i: int) -> Row:
-        return self.row(HELDOUT + i)
-
-
-async def branching(session: Session, row: Row) -> Trajectory:
-    """A workflow that asks twice at the same time, goes on from one of the answers, repeats a part of it, and begins
-    anew. How much of what comes when depends on what was sampled."""
-    prompt = np.array(session.tokenizer.encode(row.prompt, add_special_tokens=False), np.int32)
-    one, other = await asyncio.gather(session.generate(prompt, 4), session.generate(prompt, 3))
-    longer = np.concatenate([prompt, one.tokens, [0]])
-    again = longer[: len(prompt) + len(one.tokens) // 2]
-    await asyncio.gather(session.generate(longer, 4), session.generate(again, 2))
-    await session.generate(np.arange(1, 3))
-    session.reward(other, 0.5)
-    return session.trajectory(await session.score(session.tokenizer.decode(one.tokens, skip_special_tokens=True)))
+    heldout = row
 
 
-class SimTokenizer:
+class ModelTokenizer:
     chat_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -1,25 +1,25 @@
 """Virtual time: one scheduler for the whole simulated cluster, and a small event loop for each of its processes.
 
-The scheduler runs one callback at a time, in an order that depends only on the calls made so far. A process can be
-killed between any two callbacks; its scheduled callbacks are then dropped, as after `kill -9`. The callbacks of a
-paused process are kept until it is resumed.
+The scheduler runs one callback at a time, in an order that depends only on the calls made so far.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from contextvars import Context, copy_context
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import count
-from typing import Any, NoReturn, TypeVarTuple
+from typing import Any
 from weakref import ref
 
-Ts = TypeVarTuple("Ts")
 Call = Callable[..., Any]
 Future = asyncio.Future
-_set_running_loop = asyncio._set_running_loop
+set_running_loop = asyncio._set_running_loop
 
 # More callbacks than this at one instant count as a live-lock, which would otherwise hang the simulation. A cluster of
 # this size never needs so many.
@@ -29,10 +29,6 @@ CALLBACKS_AN_INSTANT = 100_000
 CLOSE_ATTEMPTS = 20
 
 
-# States of a process. Not an enumeration, for speed: they are compared for every callback.
-RUNNING, PAUSED, DEAD = "running", "paused", "dead"
-
-
 class Stuck(Exception):
     """Callbacks schedule each other endlessly, so that virtual time does not advance."""
 
@@ -40,8 +36,8 @@ class Stuck(Exception):
 class Handle(list[Any]):
     """A scheduled callback: [callback, arguments, loop, context, when]. `when` is by the clock of its loop.
 
-    `callback` is None once it is cancelled. `loop` is None for a callback of the world itself. `context` is None for a
-    call from outside the process. A handle is a list because lists are created fastest.
+    `callback` is None once it is cancelled. `loop` is None for a callback of the simulation itself. `context` is None
+    for a call from outside the process. A handle is a list because lists are created fastest.
     """
 
     __slots__ = ()
@@ -59,51 +55,36 @@ class Handle(list[Any]):
 
 
 class Scheduler:
-    """Runs callbacks in order of time. Callbacks of the same time run in the order in which they were scheduled.
-
-    If a callback sets `changed`, `on_change` is called after it. If it sets `stopped`, the scheduler stops.
-    """
+    """Runs callbacks in order of time. Callbacks of the same time run in the order in which they were scheduled. Once a
+    callback sets `stopped`, the scheduler stops."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.callbacks = 0
         self.stopped = False
-        self.changed = False
-        self.on_change: Callable[[], None] = lambda: None
         self.ready: deque[Handle] = deque()
         self.timers: list[tuple[float, int, Handle]] = []
         self.serial = count()
 
     def call_at(self, when: float, callback: Call, *args: Any, loop: ProcessLoop | None = None) -> Handle:
-        """Call `callback` at virtual time `when`: in the process of `loop`, if that is alive then; without a `loop`, as
-        the world itself."""
+        """Call `callback` at virtual time `when`: in the process of `loop`; without a `loop`, as the simulation
+        itself."""
         handle = Handle((callback, args, loop, None, when))
         heappush(self.timers, (when, next(self.serial), handle))
         return handle
 
-    def reschedule(self, loop: ProcessLoop, earlier: float) -> None:
-        """Make the timers of a process due `earlier` seconds earlier, because its clock has jumped ahead. Messages to
-        the process still arrive at the same time."""
-        moved = [
-            (when - earlier if handle[2] is loop and handle[3] is not None else when, serial, handle)
-            for when, serial, handle in self.timers
-        ]
-        heapify(moved)
-        self.timers[:] = moved
-
     def enter(self, loop: ProcessLoop | None) -> None:
-        """Called before callbacks of another process; None: of the world itself."""
-        _set_running_loop(loop)
+        """Called before callbacks of another process; None: of the simulation itself."""
+        set_running_loop(loop)
 
     def run(self, until: float) -> None:
         """Run until virtual time `until`, until `stopped` is set, or until no callback is left. Raises Stuck."""
         ready, timers, current = self.ready, self.timers, None
-        _set_running_loop(None)
+        set_running_loop(None)
         try:
             while not self.stopped:
                 budget = CALLBACKS_AN_INSTANT
                 while ready:
-                    callback, args, loop, context, _ = handle = ready.popleft()
+                    callback, args, loop, _, _ = handle = ready.popleft()
                     if callback is None:
                         continue
                     if loop is not current:
@@ -111,25 +92,8 @@ class Scheduler:
                         self.enter(loop)
                     if loop is None:
                         callback(*args)
-                    elif loop.state is RUNNING:
-                        self.callbacks += 1
-                        if loop.fuse:
-                            loop.fuse -= 1
-                            if not loop.fuse:
-                                loop.on_fuse()
-                                continue
-                        try:
-                            if context is None:
-                                callback(*args)
-                            else:
-                                context.run(callback, *args)
-                        except Exception as error:
-                            loop.call_exception_handler({"message": f"{callback!r} raised", "exception": error})
-                    elif loop.state is PAUSED:
-                        loop.held.append(handle)
-                    if self.changed:
-                        self.changed = False
-                        self.on_change()
+                    else:
+                        loop.step(handle)
                     if self.stopped:
                         return
                     budget -= 1
@@ -142,7 +106,7 @@ class Scheduler:
                     self.now = when
                 ready.append(handle)
         finally:
-            _set_running_loop(None)
+            set_running_loop(None)
 
 
 class Task(asyncio.Task[Any]):
@@ -157,27 +121,14 @@ class Task(asyncio.Task[Any]):
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):
-    """The event loop of one simulated process. It implements only the methods of a loop that asyncio needs.
+    """The event loop of one simulated process. It implements only the methods of a loop that asyncio needs. `latency`
+    returns the seconds that a piece of work takes in an executor."""
 
-    `latency` returns the seconds that a piece of work takes in an executor. `before_work` and `after_work` are called
-    right before and after such work; a fail-point may kill the process there. If `fuse` is not 0, it is counted down at
-    each callback, and when it reaches 0, `on_fuse` is called instead of the callback.
-    """
-
-    def __init__(self, scheduler: Scheduler, name: str, offset: float, latency: Callable[[], float]) -> None:
+    def __init__(self, scheduler: Scheduler, name: str, latency: Callable[[], float]) -> None:
         self.scheduler = scheduler
-        self._ready, self._timers, self._order = scheduler.ready, scheduler.timers, scheduler.serial
         self.name = name
-        self.offset = offset
         self.latency = latency
-        self.state = RUNNING
-        self.fuse = 0
-        self.on_fuse: Callable[[], None] = self.kill
-        self.held: list[Handle] = []
-        self.signals: dict[int, tuple[Call, tuple[Any, ...]]] = {}
         self.on_exception: Callable[[ProcessLoop, dict[str, Any]], None] | None = None
-        self.before_work: Callable[[], None] | None = None
-        self.after_work: Callable[[], None] | None = None
         self._busy: dict[int, float] = {}
         self._serial = count(1)
         # The tasks of this loop. With thousands of processes, to search the tasks of all loops for them takes minutes.
@@ -185,80 +136,45 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         # are removed.
         self._tasks: list[ref[asyncio.Task[Any]]] = []
         self._crowded = 256
-        self._tasks_at_death: list[asyncio.Task[Any]] = []
 
-    def __repr__(self) -> str:
-        return f"<ProcessLoop {self.name} {self.state}>"
-
-    # --- life and death
-
-    def kill(self) -> None:
-        """Kill the process: none of its callbacks runs any more."""
-        if self.state is DEAD:
-            return
-        self.state = DEAD
-        self.held.clear()
-        # Kept until the end of the simulation, so that none of their `finally` blocks runs before.
-        self._tasks_at_death = self.pending_tasks()
-        for task in self._tasks_at_death:
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
+    def step(self, handle: Handle) -> None:
+        """Run a callback of this process."""
+        callback, args, _, context, _ = handle
+        try:
+            if context is None:
+                callback(*args)
+            else:
+                context.run(callback, *args)
+        except Exception as error:
+            self.call_exception_handler({"message": f"{callback!r} raised", "exception": error})
 
     def pending_tasks(self) -> list[asyncio.Task[Any]]:
         return [task for reference in self._tasks if (task := reference()) is not None and not task.done()]
 
     def bury(self) -> None:
         """After the simulation: close the remaining tasks, without reporting errors."""
-        self.kill()
-        for task in self._tasks_at_death:
-            _close(task.get_coro())
-        self._tasks_at_death.clear()
         self.on_exception = None
-
-    def pause(self) -> None:
-        if self.state is RUNNING:
-            self.state = PAUSED
-
-    def resume(self) -> None:
-        if self.state is PAUSED:
-            self.state = RUNNING
-            for handle in self.held:
-                self._ready.append(handle)
-            self.held.clear()
-
-    def jump(self, seconds: float) -> None:
-        """Set the clock of this process ahead."""
-        self.offset += seconds
-        self.scheduler.reschedule(self, seconds)
-
-    def send_signal(self, sign: int) -> bool:
-        """Deliver a signal. Returns False if the process has no handler for it, which would kill a real process."""
-        if sign not in self.signals:
-            return False
-        callback, args = self.signals[sign]
-        self.call_soon(callback, *args)
-        return True
+        for task in self.pending_tasks():
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            _close(task.get_coro())
 
     # --- what asyncio asks of a loop
 
     def time(self) -> float:
-        return self.scheduler.now + self.offset
+        return self.scheduler.now
 
     def call_soon(self, callback: Call, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
         handle = Handle((callback, args, self, context or copy_context(), 0.0))
-        if self.state is not DEAD:
-            self._ready.append(handle)
+        self.scheduler.ready.append(handle)
         return handle
-
-    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_at(self, when: float, callback: Call, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
         handle = Handle((callback, args, self, context or copy_context(), when))
-        if self.state is not DEAD:
-            heappush(self._timers, (when - self.offset, next(self._order), handle))
+        heappush(self.scheduler.timers, (when, next(self.scheduler.serial), handle))
         return handle
 
     def call_later(self, delay: float, callback: Call, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
-        return self.call_at(self.scheduler.now + self.offset + delay, callback, *args, context=context)
+        return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def create_future(self) -> asyncio.Future[Any]:
         return Future(loop=self)
@@ -269,8 +185,6 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         task = Task.__new__(Task)
         task._serial = next(self._serial)  # before __init__, which puts the task into a set
         task.__init__(coro, loop=self, name=name, context=context)  # type: ignore[misc]
-        if self.state is DEAD:
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
         self._tasks.append(ref(task))
         if len(self._tasks) > self._crowded:
             self._tasks = [reference for reference in self._tasks if reference() is not None]
@@ -281,61 +195,58 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """Run `func` at one instant, halfway through its latency, and report the result at the end of the latency. An
         `executor` other than None counts as one thread: its pieces of work do not overlap."""
         future = self.create_future()
-        if self.state is DEAD:
-            return future
         takes = self.latency()
         begins = self.scheduler.now
         if executor is not None:
             begins = max(begins, self._busy.get(id(executor), 0.0))
             self._busy[id(executor)] = begins + takes
-        self.scheduler.call_at(begins + takes / 2, self._work, begins + takes, future, func, args, loop=self)
+        self.scheduler.call_at(begins + takes / 2, self.work, begins + takes, future, func, args, loop=self)
         return future
 
-    def _work(self, until: float, future: asyncio.Future[Any], func: Call, args: tuple[Any, ...]) -> None:
-        if self.before_work is not None:
-            self.before_work()
-            if self.state is DEAD:
-                return
-        _set_running_loop(None)  # as in a thread of an executor, which has no running loop
+    def work(self, until: float, future: asyncio.Future[Any], func: Call, args: tuple[Any, ...]) -> None:
+        """Do a piece of work of an executor, and report its result at the time `until`."""
+        set_running_loop(None)  # as in a thread of an executor, which has no running loop
         try:
             result, error = func(*args), None
         except Exception as raised:
             result, error = None, raised
-        _set_running_loop(self)
-        if self.after_work is not None:
-            self.after_work()
+        set_running_loop(self)
         self.scheduler.call_at(until, _resolve, future, result, error, loop=self)
 
-    def add_signal_handler(self, sig: int, callback: Callable[[*Ts], object], *args: *Ts) -> None:
-        self.signals[sig] = (callback, args)
-
-    def remove_signal_handler(self, sig: int) -> bool:
-        return self.signals.pop(sig, None) is not None
+    def add_signal_handler(self, sig: int, callback: Call, *args: Any) -> None:  # type: ignore[override]
+        """Does nothing: nobody sends a signal."""
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        if self.on_exception is not None and self.state is not DEAD:
+        if self.on_exception is not None:
             self.on_exception(self, context)
 
-    def default_exception_handler(self, context: dict[str, Any]) -> None:
-        self.call_exception_handler(context)
-
     get_debug = bool  # returns False. Called for every future, and this is the fastest implementation
-
-    def is_running(self) -> bool:
-        return True
-
-    def is_closed(self) -> bool:
-        return self.state is DEAD
 
     def _timer_handle_cancelled(self, handle: Handle) -> None:
         pass
 
-    def run_forever(self) -> NoReturn:
-        raise NotImplementedError("the scheduler runs the callbacks of all loops")
+
+@contextmanager
+def undisturbed(finalizer: Callable[[Any], None]) -> Iterator[None]:
+    """Set up this process for a simulation. Garbage collection, whose time is not deterministic, is off; `finalizer`
+    gets the async generators that were not closed. Tasks are kept out of asyncio's list of all tasks, a slow set: each
+    loop has a list of its own."""
+    hooks, collects, known = sys.get_asyncgen_hooks(), gc.isenabled(), vars(asyncio.tasks)
+    everywhere: Any = known["_all_tasks" if "_all_tasks" in known else "_scheduled_tasks"]  # the latter in Python 3.12
+    sys.set_asyncgen_hooks(finalizer=finalizer)
+    gc.disable()
+    everywhere.add = lambda task: None
+    try:
+        yield
+    finally:
+        del everywhere.add
+        sys.set_asyncgen_hooks(*hooks)
+        if collects:
+            gc.enable()
 
 
 def _close(coroutine: Any) -> None:
-    """Close a coroutine of a dead process, even if its `finally` blocks await or raise."""
+    """Close a coroutine that will not go on, even if its `finally` blocks await or raise."""
     for _ in range(CLOSE_ATTEMPTS):
         try:
             coroutine.close()

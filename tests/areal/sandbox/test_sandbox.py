@@ -62,7 +62,7 @@ def below(launcher):
     return {process.pid for process in descendants(launcher.pid)}
 
 
-def nothing_left(sandbox, before, within=10.0):
+def nothing_left(sandbox, before, within=60.0):
     """Whether only the processes from before run, at once or when the last have ended."""
     deadline = time.monotonic() + within
     while below(sandbox._launcher) != before and time.monotonic() < deadline:

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from actors.simulation.scale.cluster import Cluster, Mark
-from actors.simulation.scale.setups import Setup
+from actors.simulation.cluster import Cluster, Mark
+from actors.simulation.setups import Setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Report:
         return cls(
             setup=setup, **simulated, master=load("master"), manager=load("rollout_manager"),
             generator=load("generator"), trainer=load("trainer"), cpu_seconds=cpu_seconds,
-            digest=(tuple(map(repr, simulated.items())), cluster.wire.digest),
+            digest=(tuple(map(repr, simulated.items())), end.digest),
         )  # fmt: skip
 
     @property

@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -23,15 +24,7 @@ from actors.generator import Generator
 from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
-from actors.simulation import faults
-from actors.simulation.engines import Mishaps, Pace, SimEngine, SimLearner, stem
-from actors.simulation.faults import HANDLERS, FailPoint, Kill, Plan, Storm
-from actors.simulation.loop import ProcessLoop, Scheduler, Stuck
-from actors.simulation.model import OPERATIONS, draw_model
-from actors.simulation.mutants import MUTANTS
-from actors.simulation.network import SimNetwork, Weather, Wire
-from actors.simulation.runner import parse_seeds, run_one, run_seeds
-from actors.simulation.world import Model, World, simulate
+from actors.simulation.loop import Stuck
 from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import Chunk, LoadTimes
@@ -40,15 +33,26 @@ from protocols.codec import MAX_BODY_BYTES
 from protocols.errors import BusyError
 from protocols.messages import AskRecovery, Message
 from protocols.network import Full
+from simulate import parse_seeds, run_one, run_seeds
+from simulation import faults
+from simulation.engines import Mishaps, Pace, SimEngine, SimLearner, stem
+from simulation.faults import HANDLERS, FailPoint, Kill, Plan, Storm
+from simulation.loop import FaultyLoop, WorldScheduler
+from simulation.model import OPERATIONS, draw_model
+from simulation.mutants import MUTANTS
+from simulation.network import FaultyNetwork, FaultyWire, Weather
+from simulation.world import Model, World, simulate
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 
 
-def loop_of(scheduler: Scheduler, name: str = "process", offset: float = 0.0) -> ProcessLoop:
-    return ProcessLoop(scheduler, name, offset, lambda: 0.01)
+def loop_of(scheduler: WorldScheduler, name: str = "process", offset: float = 0.0) -> FaultyLoop:
+    return FaultyLoop(scheduler, name, offset, lambda: 0.01)
 
 
-def begin(loop: ProcessLoop, work) -> list[asyncio.Task]:
+def begin(loop: FaultyLoop, work) -> list[asyncio.Task]:
     tasks: list[asyncio.Task] = []
     loop.call_soon(lambda: tasks.append(loop.create_task(work)))
     return tasks
@@ -58,7 +62,7 @@ def begin(loop: ProcessLoop, work) -> list[asyncio.Task]:
 
 
 def test_an_hour_of_sleep_takes_no_time() -> None:
-    scheduler = Scheduler()
+    scheduler = WorldScheduler()
     tasks = begin(loop_of(scheduler), asyncio.sleep(3600.0, "rested"))
     scheduler.run(4000.0)
     assert tasks[0].result() == "rested"
@@ -80,7 +84,7 @@ def test_asyncio_works_on_a_loop_of_the_simulation() -> None:
         found.append(await asyncio.wait_for(queue.get(), 2.0))
         return found
 
-    scheduler = Scheduler()
+    scheduler = WorldScheduler()
     tasks = begin(loop_of(scheduler, offset=77.0), work())
     scheduler.run(100.0)
     assert tasks[0].result() == [[3, 1, 2], "from a thread", "queued"]
@@ -95,7 +99,7 @@ def test_nothing_of_a_killed_process_runs_again_not_even_finally() -> None:
         finally:
             said.append("cleaned up")
 
-    scheduler = Scheduler()
+    scheduler = WorldScheduler()
     loop = loop_of(scheduler)
     begin(loop, work())
     scheduler.call_at(5.0, loop.kill)
@@ -104,7 +108,7 @@ def test_nothing_of_a_killed_process_runs_again_not_even_finally() -> None:
 
 
 def test_a_paused_process_does_later_what_was_due_meanwhile() -> None:
-    scheduler, said = Scheduler(), []
+    scheduler, said = WorldScheduler(), []
     loop = loop_of(scheduler)
     loop.call_at(1.0, lambda: said.append(("first", scheduler.now)))
     loop.call_at(2.0, lambda: said.append(("second", scheduler.now)))
@@ -115,7 +119,7 @@ def test_a_paused_process_does_later_what_was_due_meanwhile() -> None:
 
 
 def test_a_clock_that_jumps_makes_its_own_timers_due_and_no_others() -> None:
-    scheduler, said = Scheduler(), []
+    scheduler, said = WorldScheduler(), []
     jumping, other = loop_of(scheduler, "jumping"), loop_of(scheduler, "other")
     for loop in (jumping, other):
         loop.call_at(10.0, lambda loop=loop: said.append((loop.name, scheduler.now, loop.time())))
@@ -125,7 +129,7 @@ def test_a_clock_that_jumps_makes_its_own_timers_due_and_no_others() -> None:
 
 
 def test_a_process_killed_while_its_disk_works_does_not_hear_of_it() -> None:
-    scheduler, said = Scheduler(), []
+    scheduler, said = WorldScheduler(), []
     loop = loop_of(scheduler)
 
     async def work() -> None:
@@ -139,7 +143,7 @@ def test_a_process_killed_while_its_disk_works_does_not_hear_of_it() -> None:
 
 
 def test_work_of_one_executor_does_not_overlap() -> None:
-    scheduler, said = Scheduler(), []
+    scheduler, said = WorldScheduler(), []
     loop = loop_of(scheduler)
 
     async def work() -> None:
@@ -154,7 +158,7 @@ def test_work_of_one_executor_does_not_overlap() -> None:
 
 
 def test_callbacks_that_never_let_time_pass_are_found() -> None:
-    scheduler = Scheduler()
+    scheduler = WorldScheduler()
     loop = loop_of(scheduler)
 
     def again() -> None:
@@ -172,12 +176,12 @@ class Ends:
     """A door and a caller of two processes."""
 
     def __init__(self, weather: Weather | None = None) -> None:
-        self.scheduler = Scheduler()
-        self.wire = Wire(self.scheduler, Random(1))
+        self.scheduler = WorldScheduler()
+        self.wire = FaultyWire(self.scheduler, Random(1))
         self.wire.weather = weather or Weather()
         self.heard: list[bytes] = []
         self.loops = {name: loop_of(self.scheduler, name) for name in ("server", "client")}
-        self.networks = {name: SimNetwork(self.wire, name, loop) for name, loop in self.loops.items()}
+        self.networks = {name: FaultyNetwork(self.wire, name, loop) for name, loop in self.loops.items()}
         self.caller = self.networks["client"].connect("tcp://server:1", self.heard.append, fail)
 
     def serve(self) -> None:
@@ -243,7 +247,7 @@ def test_a_server_started_again_at_its_address_is_found_again() -> None:
     ends.networks["server"].die(silently=False)
     ends.run(1.0)
     ends.loops["server"] = loop_of(ends.scheduler, "server")
-    ends.networks["server"] = SimNetwork(ends.wire, "server", ends.loops["server"])
+    ends.networks["server"] = FaultyNetwork(ends.wire, "server", ends.loops["server"])
     ends.serve()
     ends.run(1.0)
     ends.caller.send([b"again"])
@@ -262,11 +266,11 @@ def test_a_seed_is_the_same_simulation_every_time() -> None:
 
 def test_a_seed_is_the_same_simulation_in_any_process() -> None:
     seeds = [11, 16, 20, 53]  # in three of them several calls of one sample are moved or aborted at once
-    program = f"from actors.simulation.world import simulate; print([simulate(s).digest for s in {seeds}])"
+    program = f"from simulation.world import simulate; print([simulate(s).digest for s in {seeds}])"
     digests = {
         subprocess.run(
             [sys.executable, "-W", "ignore", "-c", program],
-            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
             capture_output=True,
             text=True,
             check=True,
@@ -640,7 +644,7 @@ def test_a_failing_seed_prints_the_story_of_who_is_concerned() -> None:
     assert not run_seeds(range(5), 1, "answers before the commit", console)
     text = console.export_text()
     assert "is answered before" in text
-    assert "python -m areal simulate --mutant 'answers before the commit' --seed" in text
+    assert "python tests/simulate.py --mutant 'answers before the commit' --seed" in text
 
 
 def test_one_seed_is_shown_in_full() -> None:

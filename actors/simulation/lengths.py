@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from actors.simulation.scale.setups import GRAIN, Setup
+from actors.simulation.setups import GRAIN, Setup
 
 
 class Lengths:

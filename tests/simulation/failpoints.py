@@ -9,19 +9,19 @@ from collections.abc import AsyncIterator, Callable
 from types import AsyncGeneratorType
 from typing import Any, Protocol
 
-from actors.simulation.faults import FailPoint, Plan
-from actors.simulation.incarnation import Incarnation
-from actors.simulation.loop import Scheduler
-from actors.simulation.oracle import Oracle
 from protocols.messages import Message, RenewLeases, StoreGroup
 from protocols.transport import Request
+from simulation.faults import FailPoint, Plan
+from simulation.incarnation import Incarnation
+from simulation.loop import WorldScheduler
+from simulation.oracle import Oracle
 
 
 class Cluster(Protocol):
     """The part of a world that fail-points need."""
 
     plan: Plan
-    scheduler: Scheduler
+    scheduler: WorldScheduler
     counters: Counter[str]
     oracle: Oracle
 

@@ -6,11 +6,11 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from actors.simulation.engines import Toil
-from actors.simulation.loop import DEAD, ProcessLoop
-from actors.simulation.network import SimNetwork
-from actors.simulation.watched import Disk, WatchedBus, WatchedRollouts
 from areal.storage.rollouts import Rollout
+from simulation.engines import SimEngine, Toil
+from simulation.loop import DEAD, FaultyLoop
+from simulation.network import FaultyNetwork
+from simulation.watched import Disk, WatchedBus, WatchedRollouts
 
 
 class Process:
@@ -33,13 +33,14 @@ class Incarnation:
     """One process, from its start to its end. `mark` is the incarnation in its actor's identity. `began`: the virtual
     time. `storing`: the groups whose StoreGroup it is answering."""
 
-    def __init__(self, process: Process, loop: ProcessLoop, network: SimNetwork, mark: str) -> None:
+    def __init__(self, process: Process, loop: FaultyLoop, network: FaultyNetwork, mark: str) -> None:
         self.process = process
         self.role = process.role
         self.loop = loop
         self.network = network
         self.mark = mark
         self.actor: Any = None
+        self.engine: SimEngine | None = None  # of a generator that has started
         self.bus: WatchedBus  # set when the process begins
         self.task: asyncio.Task[Any] | None = None
         self.toil = Toil()

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from actors.generator import Generator
-from actors.simulation.engines import HELDOUT, Mishaps, Pace
-from actors.simulation.faults import Fault, Kill, Leave, Plan
-from actors.simulation.model import Model
-from actors.simulation.watched import WatchedEvaluator
-from actors.simulation.world import World
 from areal.data.rows import Row
 from areal.trajectory import Trajectory
+from simulation.engines import HELDOUT, Mishaps, Pace
+from simulation.faults import Fault, Kill, Leave, Plan
+from simulation.model import Model
+from simulation.watched import WatchedEvaluator
+from simulation.world import World
 
 After = Callable[[str, dict[str, Any]], Fault | None]
 

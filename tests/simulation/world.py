@@ -31,27 +31,36 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.runtime.actor import Ending
 from actors.runtime.addresses import Door
-from actors.simulation import faults
-from actors.simulation.engines import (
+from actors.simulation.engines import ModelTokenizer
+from actors.simulation.loop import Stuck
+from actors.simulation.network import SimNetwork
+from actors.trainer import Trainer
+from areal.config import UserError
+from areal.generation.engine import EngineError
+from areal.storage.spool import Spool, SpoolError
+from areal.trajectory import trajectories
+from protocols.codec import Frame, decode_body, decode_header
+from protocols.messages import Generate, Message
+from simulation import faults
+from simulation.engines import (
     Files,
     Mishaps,
     SimEngine,
     SimLearner,
     SimRewards,
     SimSource,
-    SimTokenizer,
     Weights,
 )
-from actors.simulation.failpoints import FailPoints
-from actors.simulation.faults import Plan
-from actors.simulation.incarnation import Incarnation, Process
-from actors.simulation.loop import RUNNING, ProcessLoop, Scheduler, Stuck
-from actors.simulation.memory import check_actor
-from actors.simulation.model import MASTER, MODEL, Model, config_of, draw_model
-from actors.simulation.network import SimNetwork, Weather, Wire
-from actors.simulation.oracle import Oracle, Violation, credits_of
-from actors.simulation.quiet import quiet
-from actors.simulation.watched import (
+from simulation.failpoints import FailPoints
+from simulation.faults import Plan
+from simulation.incarnation import Incarnation, Process
+from simulation.loop import RUNNING, FaultyLoop, WorldScheduler
+from simulation.memory import check_actor
+from simulation.model import MASTER, MODEL, Model, config_of, draw_model
+from simulation.network import FaultyNetwork, FaultyWire, Weather
+from simulation.oracle import Oracle, Violation, credits_of
+from simulation.quiet import quiet
+from simulation.watched import (
     Disk,
     Folder,
     WatchedBus,
@@ -63,13 +72,6 @@ from actors.simulation.watched import (
     empty_journal,
     empty_spool,
 )
-from actors.trainer import Trainer
-from areal.config import UserError
-from areal.generation.engine import EngineError
-from areal.storage.spool import Spool, SpoolError
-from areal.trajectory import trajectories
-from protocols.codec import Frame, decode_body, decode_header
-from protocols.messages import Generate, Message
 
 # Time that the other actors have to leave after the end of the master. Those that are left then get SIGTERM, and have
 # LAST_SECONDS more.
@@ -122,8 +124,8 @@ class World:
         self.model = model or draw_model(self.random)
         self.plan = plan or faults.draw(self.random, self.model.processes, self.model.faults_until)
         self.config = config_of(self.model)
-        self.scheduler = Scheduler()
-        self.wire = Wire(self.scheduler, self.random)
+        self.scheduler = WorldScheduler()
+        self.wire = FaultyWire(self.scheduler, self.random)
         self.files = Files(MODEL)
         self.oracle = Oracle(self.config, self.files, self.scheduler, self.fail, self.model.doubtful)
         self.oracle.scores_fail = self.plan.mishaps.score_fails > 0.0
@@ -146,7 +148,6 @@ class World:
 
     def run(self) -> Result:
         """Simulate until the run has ended and all actors have left, or until an invariant is violated."""
-        self.scheduler.on_change = self.oracle.check
         self._schedule_faults()
         self._look_around()
         for process in self.processes.values():
@@ -199,18 +200,15 @@ class World:
                     check_actor(one, self.model, len(self.processes))
                 except Violation as violation:
                     self.fail(violation)
+        self.oracle.look()
         self.scheduler.call_at(self.scheduler.now + LOOK_SECONDS, self._look_around)
 
     def _who_waits(self) -> str:
         """Which actor waits for which: the master's status line, and the activity of each other actor."""
         running = [one for process in self.processes.values() if (one := process.running) and one.alive and one.actor]
-        words = []
-        for one in running:
-            asyncio._set_running_loop(one.loop)
-            name, actor = one.process.name, one.actor
-            words.append(actor._waiting_for() if one.role == "master" else f"{name} ({actor.state}): {actor.activity}")
-        asyncio._set_running_loop(None)
-        return "; ".join(words)
+        others = [one for one in running if one.role != "master"]
+        words = [f"{one.process.name} ({one.actor.state}): {one.actor.activity}" for one in others]
+        return "; ".join([self.folder.activity, *words])
 
     # --- processes
 
@@ -220,11 +218,11 @@ class World:
             return
         process.lives += 1
         offset = self.random.uniform(0.0, 1000.0)  # each process has its own clock, with its own offset
-        loop = ProcessLoop(  # type: ignore[abstract]  # asyncio needs only the methods that this loop has
+        loop = FaultyLoop(  # type: ignore[abstract]  # asyncio needs only the methods that this loop has
             self.scheduler, f"{process.name}~{process.lives}", offset, lambda: self._latency(process)
         )
         loop.on_exception = self._unhandled
-        network = SimNetwork(self.wire, process.name, loop)
+        network = FaultyNetwork(self.wire, process.name, loop)
         one = Incarnation(process, loop, network, f"m{next(self._marks)}")
         process.running = one
         self.incarnations.append(one)
@@ -269,7 +267,7 @@ class World:
             case "reward":
                 return Reward(one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
         common["open_source"] = lambda config, seed: SimSource(self.model.bytes_a_row)
-        common["load_tokenizer"] = lambda *_: SimTokenizer()
+        common["load_tokenizer"] = lambda *_: ModelTokenizer()
         watched = WatchedManager if one.role == "rollout_manager" else WatchedEvaluator
         sampler = watched(one.bus, MASTER, **common)
         sampler.oracle = self.oracle
@@ -291,10 +289,11 @@ class World:
     ) -> SimEngine:  # fmt: skip
         await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
         tell = None if self.trace is None else lambda what: self.say(one.process.name, what)
-        return SimEngine(
+        one.engine = SimEngine(
             self.files, self.files.model, version, config, self.model.pace, self.plan.mishaps, self.random, one.toil,
             tell, functools.partial(self._loads, one),
         )  # fmt: skip
+        return one.engine
 
     def _rewards(self, one: Incarnation) -> SimRewards:
         return SimRewards(self.model.pace, self.plan.mishaps, self.random, one.toil, self.model.reward_parts)
@@ -311,8 +310,9 @@ class World:
     def _see_generators(self) -> None:
         """A policy was published a moment ago: each generator that knows of it has loaded it, or is about to."""
         for one in self.incarnations:
-            if one.role == "generator" and one.alive and one.actor.state == "healthy":
-                actor, engine = one.actor, one.actor._started
+            engine = one.engine
+            if engine is not None and one.alive and one.actor.state == "healthy":
+                actor = one.actor
                 me = actor.directory.get(one.bus.identity.name)
                 # Not so while it waits for the answer to a heartbeat that it has to send before it goes on.
                 generates = actor.activity.startswith("generating") and one.toil.oldest is None
@@ -329,8 +329,7 @@ class World:
         if not resident:
             self.fail(Violation(f"{trainer.process.name} computes with weights in host memory", trainer.mark))
         for one in self.incarnations:
-            engine = one.actor._started if one.role == "generator" and one.alive else None
-            if engine is not None and not engine.asleep and one.bus.identity.name in trainer.actor.directory:
+            if one.engine and one.alive and not one.engine.asleep and one.bus.identity.name in trainer.actor.directory:
                 self.fail(Violation(f"{one.process.name} is awake while {trainer.process.name} computes", one.mark))
 
     def _loads(self, one: Incarnation, engine: SimEngine, version: int) -> None:
@@ -490,7 +489,7 @@ class World:
     def _latency(self, process: Process) -> float:
         return DISK_SECONDS * (0.2 + self.random.random()) + process.slower * self.random.random()
 
-    def _unhandled(self, loop: ProcessLoop, context: dict[str, Any]) -> None:
+    def _unhandled(self, loop: Any, context: dict[str, Any]) -> None:
         error = context.get("exception")
         self.fail(Violation(f"{loop.name}: {context.get('message')}: {type(error).__name__}: {error}", loop.name))
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from actors.simulation.scale.costs import Costs
-from actors.simulation.scale.lengths import Lengths
-from actors.simulation.scale.report import Report, run, run_sizes
-from actors.simulation.scale.setups import MODELS, Setup, devices_for, parse_devices
+from actors.simulation.costs import Costs
+from actors.simulation.lengths import Lengths
+from actors.simulation.report import Report, run, run_sizes
+from actors.simulation.setups import MODELS, Setup, devices_for, parse_devices
 from areal.config import UserError
 from areal.training.microbatches import split_over_ranks
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 
-from actors.simulation.scale.setups import Setup
+from actors.simulation.setups import Setup
 
 
 @dataclass(frozen=True, slots=True)

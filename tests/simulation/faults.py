@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
-from actors.simulation.engines import Mishaps
-from actors.simulation.network import Weather
+from simulation.engines import Mishaps
+from simulation.network import Weather
 
 # The requests that each role handles. Over many seeds, a process dies at each of the `POINTS` of each handler.
 HANDLERS: dict[str, tuple[str, ...]] = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.simulation.incarnation import Incarnation
-from actors.simulation.model import Model
-from actors.simulation.oracle import Violation
+from simulation.incarnation import Incarnation
+from simulation.model import Model
+from simulation.oracle import Violation
 
 # Extra links that are allowed, for actors that have just left or are just being restarted.
 SPARE_LINKS = 6
@@ -38,13 +38,13 @@ def check_actor(one: Incarnation, model: Model, processes: int) -> None:
 
 
 def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tuple[int, int]]:
-    ledger, state = master.ledger, master.state
+    ledger, state, dump = master.ledger, master.state, master.ledger.dump()
     most = (model.max_staleness + 1) * model.batch_size
     return {
-        "groups": (len(ledger._groups) + len(ledger._requeued), most),
-        "steps no checkpoint covers": (len(ledger._steps), _steps_to_redo(model)),
-        "rewards": (len(state.rewards), len(ledger._groups)),
-        "token counts": (len(state.tokens), len(ledger._groups)),
+        "groups": (ledger.alive + len(dump["requeued"]), most),
+        "steps no checkpoint covers": (len(dump["steps"]), _steps_to_redo(model)),
+        "rewards": (len(state.rewards), ledger.alive),
+        "token counts": (len(state.tokens), ledger.alive),
         "members": (len(state.members), members),
         "pulses": (len(master._pulses), len(state.members)),
         "events in the journal": (master.journal.size, model.compact_events + 40 * most + 10 * members),

@@ -12,8 +12,6 @@ from typing import Any
 from actors.evaluator import Evaluator
 from actors.parts.sessions import SampleSession
 from actors.rollout_manager import RolloutManager
-from actors.simulation.engines import HELDOUT
-from actors.simulation.oracle import Oracle
 from areal.data.rows import Row
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
@@ -23,6 +21,8 @@ from areal.trajectory import Group, Trajectory
 from protocols.codec import Frame, Header
 from protocols.messages import AskEvaluation, EvaluationDone, Message, RowsScored
 from protocols.transport import Bus, Peer
+from simulation.engines import HELDOUT
+from simulation.oracle import Oracle
 
 
 class Disk(sqlite3.Connection):
@@ -46,8 +46,8 @@ class WatchedBus(Bus):
     on_ask: Callable[[Message], None] | None = None
 
     def peer(self, address: str) -> Peer:
-        new, peer, on_ask = address not in self._peers, super().peer(address), self.on_ask
-        if new and on_ask is not None:
+        peer, on_ask = super().peer(address), self.on_ask
+        if on_ask is not None and "ask" not in vars(peer):  # a new one
             ask = peer.ask
 
             async def watched(message: Message, timeout: float) -> Message:
@@ -157,12 +157,13 @@ class WatchedEvaluator(Evaluator):
 
 class Folder:
     """A replacement of the run folder, which keeps nothing on disk. `on_gone` is called with the name of each actor
-    that the master removes, and why."""
+    that the master removes, and why. `activity`: what the master has last said of itself."""
 
     def __init__(
         self, path: Path, on_summary: Callable[[dict[str, Any]], None], on_gone: Callable[[str, str], None]
     ) -> None:
         self.path = path
+        self.activity = "the master has said nothing"
         self.write_summary = on_summary
         self._on_gone = on_gone
 
@@ -172,6 +173,8 @@ class Folder:
     append_evaluation = append_metrics
 
     def heard(self, actor: str, state: str, activity: str, *_: Any) -> None:
+        if actor == "master/0":
+            self.activity = activity
         if state == GONE:
             self._on_gone(actor, activity)
 

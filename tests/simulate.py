@@ -1,27 +1,55 @@
-"""The command `python -m areal simulate`: simulate many seeds on all cores, or show one seed in full."""
+"""Runs the actors on virtual time, with injected faults. The exit status is 1 if an invariant is broken.
+
+.venv/bin/python tests/simulate.py --seeds 0:1000     # many seeds, on all cores
+.venv/bin/python tests/simulate.py --seed 17          # one seed, and everything that happens in it
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import multiprocessing
 import os
+import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from actors.simulation.faults import HANDLERS, POINTS
-from actors.simulation.mutants import MUTANTS
-from actors.simulation.world import Result, World, simulate
+sys.path.insert(0, str(Path(__file__).parents[1]))  # before tests/, which has folders of the packages' names
+
 from areal.config import UserError
+from simulation.faults import HANDLERS, POINTS
+from simulation.mutants import MUTANTS
+from simulation.world import Result, World, simulate
 
 SEEDS_A_TASK = 25
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0:200", metavar="A:B", help="seeds from A to B - 1 (default: 0:200)")
+    parser.add_argument("--seed", type=int, metavar="N", help="run only this seed, and print all its events")
+    parser.add_argument("--mutant", metavar="NAME", help="run with this known bug in the code")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), metavar="N", help="number of processes (default: number of cores)"
+    )
+    options, console = parser.parse_args(), Console()
+    try:
+        if options.seed is not None:
+            sound = run_one(options.seed, options.mutant, console)
+        else:
+            sound = run_seeds(parse_seeds(options.seeds), options.jobs, options.mutant, console)
+    except UserError as error:
+        parser.error(str(error))
+    return 0 if sound else 1
 
 
 @dataclass(slots=True)
@@ -142,10 +170,14 @@ def _report(tally: Tally, seconds: float, jobs: int, mutant: str | None, console
     if tally.first is not None:
         console.print(tally.first.story, highlight=False, markup=False, soft_wrap=True)
         more = f"--mutant '{mutant}' " if mutant else ""
-        console.print(f"Replay it with: python -m areal simulate {more}--seed {tally.first.seed}", highlight=False)
+        console.print(f"Replay it with: python tests/simulate.py {more}--seed {tally.first.seed}", highlight=False)
         console.print(f"failed seeds: {', '.join(map(str, sorted(tally.failed)[:20]))}", highlight=False)
     console.print(
         f"{tally.seeds} seeds, {len(tally.failed)} with a violation, {tally.seconds:.0f} simulated seconds, "
         f"{tally.seeds / seconds:.0f} seeds/s on {jobs} of {os.cpu_count()} cores",
         highlight=False,
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from actors import master
-from actors.simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource, SimTokenizer
-from actors.simulation.faults import Kill, Plan
-from actors.simulation.model import Model
-from actors.simulation.world import World
+from actors.simulation.engines import ModelTokenizer
 from areal.config import UserError
 from areal.generation.engine import EngineError, WeightLoadError
 from areal.rewards.pool import RewardFailed
 from areal.rewards.result import Result
+from simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource
+from simulation.faults import Kill, Plan
+from simulation.model import Model
+from simulation.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 
@@ -185,14 +186,14 @@ def test_too_many_bad_rows_end_the_run_and_one_is_named(monkeypatch: pytest.Monk
 def long_from(monkeypatch: pytest.MonkeyPatch, every: int) -> World:
     """A world in which the prompts of every so many rows, and of the last of six held-out rows, have more tokens than
     data.max_prompt_tokens."""
-    encode = SimTokenizer.encode
+    encode = ModelTokenizer.encode
 
-    def longer(self: SimTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    def longer(self: ModelTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
         tokens = encode(self, text, add_special_tokens=add_special_tokens)
         held_out = int(text) - HELDOUT
         return tokens * 5 if held_out == 5 or (held_out < 0 and int(text) % every == 0) else tokens
 
-    monkeypatch.setattr(SimTokenizer, "encode", longer)
+    monkeypatch.setattr(ModelTokenizer, "encode", longer)
     monkeypatch.setattr(master, "LONG_LIMIT", 30)
     world = World(1, model(steps=20, managers=2, eval_size=6), Plan())
     data = world.config.data.model_copy(update={"max_prompt_tokens": 10})

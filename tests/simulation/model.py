@@ -6,13 +6,13 @@ import functools
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from actors.simulation.engines import Pace
 from areal.config import Config
 from protocols.codec import MAX_BODY_BYTES
+from simulation.engines import Pace
 
 MASTER = "tcp://master-0:5555"
 MODEL = "model"
-BRANCHING = "actors.simulation.engines:branching"
+BRANCHING = "simulation.engines:branching"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,6 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from actors.simulation.engines import Files, Weights, are_whole, is_doubtful, serials_of, stem
-from actors.simulation.loop import Scheduler
 from areal.config import Config
 from areal.staleness.ledger import LEASE_EXPIRED, RELEASED, ZERO_SIGNAL, Ledger
 from areal.storage.rollouts import Rollout
@@ -25,6 +23,8 @@ from areal.trajectory import Group, Trajectory
 from areal.workflows.conversation import Generation
 from protocols.codec import Frame
 from protocols.messages import EvaluationDone, Message
+from simulation.engines import Files, Weights, are_whole, is_doubtful, serials_of, stem
+from simulation.loop import WorldScheduler
 
 # Differences between times, as floating-point numbers, that mean nothing.
 ROUNDING = 1e-6
@@ -258,7 +258,7 @@ class Oracle:
     """
 
     def __init__(
-        self, config: Config, files: Files, scheduler: Scheduler, fail: Callable[[Violation], None],
+        self, config: Config, files: Files, scheduler: WorldScheduler, fail: Callable[[Violation], None],
         doubtful: float = 0.0,
     ) -> None:  # fmt: skip
         self.config = config
@@ -276,6 +276,7 @@ class Oracle:
         self.ledger: Ledger | None = None
         self.spooled_credits: Callable[[str], set[float] | None] = lambda group: set()
         self.calls: set[tuple[str, tuple[str, str]]] = set()
+        self._check_is_due = False
         self._samples: set[bytes] = set()  # digests of the samples that workflows made
         self.scores_fail = False
         """Whether scores may fail, so that an evaluation may have none."""
@@ -331,7 +332,9 @@ class Oracle:
                 self.scheduler.call_at(self.scheduler.now + PROMPT_SECONDS, self._heard_of, self.scheduler.now)
             case "finished":
                 self._guard(self._check_spool)
-        self.scheduler.changed = True
+        if not self._check_is_due:
+            self._check_is_due = True
+            self.scheduler.call_next(self.check)
 
     def _begin(self, row: Row) -> None:
         row.admitted, row.leased = self.scheduler.now, self.clock()
@@ -420,6 +423,7 @@ class Oracle:
     def check(self) -> None:
         """Called after a callback that appended events: check the ledger's own invariants, and compare it with the
         book."""
+        self._check_is_due = False
         if self.ledger is not None:
             self._guard(self._check_ledger, self.ledger)
 
@@ -432,8 +436,8 @@ class Oracle:
         book = self.memory
         if ledger.version != book.version:
             raise Violation(f"the ledger is at version {ledger.version}, but its journal at {book.version}")
-        if list(ledger._groups) != list(book.rows):
-            raise Violation(f"the ledger has the groups {list(ledger._groups)}, but its journal {list(book.rows)}")
+        if ledger.alive != len(book.rows) or not all(map(ledger.group, book.rows)):
+            raise Violation(f"the ledger does not have the groups {list(book.rows)} that are alive by its journal")
         steps = min(book.max_staleness + 1, self.config.steps - book.version)
         capacity = max(0, steps * book.batch_size - len(book.rows))
         if ledger.capacity != capacity:
@@ -442,6 +446,12 @@ class Oracle:
                 f"alive at version {book.version}",
                 *book.rows,
             )
+
+    def look(self) -> None:
+        """Compare the order of the ledger's groups with that in the book."""
+        order = [row["group_id"] for row in self.ledger.dump()["groups"]] if self.ledger else []
+        if self.ledger and order != list(self.memory.rows):
+            self.fail(Violation(f"the ledger has the groups {order}, but its journal {list(self.memory.rows)}"))
 
     # --- what the master answers and publishes
 
@@ -475,7 +485,7 @@ class Oracle:
             self.fail(Violation(f"{process} handles request {call[1]} of {call[0]} twice", call[0]))
         self.calls.add((process, call))
 
-    # --- learners (actors.simulation.engines.Judge)
+    # --- learners (simulation.engines.Judge)
 
     def trained(self, writer: str, version: int, groups: Sequence[Group], mask_older_than: int | None) -> None:
         self._guard(self._check_training, writer, version, groups, mask_older_than)

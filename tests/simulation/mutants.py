@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from actors import generator, rollout_manager
 from actors.generator import Generator
@@ -19,8 +20,6 @@ from actors.parts.jobs import Sequences
 from actors.parts.sessions import Call, SampleSession
 from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
-from actors.simulation.engines import SimLearner
-from actors.simulation.quiet import replaced
 from actors.trainer import Trainer
 from areal.staleness.ledger import Ledger
 from areal.storage.rollouts import RolloutWriter
@@ -30,6 +29,7 @@ from areal.trajectory import Branch, Group, Trajectory, columns, paths
 from protocols.codec import Frame, decode_header, encode_header
 from protocols.messages import AskRecovery, Done, GroupStarted, JobFailed, KeepAlive, Message, Recovery, TokenColumns
 from protocols.transport import STREAM_SILENCE_SECONDS, Peer, Server
+from simulation.engines import SimLearner
 
 Mutant = Callable[[], AbstractContextManager[None]]
 
@@ -40,11 +40,10 @@ def capacity_from_a_counter() -> AbstractContextManager[None]:
     def capacity(ledger: Ledger) -> int:
         return max(0, ledger._most_alive() - (ledger.counters.admitted - ledger.counters.trained))
 
-    return replaced(Ledger, capacity=property(capacity))
+    return patch.multiple(Ledger, capacity=property(capacity))
 
 
-@contextmanager
-def no_deduplication() -> Iterator[None]:
+def no_deduplication() -> AbstractContextManager[None]:
     """A server handles a repeated request a second time."""
     receive, forget = Server._receive, Server._forget
 
@@ -59,25 +58,22 @@ def no_deduplication() -> Iterator[None]:
         if key in server._calls:
             forget(server, key, *more)
 
-    with replaced(Server, _receive=receive_anew), replaced(Server, _forget=forget_if_known):
-        yield
+    return patch.multiple(Server, _receive=receive_anew, _forget=forget_if_known)
 
 
 def no_batch_gate() -> AbstractContextManager[None]:
     """Rule 3 is switched off: a batch is trained even if another group misses its deadline because of it."""
-    return replaced(Ledger, _stragglers=lambda ledger, chosen: [])
+    return patch.multiple(Ledger, _stragglers=lambda ledger, chosen: [])
 
 
-@contextmanager
-def no_lease_expiry() -> Iterator[None]:
+def no_lease_expiry() -> AbstractContextManager[None]:
     """Leases never end, even if their owner falls silent or leaves."""
-    with replaced(Ledger, expire=lambda ledger, now: []), replaced(Ledger, release=lambda ledger, owner: []):
-        yield
+    return patch.multiple(Ledger, expire=lambda ledger, now: [], release=lambda ledger, owner: [])
 
 
 def leases_nobody_knows_of() -> AbstractContextManager[None]:
     """Leases end only when their owner leaves. A lease whose permit never reached its owner stays until then."""
-    return replaced(Ledger, expire=lambda ledger, now: [])
+    return patch.multiple(Ledger, expire=lambda ledger, now: [])
 
 
 def replies_not_matched() -> AbstractContextManager[None]:
@@ -90,7 +86,7 @@ def replies_not_matched() -> AbstractContextManager[None]:
             frames = [encode_header(header._replace(reply_to=next(iter(peer._waiting)))), *frames[1:]]
         receive(peer, frames)
 
-    return replaced(Peer, _receive=receive_for_anyone)
+    return patch.multiple(Peer, _receive=receive_for_anyone)
 
 
 def version_kept_on_roll_back() -> AbstractContextManager[None]:
@@ -103,7 +99,7 @@ def version_kept_on_roll_back() -> AbstractContextManager[None]:
             answer = answer.model_copy(update={"checkpoint_version": answer.version})
         return answer
 
-    return _added(Trainer, "ask_master", ask)
+    return patch.multiple(Trainer, ask_master=ask)
 
 
 def payloads_dropped_once_trained() -> AbstractContextManager[None]:
@@ -115,7 +111,7 @@ def payloads_dropped_once_trained() -> AbstractContextManager[None]:
         trainer._spool.forget(batch.groups)
         return done
 
-    return replaced(Trainer, _train=train_and_drop)
+    return patch.multiple(Trainer, _train=train_and_drop)
 
 
 def answers_before_the_commit() -> AbstractContextManager[None]:
@@ -124,22 +120,22 @@ def answers_before_the_commit() -> AbstractContextManager[None]:
     async def at_once(master: Master, answer: Any) -> Any:
         return await answer
 
-    return replaced(Master, _durably=at_once)
+    return patch.multiple(Master, _durably=at_once)
 
 
 def no_fencing() -> AbstractContextManager[None]:
     """The master accepts all reports of trainers, even those of an old lineage."""
-    return replaced(Master, _trainer=lambda master, request, lineage=None: None)
+    return patch.multiple(Master, _trainer=lambda master, request, lineage=None: None)
 
 
 def no_filter() -> AbstractContextManager[None]:
     """The trainer reports every group as having a signal."""
-    return replaced(Group, has_signal=True)
+    return patch.multiple(Group, has_signal=True)
 
 
 def checkpoints_in_a_streak() -> AbstractContextManager[None]:
     """Checkpoints are saved even if the guard finds the last steps suspicious."""
-    return replaced(Guard, suspicious=False)
+    return patch.multiple(Guard, suspicious=False)
 
 
 def min_version_ignored() -> AbstractContextManager[None]:
@@ -150,7 +146,7 @@ def min_version_ignored() -> AbstractContextManager[None]:
         init(session, *arguments, **more)
         session.min_version = 0
 
-    return replaced(SampleSession, __init__=begin)
+    return patch.multiple(SampleSession, __init__=begin)
 
 
 def tokens_twice_after_a_break() -> AbstractContextManager[None]:
@@ -161,7 +157,7 @@ def tokens_twice_after_a_break() -> AbstractContextManager[None]:
         call._parts.extend(call._parts[-1:])
         await leave(call, generator, error)
 
-    return replaced(Call, _leave=leave_with_more)
+    return patch.multiple(Call, _leave=leave_with_more)
 
 
 def shared_tokens_trained_twice() -> AbstractContextManager[None]:
@@ -174,7 +170,7 @@ def shared_tokens_trained_twice() -> AbstractContextManager[None]:
                 returns=None, branches=(),
             )  # fmt: skip
 
-    return replaced(Trajectory, sequences=sequences)
+    return patch.multiple(Trajectory, sequences=sequences)
 
 
 def branches_lost_on_the_way() -> AbstractContextManager[None]:
@@ -183,12 +179,12 @@ def branches_lost_on_the_way() -> AbstractContextManager[None]:
     def flat(samples: Sequence[Trajectory]) -> dict[str, Any]:
         return {name: column for name, column in columns(samples).items() if not name.startswith("branch")}
 
-    return replaced(rollout_manager, columns=flat)
+    return patch.multiple(rollout_manager, columns=flat)
 
 
 def hold_ignored() -> AbstractContextManager[None]:
     """A generator loads the newest version even while it holds another one."""
-    return replaced(Generator, _wanted=lambda generator: generator.policy)
+    return patch.multiple(Generator, _wanted=lambda generator: generator.policy)
 
 
 def published_before_it_is_written() -> AbstractContextManager[None]:
@@ -199,7 +195,7 @@ def published_before_it_is_written() -> AbstractContextManager[None]:
         trainer.spawn(write(trainer, policy), "write")
         return policy
 
-    return replaced(Trainer, _write=begin_to_write)
+    return patch.multiple(Trainer, _write=begin_to_write)
 
 
 def no_wait_for_the_write() -> AbstractContextManager[None]:
@@ -208,7 +204,7 @@ def no_wait_for_the_write() -> AbstractContextManager[None]:
     async def at_once(trainer: Trainer) -> None:
         pass
 
-    return replaced(Trainer, _published=at_once)
+    return patch.multiple(Trainer, _published=at_once)
 
 
 def checkpoint_reported_before_it_is_written() -> AbstractContextManager[None]:
@@ -218,7 +214,7 @@ def checkpoint_reported_before_it_is_written() -> AbstractContextManager[None]:
     async def at_once(learner: SimLearner) -> None:
         learner.writing = asyncio.create_task(saved(learner))  # type: ignore[attr-defined]
 
-    return replaced(SimLearner, saved=at_once)
+    return patch.multiple(SimLearner, saved=at_once)
 
 
 def start_versions_not_reported() -> AbstractContextManager[None]:
@@ -228,11 +224,10 @@ def start_versions_not_reported() -> AbstractContextManager[None]:
     async def ask(manager: RolloutManager, message: Message, *more: Any) -> Any:
         return Done() if isinstance(message, GroupStarted) else await ask_master(manager, message, *more)
 
-    return _added(RolloutManager, "ask_master", ask)
+    return patch.multiple(RolloutManager, ask_master=ask)
 
 
-@contextmanager
-def min_version_stays() -> Iterator[None]:
+def min_version_stays() -> AbstractContextManager[None]:
     """The samples of a group may go on from weights older than the version at which the group started."""
 
     class First:
@@ -245,8 +240,7 @@ def min_version_stays() -> Iterator[None]:
         def __set__(self, session: SampleSession, version: int) -> None:
             session.__dict__.setdefault("first_min_version", version)
 
-    with _added(SampleSession, "min_version", First()):
-        yield
+    return patch.multiple(SampleSession, create=True, min_version=First())
 
 
 def rollouts_written_at_the_end() -> AbstractContextManager[None]:
@@ -257,7 +251,7 @@ def rollouts_written_at_the_end() -> AbstractContextManager[None]:
         if trainer._stop.done():
             await write(trainer)
 
-    return replaced(Trainer, _write_rollouts=write_if_over)
+    return patch.multiple(Trainer, _write_rollouts=write_if_over)
 
 
 def rollouts_written_again() -> AbstractContextManager[None]:
@@ -268,7 +262,7 @@ def rollouts_written_again() -> AbstractContextManager[None]:
         writer.step = 0
         trained(writer, *arguments)
 
-    return replaced(RolloutWriter, trained=trained_anew)
+    return patch.multiple(RolloutWriter, trained=trained_anew)
 
 
 def rejected_payloads_kept() -> AbstractContextManager[None]:
@@ -277,7 +271,7 @@ def rejected_payloads_kept() -> AbstractContextManager[None]:
     async def keep(trainer: Trainer, group: Group) -> None:
         pass
 
-    return replaced(Trainer, _forget=keep)
+    return patch.multiple(Trainer, _forget=keep)
 
 
 def payloads_not_dropped_at_a_start() -> AbstractContextManager[None]:
@@ -288,27 +282,29 @@ def payloads_not_dropped_at_a_start() -> AbstractContextManager[None]:
         return (await ask_recovery(master, request)).model_copy(update={"drop": ""})
 
     drop_nothing.handled_kind = AskRecovery  # type: ignore[attr-defined]
-    return replaced(Master, ask_recovery=drop_nothing)
+    return patch.multiple(Master, ask_recovery=drop_nothing)
 
 
 def spool_never_emptied() -> AbstractContextManager[None]:
     """No payload ever leaves the spool."""
-    return replaced(Spool, forget=lambda spool, ids: None)
+    return patch.multiple(Spool, forget=lambda spool, ids: None)
 
 
 def lineages_ignored() -> AbstractContextManager[None]:
     """A generator loads only newer versions, not the same version of a new lineage."""
-    return replaced(Generator, _is_behind=lambda generator: generator._wanted().version > generator._engine.version)
+    return patch.multiple(
+        Generator, _is_behind=lambda generator: generator._wanted().version > generator._engine.version
+    )
 
 
 def leases_not_renewed_at_a_start() -> AbstractContextManager[None]:
     """A restarted master keeps the leases as the one before left them."""
-    return replaced(Ledger, renew_all=lambda ledger, now, lease_seconds: None)
+    return patch.multiple(Ledger, renew_all=lambda ledger, now, lease_seconds: None)
 
 
 def work_not_reported() -> AbstractContextManager[None]:
     """Heartbeats do not say what an actor works on."""
-    return replaced(Actor, oldest_work=lambda actor: None)
+    return patch.multiple(Actor, oldest_work=lambda actor: None)
 
 
 def awake_in_a_turn() -> AbstractContextManager[None]:
@@ -317,7 +313,7 @@ def awake_in_a_turn() -> AbstractContextManager[None]:
     async def stay_awake(generator: Generator) -> None:
         pass
 
-    return replaced(Generator, _sleep=stay_awake)
+    return patch.multiple(Generator, _sleep=stay_awake)
 
 
 def old_trainers_give_devices() -> AbstractContextManager[None]:
@@ -327,7 +323,7 @@ def old_trainers_give_devices() -> AbstractContextManager[None]:
         await trainer.until(lambda: not trainer._in_turn and request.sender in trainer.directory)
         return Done()
 
-    return replaced(Trainer, give_devices=give)
+    return patch.multiple(Trainer, give_devices=give)
 
 
 def failures_in_parts_are_lost() -> AbstractContextManager[None]:
@@ -338,7 +334,7 @@ def failures_in_parts_are_lost() -> AbstractContextManager[None]:
         take(part, jobs)
         return ()
 
-    return replaced(Sequences, take=staticmethod(take_tokens))
+    return patch.multiple(Sequences, take=staticmethod(take_tokens))
 
 
 def columns_mixed_up() -> AbstractContextManager[None]:
@@ -351,7 +347,7 @@ def columns_mixed_up() -> AbstractContextManager[None]:
             tokens = [first._replace(job=second.job), second._replace(job=first.job), *rest]
         return columns(tokens, failed)
 
-    return replaced(generator, _columns=exchanged)
+    return patch.multiple(generator, _columns=exchanged)
 
 
 def keep_alives_count_nothing() -> AbstractContextManager[None]:
@@ -364,17 +360,7 @@ def keep_alives_count_nothing() -> AbstractContextManager[None]:
         elif inbox := peer._waiting.get(decode_header(frames).reply_to):
             inbox._until = asyncio.get_running_loop().time() + STREAM_SILENCE_SECONDS
 
-    return replaced(Peer, _receive=receive_uncounted)
-
-
-@contextmanager
-def _added(owner: type, name: str, value: Any) -> Iterator[None]:
-    """Like `replaced`, for a method that the class inherits."""
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
+    return patch.multiple(Peer, _receive=receive_uncounted)
 
 
 MUTANTS: dict[str, Mutant] = {

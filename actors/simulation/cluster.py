@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import structlog
 from structlog.typing import EventDict
@@ -22,14 +23,12 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
 from actors.runtime.addresses import Door
-from actors.simulation.engines import Mishaps, Pace, SimRewards, SimSource, SimTokenizer, Toil
-from actors.simulation.loop import ProcessLoop, Scheduler
-from actors.simulation.network import SimNetwork, Weather, Wire
-from actors.simulation.quiet import garbage_kept, replaced, unlisted
-from actors.simulation.scale.costs import Costs
-from actors.simulation.scale.engines import CHUNK, ModelEngine, ModelLearner
-from actors.simulation.scale.lengths import Lengths
-from actors.simulation.scale.setups import GRAIN, Setup
+from actors.simulation.costs import Costs
+from actors.simulation.engines import CHUNK, ModelEngine, ModelLearner, ModelRewards, ModelSource, ModelTokenizer
+from actors.simulation.lengths import Lengths
+from actors.simulation.loop import ProcessLoop, Scheduler, undisturbed
+from actors.simulation.network import SimNetwork, Wire
+from actors.simulation.setups import GRAIN, Setup
 from actors.trainer import Trainer
 from areal.config import Config
 from areal.storage.journal import Journal
@@ -40,12 +39,12 @@ from protocols.codec import Frame
 from protocols.transport import Bus
 
 # Keep-alives of a stream are sent at longer intervals than in a real run (2 s), only to save simulation time.
-SPACED = {"KEEP_ALIVE_SECONDS": 60.0, "STREAM_SILENCE_SECONDS": 200.0}
+SPACED: dict[str, Any] = {"KEEP_ALIVE_SECONDS": 60.0, "STREAM_SILENCE_SECONDS": 200.0}
 
 MASTER = "tcp://master:5555"
 # Durations of a commit of the journal or of the spool on a local NVMe disk, and of a message within a data centre.
 DISK_SECONDS = 0.002
-WEATHER = Weather(latency=0.0002, jitter=0.0002)
+MESSAGE_SECONDS = 0.0002
 # Limit of virtual time per step. A run of this model that takes longer hangs.
 LONGEST_STEP_SECONDS = 200_000.0
 # Period within which all processes start.
@@ -109,6 +108,8 @@ class Mark:
     learner: Counter[str]
     tokens: int
     logged: Counter[str]
+    digest: int
+    """A hash of all messages so far, and of when they were sent."""
 
 
 class Cluster:
@@ -119,8 +120,7 @@ class Cluster:
         self.costs = Costs(setup)
         self.config = config_of(setup)
         self.scheduler = MeteredScheduler()
-        self.wire = Wire(self.scheduler, Random(setup.seed))
-        self.wire.weather = WEATHER
+        self.wire = Wire(self.scheduler, Random(setup.seed), MESSAGE_SECONDS)
         self.wire.watch = self._count
         self.messages: Counter[str] = Counter()
         self.logged: Counter[str] = Counter()
@@ -147,7 +147,7 @@ class Cluster:
             for index in range(number):
                 self._start(role, index, 0.1 + self._random.random() * START_SECONDS)
         begun = time.thread_time()
-        with _quiet(self.logged), replaced(transport, **SPACED):
+        with _quiet(self.logged), patch.multiple(transport, **SPACED):
             try:
                 self.scheduler.run((setup.warm_up + setup.steps) * LONGEST_STEP_SECONDS)
             finally:
@@ -178,7 +178,7 @@ class Cluster:
         self._marks.append(
             Mark(
                 self.scheduler.now, self.scheduler.cpu(), self.messages.copy(), engines, learner.shares.copy(),
-                learner.tokens, self.logged.copy(),
+                learner.tokens, self.logged.copy(), self.wire.digest,
             )
         )  # fmt: skip
 
@@ -190,7 +190,7 @@ class Cluster:
 
     def _start(self, role: str, index: int, at: float) -> None:
         name = f"{role}-{index}"
-        loop = ProcessLoop(self.scheduler, name, 0.0, lambda: DISK_SECONDS)  # type: ignore[abstract]  # as in world
+        loop = ProcessLoop(self.scheduler, name, lambda: DISK_SECONDS)  # type: ignore[abstract]  # it has what asyncio needs
         loop.on_exception = lambda loop, context: self.fail(f"{loop.name}: {context.get('exception')!r}")
         self._loops.append(loop)
         identity = f"{role}/{'0' if role == 'master' else '?'}#{index:08x}"
@@ -224,7 +224,7 @@ class Cluster:
                 return Generator(bus, MASTER, **common, start_engine=self._start_engine)
             case "reward":
                 return Reward(bus, MASTER, **common, make_pool=self._make_pool)
-        source, tokenizer = SimSource(), SimTokenizer()
+        source, tokenizer = ModelSource(), ModelTokenizer()
         return RolloutManager(
             bus, MASTER, **common, open_source=lambda config, seed: source, load_tokenizer=lambda *_: tokenizer
         )
@@ -238,7 +238,7 @@ class Cluster:
         return self.learner
 
     def _make_pool(self, *args: Any) -> Any:
-        return SimRewards(Pace(), Mishaps(), self._random, Toil())
+        return ModelRewards(self._random)
 
     def _ended(self, role: str, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -292,7 +292,7 @@ def _quiet(logged: Counter[str]) -> Iterator[None]:
     structlog.configure(processors=[tally], cache_logger_on_first_use=False)
     sys.unraisablehook = lambda unraisable: None
     try:
-        with garbage_kept(lambda stream: None), unlisted():
+        with undisturbed(lambda stream: None):
             yield
     finally:
         structlog.configure(**logging)

@@ -1,0 +1,111 @@
+"""The environment of a simulation in this process: logs and other output are silenced, and some settings replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from logging import CRITICAL, DEBUG
+from random import Random
+from typing import Any, NoReturn, Protocol
+from unittest.mock import patch
+
+import structlog
+from structlog.typing import EventDict
+
+from actors import evaluator, rollout_manager
+from actors.parts import run_state
+from actors.runtime import actor as runtime
+from actors.simulation.loop import undisturbed
+from areal.generation import routing
+from areal.generation.routing import Load
+from protocols import transport
+from protocols.codec import decode_body
+from protocols.messages import Done, HeartbeatAnswer, MembersChanged, Message, PolicyPublished, Shutdown, StreamEnd
+from simulation.loop import DEAD, FaultyLoop
+from simulation.model import Model
+
+# Small intervals, because most simulated sequences take less than a second.
+BALANCE_SECONDS = 0.15
+REPORT_SECONDS = 0.1
+
+
+class Simulated(Protocol):
+    """The part of a world that this module needs."""
+
+    model: Model
+    random: Random
+    trace: list[str] | None
+
+    def say(self, who: str, what: str) -> None: ...
+
+
+@contextmanager
+def _logs_into(world: Simulated) -> Iterator[None]:
+    """Let the actors log into the trace of the world, or nowhere if there is none."""
+
+    def say(logger: Any, method: str, event: EventDict) -> NoReturn:
+        try:
+            who = asyncio.get_running_loop().name  # type: ignore[attr-defined]
+        except RuntimeError:
+            who = "?"
+        what, error = event.pop("event"), event.pop("exc_info", None)
+        words = " ".join(f"{name}={value}" for name, value in event.items())
+        world.say(who.partition("~")[0], f"log: {what} {words}{f' {error!r}' if error else ''}")
+        raise structlog.DropEvent
+
+    logging, least = structlog.get_config(), CRITICAL if world.trace is None else DEBUG  # nothing is critical
+    heard = structlog.make_filtering_bound_logger(least)
+    structlog.configure(processors=[say], wrapper_class=heard, cache_logger_on_first_use=False)
+    try:
+        yield
+    finally:
+        structlog.configure(**logging)
+
+
+@contextmanager
+def quiet(world: Simulated) -> Iterator[None]:
+    """Set up this process for a simulation: logs go into the trace only, garbage collection is off, and the settings of
+    the actors are replaced by those of the model."""
+    with ExitStack() as settings:
+        settings.enter_context(patch.multiple(run_state, COMPACT_EVENTS=world.model.compact_events))
+        settings.enter_context(patch.multiple(runtime, HEARTBEAT_SECONDS=world.model.heartbeat_seconds))
+        settings.enter_context(patch.multiple(transport, decode_body=_decode_body))
+        settings.enter_context(patch.multiple(evaluator, REPORT_SECONDS=REPORT_SECONDS))
+        moves = functools.partial(_some_moves, world)
+        settings.enter_context(patch.multiple(rollout_manager, BALANCE_SECONDS=BALANCE_SECONDS, plan_moves=moves))
+        settings.enter_context(_logs_into(world))
+        settings.enter_context(undisturbed(_finalize_stream))
+        yield
+
+
+def _some_moves(
+    world: Simulated, loads: Mapping[str, Load], sequences: Iterable[routing.Sequence], askers: int, now: float
+) -> list[tuple[routing.Sequence, str]]:
+    """Random moves of sequences. Simulated sequences are too short for the real `plan_moves` to find a gain."""
+    chance = world.random
+    moving = [s for s in sequences if s.generator in loads and chance.random() < world.model.moves]
+    return [(sequence, chance.choice(list(loads))) for sequence in moving]
+
+
+def _decode_body(kind: str, frames: Sequence[bytes]) -> Message:
+    """Decode a message. Kinds that are sent often or to many are decoded once and cached, since messages are
+    immutable."""
+    repeated = kind in _REPEATED and len(frames) == 2  # without arrays
+    return _decode_once(kind, frames[1]) if repeated else decode_body(kind, frames)
+
+
+@functools.lru_cache(maxsize=256)
+def _decode_once(kind: str, body: bytes) -> Message:
+    return decode_body(kind, (b"", body))
+
+
+_REPEATED = {kind.kind for kind in (Done, HeartbeatAnswer, MembersChanged, PolicyPublished, Shutdown, StreamEnd)}
+
+
+def _finalize_stream(stream: Any) -> None:
+    """Close an async generator that was not closed, as asyncio does."""
+    loop = asyncio._get_running_loop()
+    if isinstance(loop, FaultyLoop) and loop.state is not DEAD:
+        loop.call_soon(loop.create_task, stream.aclose())
