@@ -71,7 +71,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--keys", metavar="FOLDER",
-        help=f"keys from `python -m areal keys`, or `none` (default: {KEYS}; on one machine, keys of the run's own)",
+        help=f"keys from `python -m areal keys`, (default: {KEYS}; on one machine, keys of the run's own)",
     )  # fmt: skip
     parser.add_argument(
         "--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS",

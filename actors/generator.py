@@ -222,19 +222,19 @@ class Generator(Actor):
     async def generate(self, request: Request[Generate]) -> Done:
         if self._started is None or self.state == "draining":
             raise BusyError("this generator accepts no sequences: it is starting or draining")
-        asked, sender = request.message, request.sender
+        asked, owner = request.message, request.owner
         prompts = [prompt.tolist() for prompt in asked.prompts]
         sequences = {
-            new.job: functools.partial(self._sample, _name(sender, new.job), sender, new, prompts[new.prompt])
+            new.job: functools.partial(self._sample, _name(owner, new.job), request.sender, new, prompts[new.prompt])
             for new in asked.sequences
         }
-        self._flows.begin(sender, asked.flow, sequences)
+        self._flows.begin(request, asked.flow, sequences)
         return Done()
 
     @handles(EndJobs)
     async def end_jobs(self, request: Request[EndJobs]) -> Done:
         if self._started is not None:
-            names = {_name(request.sender, job) for job in request.message.jobs.tolist()}
+            names = {_name(request.owner, job) for job in request.message.jobs.tolist()}
             self._leaving |= names & self._sequences.keys()
             self._engine.hand_over(names)
             self._loaded.notify()
@@ -376,5 +376,5 @@ def _columns(tokens: Sequence[_Tokens], failed: Sequence[JobFailed]) -> TokenCol
     )
 
 
-def _name(asker: str, job: int) -> str:
-    return f"{asker} {job}"
+def _name(owner: str, job: int) -> str:
+    return f"{owner} {job}"

@@ -33,7 +33,7 @@ from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from protocols.addresses import host_of, is_loopback
 from protocols.codec import MAX_BODY_BYTES
-from protocols.errors import BusyError, FencedError, MalformedError, RefusedError
+from protocols.errors import BusyError, FencedError, ForgedError, MalformedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskConfig,
@@ -83,7 +83,7 @@ from protocols.messages import (
     Work,
     actor_name,
 )
-from protocols.transport import Bus, Publisher, Request
+from protocols.transport import Bus, Publisher, Request, mark_of
 
 WATCH_SECONDS = 1.0
 # Membership changes within this time are published as one event.
@@ -104,7 +104,6 @@ LONG_LIMIT = 1000
 UNSCORED_LIMIT = 20
 UNSCORED_SECONDS = 30.0
 UNSCORED_LEAST = 3
-MARK_CHARACTERS = 64
 # The evaluator itself keeps `evaluator.timeout_seconds`. Beyond it, the master gives it this long to report.
 EVALUATION_GRACE_SECONDS = 60.0
 # All members have to fit into one snapshot, which is one message, and so do the changes that one event tells.
@@ -253,7 +252,13 @@ class Master(HandlesRequests):
         log.info("master ready", address=address, run=str(self.folder.path))
 
     def dispatch(self, request: Request[Message]) -> Awaitable[Message]:
-        """The answer to a request. It is returned only after every change behind it is on disk."""
+        """The answer to a request. It is returned only after every change behind it is on disk. Raises ForgedError if
+        the sender is a member and the request is not from it."""
+        if request.sender in self.state.members and not request.sender.endswith(f"#{mark_of(request.token)}"):
+            log.warning("a request in the name of another was refused", kind=request.message.kind, name=request.sender)
+            raise ForgedError(
+                f"this {request.message.kind!r} is not from {request.sender}, which it names as its sender"
+            )
         return self._durably(super().dispatch(request))
 
     async def _durably(self, answer: Awaitable[Message]) -> Message:
@@ -453,10 +458,7 @@ class Master(HandlesRequests):
 
     @handles(Join)
     async def join(self, request: Request[Join]) -> Welcome:
-        asked = request.message
-        mark = request.sender.rpartition("#")[2]
-        if len(mark) > MARK_CHARACTERS:
-            raise RefusedError(f"an incarnation may have at most {MARK_CHARACTERS} characters, not {len(mark)}")
+        asked, mark = request.message, mark_of(request.token)
         member = self._joined_already(asked, mark) or self._admit_member(asked, mark)
         return Welcome(identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot())
 
@@ -466,12 +468,6 @@ class Master(HandlesRequests):
         return next(same, None)
 
     def _admit_member(self, asked: Join, mark: str) -> Member:
-        at_home = is_loopback(host_of(self.config.master.address))
-        if at_home and not self.bus.guarded and not is_loopback(host_of(asked.address)):
-            raise RefusedError(
-                f"this run has no keys and listens on this machine alone, so nobody at {asked.address} may join: see "
-                f"docs/security.md"
-            )
         if len(self.state.members) >= MAX_MEMBERS:
             raise BusyError(f"a run may have at most {MAX_MEMBERS} members")
         # There is one trainer: a new one replaces the one before.

@@ -88,12 +88,12 @@ class Reward(Actor):
         completions = {
             one.job: functools.partial(self._score, self._pool, one, asked.rows[one.row]) for one in asked.completions
         }
-        self._flows.begin(request.sender, asked.flow, completions)
+        self._flows.begin(request, asked.flow, completions)
         return Done()
 
     @handles(EndJobs)
     async def end_jobs(self, request: Request[EndJobs]) -> Done:
-        self._flows.cancel(request.sender, request.message.flow, request.message.jobs.tolist())
+        self._flows.cancel(request)
         return Done()
 
     async def _score(

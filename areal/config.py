@@ -864,7 +864,7 @@ class NetworkConfig(Section):
 
     keys: str | None = Field(
         None,
-        description="folder made by `python -m areal keys`, or `none` to leave the links open to anybody; required if "
+        description="folder made by `python -m areal keys`, required if "
         "the master listens beyond this machine; default: AREAL_KEYS, or on one machine keys of the run's own",
     )
     ports: tuple[int, int] | None = Field(None, description="first and last port to listen at; default: any free port")

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Environment variable that a supervisor sets for the processes it starts.
 SUPERVISED = "AREAL_SUPERVISED"
-# Environment variable with the folder of the run's keys, or `none`.
+# Environment variable with the folder of the run's keys.
 KEYS = "AREAL_KEYS"
 _PR_SET_PDEATHSIG = 1
 # A link of the bus with keys takes 4.2 open files, so this is enough for the 4,096 members of the largest run.

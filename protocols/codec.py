@@ -21,6 +21,7 @@ from protocols.errors import MalformedError, ProtocolVersionError
 from protocols.messages import KINDS, PROTOCOL_VERSION, Message
 
 MAX_HEADER_BYTES = 4096
+MAX_TOKEN_BYTES = 64
 MAX_BODY_BYTES = 1 << 20
 MAX_ARRAYS = 4096
 MAX_DIMENSIONS = 4
@@ -43,7 +44,7 @@ Frame = bytes | memoryview
 class Header(NamedTuple):
     """The envelope of a message. `sender` is role/index#incarnation. `id` names a request, `reply_to` the request that
     is answered. `part` counts the parts of a stream, or the events of a publisher. `remaining_ms` is the time until the
-    asker's deadline.
+    asker's deadline. `token`: a secret between the asker and the server (see protocols.transport.Peer).
 
     It is not a pydantic model, because every message has one and a named tuple costs a third of that.
     """
@@ -56,6 +57,7 @@ class Header(NamedTuple):
     part: int = 0
     remaining_ms: int = 0
     attempt: int = 0
+    token: bytes = b""
     v: int = PROTOCOL_VERSION
 
 
@@ -163,12 +165,19 @@ def decode_header(frames: Sequence[Frame]) -> Header:
 
 
 def _check(header: Header) -> None:
-    kind, sender, run, id, reply_to, part, remaining_ms, attempt, _ = header
+    kind, sender, run, id, reply_to, part, remaining_ms, attempt, token, _ = header
     texts = type(kind) is type(sender) is type(run) is type(id) is type(reply_to) is str
     numbers = type(part) is type(remaining_ms) is type(attempt) is int
-    if not (texts and numbers):
+    if not (texts and numbers and type(token) is bytes):
         raise MalformedError("a field of the header is of the wrong type")
-    if len(kind) > 64 or len(sender) > 256 or len(run) > 256 or len(id) > 128 or len(reply_to) > 128:
+    if (
+        len(kind) > 64
+        or len(sender) > 256
+        or len(run) > 256
+        or len(id) > 128
+        or len(reply_to) > 128
+        or len(token) > MAX_TOKEN_BYTES
+    ):
         raise MalformedError("a field of the header is too long")
     if remaining_ms < 0 or attempt < 0:
         raise MalformedError("a field of the header is negative")

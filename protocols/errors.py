@@ -39,6 +39,12 @@ class FencedError(RefusedError):
     code = "fenced"
 
 
+class ForgedError(RefusedError):
+    """The request names a sender that it does not come from."""
+
+    code = "forged"
+
+
 class BusyError(BusError):
     """The peer cannot take the request now, for example because it holds as many as it may; try later."""
 
@@ -66,7 +72,7 @@ class StreamBrokenError(BusError):
 _BY_CODE = {
     cls.code: cls
     for cls in (
-        BusError, MalformedError, ProtocolVersionError, RefusedError, HarmfulError, FencedError, BusyError,
+        BusError, MalformedError, ProtocolVersionError, RefusedError, HarmfulError, FencedError, ForgedError, BusyError,
         PreparingError, DeadlineError, StreamBrokenError,
     )
 }  # fmt: skip

@@ -49,7 +49,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]

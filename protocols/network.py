@@ -1,12 +1,16 @@
 """The network below the bus: sockets that carry frames without confirmation. `ZmqNetwork` is the real one.
 
+Requests are asynchronous REQ/REP: a ROUTER answers any number of DEALERs, each with any number of open requests. Events
+are PUB/SUB: an XPUB sends each one to all SUBs. A SUB has nothing that was published before its subscription arrived,
+and an XPUB drops what finds a full queue. So events have numbers, and who misses one asks for a snapshot.
+
 One task reads each socket (receiving is not cancel-safe) and passes the frames on; tasks that wait for frames can be
 cancelled at any time. The asyncio sockets of pyzmq are not used: libzmq does not announce a message again that arrives
 during another call into libzmq. So each send has to wake the reader, and only `ZmqLink` sends.
 
-With keys, every link is encrypted, both ends authenticate each other, and a peer without keys is refused. Without keys
-too, libzmq asks the `Doorkeeper` about each peer: then it refuses the protocols before ZMTP 3, which anything that can
-open a connection can speak without reading an answer, such as a web page that posts a form to the port.
+Every link is encrypted, and both ends prove that they hold the run's keys. The `Doorkeeper` answers libzmq's question
+about each peer; without an answer nobody is admitted. It is not pyzmq's `zmq.auth.asyncio`: that tells a refused peer
+the reason, after which the peer's libzmq never connects again, also once the keys were rotated.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import asyncio
 import functools
 import operator
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
@@ -23,7 +27,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from protocols.codec import MAX_FRAME_BYTES, Frame
-from protocols.security import ANSWERS, HANDSHAKE_MS, Doorkeeper, Generation, Keys, Refusals, guard
+from protocols.security import ANSWERS, HANDSHAKE_MS, Doorkeeper, Generation, Keys, Refusals
 
 # After this many messages the reader lets other tasks run, so that a flood does not block the event loop.
 DRAIN = 256
@@ -33,12 +37,10 @@ SHARED_BYTES = 64 << 10
 # Flags as plain numbers: the operators of pyzmq's enums cost more than a send.
 NOW, MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
-# Sockets of a process. libzmq's default limit is 1023, and with keys a link takes three sockets.
+# Sockets of a process. libzmq's default limit is 1023, and a link takes three sockets.
 MAX_SOCKETS = 16_384
-# Subscribers only say hello, and handshakes take a few hundred bytes.
-MAX_HELLO_BYTES = 1024
-# The longest known subscribers are forgotten beyond this number; a run has at most 4,096 members.
-MAX_SUBSCRIBERS = 16_384
+# Subscribers only subscribe, and handshakes take a few hundred bytes.
+MAX_SUBSCRIPTION_BYTES = 1024
 # Time between two attempts to connect to an address with different keys.
 OTHER_KEYS_SECONDS = 0.2
 
@@ -94,10 +96,6 @@ class Network(Protocol):
     def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> Link:
         """A link to one server; nothing is queued before it is connected."""
 
-    @property
-    def guarded(self) -> bool:
-        """True if only holders of the run's keys can connect."""
-
     def publish(self, address: str, on_crash: OnCrash) -> tuple[Link, str]:
         """A link to all subscribers of `address`, and its real address. Raises OSError (address in use)."""
 
@@ -109,13 +107,9 @@ class Network(Protocol):
 
 
 class ZmqNetwork:
-    """ZeroMQ: a ROUTER for a server or a publisher, a DEALER for a link to one.
+    """ZeroMQ with CURVE. Only holders of `keys` may connect."""
 
-    keys: only their holders may connect; None: anybody who speaks ZMTP 3 may connect and read the traffic. PUB and SUB
-    are not used: a PUB keeps every topic that a peer subscribes to, however many these are.
-    """
-
-    def __init__(self, keys: Keys | None = None) -> None:
+    def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
@@ -136,23 +130,18 @@ class ZmqNetwork:
     def connect(self, address: str, receive: Receive, on_crash: OnCrash) -> ZmqLink:
         socket = self._socket(zmq.DEALER)
         socket.immediate = True
-        return ZmqLink(socket, self._reach(socket, address), receive, on_crash)
+        return ZmqLink(socket, Approach(socket, address, self._keys), receive, on_crash)
 
-    @property
-    def guarded(self) -> bool:
-        return self._keys is not None
-
-    def publish(self, address: str, on_crash: OnCrash) -> tuple[ZmqPublisher, str]:
-        socket = self._socket(zmq.ROUTER)
-        socket.router_mandatory = True
-        socket.maxmsgsize = MAX_HELLO_BYTES
+    def publish(self, address: str, on_crash: OnCrash) -> tuple[ZmqLink, str]:
+        socket = self._socket(zmq.XPUB)
+        socket.maxmsgsize = MAX_SUBSCRIPTION_BYTES
         real, watch = self._listen(socket, address)
-        return ZmqPublisher(socket, watch, on_crash), real
+        return ZmqLink(socket, watch, lambda subscription: None, on_crash), real
 
-    def subscribe(self, address: str, receive: Receive, on_crash: OnCrash) -> ZmqSubscription:
-        socket = self._socket(zmq.DEALER)
-        socket.immediate = True
-        return ZmqSubscription(socket, lambda connected: self._reach(socket, address, connected), receive, on_crash)
+    def subscribe(self, address: str, receive: Receive, on_crash: OnCrash) -> ZmqLink:
+        socket = self._socket(zmq.SUB)
+        socket.subscribe(b"")
+        return ZmqLink(socket, Approach(socket, address, self._keys), receive, on_crash)
 
     def close(self) -> None:
         if self._doorkeeping:
@@ -177,9 +166,7 @@ class ZmqNetwork:
     def _listen(self, socket: zmq.Socket[bytes], address: str) -> tuple[str, Watch]:
         """Bind the socket. Returns the real address and the watch that counts failed handshakes. Raises OSError."""
         self._keep_door()
-        guard(socket)
-        if self._keys:
-            self._keys.listen(socket)
+        self._keys.listen(socket)
         try:
             real = _bind(socket, address)
         except OSError:
@@ -190,17 +177,6 @@ class ZmqNetwork:
             self._refusals.add(real, HANDSHAKES_FAILED[event])
 
         return real, Handshakes(socket, HANDSHAKES_FAILED, refused)
-
-    def _reach(
-        self, socket: zmq.Socket[bytes], address: str, connected: Callable[[], None] | None = None
-    ) -> Watch | None:
-        """Connect, and call `connected` after each handshake. With keys, returns the `Approach`, which finds a
-        generation of keys that the other end knows."""
-        if self._keys is not None:
-            return Approach(socket, address, self._keys, connected)
-        watch = connected and Handshakes(socket, [zmq.Event.HANDSHAKE_SUCCEEDED], lambda _: connected())
-        socket.connect(address)
-        return watch
 
     def _keep_door(self) -> None:
         if self._doorkeeping is None:
@@ -260,13 +236,10 @@ class Handshakes(Watch):
 class Approach(Handshakes):
     """Connects a socket with one generation of the keys after another, until the other end knows one."""
 
-    def __init__(
-        self, socket: zmq.Socket[bytes], address: str, keys: Keys, connected: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], address: str, keys: Keys) -> None:
         super().__init__(socket, [*HANDSHAKES_FAILED, zmq.Event.HANDSHAKE_SUCCEEDED], self._ended)
         self._address = address
         self._keys = keys
-        self._connected = connected
         self._timer: asyncio.TimerHandle | None = None
         self._connect(keys.generations[0])
 
@@ -277,8 +250,6 @@ class Approach(Handshakes):
     def _ended(self, event: zmq.Event) -> None:
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._wait()
-            if self._connected:
-                self._connected()
         elif self._timer is None:
             self._timer = self._loop.call_later(OTHER_KEYS_SECONDS, self._try_next)
 
@@ -308,7 +279,7 @@ class ZmqLink:
     """A socket and the one task that reads it and passes every message to `receive`. `on_crash` gets its exceptions.
     Closes `watch` with itself."""
 
-    def __init__(self, socket: zmq.Socket[bytes], watch: Watch | None, receive: Receive, on_crash: OnCrash) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], watch: Watch, receive: Receive, on_crash: OnCrash) -> None:
         self._socket = socket
         self._watch = watch
         self._receive = receive
@@ -352,8 +323,7 @@ class ZmqLink:
         asyncio.get_running_loop().remove_reader(self._descriptor)
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
-        if self._watch:
-            self._watch.close()
+        self._watch.close()
         self._socket.close()
         self._writable.set()
 
@@ -390,54 +360,6 @@ class ZmqLink:
     def _ended(self, reader: asyncio.Task[None]) -> None:
         if not reader.cancelled() and (error := reader.exception()):
             self._on_crash(error)
-
-
-class ZmqPublisher(ZmqLink):
-    """Sends to every peer that has said hello, which is any message. Whatever else it says is not kept."""
-
-    def __init__(self, socket: zmq.Socket[bytes], watch: Watch | None, on_crash: OnCrash) -> None:
-        super().__init__(socket, watch, self._greeted, on_crash)
-        self._routes: OrderedDict[bytes, None] = OrderedDict()
-
-    def send(self, frames: list[Frame]) -> None:
-        """Send to all. A subscriber that reads too slowly misses the message."""
-        for route in list(self._routes):
-            try:
-                super().send([route, *frames])
-            except Full:
-                pass
-            except Unreachable:
-                del self._routes[route]
-
-    def _greeted(self, frames: list[Frame]) -> None:
-        self._routes[bytes(frames[0])] = None
-        if len(self._routes) > MAX_SUBSCRIBERS:
-            self._routes.popitem(last=False)
-
-
-class ZmqSubscription(ZmqLink):
-    """Says hello to the publisher after each handshake, also when it is connected again.
-
-    reach: connects the socket; it gets the function to call after each handshake.
-    """
-
-    def __init__(
-        self, socket: zmq.Socket[bytes], reach: Callable[[Callable[[], None]], Watch | None], receive: Receive,
-        on_crash: OnCrash,
-    ) -> None:  # fmt: skip
-        self._connected = asyncio.Event()
-        super().__init__(socket, reach(self._connected.set), receive, on_crash)
-        self._greeter = asyncio.create_task(self._greet(), name="greet")
-
-    async def close(self) -> None:
-        self._greeter.cancel()
-        await super().close()
-
-    async def _greet(self) -> None:
-        while True:
-            await self._connected.wait()
-            self._connected.clear()
-            await self.send_when_possible([b""])
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> str:

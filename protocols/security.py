@@ -88,7 +88,10 @@ class Keys:
         return any(z85.encode(public) == zmq.curve_public(g.client.encode()) for g in self.generations)
 
     def listen(self, socket: zmq.Socket[bytes]) -> None:
-        """Restrict what `socket` binds next to holders of the keys."""
+        """Restrict what `socket` binds next to holders of the keys, about each of which the `Doorkeeper` is asked. If
+        there is no `Doorkeeper`, all peers are refused."""
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.curve_server = True
         socket.curve_secretkey = self.generations[0].server.encode()
 
@@ -97,13 +100,6 @@ class Keys:
         client = generation.client.encode()
         socket.curve_serverkey = zmq.curve_public(generation.server.encode())
         socket.curve_secretkey, socket.curve_publickey = client, zmq.curve_public(client)
-
-
-def guard(socket: zmq.Socket[bytes]) -> None:
-    """Have the `Doorkeeper` asked about each peer of what `socket` binds next. Peers that speak a protocol without
-    handshake, ZMTP 1 or 2, are refused in any case, and all peers if there is no `Doorkeeper`."""
-    socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 def make_keys(folder: Path) -> Path:
@@ -192,12 +188,9 @@ class Refusals:
 
 
 class Doorkeeper:
-    """Tells libzmq, for each peer that has finished a handshake, whether to admit it (ZeroMQ RFC 27).
+    """Tells libzmq, for each peer that has finished a handshake, whether it holds the keys (ZeroMQ RFC 27)."""
 
-    keys: their holders are admitted; None: every peer.
-    """
-
-    def __init__(self, keys: Keys | None, refusals: Refusals, answer: Callable[[list[bytes]], object]) -> None:
+    def __init__(self, keys: Keys, refusals: Refusals, answer: Callable[[list[bytes]], object]) -> None:
         self._keys = keys
         self._refusals = refusals
         self._answer = answer
@@ -205,9 +198,7 @@ class Doorkeeper:
     def asked(self, frames: list[bytes]) -> None:
         """Answer one ZAP request. `frames` begin with the route of the answer."""
         route, empty, version, number, domain, address, _, mechanism, *credentials = frames
-        known = domain == DOMAIN and (
-            mechanism == b"NULL" if self._keys is None else mechanism == b"CURVE" and self._keys.lets_in(credentials[0])
-        )
+        known = domain == DOMAIN and mechanism == b"CURVE" and self._keys.lets_in(credentials[0])
         if not known:
             self._refusals.add(address.decode(errors="replace"), "unknown key")
         status = ACCEPTED if known else REFUSED_SILENTLY

@@ -3,6 +3,10 @@
 A `Server` receives the requests to an actor. A `Peer` is a separate link to one server, so that bulk data on one link
 cannot delay control messages on another. A send confirms nothing; only an answer does. So a request is sent again under
 the same id until it is answered or its deadline passes, and a server answers a repeated request with its first answer.
+
+The name of a sender is only what it says. Each bus shares a secret token with each server that it asks, over all
+connections to it. What a server keeps for a request belongs to the token that came with it: the answer, the stream, the
+right to cancel. The master gives each member an identity that has a digest of the token in it, and so recognizes it.
 """
 
 from __future__ import annotations
@@ -10,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from types import AsyncGeneratorType
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -55,19 +61,35 @@ class Identity:
 
 
 class Request(NamedTuple, Generic[M]):
-    """A request as a handler sees it. `deadline` is in the loop's time."""
+    """A request as a handler sees it. `deadline` is in the loop's time. `sender` is what the asker calls itself."""
 
     message: M
     sender: str
     deadline: float
+    token: bytes
 
     @property
     def remaining(self) -> float:
         """Seconds until the asker gives up."""
         return self.deadline - asyncio.get_running_loop().time()
 
+    @property
+    def owner(self) -> str:
+        """The key for what an actor keeps for the asker. Nobody else's requests have it, whatever their senders."""
+        return f"{self.sender} {mark_of(self.token)}"
 
-_Key = tuple[str, str]  # of a request: its sender and its id
+
+def token_for(server: str, secret: bytes) -> bytes:
+    """The token that the owner of `secret` shares with the server at an address. No server can tell that of another."""
+    return blake2b(server.encode(), key=secret, digest_size=16).digest()
+
+
+def mark_of(token: bytes) -> str:
+    """The incarnation of a member that shares this token with the master. The token cannot be found from it."""
+    return blake2b(token, digest_size=8).hexdigest()
+
+
+_Key = tuple[str, str, bytes]  # of a request: its sender, its id, and the token between its sender and this server
 _Parts = AsyncGeneratorType[Message, None]
 Handler = Callable[[Request[Message]], Awaitable[Message] | _Parts]
 
@@ -89,7 +111,7 @@ class Server:
         self._on_crash = on_crash
         self._link, self.address = network.bind(address, self._receive, on_crash)
         self._calls: dict[_Key, _Call] = {}
-        self._pending: dict[str, int] = {}
+        self._pending: Counter[tuple[str, bytes]] = Counter()
         self._answers: OrderedDict[_Key, list[Frame]] = OrderedDict()
         self._answer_bytes = 0
 
@@ -113,10 +135,10 @@ class Server:
         except MalformedError as error:
             self.counts[error.code] += 1
             return
-        if not (header.id or header.reply_to):
+        if not (header.token and (header.id or header.reply_to)):
             self.counts[MalformedError.code] += 1
             return
-        key = (header.sender, header.reply_to or header.id)
+        key = (header.sender, header.reply_to or header.id, header.token)
         if header.reply_to:
             self._control(key, header, frames)
         elif key in self._answers:
@@ -141,13 +163,12 @@ class Server:
                 self.counts[error.code] += 1
 
     def _start(self, key: _Key, route: Frame, header: Header, frames: list[Frame]) -> None:
-        sender = header.sender
-        open_already = self._pending.get(sender, 0)
+        sender, asker = header.sender, (header.sender, header.token)
         try:
             if header.run and self.run and header.run != self.run:
                 raise RefusedError(f"this is run {self.run!r}, not {header.run!r}")
             message = decode_body(header.kind, frames)
-            if open_already >= MAX_PENDING_PER_PEER:
+            if self._pending[asker] >= MAX_PENDING_PER_PEER:
                 raise BusyError(f"{MAX_PENDING_PER_PEER} requests of {sender} are open already")
             if len(self._calls) >= MAX_PENDING:
                 raise BusyError(f"{MAX_PENDING} requests are open already")
@@ -156,9 +177,9 @@ class Server:
             self._send(route, _failure(error), header.id)
             return
         loop = asyncio.get_running_loop()
-        request = Request(message, sender, loop.time() + header.remaining_ms / 1000)
+        request = Request(message, sender, loop.time() + header.remaining_ms / 1000, header.token)
         self._calls[key] = call = _Call(route, header.id)
-        self._pending[sender] = open_already + 1
+        self._pending[asker] += 1
         call.task = loop.create_task(self._answer(key, call, request), name=header.kind)
         # Not in the task itself: a task that is cancelled before its first step never runs.
         call.task.add_done_callback(partial(self._forget, key))
@@ -167,9 +188,10 @@ class Server:
         call = self._calls.pop(key)
         if task.cancelled():  # a late repeat of the request must not start it again
             self._keep(key, self._encode(_failure(StreamBrokenError("cancelled")), call.id))
-        self._pending[key[0]] -= 1
-        if not self._pending[key[0]]:
-            del self._pending[key[0]]
+        asker = key[0], key[2]
+        self._pending[asker] -= 1
+        if not self._pending[asker]:
+            del self._pending[asker]
 
     async def _answer(self, key: _Key, call: _Call, request: Request[Message]) -> None:
         crash: Exception | None = None
@@ -181,6 +203,7 @@ class Server:
                 answer = await result
             frames = self._encode(answer, call.id, call.sent)
         except BusError as error:
+            self.counts[error.code] += 1
             frames = self._encode(_failure(error), call.id)
         except Exception as error:  # a bug in the handler: the asker gets an error, the actor decides
             crash = error
@@ -270,14 +293,17 @@ class _Call:
 
 
 class Peer:
-    """A link to one server. Every request has a deadline; a lost request is sent again under its id.
+    """A link to one server. Every request has a deadline; a lost request is sent again under its id. `token`: what the
+    server recognizes the asker by.
 
     If the link is closed, waiting requests fail at once with DeadlineError, and streams with StreamBrokenError.
     """
 
     def __init__(
-        self, network: Network, identity: Identity, run: str, ids: Iterator[int], address: str, on_crash: OnCrash
-    ) -> None:
+        self, network: Network, identity: Identity, run: str, ids: Iterator[int], address: str, on_crash: OnCrash,
+        token: bytes,
+    ) -> None:  # fmt: skip
+        self.token = token
         self.identity = identity
         self.run = run
         self.address = address
@@ -368,7 +394,9 @@ class Peer:
 
     def _head(self, message: Message, sender: str, id: str, deadline: float, attempt: int = 0) -> bytes:
         remaining = max(0, int((deadline - asyncio.get_running_loop().time()) * 1000))
-        return encode_header(Header(message.kind, sender, self.run, id, remaining_ms=remaining, attempt=attempt))
+        return encode_header(
+            Header(message.kind, sender, self.run, id, remaining_ms=remaining, attempt=attempt, token=self.token)
+        )
 
     async def _send(self, frames: list[Frame], until: float) -> bool:
         """Send the frames. False if that was not possible before `until`. True on a closed link too: the inbox gets the
@@ -393,7 +421,9 @@ class Peer:
         # Never waits, since it is called while a stream is being closed. The message is lost only if the connection is
         # lost, and a server drops the streams of an asker that it can no longer reach.
         with contextlib.suppress(Full, Unreachable):
-            self._link.send(encode(Header(message.kind, sender, self.run, reply_to=reply_to), message))
+            self._link.send(
+                encode(Header(message.kind, sender, self.run, reply_to=reply_to, token=self.token), message)
+            )
 
     def _receive(self, frames: list[Frame]) -> None:
         try:
@@ -540,23 +570,22 @@ class Subscriber:
 
 
 class Bus:
-    """One actor's connection to the others: its server, its links, its events. Closes `network` with itself."""
+    """One actor's connection to the others: its server, its links, its events. Closes `network` with itself.
 
-    def __init__(self, identity: str, network: Network, run: str = "") -> None:
+    secret: what the tokens are made from; by default a random one.
+    """
+
+    def __init__(self, identity: str, network: Network, run: str = "", secret: bytes = b"") -> None:
         self.identity = Identity(identity)
         self.run = run
         self.server: Server | None = None
         self._network = network
+        self._secret = secret or secrets.token_bytes(32)
         self._ids = itertools.count()
         self._peers: dict[str, Peer] = {}
         self._others: list[Publisher | Subscriber] = []
         self._closing: dict[asyncio.Task[None], None] = {}
         self._on_crash: OnCrash = _tell_loop
-
-    @property
-    def guarded(self) -> bool:
-        """True if only holders of the run's keys can reach this actor."""
-        return self._network.guarded
 
     def serve(self, address: str, handle: Handler, on_crash: OnCrash) -> str:
         """Open the server; returns the bound address. `on_crash` also gets the exceptions of event handlers.
@@ -570,7 +599,10 @@ class Bus:
     def peer(self, address: str) -> Peer:
         """The link to the server at `address`, made on first use."""
         if address not in self._peers:
-            self._peers[address] = Peer(self._network, self.identity, self.run, self._ids, address, self._on_crash)
+            token = token_for(address, self._secret)
+            self._peers[address] = Peer(
+                self._network, self.identity, self.run, self._ids, address, self._on_crash, token
+            )
         return self._peers[address]
 
     def forget(self, address: str) -> None:

@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from conftest import find_free_port  # noqa: E402
 from flood_http import flood_http  # noqa: E402
+from helpers import dealer, keys_folder  # noqa: E402
 from malformed import Malformed  # noqa: E402
 
 from protocols.codec import Header, decode_body, decode_header, encode  # noqa: E402
@@ -73,9 +74,8 @@ class Caller:
 
     def __init__(self, door: Door) -> None:
         self._door = door
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.connect(door.address)
+        self.token = secrets.token_bytes(16)
+        self._socket = dealer(zmq.Context.instance(), door.address)
 
     def close(self) -> None:
         self._socket.close()
@@ -102,7 +102,7 @@ class Caller:
     def ask(self, message: Message, sender: str = "stranger/0#1") -> Message | None:
         """The answer; None where the door is dead or stuck."""
         id, until = secrets.token_hex(8), time.monotonic() + ANSWER_SECONDS
-        self.send(encode(Header(message.kind, sender, id=id, remaining_ms=10_000), message))
+        self.send(encode(Header(message.kind, sender, id=id, remaining_ms=10_000, token=self.token), message))
         while self._door.alive and time.monotonic() < until:
             if answer := self.take(id):
                 return answer
@@ -120,6 +120,7 @@ def flood(door: Door, frames: int, malformed: Malformed, joins: bool) -> None:
     before = _lines(door)
     while door.sent < frames:
         caller = Caller(door)
+        malformed.token = caller.token
         if joins:
             malformed.senders = ["stranger/0#1", *_joined(caller)]
         for i in range(min(BATCH, frames - door.sent)):
@@ -166,7 +167,8 @@ class Cluster:
         with output.open("w") as out:
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "run.py"), *arguments], stdout=out, stderr=subprocess.STDOUT,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", "AREAL_KEYS": "none"}, cwd=self.folder, start_new_session=True,
+                env=os.environ | {"HF_HUB_OFFLINE": "1", "AREAL_KEYS": keys_folder()}, cwd=self.folder,
+                start_new_session=True,
             )  # fmt: skip
         self._started.append(process)
         return Door(process, output, address)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import functools
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 
 from areal.trajectory import Branch, Trajectory
+from protocols.network import ZmqNetwork
+from protocols.security import Keys, make_keys
 
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "-Urpfnm", "--mount-proc", "true"], capture_output=True).returncode != 0,
@@ -42,6 +48,33 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(partial)
             partial.rename(folder)
     return folder
+
+
+def keys_folder() -> str:
+    """The keys of all networks of a test, also in the processes that it starts."""
+    if "KEYS_OF_TESTS" not in os.environ:
+        os.environ["KEYS_OF_TESTS"] = folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder)
+        make_keys(Path(folder))
+    return os.environ["KEYS_OF_TESTS"]
+
+
+@functools.cache
+def keys() -> Keys:
+    return Keys(Path(keys_folder()))
+
+
+def network() -> ZmqNetwork:
+    return ZmqNetwork(keys())
+
+
+def dealer(context: zmq.Context, address: str) -> zmq.Socket:
+    """A socket with the keys and without a bus, connected."""
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    keys().connect(socket, keys().generations[0])
+    socket.connect(address)
+    return socket
 
 
 def processes() -> list[Process]:

@@ -45,12 +45,16 @@ LAST_WORDS = {"training_failed", "scoring_failed", "training_finished"}
 class Malformed:
     """Frames of one message after the other: a tenth valid as far as types go, the rest broken in one way or more.
 
-    senders: identities to speak as; those of members get further. run: the name of the run that is sometimes named.
+    senders: identities to speak as; those of members get further, with the token that they joined with. run: the name
+    of the run that is sometimes named.
     """
 
-    def __init__(self, seed: int, senders: Sequence[str] = ("stranger/0#1",), run: str = "run") -> None:
+    def __init__(
+        self, seed: int, senders: Sequence[str] = ("stranger/0#1",), run: str = "run", token: bytes = b"token"
+    ) -> None:
         self.random = random.Random(seed)
         self.senders = list(senders)
+        self.token = token
         self._run = run
         self._sent: deque[list[bytes]] = deque(maxlen=64)
         self._ids = 0
@@ -168,6 +172,8 @@ class Malformed:
         chance, n = self.random.random(), self.random
         self._ids += 1
         header = {"v": PROTOCOL_VERSION, "kind": kind, "sender": n.choice(self.senders), "id": f"f{self._ids}"}
+        if chance < 0.99:
+            header["token"] = self.token
         if chance < 0.5:
             header["run"] = self._run
         if chance < 0.9:

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
-from helpers import descendants, processes_mentioning, read_jsonl
+from helpers import descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
 from run import main, with_own_port
 
@@ -393,7 +393,7 @@ def test_a_master_that_is_told_to_stop_ends_without_drawing_a_report(run, small,
 
 def test_roles_without_a_master_say_so(run, free_port):
     master = f"tcp://127.0.0.1:{free_port}"
-    started = run("--role", "generator", "--role", "reward", "--master", master, "--wait", "4", "--keys", "none")
+    started = run("--role", "generator", "--role", "reward", "--master", master, "--wait", "4", "--keys", keys_folder())
     output = started.wait(60)
     assert started.code == 2
     assert "waiting for the master" in output

@@ -68,5 +68,5 @@ def selftest_part(options: Namespace) -> None:
     from areal.selftest.child import serve
 
     module, _, kind = PARTS[options.part].partition(":")
-    config = [Config.model_validate_json(options.path.read_bytes())] if options.path else []
-    serve(getattr(import_module(module), kind)(*config))
+    make = getattr(import_module(module), kind)
+    serve(make() if options.part == "receiver" else make(Config.model_validate_json(options.path.read_bytes())))

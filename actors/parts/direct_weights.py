@@ -79,8 +79,8 @@ class DirectSender:
     async def serve(self, request: Request[SendWeights]) -> AsyncGenerator[TransferCall, None]:
         """The answer to SendWeights: the calls, each once the one before is done. Raises RefusedError for a version
         that is not offered, StreamBrokenError if it cannot be sent."""
-        asked, sender = request.message, request.sender
-        link = self._link(sender, asked.workers)
+        asked = request.message
+        link = self._link(request)
         folder = self._folders.get((asked.lineage, asked.version))
         if folder is None:
             raise RefusedError(f"this trainer does not have version {asked.version}")
@@ -90,43 +90,46 @@ class DirectSender:
                 yield call
             self.bytes_sent += sent.result()
         except Exception as error:  # whatever vLLM or torch raises, it is this transfer that fails
-            log.warning("weights were not sent", version=asked.version, to=sender, error=str(error) or "timeout")
+            log.warning(
+                "weights were not sent", version=asked.version, to=request.sender, error=str(error) or "timeout"
+            )
             raise StreamBrokenError(f"version {asked.version} was not sent: {error}"[:1000]) from None
         finally:
             if link.busy or sent.cancelled() or sent.exception():
-                self._drop(sender, link)
+                self._drop(request.owner, link)
 
-    def _link(self, sender: str, workers: int) -> _Link:
+    def _link(self, request: Request[SendWeights]) -> _Link:
         """The link to this generator: that of its last transfer, or a new one. Raises RefusedError."""
         backend = self._trainer.config.weights.backend
         if backend is None:
             raise RefusedError("weights.transport of this run sends nothing directly")
-        if sender not in self._trainer.directory:
-            raise RefusedError(f"{sender} is no member of this run")
-        for identity, link in [*self._links.items()]:
+        if request.sender not in self._trainer.directory:
+            raise RefusedError(f"{request.sender} is no member of this run")
+        for owner, link in [*self._links.items()]:
             # If a generator asks while its last transfer is open, it has given that one up.
-            if identity not in self._trainer.directory or (identity == sender and link.busy):
-                self._drop(identity, link)
-        if sender not in self._links:
+            gone = owner.rpartition(" ")[0] not in self._trainer.directory
+            if gone or (owner == request.owner and link.busy):
+                self._drop(owner, link)
+        if request.owner not in self._links:
             host = host_of(self._trainer.door.reached_at("")).strip("[]")
-            self._links[sender] = _Link(backend, host, workers)
-        return self._links[sender]
+            self._links[request.owner] = _Link(backend, host, request.message.workers)
+        return self._links[request.owner]
 
     def done(self, request: Request[TransferDone]) -> Done:
         """The asker's engine has done a call."""
-        if link := self._links.get(request.sender):
+        if link := self._links.get(request.owner):
             link.acknowledge(request.message.number)
         return Done()
 
     def close(self) -> None:
         """End all transfers."""
-        for identity, link in [*self._links.items()]:
-            self._drop(identity, link)
+        for owner, link in [*self._links.items()]:
+            self._drop(owner, link)
 
-    def _drop(self, identity: str, link: _Link) -> None:
+    def _drop(self, owner: str, link: _Link) -> None:
         link.close()
-        if self._links.get(identity) is link:
-            del self._links[identity]
+        if self._links.get(owner) is link:
+            del self._links[owner]
 
 
 class _Link:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -194,10 +194,10 @@ class Flows(Generic[R]):
     async def serve(self, request: Request[OpenFlow]) -> AsyncGenerator[tuple[list[R], list[JobFailed]], None]:
         """The results on a flow, as they come, and the failures. The first part has none: it says that the flow is
         open. Raises RefusedError if it was open already, BusyError if the sender has too many."""
-        key = request.sender, request.message.flow
+        key = request.owner, request.message.flow
         if key in self._open:
-            raise RefusedError(f"flow {key[1]} of {key[0]} is open already")
-        if sum(sender == request.sender for sender, _ in self._open) >= MAX_FLOWS:
+            raise RefusedError(f"flow {key[1]} of {request.sender} is open already")
+        if sum(owner == request.owner for owner, _ in self._open) >= MAX_FLOWS:
             raise BusyError(f"{MAX_FLOWS} flows of {request.sender} are open already")
         served = self._open[key] = _Served[R]()
         try:
@@ -212,25 +212,25 @@ class Flows(Generic[R]):
                 task.cancel()
             self._emptied.notify()
 
-    def begin(self, sender: str, flow: int, jobs: Mapping[int, Work[R]]) -> None:
+    def begin(self, request: Request[Message], flow: int, jobs: Mapping[int, Work[R]]) -> None:
         """Begin jobs on a flow, by their numbers. Those that are already running are not begun again. Raises
         StreamBrokenError if the flow is not open, BusyError if it has too many jobs."""
-        served = self._open.get((sender, flow))
+        served = self._open.get((request.owner, flow))
         if served is None:
-            raise StreamBrokenError(f"flow {flow} of {sender} is not open")
+            raise StreamBrokenError(f"flow {flow} of {request.sender} is not open")
         if len(served.jobs) + len(jobs) > MAX_JOBS:
-            raise BusyError(f"{len(served.jobs)} jobs of {sender} are running already")
+            raise BusyError(f"{len(served.jobs)} jobs of {request.sender} are running already")
         for job, work in jobs.items():
             if job in served.jobs:
                 continue
-            served.jobs[job] = task = self._spawn(_done(served, job, work), f"job {job} of {sender}")
+            served.jobs[job] = task = self._spawn(_done(served, job, work), f"job {job} of {request.sender}")
             # Not in the task itself: a task that is cancelled before its first step never runs.
             task.add_done_callback(functools.partial(self._ended, served, job))
 
-    def cancel(self, sender: str, flow: int, jobs: Iterable[int]) -> None:
+    def cancel(self, request: Request[EndJobs]) -> None:
         """End jobs. Nothing more comes of them."""
-        if served := self._open.get((sender, flow)):
-            for job in jobs:
+        if served := self._open.get((request.owner, request.message.flow)):
+            for job in request.message.jobs.tolist():
                 if task := served.jobs.get(job):
                     task.cancel()
 

@@ -44,9 +44,9 @@ Ask = Callable[..., Any]
 class Receiver:
     """The generator's end of a stream of weights, in a process of its own."""
 
-    async def receive(self, sender: str, keys: str | None, policy: str, folder: str) -> dict[str, float]:
+    async def receive(self, sender: str, keys: str, policy: str, folder: str) -> dict[str, float]:
         """Fetch the policy's weights as a generator does. Returns seconds and bytes."""
-        bus = Bus("generator/0#selftest", _network(keys))
+        bus = Bus("generator/0#selftest", ZmqNetwork(Keys(Path(keys))))
         members = [Member(identity="trainer/0#selftest", role="trainer", index=0, address=sender, state="healthy")]
         generator = SimpleNamespace(
             bus=bus,
@@ -65,21 +65,18 @@ class Receiver:
 
 
 def check_streams(ask: Ask, folder: Path, size: int) -> list[Finding]:
-    """Send a file of `size` random bytes to the process behind `ask`, a `Receiver`, without and with keys."""
+    """Send a file of `size` random bytes to the process behind `ask`, a `Receiver`."""
     with tempfile.TemporaryDirectory(dir=folder) as parent:
         version, keys = Path(parent, "version"), Path(parent, "keys")
         version.mkdir()
         (version / WEIGHTS_FILE).write_bytes(os.urandom(size))
         make_keys(keys)
-        return [
-            asyncio.run(_stream(name, ask, version, kept))
-            for name, kept in (("stream", None), ("stream with keys", str(keys)))
-        ]
+        return [asyncio.run(_stream(ask, version, keys))]
 
 
-async def _stream(name: str, ask: Ask, version: Path, keys: str | None) -> Finding:
+async def _stream(ask: Ask, version: Path, keys: Path) -> Finding:
     server, crashes = WeightServer(2), []  # type: tuple[WeightServer, list[BaseException]]
-    bus = Bus("trainer/0#selftest", _network(keys))
+    bus = Bus("trainer/0#selftest", ZmqNetwork(Keys(keys)))
     try:
         address = bus.serve(
             LOOPBACK, lambda request: cast(Any, server.serve(cast(Request[Any], request))), crashes.append
@@ -88,13 +85,13 @@ async def _stream(name: str, ask: Ask, version: Path, keys: str | None) -> Findi
         server.offer((0, 1), Holding(version, manifest))
         policy = Policy(lineage=0, version=1, folder=str(version), stamp=manifest.stamp)
         found = await asyncio.to_thread(
-            ask, "receive", sender=address, keys=keys, policy=policy.model_dump_json(), folder=str(version.parent)
+            ask, "receive", sender=address, keys=str(keys), policy=policy.model_dump_json(), folder=str(version.parent)
         )
     finally:
         await bus.close()
     rate = found["bytes"] / found["seconds"]
     return judged(
-        name,
+        "stream",
         rate >= SLOWEST and found["bytes"] == manifest.size and not crashes,
         f"{found['bytes'] / 1e9:.2g} GB in {found['seconds']:.2f} s, {rate / 1e9:.2f} GB/s over loopback",
         "Weights hardly pass the bus on this machine: look for a firewall or a process that takes all cores.",
@@ -109,8 +106,6 @@ def check_this_node(config: Config) -> list[Finding]:
 
 
 def _keys(keys: str | None, host: str) -> Finding:
-    if keys == "none":
-        return Finding("keys", "ok", "`none`: the links are open to anybody")
     if keys is None and is_loopback(host):
         return Finding("keys", "ok", "a run on one machine makes its own")
     try:
@@ -218,7 +213,3 @@ def _shared_folder(config: Config, master: str) -> Finding:
         return check_folder("shared folder", folder, 0)
     except OSError as error:
         return Finding("shared folder", "FAILED", f"{folder}: {error.strerror}", "Let this node's user write to it.")
-
-
-def _network(keys: str | None) -> ZmqNetwork:
-    return ZmqNetwork(Keys(Path(keys)) if keys else None)

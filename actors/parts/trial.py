@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from argparse import Namespace
@@ -47,6 +48,7 @@ from areal.workflows.parsers import Json, Parsed, Parsers
 from protocols.errors import RefusedError
 from protocols.messages import Member
 from protocols.network import ZmqNetwork
+from protocols.security import Keys, make_keys
 from protocols.transport import Bus
 
 HOST = "127.0.0.1"
@@ -138,14 +140,15 @@ class Trial(Sampler):
     role = "rollout_manager"
 
     def __init__(self, config: Config, row: Row) -> None:
+        self._used = contextlib.AsyncExitStack()
+        keys = make_keys(Path(self._used.enter_context(tempfile.TemporaryDirectory()))).parent
         super().__init__(
-            Bus(f"trial/0#{incarnation()}", ZmqNetwork()), "", door=Door(HOST, HOST), make_parsers=_Recorded,
+            Bus(f"trial/0#{incarnation()}", ZmqNetwork(Keys(keys))), "", door=Door(HOST, HOST), make_parsers=_Recorded,
             open_source=lambda data, seed: PromptSource([]),
         )  # fmt: skip
         self.config = config
         self._row = row
         self._names = tuple(row.reward or config.reward.functions)
-        self._used = contextlib.AsyncExitStack()
         self._scores: list[Score] = []
         self._notes: list[str] = []
         self._seconds: dict[str, float] = {}

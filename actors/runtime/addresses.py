@@ -1,4 +1,4 @@
-"""The addresses that actors bind and announce, and the network, which needs keys unless all hosts are this machine."""
+"""The addresses that actors bind and announce, and the network with its keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from protocols.addresses import (
 from protocols.network import ZmqNetwork
 from protocols.security import FILE_NAME, Keys, KeysError, make_keys
 
-NO_KEYS = "none"
 # The folder in a run folder with the keys of that run alone.
 OWN_KEYS = "keys"
 # After this time without a run in the folder, a role logs that it waits for one.
@@ -68,30 +67,22 @@ class Door:
 
 
 def open_network(*hosts: str) -> ZmqNetwork:
-    """The network of an actor that listens on, or connects to, `hosts`.
-
-    It uses the keys in the folder that AREAL_KEYS names; none if AREAL_KEYS is `none`. Raises UserError if AREAL_KEYS
-    is not set, or if the keys cannot be read.
-    """
-    keys = os.environ.get(KEYS)
-    if keys and keys != NO_KEYS:
+    """The network of an actor that listens on, or connects to, `hosts`, with the keys in the folder that AREAL_KEYS
+    names. Raises UserError if it is not set, or if the keys cannot be read."""
+    if keys := os.environ.get(KEYS):
         try:
             return ZmqNetwork(Keys(Path(keys)))
         except KeysError as error:
             raise UserError(str(error)) from None
-    beyond = [host for host in hosts if not is_loopback(host)]
-    if beyond and not keys:
+    if beyond := [host for host in hosts if not is_loopback(host)]:
         raise UserError(
             f"{beyond[0]} is beyond this machine, where links need keys: make them with `python -m areal keys FOLDER`, "
-            f"copy the folder to every node, and give it to each role with --keys FOLDER or {KEYS}; `none` in place of "
-            f"the folder leaves the links open to anyone."
+            f"copy the folder to every node, and give it to each role with --keys FOLDER or {KEYS}."
         )
-    if not keys:
-        raise UserError(
-            f"{hosts[0]} is this machine, where a run makes keys of its own: give its folder in place of the address, "
-            f"--master runs/NAME, or its keys, --keys runs/NAME/{OWN_KEYS}."
-        )
-    return ZmqNetwork()
+    raise UserError(
+        f"{hosts[0]} is this machine, where a run makes keys of its own: give its folder in place of the address, "
+        f"--master runs/NAME, or its keys, --keys runs/NAME/{OWN_KEYS}."
+    )
 
 
 def take_folder(config: Config, resume: bool) -> ZmqNetwork:

@@ -194,7 +194,7 @@ class Cluster:
         loop.on_exception = lambda loop, context: self.fail(f"{loop.name}: {context.get('exception')!r}")
         self._loops.append(loop)
         identity = f"{role}/{'0' if role == 'master' else '?'}#{index:08x}"
-        bus = Bus(identity, SimNetwork(self.wire, name, loop))
+        bus = Bus(identity, SimNetwork(self.wire, name, loop), secret=name.encode())
         self.scheduler.call_at(at, self._begin, role, index, bus, loop=loop)
 
     def _begin(self, role: str, index: int, bus: Bus) -> None:

@@ -82,8 +82,6 @@ class Wire:
 class SimNetwork:
     """The network of one process."""
 
-    guarded = True
-
     def __init__(self, wire: Wire, name: str, loop: ProcessLoop) -> None:
         self.wire = wire
         self.name = name

@@ -40,7 +40,7 @@ KERNELS = {"attention", "head", "gradient"}
 STARTS = {"trainer", "generator"}
 COMPARED = {"log-probs", "publish", "load", "engine", "interruption"}
 LONGEST = {"longest row", "training"}
-NODE = {"devices", "folder", "/dev/shm", "stream", "stream with keys", "keys", "port"}
+NODE = {"devices", "folder", "/dev/shm", "stream", "keys", "port"}
 WAY = {"master", "clock", "shared folder"}
 DIRECT = {"transport"}
 CHECKS = KERNELS | STARTS | COMPARED | LONGEST | DIRECT | {"generation"} | NODE | WAY
@@ -223,8 +223,7 @@ class SelfTest:
         return call is not None
 
     def _stream(self, start: Callable[[str], Child]) -> None:
-        names = {"stream", "stream with keys"}
-        if not self._wanted(names):
+        if not self._wanted({"stream"}):
             return
         self._tell("streams")
         receiver = start("receiver")

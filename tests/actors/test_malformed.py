@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import zmq
 from flood_http import flood_http
+from helpers import dealer, network
 from malformed import Malformed
 
 from actors.generator import Generator
@@ -21,7 +22,6 @@ from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
 from protocols.errors import BusError
 from protocols.messages import AskStatus, Join, Leave
-from protocols.network import ZmqNetwork
 from protocols.transport import Bus
 
 FRAMES = 1500
@@ -75,9 +75,8 @@ async def running(*actors):
 
 async def flood(address: str, malformed: Malformed) -> None:
     """Over one connection; what comes back is thrown away."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+    with zmq.Context() as context, dealer(context, address) as socket:
         socket.linger = 1000
-        socket.connect(address)
         for i in range(FRAMES):
             socket.send_multipart(malformed.frames())
             if not i % 50:
@@ -89,12 +88,12 @@ async def flood(address: str, malformed: Malformed) -> None:
 def master_of(config: Config) -> Master:
     folder = RunFolder.create(config)
     journal = Journal.open(folder.path / "journal.db")
-    return Master(Bus("master/0#m", ZmqNetwork()), config, journal=journal, folder=folder)
+    return Master(Bus("master/0#m", network()), config, journal=journal, folder=folder)
 
 
 @contextlib.asynccontextmanager
 async def stranger():
-    bus = Bus("stranger/0#1", ZmqNetwork())
+    bus = Bus("stranger/0#1", network())
     try:
         yield bus
     finally:
@@ -108,13 +107,13 @@ async def test_the_master_goes_on_whatever_its_members_and_strangers_send(config
         for role in ("rollout_manager", "trainer", "generator"):
             bus.identity.name = f"{role}/?#{role}"
             senders.append((await master.ask(Join(role=role, index=None, address="tcp://127.0.0.1:1"), 10)).identity)
-        await flood(config.master.address, Malformed(1, senders))
+        await flood(config.master.address, Malformed(1, senders, token=master.token))
         assert (await master.ask(AskStatus(), 30)).values["ended"] is False
 
 
 async def test_other_doors_go_on_too(config):
     def join(kind: type[Actor], **how) -> Actor:
-        return kind(Bus(f"{kind.role}/?#{kind.role}", ZmqNetwork()), config.master.address, **how)
+        return kind(Bus(f"{kind.role}/?#{kind.role}", network()), config.master.address, **how)
 
     actors = [join(Trainer, start_learner=idle), join(Reward), join(Generator, start_engine=never)]
     async with running(master_of(config), *actors), stranger() as bus:

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import structlog
+import zmq
+from helpers import dealer, network
 from pydantic import ValidationError
 
 from actors import master as master_module
@@ -19,8 +21,8 @@ from areal.config import Config
 from areal.observe.timeline import read_events, spans
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
-from protocols.codec import encode_body
-from protocols.errors import BusError, BusyError, FencedError, MalformedError, RefusedError
+from protocols.codec import Header, decode_body, decode_header, encode, encode_body
+from protocols.errors import BusError, BusyError, DeadlineError, FencedError, ForgedError, MalformedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskEvaluation,
@@ -53,6 +55,7 @@ from protocols.messages import (
     TrainingFinished,
 )
 from protocols.network import ZmqNetwork
+from protocols.security import Keys, make_keys
 from protocols.transport import Bus, Publisher
 
 SECONDS = 60.0
@@ -84,7 +87,7 @@ class Caller:
 
     def __init__(self, role: str, address: str, mark: str = "") -> None:
         self.role = role
-        self.bus = Bus(f"{role}/?#{mark or role}", ZmqNetwork())
+        self.bus = Bus(f"{role}/?#{mark or role}", network())
         self.address = address
 
     async def ask(self, message, seconds: float = 20.0):
@@ -104,7 +107,7 @@ class Caller:
 async def master_of(config: Config, resume: bool = False) -> AsyncIterator[asyncio.Task]:
     folder = RunFolder.resume(config) if resume else RunFolder.create(config)
     journal = Journal.open(folder.path / "journal.db")
-    running = asyncio.create_task(Master(Bus("master/0#m", ZmqNetwork()), config, journal=journal, folder=folder).run())
+    running = asyncio.create_task(Master(Bus("master/0#m", network()), config, journal=journal, folder=folder).run())
     try:
         yield running
     finally:
@@ -190,14 +193,20 @@ async def test_loads_whose_sum_is_beyond_64_bits_are_refused_and_the_master_goes
         assert not running.done()
 
 
-async def test_without_keys_nobody_beyond_this_machine_joins_a_master_that_listens_on_it_alone(config):
-    async with master_of(config):
-        stranger = Caller("generator", config.master.address)
-        for address in ("tcp://203.0.113.7:4000", "tcp://evil.example.org:4000", "tcp://0.0.0.0:4000"):
-            with pytest.raises(RefusedError, match="this run has no keys and listens on this machine alone"):
-                await stranger.join(listens=address)
-        await stranger.join(listens="tcp://localhost:4000")
-        await stranger.bus.close()
+async def test_without_keys_nobody_joins_on_this_machine_either(config, tmp_path):
+    join = Join(role="generator", index=None, address="tcp://127.0.0.1:4000")
+    async with master_of(config), callers(config, "reward") as (member,):
+        stranger = Bus("generator/?#x", ZmqNetwork(Keys(make_keys(tmp_path / "others").parent)))
+        with pytest.raises(DeadlineError):
+            await stranger.peer(config.master.address).ask(join, 1.0)
+        await stranger.close()
+        with zmq.Context() as context, context.socket(zmq.DEALER) as nobody:
+            nobody.linger = 0
+            nobody.connect(config.master.address)
+            nobody.send_multipart(encode(Header(join.kind, "generator/?#x", id="0", token=b"t"), join))
+            await asyncio.sleep(1.0)
+            assert not nobody.poll(0)
+        assert [m.role for m in (await member.ask(AskSnapshot())).members] == ["reward"]
 
 
 async def evaluate(evaluator: Caller, version: int, accuracy: float) -> None:
@@ -305,16 +314,77 @@ async def test_an_actor_that_fell_silent_is_removed_and_then_refused(config):
 async def test_who_joins_in_the_place_of_another_replaces_it(config):
     async with master_of(config), callers(config, "generator") as (old,):
         new = Caller("generator", config.master.address)
-        new.bus.identity.name = "generator/0#newer"
         welcome = await new.join(index=0)
-        assert [member.identity for member in welcome.snapshot.members] == ["generator/0#newer"]
+        assert [member.identity for member in welcome.snapshot.members] == [new.bus.identity.name]
+        assert new.bus.identity.name != old.bus.identity.name
         with pytest.raises(RefusedError, match="not a member"):
             await old.beat()
         await new.bus.close()
 
 
-async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there_are_other_hosts(config, monkeypatch):
-    monkeypatch.setattr(ZmqNetwork, "guarded", True)  # with keys, other hosts may join
+# --- whose request it is
+
+
+@contextlib.asynccontextmanager
+async def thief_of(owner: Caller) -> AsyncIterator[Caller]:
+    """Another process with valid keys, which calls itself what the owner calls itself."""
+    thief = Caller(owner.role, owner.address)
+    thief.bus.identity.name = owner.bus.identity.name
+    try:
+        yield thief
+    finally:
+        await thief.bus.close()
+
+
+async def reconnect(caller: Caller) -> None:
+    """The same process, over a new connection."""
+    await caller.bus._peers.pop(caller.address).close()
+
+
+async def test_a_request_in_the_name_of_another_member_is_refused_and_counted(config):
+    config = without_evaluation(config)
+    async with callers_of_several_masters("trainer", "reward", config=config) as (trainer, reward):
+        for resume in (False, True):  # and by the next master, before the owner has said a word to it
+            async with master_of(config, resume) as running:
+                if not resume:
+                    await trainer.join()
+                    await reward.join()
+                async with thief_of(trainer) as thief:
+                    for message in (Leave(reason="stolen"), TrainingFailed(reason="stolen"), AskBatch(version=0)):
+                        with pytest.raises(ForgedError, match=f"not from {trainer.bus.identity.name}"):
+                            await thief.ask(message)
+                reward.bus.identity.name, name = trainer.bus.identity.name, reward.bus.identity.name
+                with pytest.raises(ForgedError):  # a member has no more right to it
+                    await reward.ask(Leave(reason="stolen"))
+                reward.bus.identity.name = name
+                await reward.beat()
+                await trainer.beat()
+                await reconnect(trainer)
+                await trainer.beat()
+                assert trainer.bus.identity.name in [m.identity for m in (await reward.ask(AskSnapshot())).members]
+                assert running.get_coro().cr_frame.f_locals["self"].bus.server.counts[ForgedError.code] == 4
+
+
+async def test_a_welcome_is_told_again_to_the_one_it_was_made_for_alone(config):
+    async with master_of(without_evaluation(config)):
+        joins = Caller("trainer", config.master.address)
+        name = joins.bus.identity.name
+        welcome = await joins.join()
+        with zmq.Context() as context:
+            for token, same in ((joins.bus.peer(joins.address).token, True), (b"guessed", False)):
+                with dealer(context, config.master.address) as socket:
+                    header = Header(AskStatus.kind, name, id="0", remaining_ms=9000, token=token)
+                    socket.send_multipart(encode(header, AskStatus()))
+                    while not socket.poll(0):  # noqa: ASYNC110 - a socket that is no part of a bus
+                        await asyncio.sleep(0.01)
+                    answer = socket.recv_multipart()
+                kind = decode_header(answer).kind
+                assert kind == ("welcome" if same else "status")
+                assert (decode_body(kind, answer) == welcome) is same
+        await joins.bus.close()
+
+
+async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there_are_other_hosts(config):
     with structlog.testing.capture_logs() as logs:
         async with master_of(config), callers(config, "trainer", "reward"):
             assert not [line for line in logs if line["log_level"] == "warning"]
@@ -322,7 +392,7 @@ async def test_actors_that_other_hosts_cannot_reach_are_told_of_as_soon_as_there
             await elsewhere.join(listens="tcp://10.0.0.7:1")
             await elsewhere.bus.close()
     warned = [line for line in logs if "cannot reach" in line["event"]]
-    assert [line["joined"] for line in warned] == ["generator/0#generator"]
+    assert [line["joined"] for line in warned] == [elsewhere.bus.identity.name]
 
 
 async def test_a_run_in_which_nothing_moves_says_who_waits_for_whom(config):

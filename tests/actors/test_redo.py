@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import read_jsonl
+from helpers import keys_folder, network, read_jsonl
 from safetensors.torch import load_file
 
 from actors.master import Master
@@ -21,7 +21,6 @@ from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
 from areal.training.engine import TrainingEngine
 from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreGroup
-from protocols.network import ZmqNetwork
 from protocols.transport import Bus
 
 STEPS = 4
@@ -64,7 +63,7 @@ class Manager:
     """The test, as a member of the run."""
 
     def __init__(self, master: str) -> None:
-        self.bus = Bus("rollout_manager/0#test", ZmqNetwork())
+        self.bus = Bus("rollout_manager/0#test", network())
         self.master = master
 
     async def ask(self, message):
@@ -98,13 +97,13 @@ def start_master(config: Config) -> asyncio.Task[Ending]:
     folder = RunFolder.create(config)
     journal = Journal.open(folder.path / "journal.db")
     return asyncio.create_task(
-        Master(Bus(f"master/0#{config.name}", ZmqNetwork()), config, journal=journal, folder=folder).run()
+        Master(Bus(f"master/0#{config.name}", network()), config, journal=journal, folder=folder).run()
     )
 
 
 def start_trainer(config: Config, run, rendezvous: int | None) -> list:
     """The process of a trainer, or where there is a port for their rendezvous, those of its two nodes."""
-    arguments = ["--role", "trainer", "--master", config.master.address, "--keys", "none"]
+    arguments = ["--role", "trainer", "--master", config.master.address, "--keys", keys_folder()]
     if rendezvous is None:
         return [run(*arguments).process]
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
@@ -156,7 +155,7 @@ async def test_a_trainer_learns_the_same_on_two_nodes(config, run, another_free_
 async def test_a_step_that_is_not_a_number_ends_the_run_with_the_last_sound_checkpoint(config, run):
     master = start_master(config)
     manager = Manager(config.master.address)
-    started = run("--role", "trainer", "--master", config.master.address, "--keys", "none")
+    started = run("--role", "trainer", "--master", config.master.address, "--keys", keys_folder())
     trainer = await manager.trainer()
     for version in range(3):
         await manager.feed(trainer)

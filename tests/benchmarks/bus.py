@@ -5,8 +5,8 @@
 Every contestant moves the same content: a heartbeat and its answer, and arrays of 1 MiB. Ours is a real `Bus` on each
 side, with validated messages, deadlines and answers kept for repeated requests. Bare pyzmq is a DEALER and a ROUTER of
 `zmq.asyncio` with msgpack and nothing else: no validation, no deadline, no credit; a single asker does without request
-ids there. Ray is calls of an async actor, with `ray.get` where there is a single asker. With keys, ours is encrypted
-and both ends prove who they are (docs/security.md). All processes stand at the same time, and in every round each
+ids there. Ray is calls of an async actor, with `ray.get` where there is a single asker. Ours alone is encrypted, and
+both ends prove who they are (docs/security.md). All processes stand at the same time, and in every round each
 contestant does the same work, one after another.
 
 `ratio` is ours over pyzmq for small round trips, with one asker or with 64, whichever is less.
@@ -85,14 +85,17 @@ class Contestant:
 class Ours(Contestant):
     name = "ours"
 
-    def __init__(self, keys: Path | None = None) -> None:
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        keys = make_keys(Path(self._folder.name)).parent
         self._server, address = serve(functools.partial(_serve_bus, keys=keys))
-        self._bus = Bus("generator/0#1f4a9c07", ZmqNetwork(keys and Keys(keys)), "benchmark")
+        self._bus = Bus("generator/0#1f4a9c07", ZmqNetwork(Keys(keys)), "benchmark")
         self._peer = self._bus.peer(address)
 
     async def close(self) -> None:
         await self._bus.close()
         stop(self._server)
+        self._folder.cleanup()
 
     async def ask(self) -> Message:
         return await self._peer.ask(Heartbeat(**HEARTBEAT), DEADLINE)
@@ -105,25 +108,13 @@ class Ours(Contestant):
             yield part.data
 
 
-class WithKeys(Ours):
-    name = "with keys"
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        super().__init__(make_keys(Path(self._folder.name)).parent)
-
-    async def close(self) -> None:
-        await super().close()
-        self._folder.cleanup()
-
-
 def _fetch(parts: int) -> FetchWeights:
     return FetchWeights(lineage=0, version=parts, first=0, base=None)
 
 
-def _serve_bus(ready: Connection, keys: Path | None) -> None:
+def _serve_bus(ready: Connection, keys: Path) -> None:
     async def main() -> None:
-        bus = Bus("master/0#77d02be3", ZmqNetwork(keys and Keys(keys)), "benchmark")
+        bus = Bus("master/0#77d02be3", ZmqNetwork(Keys(keys)), "benchmark")
         ready.send(bus.serve("tcp://127.0.0.1:*", _handle, _raise))
         await asyncio.Event().wait()
 
@@ -325,7 +316,7 @@ def stop(process: multiprocessing.process.BaseProcess) -> None:
 async def measure(rounds: int, share: float) -> dict[str, dict[str, list[float]]]:
     """For each measure and contestant its rates, one a round, after a round that warms up."""
     async with AsyncExitStack() as stack:
-        contestants = [make() for make in (Ours, WithKeys, Pyzmq, *([RayActor] if ray else []))]
+        contestants = [make() for make in (Ours, Pyzmq, *([RayActor] if ray else []))]
         for contestant in contestants:
             stack.push_async_callback(contestant.close)
         rates = {measure: {contestant.name: [] for contestant in contestants} for measure in MEASURES}

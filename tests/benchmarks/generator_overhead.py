@@ -34,6 +34,7 @@ from areal.data import quickstart
 from areal.data.sources import open_source
 from areal.tokens import load_tokenizer
 from areal.workflows.conversation import begin
+from protocols.security import make_keys
 
 WINDOW = (0.1, 0.9)
 
@@ -97,10 +98,10 @@ def system(config: Config, finished: Finished) -> None:
 async def store_all(config: Config, finished: Finished) -> None:
     """Be the trainer until there is a batch."""
     from actors.runtime.actor import incarnation
+    from actors.runtime.addresses import open_network
     from actors.trainer import Trainer
     from areal.storage.spool import Spool
     from areal.trajectory import Group
-    from protocols.network import ZmqNetwork
     from protocols.transport import Bus
 
     class NotingSpool(Spool):
@@ -123,7 +124,7 @@ async def store_all(config: Config, finished: Finished) -> None:
     async def start_learner(_: Config) -> Any:
         return IdleLearner()
 
-    bus = Bus(f"trainer/?#{incarnation()}", ZmqNetwork())
+    bus = Bus(f"trainer/?#{incarnation()}", open_network("127.0.0.1"))
     trainer = Trainer(bus, config.master.address, start_learner=start_learner, open_spool=NotingSpool.open)
     ending = await trainer.run()
     if not ending.ok:
@@ -257,8 +258,11 @@ def settings(options: argparse.Namespace, model: Path, folder: Path) -> Config:
 def measure(name: str, config: Config) -> float:
     file = config.run_dir / "rate.json"
     command = [sys.executable, __file__, "--contestant", name, "--json", str(file)]
-    without_keys = os.environ | {"AREAL_KEYS": "none"}
-    subprocess.run(command, input=config.model_dump_json(), text=True, check=True, env=without_keys)
+    keys = config.run_dir / "keys"
+    if not keys.exists():
+        make_keys(keys)
+    environment = os.environ | {"AREAL_KEYS": str(keys)}
+    subprocess.run(command, input=config.model_dump_json(), text=True, check=True, env=environment)
     return json.loads(file.read_text())
 
 

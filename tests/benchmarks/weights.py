@@ -46,10 +46,10 @@ from areal.config import WeightsConfig
 from areal.weights.chunks import CHUNK_BYTES, Holding, Manifest, difference
 from areal.weights.folders import WEIGHTS_FILE, atomic_folder, remove_folder
 from protocols.messages import Done, FetchWeights, Member, Policy, SendWeights
-from protocols.network import ZmqNetwork
 from protocols.transport import Bus, Request
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from helpers import network
 from transfer_end import TransferEnd
 
 SIZES = {"1M": 1_100_000, "135M": 134_515_008, "1.5B": 1_543_714_304}
@@ -109,7 +109,7 @@ class Trainer:
 
     @contextlib.asynccontextmanager
     async def with_receivers(self, count: int) -> AsyncIterator[None]:
-        bus = Bus("trainer/0#x", ZmqNetwork())
+        bus = Bus("trainer/0#x", network())
         address = bus.serve(LOOPBACK, self._handle, _crash)
         self._members = [_member("trainer", 0, address)]
         try:
@@ -211,7 +211,7 @@ async def receive(setup: dict[str, Any]) -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # answers go to the standard output
     known: dict[str, Any] = {"members": []}
     generator: Any = SimpleNamespace(
-        bus=Bus(f"generator/{setup['index']}#x", ZmqNetwork()),
+        bus=Bus(f"generator/{setup['index']}#x", network()),
         index=setup["index"],
         config=SimpleNamespace(weights=WeightsConfig(**setup["weights"]), weights_folder=Path(setup["folder"])),
         with_role=lambda role, healthy: [member for member in known["members"] if member.role == role],

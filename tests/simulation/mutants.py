@@ -50,11 +50,11 @@ def no_deduplication() -> AbstractContextManager[None]:
     def receive_anew(server: Server, frames: list[Frame]) -> None:
         header = decode_header(frames[1:])
         if header.id:
-            server._answers.pop((header.sender, header.id), None)
-            server._calls.pop((header.sender, header.id), None)
+            server._answers.pop((header.sender, header.id, header.token), None)
+            server._calls.pop((header.sender, header.id, header.token), None)
         receive(server, frames)
 
-    def forget_if_known(server: Server, key: tuple[str, str], *more: Any) -> None:
+    def forget_if_known(server: Server, key: tuple[str, str, bytes], *more: Any) -> None:
         if key in server._calls:
             forget(server, key, *more)
 

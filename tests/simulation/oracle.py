@@ -275,7 +275,7 @@ class Oracle:
         """The whole contents of the weights that each writer has for each version."""
         self.ledger: Ledger | None = None
         self.spooled_credits: Callable[[str], set[float] | None] = lambda group: set()
-        self.calls: set[tuple[str, tuple[str, str]]] = set()
+        self.calls: set[tuple[str, tuple[str, str, bytes]]] = set()
         self._check_is_due = False
         self._samples: set[bytes] = set()  # digests of the samples that workflows made
         self.scores_fail = False
@@ -479,8 +479,8 @@ class Oracle:
 
     # --- requests
 
-    def called(self, process: str, call: tuple[str, str]) -> None:
-        """A handler is called. Each incarnation of a server may handle a request (sender, id) only once."""
+    def called(self, process: str, call: tuple[str, str, bytes]) -> None:
+        """A handler is called. Each incarnation of a server may handle a request (sender, id, token) only once."""
         if (process, call) in self.calls:
             self.fail(Violation(f"{process} handles request {call[1]} of {call[0]} twice", call[0]))
         self.calls.add((process, call))

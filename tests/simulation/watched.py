@@ -38,11 +38,11 @@ class Disk(sqlite3.Connection):
 
 class WatchedBus(Bus):
     """The real bus. `watch` wraps its handlers, and may kill the process in them. `on_start` is called with (sender,
-    id) of each request whose handler is called. `on_ask`, if it is set, is called with each request before it is
+    id, token) of each request whose handler is called. `on_ask`, if it is set, is called with each request before it is
     sent."""
 
     watch: Callable[[Callable[..., Any]], Callable[..., Any]]
-    on_start: Callable[[tuple[str, str]], None]
+    on_start: Callable[[tuple[str, str, bytes]], None]
     on_ask: Callable[[Message], None] | None = None
 
     def peer(self, address: str) -> Peer:
@@ -62,7 +62,7 @@ class WatchedBus(Bus):
         assert self.server is not None  # set by `serve`
         start, on_start = self.server._start, self.on_start
 
-        def watched(key: tuple[str, str], route: Frame, header: Header, frames: list[Frame]) -> None:
+        def watched(key: tuple[str, str, bytes], route: Frame, header: Header, frames: list[Frame]) -> None:
             on_start(key)
             start(key, route, header, frames)
 

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,6 +40,7 @@ from areal.storage.spool import Spool, SpoolError
 from areal.trajectory import trajectories
 from protocols.codec import Frame, decode_body, decode_header
 from protocols.messages import Generate, Message
+from protocols.transport import mark_of, token_for
 from simulation import faults
 from simulation.engines import (
     Files,
@@ -140,7 +140,6 @@ class World:
         self.summary: dict[str, Any] = {}
         self.over = self._buried = False
         self._points = FailPoints(self)
-        self._marks = count(1)
         if traced:
             self.wire.watch = self._trace_message
 
@@ -223,7 +222,7 @@ class World:
         )
         loop.on_exception = self._unhandled
         network = FaultyNetwork(self.wire, process.name, loop)
-        one = Incarnation(process, loop, network, f"m{next(self._marks)}")
+        one = Incarnation(process, loop, network, mark_of(token_for(MASTER, loop.name.encode())))
         process.running = one
         self.incarnations.append(one)
         self._disturb()
@@ -235,7 +234,8 @@ class World:
         one.task.add_done_callback(lambda task: self._ended(one, task))
 
     async def _live(self, one: Incarnation) -> Ending:
-        one.bus = WatchedBus(f"{one.role}/{'0' if one.role == 'master' else '?'}#{one.mark}", one.network)
+        identity = f"{one.role}/{'0' if one.role == 'master' else '?'}#{one.mark}"
+        one.bus = WatchedBus(identity, one.network, secret=one.loop.name.encode())
         one.bus.watch = functools.partial(self._points.watched, one)
         one.bus.on_start = functools.partial(self.oracle.called, one.loop.name)
         if one.role == "rollout_manager":

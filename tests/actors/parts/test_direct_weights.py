@@ -21,6 +21,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from helpers import network
 from safetensors.torch import load_file
 from tiny_training import divide
 from transfer_end import TransferEnd
@@ -35,7 +36,6 @@ from areal.generation.forking import IMPORTED
 from areal.weights.chunks import Manifest
 from protocols.errors import RefusedError
 from protocols.messages import Member, Policy, SendWeights, TransferDone
-from protocols.network import ZmqNetwork
 from protocols.transport import Bus
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -70,14 +70,20 @@ async def _serve_weights(pipe) -> None:
     def handle(request):
         return sender.serve(request) if isinstance(request.message, SendWeights) else _done(sender, request)
 
-    bus = Bus("trainer/0#x", ZmqNetwork())
+    bus = Bus("trainer/0#x", network())
     pipe.send(bus.serve(LOOPBACK, handle, crashes.append))
     while (order := await asyncio.to_thread(pipe.recv)) is not None:
         if isinstance(order, Policy):
             sender.offer(order)
         elif order in NAMES:
             del trainer.directory[order]
-        pipe.send({"links": sorted(sender._links), "sent": sender.bytes_sent, "crashes": [repr(c) for c in crashes]})
+        pipe.send(
+            {
+                "links": sorted(owner.partition(" ")[0] for owner in sender._links),
+                "sent": sender.bytes_sent,
+                "crashes": [repr(c) for c in crashes],
+            }
+        )
     sender.close()
     await bus.close()
 
@@ -146,7 +152,7 @@ class Cluster:
         await self.trainer.tell(self.policy)
 
     def bus(self, name: str) -> Bus:
-        self.buses.append(Bus(name, ZmqNetwork()))
+        self.buses.append(Bus(name, network()))
         return self.buses[-1]
 
     def model(self, version: int):

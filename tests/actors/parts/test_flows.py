@@ -7,13 +7,14 @@ import contextlib
 import functools
 import itertools
 
+import numpy as np
 import pytest
+from helpers import network
 
 from actors.parts import flows
 from actors.parts.flows import Flow, Flows, Job
 from protocols.errors import BusError, BusyError, HarmfulError, MalformedError, RefusedError, StreamBrokenError
 from protocols.messages import Completion, CompletionsScored, Done, EndJobs, OpenFlow, Score, Scored
-from protocols.network import ZmqNetwork
 from protocols.transport import Bus
 
 PATIENCE = 60.0
@@ -49,7 +50,7 @@ class Server:
         self.flows = Flows(lambda scored: 1000, lambda work, name: asyncio.create_task(work, name=name))
         self.goes_on = asyncio.Event()
         self.running, self.parts, self.requests = set(), [], []
-        self.bus = Bus("reward/0#s", ZmqNetwork())
+        self.bus = Bus("reward/0#s", network())
         self.address = self.bus.serve("tcp://127.0.0.1:*", self.handle, pytest.fail)
 
     def handle(self, request):
@@ -65,13 +66,13 @@ class Server:
     async def answer(self, request):
         asked = request.message
         if isinstance(asked, EndJobs):
-            self.flows.cancel(request.sender, asked.flow, asked.jobs.tolist())
+            self.flows.cancel(request)
             return Done()
         self.requests.append(len(asked.completions))
         if any(one.completion == "refuse all" for one in asked.completions):
             raise RefusedError("not these")
         jobs = {one.job: functools.partial(self.work, one) for one in asked.completions}
-        self.flows.begin(request.sender, asked.flow, jobs)
+        self.flows.begin(request, asked.flow, jobs)
         return Done()
 
     async def work(self, one, add):
@@ -93,7 +94,7 @@ class Pair:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self.server = Server()
-        self.bus = Bus("rollout_manager/0#a", ZmqNetwork())
+        self.bus = Bus("rollout_manager/0#a", network())
         self.flow = self.opened()
 
     def opened(self) -> Flow:
@@ -148,6 +149,22 @@ async def test_a_failure_arrives_as_the_error_it_was_and_harms_no_other_job(pair
     with pytest.raises(HarmfulError, match="it does harm"):
         await harm
     assert await other == 3
+
+
+async def test_another_of_the_same_name_cannot_end_the_jobs_or_add_to_them(pair):
+    waiting = pair.do("wait")
+    await pair.until(lambda: pair.server.running)
+    thief = Bus("rollout_manager/0#a", network())
+    try:
+        peer = thief.peer(pair.server.address)
+        await peer.ask(EndJobs(flow=0, jobs=np.array([pair.last.number], np.int64)), PATIENCE)
+        with pytest.raises(StreamBrokenError, match="flow 0 of rollout_manager/0#a is not open"):
+            await peer.ask(Kind().request(0, [Task(7, "x")]), PATIENCE)
+    finally:
+        await thief.close()
+    pair.server.goes_on.set()
+    async with asyncio.timeout(PATIENCE):
+        assert await waiting == 4
 
 
 async def test_jobs_that_the_server_refuses_fail_and_the_flow_goes_on(pair):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers import network
 
 from actors.parts import weight_service
 from actors.parts.weight_service import WeightFetcher, WeightServer
@@ -15,7 +16,6 @@ from areal.weights import chunks as weight_files
 from areal.weights.chunks import Holding, Manifest, TornWeights
 from protocols.errors import RefusedError, StreamBrokenError
 from protocols.messages import FetchWeights, Member, Policy, WeightChunk
-from protocols.network import ZmqNetwork
 from protocols.transport import Bus
 
 PATIENCE = 60
@@ -26,7 +26,7 @@ class Node:
     """What stands for a trainer or a generator: a bus with a front door, and weights behind it."""
 
     def __init__(self, cluster, role, index, config):
-        self.bus = Bus(f"{role}/{index}#x", ZmqNetwork())
+        self.bus = Bus(f"{role}/{index}#x", network())
         self.index = index
         self.config = SimpleNamespace(weights=config, weights_folder=cluster.folder)
         self.cluster = cluster

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
+from helpers import network
 
 from actors.runtime.actor import Actor
 from areal.config import UserError
-from protocols.network import ZmqNetwork
 from protocols.transport import Bus
 
 
@@ -15,7 +15,7 @@ class Idle(Actor):
 
 
 def waiting(port, patience):
-    return Idle(Bus("reward/?#a", ZmqNetwork()), f"tcp://127.0.0.1:{port}", patience=patience)
+    return Idle(Bus("reward/?#a", network()), f"tcp://127.0.0.1:{port}", patience=patience)
 
 
 async def test_one_who_waits_for_a_master_leaves_when_told(free_port):

@@ -4,6 +4,7 @@ import os
 import stat
 
 import pytest
+from helpers import keys_folder
 
 from actors.runtime.addresses import Door, find_master, open_network, take_folder
 from areal.config import UserError, load_config
@@ -36,15 +37,13 @@ def test_who_has_no_keys_on_this_machine_is_told_where_a_run_has_its_own(host, m
     assert is_loopback(host)
     with pytest.raises(UserError, match="--master runs/NAME, or its keys, --keys runs/NAME/keys"):
         open_network(host)
-    monkeypatch.setenv(KEYS, "none")
+    monkeypatch.setenv(KEYS, keys_folder())
     open_network(host).close()
 
 
 def test_a_run_on_one_machine_has_keys_of_its_own_which_its_folder_tells_the_other_roles(config, monkeypatch):
     keys = config.folder / "keys"
-    network = take_folder(config, resume=False)
-    assert network.guarded
-    network.close()
+    take_folder(config, resume=False).close()
     assert stat.S_IMODE(keys.stat().st_mode) == 0o700
     assert stat.S_IMODE((keys / "keys.json").stat().st_mode) == 0o600
     assert os.environ[KEYS] == str(keys)  # for the processes that this one starts
@@ -81,13 +80,12 @@ def test_where_no_run_is_in_progress_the_wait_ends_with_a_sentence(tmp_path):
 @pytest.mark.parametrize(
     "host", ["10.0.0.1", "*", "0.0.0.0", "[::]", "node0", "[2001:db8::1]", "localhost.example.org"]
 )
-def test_beyond_one_machine_keys_or_an_explicit_no_are_needed(host, monkeypatch, tmp_path):
+def test_beyond_one_machine_keys_are_needed(host, monkeypatch):
     with pytest.raises(UserError, match="python -m areal keys") as refused:
         open_network("127.0.0.1", host)
     assert "\n" not in str(refused.value)
-    for keys in ("none", str(make_keys(tmp_path / "keys").parent)):
-        monkeypatch.setenv(KEYS, keys)
-        open_network("127.0.0.1", host).close()
+    monkeypatch.setenv(KEYS, keys_folder())
+    open_network("127.0.0.1", host).close()
 
 
 def test_keys_that_are_named_have_to_be_there_on_one_machine_too(monkeypatch, tmp_path):

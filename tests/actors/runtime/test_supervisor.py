@@ -12,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import descendants, processes_mentioning
+from helpers import descendants, network, processes_mentioning
 from rich.console import Console
 
 from actors.runtime import supervisor
 from actors.runtime.supervisor import Deaths, Supervisor
 from areal.config import Config
 from areal.processes import ROOT
-from protocols.network import ZmqNetwork
 
 # Each start of a role appends its arguments to ROLE.starts; then it does what the script for that start says.
 PRELUDE = """\
@@ -42,8 +41,10 @@ def wait_for(path):
 # A master that answers AskStatus, until a file named `end` says with which code to exit.
 MASTER = """\
 import asyncio
+import os
 from protocols.messages import Status
 from protocols.network import ZmqNetwork
+from protocols.security import Keys
 from protocols.transport import Bus
 address = ADDRESS
 run = Path(RUN)
@@ -55,7 +56,7 @@ async def answer(request):
 async def serve():
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    bus = Bus("master/0#stand-in", ZmqNetwork())
+    bus = Bus("master/0#stand-in", ZmqNetwork(Keys(Path(os.environ["KEYS_OF_TESTS"]))))
     bus.serve(address, answer, print)
     while not (folder / "end").exists() and not stopped.is_set():
         await asyncio.sleep(0.02)
@@ -253,7 +254,7 @@ async def test_a_child_with_a_very_long_line_is_heard(stage):
 
 async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_path):
     play = whole()
-    running = asyncio.create_task(play.supervisor.run_everything(config, ["--config", "FILE"], [], ZmqNetwork()))
+    running = asyncio.create_task(play.supervisor.run_everything(config, ["--config", "FILE"], [], network()))
     await until(play.everybody_has_started)
     assert play.starts("generator") == [f"--index 0 --master {config.master.address}"]
     (tmp_path / "end").write_text("0")
@@ -265,7 +266,7 @@ async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_pa
 async def test_a_master_that_says_why_the_run_failed_is_not_started_again(whole, config, tmp_path):
     play = whole()
     (tmp_path / "end").write_text("1")
-    ending = await play.supervisor.run_everything(config, [], [], ZmqNetwork())
+    ending = await play.supervisor.run_everything(config, [], [], network())
     assert not ending.ok
     assert ending.reason == "the master's last line"
     assert len(play.starts("master")) == 1
@@ -276,7 +277,7 @@ async def test_a_master_that_dies_goes_on_with_its_journal(whole, config, tmp_pa
     dies = f"import threading\nif start == 2: {death}\n"
     play = whole(master=dies)
     running = asyncio.create_task(
-        play.supervisor.run_everything(config, ["--config", "FILE", "steps=2"], [], ZmqNetwork())
+        play.supervisor.run_everything(config, ["--config", "FILE", "steps=2"], [], network())
     )
     await until(play.everybody_has_started)
     os.kill(play.pid("master"), signal.SIGKILL)
@@ -293,13 +294,13 @@ async def test_a_master_that_died_before_it_had_a_journal_starts_as_before(whole
     (tmp_path / "run" / "journal.db").touch()
     play = whole(master="if start == 1: sys.exit(4)\n")
     (tmp_path / "end").write_text("0")
-    assert (await play.supervisor.run_everything(config, ["--config", "FILE"], [], ZmqNetwork())).ok
+    assert (await play.supervisor.run_everything(config, ["--config", "FILE"], [], network())).ok
     assert play.starts("master") == ["--config FILE"] * 2
 
 
 async def test_a_master_that_died_after_the_summary_has_ended_the_run(whole, config, tmp_path):
     play = whole()
-    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], ZmqNetwork()))
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], network()))
     await until(play.everybody_has_started)
     (tmp_path / "run" / "summary.json").write_text(json.dumps({"ok": True, "reason": "the run reached its end"}))
     os.kill(play.pid("generator"), signal.SIGKILL)
@@ -311,7 +312,7 @@ async def test_a_master_that_died_after_the_summary_has_ended_the_run(whole, con
 
 async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, config, tmp_path):
     play = whole()
-    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], ZmqNetwork()))
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], network()))
     await until(play.everybody_is_up)
     os.kill(play.pid("generator"), signal.SIGTERM)
     await until(lambda: "generator/0 has left and is not started again" in play.output)
@@ -328,7 +329,7 @@ async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_p
     hears = "print('up', flush=True)\nwait_for(Path('stopped'))\nprint('heard')"
     play = whole(trainer=slow, reward=hears)
     monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 4.0)
-    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], ZmqNetwork()))
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], network()))
     await until(play.everybody_is_up)
     play.supervisor.interrupt(signal.SIGTERM)
     assert not (await running).ok

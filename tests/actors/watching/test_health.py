@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from helpers import keys_folder, network
 
 from actors.watching.health import UnhealthyError, until_healthy
 from areal.__main__ import main
 from areal.processes import KEYS
 from protocols.messages import Status
-from protocols.network import ZmqNetwork
 from protocols.transport import Bus
 
 
 @pytest.fixture
 async def bus():
-    bus = Bus("monitor/0#test", ZmqNetwork())
+    bus = Bus("monitor/0#test", network())
     yield bus
     await bus.close()
 
@@ -29,7 +29,7 @@ async def master(free_port):
     async def answer(request) -> Status:
         return Status(values={"run": "r", "version": 3, "steps": 9, "waiting": "nobody waits", "members": members})
 
-    bus = Bus("master/0#stand-in", ZmqNetwork())
+    bus = Bus("master/0#stand-in", network())
     bus.serve(f"tcp://127.0.0.1:{free_port}", answer, print)
     yield f"tcp://127.0.0.1:{free_port}", members
     await bus.close()
@@ -59,7 +59,7 @@ async def test_who_waits_learns_of_an_actor_that_becomes_healthy(bus, master):
 
 
 def test_without_a_master_the_exit_code_is_1_and_one_sentence_says_so(free_port, capsys, monkeypatch):
-    monkeypatch.setenv(KEYS, "none")
+    monkeypatch.setenv(KEYS, keys_folder())
     address = f"tcp://127.0.0.1:{free_port}"
     assert main(["health", "--master", address, "--wait", "0.1"]) == 1
     assert capsys.readouterr().err == f"No master answers at {address} (waited 0.1 s).\n"
