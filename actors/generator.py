@@ -164,7 +164,7 @@ class Generator(Actor):
         if self._started is None:
             return None
         stats = self._engine.stats()
-        self._concurrency.look(stats.running, stats.waiting, stats.kv_use, stats.preemptions)
+        self._concurrency.adapt(stats.running, stats.waiting, stats.kv_use, stats.preemptions)
         return Engagement(
             sequences=Counter(self._sequences.values()), limit=self._concurrency.limit, version=self._engine.version
         )

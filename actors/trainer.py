@@ -301,9 +301,9 @@ class Trainer(Actor):
 
     def _left(self, group: Group) -> None:
         if self.config.filter_zero_signal and not group.has_signal:
-            self._rollouts.left(group, "filtered", "all its samples had the same reward")
+            self._rollouts.add_untrained(group, "filtered", "all its samples had the same reward")
         else:
-            self._rollouts.left(group, "discarded", "its lease had ended, or it had become too old")
+            self._rollouts.add_untrained(group, "discarded", "its lease had ended, or it had become too old")
 
     async def _forget(self, group: Group) -> None:
         self._fresh.pop(group.id, None)
@@ -339,7 +339,7 @@ class Trainer(Actor):
             self.activity = f"redoing step {version + 1} of {recovery.version}"
             batch = await self.ask_master(AskBatch(version=version), BatchAnswer)
             _, groups = await self._train(batch)
-            self._rollouts.trained(self._version, groups, self._learner.values)
+            self._rollouts.add_trained(self._version, groups, self._learner.values)
         if recovery.lineage:
             await self._publish_restored(self.policy)
         self._seconds.clear()
@@ -406,7 +406,7 @@ class Trainer(Actor):
             await self._learner.snapshot(Path(self._policy().folder))
         spent = {f"{what}_seconds": self._seconds[what] for what in CLOCKS}
         self._seconds.clear()
-        trained = functools.partial(self._rollouts.trained, self._version, groups, self._learner.values)
+        trained = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
         self._publication = self.spawn(self._publish(metrics | spent, trained), "publish")
 
     async def _published(self) -> None:

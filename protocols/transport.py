@@ -111,7 +111,7 @@ class Server:
         self._on_crash = on_crash
         self._link, self.address = network.bind(address, self._receive, on_crash)
         self._calls: dict[_Key, _Call] = {}
-        self._pending: Counter[tuple[str, bytes]] = Counter()
+        self._pending: dict[tuple[str, bytes], int] = {}
         self._answers: OrderedDict[_Key, list[Frame]] = OrderedDict()
         self._answer_bytes = 0
 
@@ -164,11 +164,12 @@ class Server:
 
     def _start(self, key: _Key, route: Frame, header: Header, frames: list[Frame]) -> None:
         sender, asker = header.sender, (header.sender, header.token)
+        open_already = self._pending.get(asker, 0)
         try:
             if header.run and self.run and header.run != self.run:
                 raise RefusedError(f"this is run {self.run!r}, not {header.run!r}")
             message = decode_body(header.kind, frames)
-            if self._pending[asker] >= MAX_PENDING_PER_PEER:
+            if open_already >= MAX_PENDING_PER_PEER:
                 raise BusyError(f"{MAX_PENDING_PER_PEER} requests of {sender} are open already")
             if len(self._calls) >= MAX_PENDING:
                 raise BusyError(f"{MAX_PENDING} requests are open already")
@@ -179,7 +180,7 @@ class Server:
         loop = asyncio.get_running_loop()
         request = Request(message, sender, loop.time() + header.remaining_ms / 1000, header.token)
         self._calls[key] = call = _Call(route, header.id)
-        self._pending[asker] += 1
+        self._pending[asker] = open_already + 1
         call.task = loop.create_task(self._answer(key, call, request), name=header.kind)
         # Not in the task itself: a task that is cancelled before its first step never runs.
         call.task.add_done_callback(partial(self._forget, key))

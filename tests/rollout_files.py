@@ -58,9 +58,9 @@ def write_run(run: Path) -> None:
         first = sample(tool, 1.0) if step == 1 else plain
         second = sample(forked, 0.5, 0, branches) if step == 1 else plain
         pair = [group(2 * step - 2, first, plain), group(2 * step - 1, second, plain)]
-        own.trained(step, pair, values(*pair))
+        own.add_trained(step, pair, values(*pair))
         if step == 2:
-            own.left(group(9, plain, plain, question="3+3"), "filtered", "all rewards are equal")
+            own.add_untrained(group(9, plain, plain, question="3+3"), "filtered", "all rewards are equal")
         own.write()
 
 

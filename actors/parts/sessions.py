@@ -261,7 +261,7 @@ class Call:
             since=asyncio.get_running_loop().time(),
             prefix=len(job.prompt),
             sampled=sampled,
-            left=self._most - sampled,
+            remaining=self._most - sampled,
             min_version=session.min_version,
         )
         done: Generation = await self._router.actor.do(generator, job)

@@ -268,7 +268,7 @@ class GenerationEngine:
                         self._torn_since = pause.start
                     await self._transfer(patience, "transfer", call, info)
                     if call == FINISH and pause:
-                        times = await self._go_on(pause, version)
+                        times = await self._resume(pause, version)
             except WeightLoadError:
                 await self._end_transfer()
                 raise
@@ -282,7 +282,7 @@ class GenerationEngine:
         `patience` seconds."""
         try:
             async with asyncio.timeout(patience):
-                wrong = await self._ask_workers(method, *args)
+                wrong = await self._call_workers(method, *args)
         except TimeoutError:
             stuck = self._fail(EngineError(f"A transfer of weights has not ended within {patience:.0f} s."))
             await self.close()
@@ -366,12 +366,14 @@ class GenerationEngine:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine import EngineCoreRequest
 
-        most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        fewest = min(sampling.min_new_tokens, most)
+        max_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        min_tokens = min(sampling.min_new_tokens, max_tokens)
         # Requests share the KV cache of a prefix only if their salts are equal.
         current = self._salts[self._version]
         salt = current if first_version is None else self._salts.get(first_version, current)
-        params = _sampling_params(sampling.temperature, sampling.top_p, most, fewest, tuple(self._model.stop_tokens))
+        params = _sampling_params(
+            sampling.temperature, sampling.top_p, max_tokens, min_tokens, tuple(self._model.stop_tokens)
+        )
         request = EngineCoreRequest(
             request_id=key,
             prompt_token_ids=[int(token) for token in tokens],
@@ -392,20 +394,20 @@ class GenerationEngine:
     async def _open(self, folder: Path) -> None:
         """Have the files opened that are loaded next. The trainer may have removed them since they were checked."""
         adapter = ADAPTER if self._model.weights.lora else None
-        if wrong := await self._ask_workers("open_policy", str(folder), adapter):
+        if wrong := await self._call_workers("open_policy", str(folder), adapter):
             raise WeightLoadError(f"{folder} cannot be read: {wrong}")
 
-    async def _ask_workers(self, method: str, *args: Any) -> str | None:
+    async def _call_workers(self, method: str, *args: Any) -> str | None:
         """Call a method of all workers that returns why it failed, or None. Returns why the first one failed."""
-        asked = self._core.call_utility_all_async("collective_rpc", method, None, args, None)
-        return next((answer for answers in await self._call(asked) for answer in answers if answer), None)
+        call = self._core.call_utility_all_async("collective_rpc", method, None, args, None)
+        return next((answer for answers in await self._call(call) for answer in answers if answer), None)
 
     async def _swap(self, folder: Path, version: int) -> LoadTimes:
         try:
             await self._end_transfer()
             pause = await self._pause()
             await self._call(self._core.collective_rpc_async("load_policy"))
-            return await self._go_on(pause, version)
+            return await self._resume(pause, version)
         except EngineError:
             raise
         except Exception as error:  # vLLM reports whatever its worker raised as a plain Exception
@@ -423,7 +425,7 @@ class GenerationEngine:
         recomputed = 0 if keep else sum(stream.prompt + stream.sampled for stream in stopped)
         return _Pause(start, time.perf_counter(), len(stopped), recomputed)
 
-    async def _go_on(self, pause: _Pause, version: int) -> LoadTimes:
+    async def _resume(self, pause: _Pause, version: int) -> LoadTimes:
         """Let all sequences continue under the weights that are in place now."""
         self._version = version
         self._salts[version] = f"load {next(self._serial)}"
@@ -709,7 +711,7 @@ def _engine_args(
     workers = config.devices // options.get("data_parallel_size", 1)
     share = SHARED if cpu or SHARES in os.environ else TURNS if sleeps else OWN
     executor = "OneProcessExecutor" if workers == 1 else "ManyProcessExecutor"
-    ours = {
+    arguments = {
         "model": str(model),
         "skip_tokenizer_init": True,
         "dtype": config.dtype,
@@ -729,20 +731,20 @@ def _engine_args(
         "weight_transfer_config": {"backend": transfer} if transfer else None,
     }
     if lora:
-        ours |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _most_rank(lora.rank)}
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(lora.rank)}
     if cpu:
         kernels = {"rms_norm": ["cpu_kernel"], "fused_add_rms_norm": ["cpu_kernel"]}
-        ours |= {"block_size": CPU_BLOCK_SIZE, "ir_op_priority": kernels}
+        arguments |= {"block_size": CPU_BLOCK_SIZE, "ir_op_priority": kernels}
     if config.kv_cache_gib or cpu:
-        ours["kv_cache_memory_bytes"] = int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)
-    return AsyncEngineArgs(**ours | options)
+        arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)
+    return AsyncEngineArgs(**arguments | options)
 
 
-def _most_rank(rank: int) -> int:
+def _max_lora_rank(rank: int) -> int:
     """The least max_lora_rank of vLLM for adapters of this rank. Raises UserError."""
     from vllm.config.lora import MaxLoRARanks
 
-    if larger := [most for most in get_args(MaxLoRARanks) if most >= rank]:
+    if larger := [choice for choice in get_args(MaxLoRARanks) if choice >= rank]:
         return min(larger)
     raise UserError(f"trainer.lora.rank is {rank}, but vLLM takes at most {max(get_args(MaxLoRARanks))}: lower it.")
 
@@ -779,24 +781,24 @@ def _check_shapes(shapes: Shapes, model: _Model, named: str) -> None:
     if weights.lora:
         wrong = _differences(shapes, _factors(weights.lora.rank, shapes, weights.shapes), ())
     else:
-        either = (HEAD,) if weights.tied else ()  # it may be stored or left out
+        optional = (HEAD,) if weights.tied else ()  # it may be stored or left out
         # Most models have the tensors that a trainer publishes and no others. This spares them transformers.
-        wrong = _differences(shapes, weights.shapes, either)
+        wrong = _differences(shapes, weights.shapes, optional)
         if wrong:
             try:
-                wrong = _differences(shapes, published_shapes(model.folder), either)
+                wrong = _differences(shapes, published_shapes(model.folder), optional)
             except (OSError, KeyError, ValueError) as error:
                 raise WeightLoadError(f"{model.folder} cannot be read: {error}") from error
     if wrong:
         raise WeightLoadError(f"{named} does not fit the model: {len(wrong)} tensors differ, the first is {wrong[0]}")
 
 
-def _differences(found: Shapes, expected: Shapes, either: Collection[str]) -> list[str]:
-    """The tensors, except those in `either`, that are not as expected, and how they differ."""
+def _differences(shapes: Shapes, expected: Shapes, optional: Collection[str]) -> list[str]:
+    """The tensors, except those in `optional`, that are not as expected, and how they differ."""
     return [
-        f"{name} (expected {expected.get(name)}, found {found.get(name)})"
-        for name in sorted(found.keys() | expected.keys())
-        if name not in either and found.get(name) != expected.get(name)
+        f"{name} (expected {expected.get(name)}, found {shapes.get(name)})"
+        for name in sorted(shapes.keys() | expected.keys())
+        if name not in optional and shapes.get(name) != expected.get(name)
     ]
 
 

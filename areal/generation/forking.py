@@ -66,9 +66,9 @@ def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         return pid
     try:
         setproctitle.setproctitle("areal forkserver of vLLM")
-        kept = {0, 1, 2, *passfds}
+        open_files = {0, 1, 2, *passfds}
         for file in map(int, os.listdir("/proc/self/fd")):
-            if file not in kept:
+            if file not in open_files:
                 with contextlib.suppress(OSError):  # the listing's own
                     os.close(file)
         exec(args[-1])
@@ -89,12 +89,12 @@ def forking() -> Iterator[None]:
     if _read_early() != _environment:
         yield
         return
-    before = utils.get_mp_context
+    get_mp_context = utils.get_mp_context
     utils.get_mp_context = _Context
     try:
         yield
     finally:
-        utils.get_mp_context = before
+        utils.get_mp_context = get_mp_context
 
 
 class _Context(ForkServerContext):
@@ -122,9 +122,9 @@ def _read_early() -> dict[str, str]:
 def _preload_openmp() -> None:
     """Load PyTorch's libgomp first, here and in engine processes, so that vLLM's kernels use no second one. vLLM would
     do the same for the engine, but later."""
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    torch, loaded = Path(found.origin).parent, os.environ.get(PRELOAD, "")
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    torch, loaded = Path(spec.origin).parent, os.environ.get(PRELOAD, "")
     libraries = [*torch.parent.glob("torch.libs/libgomp*.so*"), *torch.glob("lib/libgomp*.so*")]
     if libraries and not any(name in loaded for name in ("libgomp", "libomp", "libiomp")):
         os.environ[PRELOAD] = ":".join(filter(None, [loaded, str(libraries[0])]))

@@ -61,7 +61,7 @@ class Concurrency:
     def limit(self) -> int:
         return int(self._limit)
 
-    def look(self, running: int, waiting: int, kv_use: float, preemptions: int) -> None:
+    def adapt(self, running: int, waiting: int, kv_use: float, preemptions: int) -> None:
         """Adapt the limit; call it at even intervals. `kv_use`: 0 to 1; `preemptions`: since the engine's start."""
         preempted, self._preemptions = preemptions > self._preemptions, preemptions
         if preempted or (kv_use >= KV_FULL and waiting):
@@ -70,48 +70,48 @@ class Concurrency:
             self._limit = min(float(self._ceiling), self._limit + STEP * self._ceiling)
 
 
-def groups_that_fit(samples: int, places: float, given: int, in_hand: int) -> int:
+def groups_that_fit(samples: int, places: float, sequences: int, in_hand: int) -> int:
     """The number of groups of `samples` samples to start now. The last group may partly exceed `GIVEN * places`.
 
-    `places`: sequences that generators run at once. `given`: sequences that they have, or are about to get. `in_hand`:
+    `places`: sequences that generators run at once. `sequences`: those that they have, or are about to get. `in_hand`:
     samples that are not finished, including those.
     """
-    return min(math.ceil((GIVEN * places - given) / samples), int((IN_HAND * places - in_hand) // samples))
+    return min(math.ceil((GIVEN * places - sequences) / samples), int((IN_HAND * places - in_hand) // samples))
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A generator's report: it had `sequences`, running or waiting, of which `own` were the asker's."""
+    """A generator's report: it had `sequences`, running or waiting, of which `asker_sequences` were the asker's."""
 
     sequences: int
-    own: int
+    asker_sequences: int
     limit: int
     version: int
 
 
-def expected(load: Load, own: int, askers: int) -> int:
-    """Estimate of the sequences that a generator has now. It has `own` of this asker now. Each of all `askers` is
-    assumed to have started or ended as many as this one since `load` was reported."""
-    return max(own, load.sequences + askers * (own - load.own))
+def expected(load: Load, asker_sequences: int, askers: int) -> int:
+    """Estimate of the sequences that a generator has now. It has `asker_sequences` of this asker now. Each of
+    all `askers` is assumed to have started or ended as many as this one since `load` was reported."""
+    return max(asker_sequences, load.sequences + askers * (asker_sequences - load.asker_sequences))
 
 
-def fullness(load: Load, own: int, askers: int, min_version: int) -> float:
+def fullness(load: Load, asker_sequences: int, askers: int, min_version: int) -> float:
     """How full a generator is, as a share of its limit, for a sequence that needs weights of `min_version` or newer."""
-    return expected(load, own, askers) / load.limit + BEHIND * (load.version < min_version)
+    return expected(load, asker_sequences, askers) / load.limit + BEHIND * (load.version < min_version)
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
     """A sequence of the asker, with its number. `generator` has had it since `since` (seconds on the caller's clock).
-    `prefix`: tokens to prefill on another generator, including the prompt. `sampled`: tokens sampled so far. `left`:
-    the most tokens that may follow."""
+    `prefix`: tokens to prefill on another generator, including the prompt. `sampled`: tokens sampled so far.
+    `remaining`: the most tokens that may follow."""
 
     number: int
     generator: str
     since: float
     prefix: int
     sampled: int
-    left: int
+    remaining: int
     min_version: int
 
     def grown(self, tokens: int, min_version: int) -> Sequence:
@@ -120,7 +120,7 @@ class Sequence:
             self,
             prefix=self.prefix + tokens,
             sampled=self.sampled + tokens,
-            left=self.left - tokens,
+            remaining=self.remaining - tokens,
             min_version=min_version,
         )
 
@@ -135,13 +135,13 @@ def plan_moves(
     many.
     """
     here: dict[str, list[Sequence]] = {name: [] for name in loads}
-    own = dict.fromkeys(loads, 0)
+    asker_counts = dict.fromkeys(loads, 0)
     for sequence in sequences:
         if sequence.generator in here:
-            own[sequence.generator] += 1
+            asker_counts[sequence.generator] += 1
             if now - sequence.since >= REST_SECONDS:
                 here[sequence.generator].append(sequence)
-    count = {name: expected(load, own[name], askers) for name, load in loads.items()}
+    count = {name: expected(load, asker_counts[name], askers) for name, load in loads.items()}
     moves = []
     while sources := [name for name in loads if here[name]]:
         source = max(sources, key=lambda name: _slowness(count[name], loads[name]))
@@ -171,5 +171,5 @@ def _slowness(sequences: int, load: Load) -> float:
 def _spared(sequence: Sequence, gain: float) -> float:
     """The time that a move saves, in units of the time per token on a full engine. Lengths have long tails, so a
     sequence is expected to sample as many tokens again as it has sampled so far."""
-    following = max(sequence.sampled, SHORT * (sequence.sampled + sequence.left))
-    return min(following, sequence.left) * gain - PREFILL * sequence.prefix - FIXED_COST
+    following = max(sequence.sampled, SHORT * (sequence.sampled + sequence.remaining))
+    return min(following, sequence.remaining) * gain - PREFILL * sequence.prefix - FIXED_COST

@@ -245,7 +245,7 @@ class PolicyWorker:
         """Pack the weights of `layers` and of the head. On the CPU larger weights are packed when loaded. A tied head
         has no weights of its own in the file, so vLLM does not pack it again, and the head would still multiply by the
         old embedding."""
-        heads = (one for one in self.model_runner.get_model().modules() if isinstance(one, ParallelLMHead))
+        heads = (module for module in self.model_runner.get_model().modules() if isinstance(module, ParallelLMHead))
         for layer in (*heads, *layers):
             layer.quant_method.process_weights_after_loading(layer)
 
@@ -323,7 +323,7 @@ class _Gathers:
         for step in steps.values():
             ready = [part for output in step.outputs for part in self._ready(output, step)]
             step.outputs = [output for output, _ in ready]
-            if logprobs := [one for _, several in ready for one in several]:
+            if logprobs := [array for _, arrays in ready for array in arrays]:
                 step.outputs[0].new_logprobs = LogprobsLists(NOTHING, np.concatenate(logprobs), NOTHING)
         return steps
 
@@ -343,24 +343,24 @@ class _Gathers:
         self._seen[output.request_id] = self._pauses
         held = self._held.setdefault(output.request_id, [])
         held.append(_Held(output, step, self._pauses))
-        tokens = sum(len(one.output.new_token_ids) for one in held)
+        tokens = sum(len(entry.output.new_token_ids) for entry in held)
         if output.finish_reason is None and tokens < self.scheduler_config.stream_interval:  # type: ignore[attr-defined]
             return
         del self._held[output.request_id]
         if output.finish_reason is not None:
             del self._seen[output.request_id]
-        for pauses, group in groupby(held, key=lambda one: one.pauses):
+        for pauses, group in groupby(held, key=lambda entry: entry.pauses):
             parts = list(group)
-            outputs = [one.output for one in parts]
+            outputs = [entry.output for entry in parts]
             if pauses == self._pauses:
-                whole = output
+                combined = output
             else:  # vLLM has labelled these steps
-                whole = EngineCoreOutput(f"{output.request_id}@{parts[0].step.weight_version}", [])
-            logprobs = [one.new_logprobs.logprobs[:, 0] for one in outputs if one.new_logprobs is not None]
-            whole.new_token_ids = [token for one in outputs for token in one.new_token_ids]
-            whole.events = [event for one in outputs for event in one.events or ()] or None
-            whole.new_logprobs = None
-            yield whole, logprobs
+                combined = EngineCoreOutput(f"{output.request_id}@{parts[0].step.weight_version}", [])
+            logprobs = [piece.new_logprobs.logprobs[:, 0] for piece in outputs if piece.new_logprobs is not None]
+            combined.new_token_ids = [token for piece in outputs for token in piece.new_token_ids]
+            combined.events = [event for piece in outputs for event in piece.events or ()] or None
+            combined.new_logprobs = None
+            yield combined, logprobs
 
 
 class _Held(NamedTuple):

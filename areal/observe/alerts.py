@@ -44,6 +44,9 @@ COPIES = 0.5
 COPIES_RISE = 0.25
 """The share of copies in a group, and its rise. With short answers it is high from the start (quickstart: 0.4), and it
 rises with the accuracy where there is one right answer: it is a bad sign only if the reward stays."""
+UNANSWERED = 0.2
+"""The share of the samples rewarded by `math` that do not contain the row's answer. It is 0 where the reward is right,
+but for an answer in words or in another unit."""
 MIXED = 0.3
 SAMPLE_SIZE = 0.5
 WEIGHT_MEAN = (0.9, 1.1)
@@ -80,7 +83,8 @@ class Digest:
     tokens: the most frequent of the sampled tokens, with their share of all. copies: the share of samples that are
     equal to an earlier sample of their group, token by token. Both may be from a part of the samples, and are None if
     it is empty. flat: of each reward that all samples of some group have, the share of such groups. flat_prompts:
-    indices of some of their prompts.
+    indices of some of their prompts. unanswered: of the rewarded samples whose row has an integer as its answer, the
+    share that does not contain it; None if there are none.
     """
 
     step: int
@@ -88,6 +92,7 @@ class Digest:
     copies: float | None
     flat: dict[float, float]
     flat_prompts: tuple[int, ...]
+    unanswered: float | None = None
 
 
 def _sql(name: str, value: str | int | float) -> str:
@@ -103,12 +108,13 @@ def alerts(
     evaluations: Sequence[Mapping[str, Any]] = (),
     guard: Mapping[str, float] | None = None,
     named: Callable[[int], str] = str,
+    is_math: bool = False,
 ) -> list[Alert]:
     """The alerts of a run, the ones about the policy first.
 
     records: of metrics.jsonl, by step; evaluations: of evaluations.jsonl, by version. Values that are missing, null or
     not finite count as not measured. guard: the limits in its section of the configuration. named: what a token is
-    called.
+    called. is_math: whether the reward compares with the row's answer.
     """
     if not records:
         return []
@@ -121,6 +127,7 @@ def alerts(
         *_evaluations(evaluations, reward),
         *_token(digests, named),
         *_copies(digests, reward),
+        *(_unanswered(digests) if is_math else ()),
         *_no_signal(records, digests, filtered),
         *_entropy(Curve.of(records, "entropy"), reward, guard or {}),
         *_ranges(records, guard or {}),
@@ -284,6 +291,17 @@ def _copies(digests: Sequence[Digest], reward: Curve) -> Iterator[Alert]:
             f"or raise trainer.eps_clip_higher."
         )
         yield _alert("copies in groups", share, first, sentence)
+
+
+def _unanswered(digests: Sequence[Digest]) -> Iterator[Alert]:
+    known = [(digest.step, digest.unanswered) for digest in digests if digest.unanswered is not None]
+    share = Curve([step for step, _ in known], [absent for _, absent in known])
+    if first := share.since(share.means > UNANSWERED):
+        sentence = (
+            f"{share.last:.0%} of the rewarded samples have not contained the row's answer since step {first}: read "
+            f"what they are paid for, and correct the reward."
+        )
+        yield _alert("rewarded without the answer", share, first, sentence, reward_min=0.001)
 
 
 def _no_signal(records: Sequence[Mapping[str, Any]], digests: Sequence[Digest], filtered: bool) -> Iterator[Alert]:

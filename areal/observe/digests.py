@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,8 @@ TOKEN_BYTES = 64 << 20
 """Uncompressed bytes of tokens that are read from a file. Of a larger file only every n-th row group is read."""
 TOKENS_KEPT = 32
 """A digest keeps so many of the most frequent tokens."""
+_INTEGER = re.compile(r"(?:.*####)?\s*-?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,99})\s*", re.DOTALL)
+_WITHIN_NUMBERS = re.compile(r"(?<=\d)[,\s{}\\!]+(?=\d)")
 
 
 class Digests:
@@ -54,7 +59,8 @@ class Digests:
         if seen != self._seen:
             self._seen = seen
             names = functools.partial(self._name, str(config.get("model")))
-            self._alerts = alerts(records, self._steps, evaluations, config.get("guard"), names)
+            is_math = any("math" in (named or ()) for named in _rewards(config))
+            self._alerts = alerts(records, self._steps, evaluations, config.get("guard"), names, is_math)
         return self._alerts
 
     def _name(self, model: str, token: int) -> str:
@@ -80,14 +86,22 @@ class Digests:
         self._steps.sort(key=attrgetter("step"))
 
 
+def _rewards(config: Mapping[str, Any]) -> list[Any]:
+    """What the configuration says of the rewards: of the run, and of its data."""
+    data = config.get("data") or {}
+    parts = [data, *(data.get("sources") or ())]
+    return [(config.get("reward") or {}).get("functions"), *(part.get("reward") for part in parts)]
+
+
 def digest(path: Path) -> list[Digest]:
     """The digests of the steps in a file. Raises OSError or pa.ArrowException if it cannot be read."""
     with pq.ParquetFile(path) as file:
         all_rows = _trained(file.read(["step", "group", "prompt_index", "sample", "reward"]))
         numbers = range(file.num_row_groups)
-        rows_of_tokens = _trained(
-            file.read_row_groups(numbers[:: _every(file)], ["step", "group", "sample", "tokens", "versions"])
-        )
+        some = numbers[:: _every(file)]
+        rows_of_tokens = _trained(file.read_row_groups(some, ["step", "group", "sample", "tokens", "versions"]))
+        rows_of_texts = _trained(file.read_row_groups(some, ["step", "row", "completion", "reward", "reward_parts"]))
+    unanswered = _unanswered_by_step(rows_of_texts)
     about_tokens = dict(_tokens_by_step(rows_of_tokens))
     found = []
     for step, rows in groupby(all_rows.to_pylist(), key=itemgetter("step")):
@@ -103,8 +117,20 @@ def digest(path: Path) -> list[Digest]:
                 prompts.append(first["prompt_index"])
         shares = {reward: n / groups for reward, n in flat.most_common()}
         tokens, copies = about_tokens.get(step, (None, None))
-        found.append(Digest(step, tokens, copies, shares, tuple(prompts[:PROMPTS])))
+        found.append(Digest(step, tokens, copies, shares, tuple(prompts[:PROMPTS]), unanswered.get(step)))
     return found
+
+
+def _unanswered_by_step(rows: pa.Table) -> dict[int, float]:
+    """By step: of the rewarded samples whose row has an integer as its answer, the share that does not contain it."""
+    found: dict[int, list[bool]] = defaultdict(list)
+    for one in rows.to_pylist():
+        integer = _INTEGER.fullmatch(str(json.loads(one["row"]).get("answer")))
+        if integer and json.loads(one["reward_parts"]).get("math", one["reward"]) > 0:
+            digits = integer[1].replace(",", "")
+            text = _WITHIN_NUMBERS.sub("", one["completion"])
+            found[one["step"]].append(not re.search(rf"(?<![0-9]){digits}(?![0-9])", text))
+    return {step: fmean(absent) for step, absent in found.items()}
 
 
 def _every(file: pq.ParquetFile) -> int:

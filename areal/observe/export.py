@@ -26,7 +26,7 @@ from areal.config import Config, UserError, load_config
 from areal.data.sources import is_prompt, with_system
 from areal.models import name_of
 from areal.storage.run_folder import last_checkpoint
-from areal.storage.selection import COLUMNS, Sample, chosen, groups_of, pair, read_rows, rollouts_in
+from areal.storage.selection import COLUMNS, RolloutSample, chosen, groups_of, pair, read_rows, rollouts_in
 from areal.tokens import load_tokenizer
 from areal.trajectory import pieces
 from areal.weights.folders import atomic_folder
@@ -137,7 +137,7 @@ class Texts:
 
 
 def _answers(
-    groups: Iterable[list[Sample]], texts: Texts, done: Export, best: bool, least: float | None
+    groups: Iterable[list[RolloutSample]], texts: Texts, done: Export, best: bool, least: float | None
 ) -> Iterator[dict[str, Any]]:
     for group in _counted(groups, done):
         for sample in chosen(group, best=best, least=least):
@@ -152,7 +152,7 @@ def _answers(
 
 
 def _pairs(
-    groups: Iterable[list[Sample]], texts: Texts, done: Export, least: float | None
+    groups: Iterable[list[RolloutSample]], texts: Texts, done: Export, least: float | None
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     for group in _counted(groups, done):
         single = [sample for sample in group if len(sample.rows) == sample.rows[0]["turns"] == 1]
@@ -174,7 +174,7 @@ _SEVERAL_TURNS = "samples of several turns or branches"
 _OTHER_PROMPT = "answers to a prompt that is not what the chat template makes of the row's messages"
 
 
-def _counted(groups: Iterable[list[Sample]], done: Export) -> Iterator[list[Sample]]:
+def _counted(groups: Iterable[list[RolloutSample]], done: Export) -> Iterator[list[RolloutSample]]:
     for group in groups:
         done.groups += 1
         done.samples += len(group)

@@ -38,10 +38,10 @@ class Activations:
 def measure_activations(sizes: Any, trainer: TrainerConfig, *, checkpointing: bool) -> Activations:
     """The activations of one rank's layers, without the output layer. sizes: the model's config of transformers."""
     small, large = of_layers(sizes, 2), of_layers(sizes, 4)
-    few, more = (_passes(some, trainer, checkpointing) for some in (small, large))
+    few, many = (_passes(layers, trainer, checkpointing) for layers in (small, large))
 
     def all_layers(name: str) -> float:
-        a_layer = (getattr(more, name) - getattr(few, name)) / (large.num_hidden_layers - small.num_hidden_layers)
+        a_layer = (getattr(many, name) - getattr(few, name)) / (large.num_hidden_layers - small.num_hidden_layers)
         return getattr(few, name) + (sizes.num_hidden_layers - small.num_hidden_layers) * a_layer
 
     return Activations(all_layers("saved"), all_layers("peak"))
@@ -52,14 +52,14 @@ def _period(kinds: list[str]) -> int:
     return next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False)))
 
 
-def of_layers(sizes: Any, each: int) -> Any:
+def of_layers(sizes: Any, per_kind: int) -> Any:
     """The config `sizes` with only so many layers of each kind, in the order of the model."""
     sizes = copy.deepcopy(sizes)
     kinds = getattr(sizes, "layer_types", None)
     period = _period(kinds or [""])
-    sizes.num_hidden_layers = each * period
+    sizes.num_hidden_layers = per_kind * period
     if kinds:
-        sizes.layer_types = [*islice(cycle(kinds[:period]), each * period)]
+        sizes.layer_types = [*islice(cycle(kinds[:period]), per_kind * period)]
     return sizes
 
 
@@ -91,7 +91,7 @@ def _passes(sizes: Any, trainer: TrainerConfig, checkpointing: bool) -> Activati
             ).last_hidden_state
             saved = count.now
             hidden.backward(torch.zeros_like(hidden))
-    return Activations(saved / TOKENS, count.most / TOKENS)
+    return Activations(saved / TOKENS, count.peak / TOKENS)
 
 
 def _forget(parameter: Tensor) -> None:
@@ -99,29 +99,29 @@ def _forget(parameter: Tensor) -> None:
 
 
 class _Count(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make: those that exist `now`, and the `most` at once."""
+    """Counts the bytes of the tensors that operations make: those that exist `now`, and their `peak`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.now = self.most = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        self.now = self.peak = 0
+        self._storages = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(made):
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(output):
             if isinstance(tensor, Tensor):
                 self._add(tensor.untyped_storage())
-        return made
+        return output
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
+        if key in self._storages:
             return
-        self._known.add(key)
+        self._storages.add(key)
         self.now += size
-        self.most = max(self.most, self.now)
+        self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._drop, key, size)
 
     def _drop(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._storages.discard(key)
         self.now -= size

@@ -13,7 +13,7 @@ from areal.command_line import output
 from areal.config import Config, LoraConfig, UserError, load_config
 from areal.observe.report import read_run
 from areal.planning.activations import measure_activations
-from areal.planning.split import GIB, PAPER_STALENESS, Lengths, Model, Plan, Rates, balanced_share, plan
+from areal.planning.split import GIB, PAPER_STALENESS, Lengths, ModelSizes, Plan, Rates, balanced_share, plan
 from areal.storage.run_folder import STEADY
 
 STARVED = 0.05
@@ -33,12 +33,12 @@ def plan_run(options: Namespace) -> None:
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"dtype": dtype})})
     run: Config | None = load_config(options.run / "config.yaml") if options.run else None
     measured: dict[str, float] = measure(options.run, run) if run else {}
-    given = {name: getattr(options, name) for name in ("generation_rate", "training_rate", "mean_tokens")}
-    numbers = measured | {name: value for name, value in given.items() if value is not None}
-    for name in given:
+    arguments = {name: getattr(options, name) for name in ("generation_rate", "training_rate", "mean_tokens")}
+    numbers = measured | {name: value for name, value in arguments.items() if value is not None}
+    for name in arguments:
         if name not in numbers:
             raise UserError(f"Give --{name.replace('_', '-')}, or take it from a short run with --from RUN_FOLDER.")
-    for name in (*given, "devices", "device_memory", "prompt_tokens"):
+    for name in (*arguments, "devices", "device_memory", "prompt_tokens"):
         value = numbers.get(name, getattr(options, name))
         if not (math.isfinite(value) and value > 0):
             raise UserError(f"--{name.replace('_', '-')} is {value:g}, but must be more than 0.")
@@ -49,13 +49,13 @@ def plan_run(options: Namespace) -> None:
             f"{lengths.longest}: correct one of them."
         )
     rates = Rates(numbers["generation_rate"], numbers["training_rate"])
-    found = plan(config, read_model(config), rates, lengths, options.devices, options.device_memory * GIB)
+    split = plan(config, read_model(config), rates, lengths, options.devices, options.device_memory * GIB)
     console = output(120)
-    console.print(table(found, rates, options.device_memory))
-    for note in notes(found, numbers.get("starved")):
+    console.print(table(split, rates, options.device_memory))
+    for note in notes(split, numbers.get("starved")):
         console.print(note, highlight=False)
     console.print("\nWith these changes to the configuration:", highlight=False)
-    changes = " ".join(f"{key}={value}" for key, value in found.overrides.items())
+    changes = " ".join(f"{key}={value}" for key, value in split.overrides.items())
     console.print(f"  {changes}", highlight=False, soft_wrap=True)
 
 
@@ -76,7 +76,7 @@ def measure(folder: Path, config: Config) -> dict[str, float]:
     }
 
 
-def read_model(config: Config) -> Model:
+def read_model(config: Config) -> ModelSizes:
     """Sizes of the run's model, counted in the model's modules and passes without loading weights. Raises UserError."""
     if config.model == "quickstart":
         raise UserError("The model quickstart is created by its first run: plan with --from runs/quickstart.")
@@ -88,7 +88,7 @@ def read_model(config: Config) -> Model:
         raise UserError(f"The model {config.model} cannot be trained: {first}.") from None
     heads = sizes.num_attention_heads
     parameters = sum(p.numel() for p in module.parameters())
-    return Model(
+    return ModelSizes(
         parameters=parameters,
         trained=_adapters(config.trainer.lora, module) if config.trainer.lora else parameters,
         layers=sizes.num_hidden_layers,
@@ -133,62 +133,62 @@ def _adapters(lora: LoraConfig, module: Any) -> int:
     )
 
 
-def table(found: Plan, rates: Rates, device_gib: float) -> Table:
+def table(split: Plan, rates: Rates, device_gib: float) -> Table:
     """The plan as a table."""
     result = Table("", "generation", "training", title="Plan", title_justify="left")
-    g, t = found.generation, found.training
+    g, t = split.generation, split.training
 
     def gib(value: float) -> str:
         return f"{value / GIB:.1f} GiB"
 
     engines = (
-        f"{found.generators} x {found.tensor_parallel} devices" if found.tensor_parallel > 1 else "of 1 device each"
+        f"{split.generators} x {split.tensor_parallel} devices" if split.tensor_parallel > 1 else "of 1 device each"
     )
-    checkpointing = ", checkpointing" if found.gradient_checkpointing else ""
-    both = {
+    checkpointing = ", checkpointing" if split.gradient_checkpointing else ""
+    rows = {
         "devices": (
-            f"{found.generating_devices} ({found.share:.0%}; ideal {balanced_share(rates):.0%})",
-            f"{found.ranks}",
+            f"{split.generating_devices} ({split.share:.0%}; ideal {balanced_share(rates):.0%})",
+            f"{split.ranks}",
         ),
-        "as": (f"generators {engines}", f"ranks, ZeRO {found.zero_stage}{checkpointing}"),
-        "tokens/s, at most": (f"{found.generated:,.0f}", f"{found.trained:,.0f}"),
-        "in use": (f"{found.throughput / found.generated:.0%}", f"{found.throughput / found.trained:.0%}"),
+        "as": (f"generators {engines}", f"ranks, ZeRO {split.zero_stage}{checkpointing}"),
+        "tokens/s, at most": (f"{split.generated:,.0f}", f"{split.trained:,.0f}"),
+        "in use": (f"{split.throughput / split.generated:.0%}", f"{split.throughput / split.trained:.0%}"),
         f"of {device_gib:g} GiB each: weights": (gib(g.weights), gib(t.weights)),
-        "KV cache: room / all at full length": (f"{gib(g.room)} / {gib(g.wanted)}", ""),
+        "KV cache: room / all at full length": (f"{gib(g.room)} / {gib(g.full_kv)}", ""),
         "sequences at once: mean / full length": (f"{g.sequences} / {g.sequences_longest}", ""),
         "gradients / Adam and masters": ("", f"{gib(t.gradients)} / {gib(t.optimizer)}"),
         "reference model": ("", gib(t.reference) if t.reference else "none"),
         "activations": ("", gib(t.activations)),
-        "other, assumed": (gib(g.other), gib(t.other)),
-        "together": (gib(g.weights + g.room + g.other), gib(t.total)),
+        "other, assumed": (gib(g.overhead), gib(t.overhead)),
+        "together": (gib(g.weights + g.room + g.overhead), gib(t.total)),
     }
-    for name, (generation, training) in both.items():
+    for name, (generation, training) in rows.items():
         result.add_row(name, generation, training)
     result.add_section()
     for name, value in {
-        "samples/s": f"{found.samples_per_second:,.2f}",
-        "seconds a step": f"{found.step_seconds:,.1f}",
-        "seconds of the longest completion": f"{found.longest_seconds:,.1f}",
-        "max_staleness": f"{found.max_staleness}",
-        "staleness, mean: auto / max": f"{found.staleness:.1f} / {found.max_staleness}",
+        "samples/s": f"{split.samples_per_second:,.2f}",
+        "seconds a step": f"{split.step_seconds:,.1f}",
+        "seconds of the longest completion": f"{split.longest_seconds:,.1f}",
+        "max_staleness": f"{split.max_staleness}",
+        "staleness, mean: auto / max": f"{split.staleness:.1f} / {split.max_staleness}",
     }.items():
         result.add_row(name, value, "")
     return result
 
 
-def notes(found: Plan, starved: float | None) -> list[str]:
+def notes(split: Plan, starved: float | None) -> list[str]:
     """Notes on the numbers of a plan."""
-    said = []
+    lines = []
     if starved is not None and starved < STARVED:
-        said.append(
+        lines.append(
             f"The trainer of that run was starved for {starved:.0%} of the time: its generators may be faster than "
             f"measured. Measure with more trainer ranks or run_ahead=max."
         )
-    if found.generation.sequences > found.generation.sequences_longest:
-        said.append("Not all sequences would fit at full length: some are preempted when many get that long.")
-    if found.max_staleness > PAPER_STALENESS:
-        said.append(
+    if split.generation.sequences > split.generation.sequences_longest:
+        lines.append("Not all sequences would fit at full length: some are preempted when many get that long.")
+    if split.max_staleness > PAPER_STALENESS:
+        lines.append(
             f"This max_staleness is higher than the {PAPER_STALENESS} that the paper tried. With a lower one the "
             f"trainer waits for the longest completions (with on_straggler=mask it does not)."
         )
-    return said
+    return lines

@@ -48,7 +48,7 @@ SIZE_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
-class Found:
+class RunMeasures:
     """A run: its configuration, its model's name, and its measures; those that it does not have are left out."""
 
     folder: Path
@@ -62,19 +62,19 @@ def compare(name: str, folders: Sequence[Path], console: Console) -> None:
     published = read_values(PUBLISHED)
     tables = published["tables"]
     if name not in tables:
-        raise UserError(f"There is no paper:{name}: take one of {', '.join(f'paper:{each}' for each in tables)}.")
+        raise UserError(f"There is no paper:{name}: take one of {', '.join(f'paper:{key}' for key in tables)}.")
     table = tables[name]
-    rows = [Row(row) for row in table["rows"]]
-    runs = [_found(folder) for folder in folders]
+    rows = [TableRow(row) for row in table["rows"]]
+    runs = [_read_measures(folder) for folder in folders]
     console.print(_table(table, rows, runs))
     left_out = [run for run in runs if not any(row.has(run) for row in rows)]
     for run in left_out:
         console.print(f"{run.folder} is in no row: it has the model {run.model}{_keys(rows, run)}.", highlight=False)
     if len(left_out) < len(runs):
-        _tell_differences(table, published["parameters"], rows, runs, console)
+        _print_differences(table, published["parameters"], rows, runs, console)
 
 
-class Row:
+class TableRow:
     """A row of the table: its configuration, the keys in which that differs from its file, and the paper's numbers."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class Row:
         self.config: Config = checked(overridden(read_values(file), settings=self.keys), file)
         self.model = _model_name(self.config.model)
 
-    def has(self, run: Found) -> bool:
+    def has(self, run: RunMeasures) -> bool:
         return run.model == self.model and self.fits(run.config)
 
     def fits(self, config: Config) -> bool:
@@ -92,7 +92,7 @@ class Row:
         return all(_value(config, key) == value for key, value in self.keys.items())
 
 
-def _found(folder: Path) -> Found:
+def _read_measures(folder: Path) -> RunMeasures:
     run = read_run(folder)
     if not run.config:
         raise UserError(f"{folder} has no config.yaml, so it is not known what it ran: give the folder of a run.")
@@ -106,7 +106,7 @@ def _found(folder: Path) -> Found:
         "throughput": _times(run.summary.get("effective_throughput"), 1 / 1000),
         "tflops": statistics.fmean(tflops) if tflops else None,
     }
-    return Found(folder, config, _model_name(config.model), {k: v for k, v in measures.items() if v is not None})
+    return RunMeasures(folder, config, _model_name(config.model), {k: v for k, v in measures.items() if v is not None})
 
 
 def _times(number: float | None, factor: float) -> float | None:
@@ -126,15 +126,15 @@ def _value(config: Config, key: str) -> Any:
     return value
 
 
-def _keys(rows: Sequence[Row], run: Found) -> str:
+def _keys(rows: Sequence[TableRow], run: RunMeasures) -> str:
     return "".join(f", {key}={_shown(_value(run.config, key))}" for key in _key_names(rows))
 
 
-def _key_names(rows: Sequence[Row]) -> list[str]:
+def _key_names(rows: Sequence[TableRow]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row.keys))
 
 
-def _table(table: Mapping[str, Any], rows: Sequence[Row], runs: Sequence[Found]) -> Table:
+def _table(table: Mapping[str, Any], rows: Sequence[TableRow], runs: Sequence[RunMeasures]) -> Table:
     """Each measure has the paper's number and the mean over our runs. Where the table has a row to refer to, rates are
     also shown as multiples of that row's, which is what different machines have in common."""
     shown = Table(title=table["title"], title_justify="left", caption="(arXiv 2505.24298 | these runs)")
@@ -143,25 +143,25 @@ def _table(table: Mapping[str, Any], rows: Sequence[Row], runs: Sequence[Found])
     for column in (*models, *_key_names(rows), "runs"):
         shown.add_column(column)
     for measure in measures:
-        label, theirs, ours = MEASURES[measure]
-        shown.add_column(f"{label} {theirs}".strip(), justify="right")
-        shown.add_column(f"here {ours}".strip(), justify="right")
+        label, paper_unit, run_unit = MEASURES[measure]
+        shown.add_column(f"{label} {paper_unit}".strip(), justify="right")
+        shown.add_column(f"here {run_unit}".strip(), justify="right")
         if _is_rate(measure, table):
             shown.add_column("ratio", justify="right")
             shown.add_column("here", justify="right")
     for row in rows:
-        own = [run for run in runs if row.has(run)]
+        row_runs = [run for run in runs if row.has(run)]
         at = row.keys | table.get("reference", {})
-        base = next(each for each in rows if each.model == row.model and each.keys == at)
+        base = next(candidate for candidate in rows if candidate.model == row.model and candidate.keys == at)
         cells = []
         for measure in measures:
-            values = _values(measure, own)
+            values = _values(measure, row_runs)
             cells += [_number(row.measures.get(measure)), _mean(values)]
             if _is_rate(measure, table):
-                before = _values(measure, [run for run in runs if base.has(run)])
-                cells += [_ratio(row.measures.get(measure), base.measures.get(measure)), _ratio_of(values, before)]
+                base_values = _values(measure, [run for run in runs if base.has(run)])
+                cells += [_ratio(row.measures.get(measure), base.measures.get(measure)), _ratio_of(values, base_values)]
         keys = [_shown(row.keys[key]) for key in _key_names(rows)]
-        shown.add_row(*([row.model] if models else []), *keys, str(len(own)), *cells)
+        shown.add_row(*([row.model] if models else []), *keys, str(len(row_runs)), *cells)
     return shown
 
 
@@ -169,7 +169,7 @@ def _is_rate(measure: str, table: Mapping[str, Any]) -> bool:
     return measure in ("throughput", "tflops") and "reference" in table
 
 
-def _values(measure: str, runs: Sequence[Found]) -> list[float]:
+def _values(measure: str, runs: Sequence[RunMeasures]) -> list[float]:
     return [run.measures[measure] for run in runs if measure in run.measures]
 
 
@@ -189,28 +189,28 @@ def _ratio(value: float | None, base: float | None) -> str:
 
 
 def _ratio_of(values: Sequence[float], base: Sequence[float]) -> str:
-    return _ratio(*(statistics.fmean(each) if each else None for each in (values, base)))
+    return _ratio(*(statistics.fmean(numbers) if numbers else None for numbers in (values, base)))
 
 
 def _shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _tell_differences(
-    table: Mapping[str, Any], parameters: Mapping[str, float], rows: Sequence[Row], runs: Sequence[Found],
+def _print_differences(
+    table: Mapping[str, Any], parameters: Mapping[str, float], rows: Sequence[TableRow], runs: Sequence[RunMeasures],
     console: Console,
 ) -> None:  # fmt: skip
     """Print what is not the paper's in these runs, and what can be compared therefore."""
     pairs: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         for run in (run for run in runs if row.has(run)):
-            for key, theirs, ours in [*_size(parameters[row.model], run), *_apart(row, run)]:
-                pairs.setdefault((key, _shown(theirs)), set()).add(_shown(ours))
+            for key, paper_value, run_value in [*_size(parameters[row.model], run), *_apart(row, run)]:
+                pairs.setdefault((key, _shown(paper_value)), set()).add(_shown(run_value))
     if pairs:
-        found = Table("setting", "the paper's file", "these runs", title="What differs", title_justify="left")
-        for (key, theirs), ours in pairs.items():
-            found.add_row(key, theirs, " or ".join(sorted(ours)))
-        console.print(found)
+        differing = Table("setting", "the paper's file", "these runs", title="What differs", title_justify="left")
+        for (key, paper_value), run_values in pairs.items():
+            differing.add_row(key, paper_value, " or ".join(sorted(run_values)))
+        console.print(differing)
     console.print(f"What the paper has besides, and a run does not record: {table['apart']}.", highlight=False)
     for what, without in ("Scores", SPEED_ONLY), ("Speeds", SCORE_ONLY):
         keys = list(dict.fromkeys(key for key, _ in pairs if not within(key, without)))
@@ -222,18 +222,18 @@ def _tell_differences(
         console.print(f"{what} {verdict}.", highlight=False)
 
 
-def _size(parameters: float, run: Found) -> list[tuple[str, str, str]]:
+def _size(parameters: float, run: RunMeasures) -> list[tuple[str, str, str]]:
     """The number of parameters, if it is not that of the paper's model of this name."""
     try:
-        ours = count_parameters(run.config.model)
+        count = count_parameters(run.config.model)
     except UserError:  # its folder is gone
         return [("parameters of the model", f"{parameters:.2e}", "unknown")]
-    if abs(ours / parameters - 1) < SIZE_TOLERANCE:
+    if abs(count / parameters - 1) < SIZE_TOLERANCE:
         return []
-    return [("parameters of the model", f"{parameters:.2e}", f"{ours:.2e}")]
+    return [("parameters of the model", f"{parameters:.2e}", f"{count:.2e}")]
 
 
-def _apart(row: Row, run: Found) -> list[tuple[str, Any, Any]]:
+def _apart(row: TableRow, run: RunMeasures) -> list[tuple[str, Any, Any]]:
     """The settings in which a run differs from its row: key, the row's value, the run's value."""
-    theirs, ours = row.config.model_dump(mode="json"), run.config.model_dump(mode="json")
-    return [each for each in differences(theirs, ours) if not within(each[0], OTHERWISE)]
+    paper_settings, run_settings = row.config.model_dump(mode="json"), run.config.model_dump(mode="json")
+    return [triple for triple in differences(paper_settings, run_settings) if not within(triple[0], OTHERWISE)]

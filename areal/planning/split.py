@@ -30,7 +30,7 @@ DEVICES_OF_A_MANAGER = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelSizes:
     """Sizes of a model. `trained`: the number of trained parameters, all or only those of adapters. `activations` and
     `checkpointed`: of its layers, without and with gradient checkpointing."""
 
@@ -76,25 +76,25 @@ class TrainingMemory:
     optimizer: float
     reference: float
     activations: float
-    other: float = TRAINER_OTHER
+    overhead: float = TRAINER_OTHER
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.reference + self.activations + self.other
+        return self.weights + self.gradients + self.optimizer + self.reference + self.activations + self.overhead
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationMemory:
-    """Memory of one device of a generator, in bytes. `room`: for the KV cache. `wanted`: the KV cache of
+    """Memory of one device of a generator, in bytes. `room`: for the KV cache. `full_kv`: the KV cache of
     max_concurrent_rollouts sequences of the greatest length. `sequences`: how many of the mean length one generator can
     run at once, at most max_concurrent_rollouts. `sequences_longest`: how many of the greatest length."""
 
     weights: float
     room: float
-    wanted: float
+    full_kv: float
     sequences: int
     sequences_longest: int
-    other: float = GENERATOR_OTHER
+    overhead: float = GENERATOR_OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def row_tokens(config: Config, ranks: int, longest: int) -> int:
 
 
 def training_memory(
-    config: Config, model: Model, ranks: int, stage: int, checkpointing: bool, longest: int
+    config: Config, model: ModelSizes, ranks: int, stage: int, checkpointing: bool, longest: int
 ) -> TrainingMemory:
     """The memory of one rank. longest: tokens of the longest sequence, its prompt included. A fixed number of
     micro-batches has no cap: one of them may hold nothing but the longest.
@@ -211,7 +211,7 @@ def training_memory(
     )
 
 
-def generation_memory(config: Config, model: Model, lengths: Lengths, device_bytes: float) -> GenerationMemory:
+def generation_memory(config: Config, model: ModelSizes, lengths: Lengths, device_bytes: float) -> GenerationMemory:
     """The memory of one device of a generator. The KV of a token is divided among at most as many devices as it has
     heads.
 
@@ -228,12 +228,12 @@ def generation_memory(config: Config, model: Model, lengths: Lengths, device_byt
             f"({weights / GIB:.1f} GiB on each) and one sequence of {lengths.prompt + lengths.longest} tokens: raise "
             f"generator.tensor_parallel or lower sampling.max_new_tokens."
         )
-    wanted = generator.max_concurrent_rollouts * of_token * (lengths.prompt + lengths.longest)
+    full_kv = generator.max_concurrent_rollouts * of_token * (lengths.prompt + lengths.longest)
     fitting = int(room / (of_token * (lengths.prompt + lengths.mean)))
-    return GenerationMemory(weights, room, wanted, min(generator.max_concurrent_rollouts, fitting), longest)
+    return GenerationMemory(weights, room, full_kv, min(generator.max_concurrent_rollouts, fitting), longest)
 
 
-def plan(config: Config, model: Model, rates: Rates, lengths: Lengths, devices: int, device_bytes: float) -> Plan:
+def plan(config: Config, model: ModelSizes, rates: Rates, lengths: Lengths, devices: int, device_bytes: float) -> Plan:
     """The split with the highest throughput among those in which training fits.
 
     Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. For training, the lowest ZeRO
@@ -261,15 +261,15 @@ def plan(config: Config, model: Model, rates: Rates, lengths: Lengths, devices: 
         )
     fitting = {}
     for generators in splits:
-        if found := _fitting(config, model, devices - n * generators, lengths, device_bytes):
-            fitting[generators] = found
+        if fit := _fitting(config, model, devices - n * generators, lengths, device_bytes):
+            fitting[generators] = fit
     if not fitting:
-        most = devices - n * splits[0]
-        least = training_memory(config, model, most, 3, True, lengths.prompt + lengths.longest)
+        ranks = devices - n * splits[0]
+        least = training_memory(config, model, ranks, 3, True, lengths.prompt + lengths.longest)
         fixed = config.trainer.microbatches is not None
         smaller = "more trainer.microbatches" if fixed else "a lower trainer.max_tokens_per_microbatch"
         raise UserError(
-            f"Training does not fit: on {most} devices each needs {least.total / GIB:.1f} GiB of its "
+            f"Training does not fit: on {ranks} devices each needs {least.total / GIB:.1f} GiB of its "
             f"{TRAINER_SHARE * device_bytes / GIB:.1f} at ZeRO 3 with checkpointing: take more devices, trainer.lora, "
             f"trainer.offload, or {smaller}."
         )
@@ -307,7 +307,7 @@ def plan(config: Config, model: Model, rates: Rates, lengths: Lengths, devices: 
 
 
 def _fitting(
-    config: Config, model: Model, ranks: int, lengths: Lengths, device_bytes: float
+    config: Config, model: ModelSizes, ranks: int, lengths: Lengths, device_bytes: float
 ) -> tuple[int, bool, TrainingMemory] | None:
     """The ZeRO stage, checkpointing and memory of the cheapest training that fits; None if none fits."""
     first = 1 if config.trainer.dtype == "bfloat16" else 0  # areal.training.optimizer explains why

@@ -76,17 +76,17 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:
     """
     values = overridden(read_values(file), overrides)
     grid = values.pop("grid", None)
-    if not isinstance(grid, dict) or not grid or not all(isinstance(each, list) and each for each in grid.values()):
+    if not isinstance(grid, dict) or not grid or not all(isinstance(axis, list) and axis for axis in grid.values()):
         raise UserError(
             f"{file} has no grid: name keys and their values, such as `grid: {{max_staleness: [0, 4], seed: [0, 1]}}`."
         )
-    points = [dict(zip(grid, each, strict=True)) for each in itertools.product(*grid.values())]
+    points = [dict(zip(grid, combination, strict=True)) for combination in itertools.product(*grid.values())]
     sweep = {"name": overridden({}, overrides).get("name", file.stem)}
     folder = str(checked(overridden(values, settings=points[0] | sweep), file).folder)
     runs: dict[str, SweptRun] = {}
     for point in points:
-        own = overridden(values, settings=point | {"run_dir": folder, "name": name_of(point)})
-        run = SweptRun(checked(own, file), own)
+        run_values = overridden(values, settings=point | {"run_dir": folder, "name": name_of(point)})
+        run = SweptRun(checked(run_values, file), run_values)
         if run.name in runs:
             raise UserError(f"The grid of {file} has {run.name} twice: write each value once.")
         _check_begun(run)
@@ -99,8 +99,8 @@ def _check_begun(run: SweptRun) -> None:
     if not run.begun or not run.file.is_file():
         return
     free = OPERATION if run.finished else MAY_CHANGE
-    before: Config = load_config(run.file)
-    for key, old, new in differences(before.model_dump(mode="json"), run.config.model_dump(mode="json")):
+    previous: Config = load_config(run.file)
+    for key, old, new in differences(previous.model_dump(mode="json"), run.config.model_dump(mode="json")):
         if not within(key, free):
             old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
             raise UserError(
@@ -130,7 +130,7 @@ class Sweep:
     def __init__(self, runs: Sequence[SweptRun]) -> None:
         self.runs = runs
         self._process: subprocess.Popen[bytes] | None = None
-        self._told: signal.Signals | None = None
+        self._signal: signal.Signals | None = None
 
     def run(self) -> int:
         """Do all runs that are not finished. A run that has begun is resumed, and one that fails is told and left.
@@ -147,19 +147,19 @@ class Sweep:
                 continue
             print(f"[{number}/{len(self.runs)}] {run.name}{' is resumed' * run.begun}", flush=True)
             run.write()
-            code = self._do(run)
-            if self._told:
+            code = self._run_process(run)
+            if self._signal:
                 print(f"Stopped in {run.name}: the same command goes on with it.", file=sys.stderr)
-                return 128 + self._told
+                return 128 + self._signal
             if code:
                 failed.append(run.name)
                 print(f"{run.name} failed with exit code {code}: the sweep goes on without it.", file=sys.stderr)
-        done = len(self.runs) - len(failed)
-        print(f"{done} of {len(self.runs)} runs are finished" + f"; failed: {', '.join(failed)}" * bool(failed))
+        finished = len(self.runs) - len(failed)
+        print(f"{finished} of {len(self.runs)} runs are finished" + f"; failed: {', '.join(failed)}" * bool(failed))
         return 1 if failed else 0
 
-    def _do(self, run: SweptRun) -> int:
-        if self._told:
+    def _run_process(self, run: SweptRun) -> int:
+        if self._signal:
             return 0
         # With this variable run.py ends when this process ends, however that happens. In a session of its own it hears
         # of a Ctrl-C only from here, and once.
@@ -168,11 +168,11 @@ class Sweep:
             env=os.environ | {SUPERVISED: str(os.getpid())},
             start_new_session=True,
         )
-        if self._told:  # before there was a process to tell
-            self._process.send_signal(self._told)
+        if self._signal:  # before there was a process to tell
+            self._process.send_signal(self._signal)
         return self._process.wait()
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        self._told = signal.Signals(number)
+        self._signal = signal.Signals(number)
         if self._process is not None:
             self._process.send_signal(number)

@@ -144,7 +144,7 @@ def reasoning_gym(prompt: str, completion: str, row: Mapping[str, Any]) -> float
 
 def math_answer(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     """1.0 if the final answer equals an answer of the row, else 0.0 (`areal.rewards.math_answers`)."""
-    return math_answers.score(math_answers.answers_of(row), completion)
+    return math_answers.score(math_answers.answers_of(row), completion, prompt)
 
 
 def _answer(row: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The `math` reward: 1.0 if the final answer of a completion equals an answer of its row, else 0.0.
 
-math-verify finds the answers in the texts and compares them. Whatever it is asked about a completion, it is asked in a
-child process with limits (`areal.rewards.limits`), so no completion can hang or end this process. If the completion and
-the row both clearly end in a plain number, the numbers are compared without math-verify.
+`areal.rewards.final_answer` finds the answer in the completion, and math-verify compares the two. Whatever it is asked
+about a completion, it is asked in a child process with limits (`areal.rewards.limits`), so no completion can hang or
+end this process. Plain numbers are compared without math-verify.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from decimal import Decimal
 from functools import cache, lru_cache, partial
 from typing import Any
 
+from areal.rewards import final_answer
+from areal.rewards.final_answer import MARK, rounded
 from areal.rewards.limits import all_limited, limited
 from areal.rewards.result import RewardError
 
-# What stands before the answer in GSM8K.
-MARK = "####"
 # Digits to which math-verify evaluates a difference. With its default, 15, all numbers below 1e-15 are equal.
 DIGITS = 50
 
@@ -44,13 +44,7 @@ _WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z .,;'!?-]*")
 # Few enough digits for a float.
 _NUMBER = r"-?(?:0|[1-9][0-9]{0,8}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,2})(?:\.[0-9]{1,6})?"
 _PLAIN = re.compile(_NUMBER)
-# What follows the box is no part of a formula, no percent sign, and not what math-verify looks for behind an answer.
-# Possessive, so that a long text behind the box is read once and not again for each of its blanks.
-_LAST_BOX = re.compile(
-    rf"\\boxed\{{({_NUMBER})\}}\s*+(\$\$|\$|\\\)|\\\])?+(?!\s*+(?:percent|pct))(?!.*hope)[^$\\\]}}%]*+",
-    re.DOTALL | re.IGNORECASE,
-)
-_OPENING = {"$": "$", "$$": "$$", "\\)": "\\(", "\\]": "\\["}
+_DECIMAL_COMMA = re.compile(r"-?\d+,(?:\d{1,2}|\d{4,9})")
 
 
 @cache
@@ -60,8 +54,8 @@ def warm() -> None:
     # It warns that its own time limit, which needs signals, is off; the child process has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for latex in EXAMPLES:
-        for completion in _boxed(latex), f"${latex}$":
-            _same(_read(_boxed(latex), gold=True), completion)
+        for text in _boxed(latex), f"${latex}$":
+            _equal(_read(_boxed(latex)), _read(text))
 
 
 def answers_of(row: Mapping[str, Any]) -> list[str]:
@@ -75,40 +69,19 @@ def answers_of(row: Mapping[str, Any]) -> list[str]:
     return [f"{Decimal(str(each)):f}" if isinstance(each, float) else str(each) for each in answers]
 
 
-def score(answers: Sequence[str], completion: str) -> float:
+def score(answers: Sequence[str], completion: str, prompt: str = "") -> float:
     """1.0 if the completion's final answer equals one of the row's answers, else 0.0.
 
     A completion whose answer cannot be read, or cannot be compared within the limits, scores 0.0. Raises RewardError if
     one of the row's answers cannot be read, and TimeoutError if the machine is too busy for a comparison.
     """
-    number = final_number(completion)
+    given = final_answer.given(completion, prompt)
+    number = None if given is None else _number(given)
     numbers = [_number(_after_mark(answer)) for answer in answers]
     if number is not None and None not in numbers:
         return float(number in numbers)
-    golds = [gold for answer in answers for gold in _gold(answer)]
-    return float(limited(lambda: _same(golds, completion)) or False)
-
-
-def final_number(completion: str) -> Decimal | None:
-    """The number that math-verify finds as the final answer, if that is certain without asking it.
-
-    It is the content of the completion's only box, alone in its formula if it is in one, with only words behind it; or,
-    without a box, it is all that follows the last `####`.
-    """
-    start = completion.rfind("\\boxed")
-    if start < 0:
-        return _number(_after_mark(completion))
-    before = completion[:start]
-    found = _LAST_BOX.fullmatch(completion, start)
-    if not found or "\\boxed" in before or "\\fbox" in before:
-        return None
-    if closing := found[2]:
-        opening, before = _OPENING[closing], before.rstrip()
-        head = before.removesuffix(opening)
-        # An earlier formula that was never closed would include this one.
-        if head == before or head.endswith(("\\", "$")) or head.rfind(opening) > head.rfind(closing):
-            return None
-    return _number(found[1])
+    golds = [(answer, _gold(answer)) for answer in answers]
+    return float(given is not None and (limited(lambda: _same(golds, given, prompt)) or False))
 
 
 def unreadable(answers: Sequence[str]) -> list[str]:
@@ -139,13 +112,23 @@ def _gold(answer: str) -> list[Any]:
         raise RewardError(
             f"math-verify cannot read the row's answer {answer[-100:]!r}: write it as LaTeX that it understands"
         )
-    return _read(_gold_text(answer), gold=True)
+    text = _after_mark(answer)
+    # 1,22 may be 1.22, or 1 and 22.
+    decimal = _read(_boxed(text.replace(",", "."))) if _DECIMAL_COMMA.fullmatch(text) else []
+    return _meaning(answer) + decimal
 
 
 def _readable(answer: str) -> bool:
     """Whether the answer is an expression that equals itself; an undefined value does not."""
-    gold = _read(_gold_text(answer), gold=True)
+    gold = _meaning(answer)
     return _equal(gold, gold)
+
+
+def _meaning(answer: str) -> list[Any]:
+    found = _read(_gold_text(answer))
+    if not found and "\\boxed" in answer:  # not closed, or escaped once too often
+        found = _read(_boxed(final_answer.given(answer) or ""))
+    return found
 
 
 def _gold_text(answer: str) -> str:
@@ -157,9 +140,13 @@ def _gold_text(answer: str) -> str:
     return _boxed(f"\\text{{{text}}}" if _WORDS.fullmatch(text) else text)
 
 
-def _same(golds: Sequence[Any], completion: str) -> bool:
+def _same(golds: Sequence[tuple[str, list[Any]]], given: str, prompt: str = "") -> bool:
     """Only for texts of this file, or within `limited`."""
-    return _equal(golds, _read(completion if "\\boxed" in completion else _after_mark(completion)))
+    for answer, gold in golds:
+        text = final_answer.given(_gold_text(answer)) or answer
+        if final_answer.is_answered(given, text, prompt) and _equal(gold, _read(_boxed(rounded(given, text)))):
+            return True
+    return False
 
 
 def _equal(golds: Sequence[Any], given: Sequence[Any]) -> bool:
@@ -169,19 +156,19 @@ def _equal(golds: Sequence[Any], given: Sequence[Any]) -> bool:
     return verify(golds, given, numeric_precision=DIGITS, timeout_seconds=None)
 
 
-def _read(text: str, gold: bool = False) -> list[Any]:
+def _read(text: str) -> list[Any]:
     """The final answer in the text, as SymPy expressions; empty if there is none."""
-    from math_verify import parse
+    from math_verify import LatexExtractionConfig, parse
 
-    found: list[Any] = parse(text, _targets(gold, "\\boxed" in text), fallback_mode="no_fallback", parsing_timeout=None)
-    return found
-
-
-@cache
-def _targets(gold: bool, boxed: bool) -> list[Any]:
-    """What math-verify looks for: LaTeX, boxes first, and in a completion numbers too. Beside a box, only formulas and
-    numbers that the text calls the answer count."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig
-
-    latex = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=not boxed)
-    return [latex] if gold else [latex, ExprExtractionConfig(try_extract_without_anchor=not boxed)]
+    text = re.sub(r"\\mathrm\{(\w)\}", r"\1", text)
+    target = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor="\\boxed" not in text)
+    found: list[Any] = parse(text, [target], fallback_mode="no_fallback", parsing_timeout=None)
+    if found or "\\pm" not in text:
+        return found
+    # A \pm within a fraction is not read: both values, one after the other.
+    both = re.sub(
+        r"[^,;{}]*\{[^,;]*\\pm[^,;]*",
+        lambda part: part[0].replace("\\pm", "+") + "," + part[0].replace("\\pm", "-"),
+        text,
+    )
+    return _read(both)

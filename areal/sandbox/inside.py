@@ -40,6 +40,7 @@ import struct
 import sys
 import tempfile
 import time
+import traceback
 import types
 
 TICK_SECONDS = 0.01
@@ -527,10 +528,7 @@ def run_python(path):
 
 def depth():
     """How many frames there are, that of the caller included."""
-    count, frame = 1, sys._getframe(1)
-    while frame := frame.f_back:
-        count += 1
-    return count
+    return 1 + sum(1 for _ in traceback.walk_stack(sys._getframe(1).f_back))
 
 
 def watch(program, run, usage, deadline):
@@ -820,7 +818,7 @@ def remove_groups(groups):
 def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # programs may send it, and so does a terminal: the worker decides
     _, descriptor, mode, packages, delegated, *folders = sys.argv
-    requests, plain, packages = socket.socket(fileno=int(descriptor)), mode == "none", packages.split(os.pathsep)
+    requests, plain = socket.socket(fileno=int(descriptor)), mode == "none"
     with contextlib.suppress(OSError):
         write("/proc/self/oom_score_adj", "1000")  # when memory is short, the kernel kills programs first
     try:
@@ -836,9 +834,9 @@ def main():
                 if groups is not None:
                     remove_groups(groups)
                 return
-            enter_root(folders, packages)
+            enter_root(folders, packages.split(os.pathsep))
         else:
-            sys.path += packages
+            sys.path += packages.split(os.pathsep)
         call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
     except (OSError, KeyError) as error:
         requests.send(json.dumps({"error": str(error)}).encode())

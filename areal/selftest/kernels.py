@@ -15,7 +15,7 @@ from areal.selftest.findings import GAP, LAYERS, SHARE, Finding, judged
 from areal.selftest.synthetic import random_groups
 from areal.training import head
 from areal.training.head import Head, linear_logprobs
-from areal.training.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, pack
+from areal.training.packed import FLASH, FlatBatch, PackedRow, attention_kwargs, choose_attention, pack
 from areal.training.separation import keeps_apart
 
 LENGTHS, SHARED = ((300, 260, 200), (129, 2), (128,)), 150
@@ -121,7 +121,7 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
         model.train()
     own_head = Head(model)
 
-    def forward(row: Row) -> tuple[Tensor, Tensor]:
+    def forward(row: PackedRow) -> tuple[Tensor, Tensor]:
         return model(
             **_inputs(row, kind),
             predicts=row.predicts,
@@ -192,13 +192,13 @@ def _few_layers(sizes: Any, dtype: str, attention: str, device: torch.device) ->
 
 def _row(
     vocabulary: int, lengths: Sequence[Sequence[int]], shared: int, device: torch.device, *, prefix_tree: bool
-) -> tuple[Row, FlatBatch]:
+) -> tuple[PackedRow, FlatBatch]:
     groups = random_groups(vocabulary, lengths, shared=shared)
     flat = FlatBatch.of(groups, minibatches=1, prefix_tree=prefix_tree)
     return pack(flat, flat.trained(None), range(len(flat.lengths)), device), flat
 
 
-def _inputs(row: Row, kind: str) -> dict[str, Any]:
+def _inputs(row: PackedRow, kind: str) -> dict[str, Any]:
     return {
         "input_ids": row.tokens,
         "position_ids": row.positions,

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from areal.training.head import Curve
-from areal.training.packed import Row
+from areal.training.head import LogitCurve
+from areal.training.packed import PackedRow
 
-PLAIN = Curve()
+PLAIN = LogitCurve()
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, row: Row) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
     """Attention in which each token of `row` sees itself and its ancestors, by a dense mask.
 
     query: [1, heads, T, D], key and value: [1, kv heads, T, D]. Returns [1, T, heads, D].
@@ -32,7 +32,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, row: Row) -> Tensor:
     return (torch.softmax(scores, -1) @ value).transpose(1, 2)
 
 
-def curved(logits: Tensor, curve: Curve) -> Tensor:
+def curved(logits: Tensor, curve: LogitCurve) -> Tensor:
     """What `curve` makes of the products of a head."""
     logits = curve.scale * logits
     return logits if curve.cap == math.inf else curve.cap * torch.tanh(logits / curve.cap)
@@ -45,7 +45,7 @@ def logprobs_of_whole_logits(
     distribution: Tensor,
     targets: Tensor,
     temperature: float,
-    curve: Curve = PLAIN,
+    curve: LogitCurve = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, as `areal.training.head.linear_logprobs`."""
     logps = torch.log_softmax(curved(linear(hidden, weight, bias), curve) / temperature, -1)

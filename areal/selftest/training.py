@@ -208,14 +208,14 @@ class Training:
             judged(
                 "longest row",
                 took <= BEYOND_PLAN * plan.total,
-                f"{sum(lengths)} tokens: {took / GIB:.2f} GiB; the plan has {(plan.total - plan.other) / GIB:.2f}, and "
-                f"{plan.other / GIB:.0f} for libraries",
+                f"{sum(lengths)} tokens: {took / GIB:.2f} GiB; the plan has {(plan.total - plan.overhead) / GIB:.2f}, "
+                f"and {plan.overhead / GIB:.0f} for libraries",
                 f"The step takes more memory than `areal plan` says: plan with a --device-memory smaller by "
                 f"{max(0.0, took - plan.total) / GIB:.1f} GiB, and report it.",
                 lengths=lengths,
                 bytes=took,
                 planned=plan.total,
-                planned_other=plan.other,
+                planned_other=plan.overhead,
             ),
             judged(
                 "training",

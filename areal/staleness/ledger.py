@@ -179,7 +179,7 @@ def _with_tuples(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Permit:
+class GroupPermit:
     """The right to start a group. Every request of the group carries `min_version` or a later version (rule 2)."""
 
     group_id: str
@@ -189,7 +189,7 @@ class Permit:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LedgerGroup:
     """A row of the ledger. `attempt` counts the earlier admissions of the prompt, `failures` those that failed."""
 
     group_id: str
@@ -268,7 +268,7 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class QueuedPrompt:
     """A prompt that waits to be admitted. Its next group has the number `attempt`, the first has number 0."""
 
     prompt_index: int
@@ -305,9 +305,9 @@ class Ledger:
         self.journal = journal
         self.version = 0
         self.counters = Counters()
-        self._groups: dict[str, Group] = {}  # in order of admission
+        self._groups: dict[str, LedgerGroup] = {}  # in order of admission
         self._lines: dict[GroupState, list[Place]] = {GroupState.ADMITTED: [], GroupState.READY: []}  # sorted
-        self._requeued: deque[Prompt] = deque()
+        self._requeued: deque[QueuedPrompt] = deque()
         self._next_prompt = 0
         self._batch: Batch | None = None  # logged for `version`, not committed
         self._steps: dict[int, StepRecord] = {}  # committed, not covered by a checkpoint
@@ -337,8 +337,8 @@ class Ledger:
             **dump["counters"] | {name: Counter(dump["counters"][name]) for name in ("discarded", "requeued")}
         )
         for row in dump["groups"]:
-            ledger._place(Group(**row | {"state": GroupState(row["state"])}))
-        ledger._requeued.extend(Prompt(**prompt) for prompt in dump["requeued"])
+            ledger._place(LedgerGroup(**row | {"state": GroupState(row["state"])}))
+        ledger._requeued.extend(QueuedPrompt(**prompt) for prompt in dump["requeued"])
         ledger._batch = None if dump["batch"] is None else Batch(**_with_tuples(dump["batch"]))
         for step in dump["steps"]:
             ledger._keep_step(
@@ -359,10 +359,10 @@ class Ledger:
             "steps": [_fields(step) | {"batch": _fields(step.batch)} for step in self._steps.values()],
         }
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Ledger):
+    def __eq__(self, value: object) -> bool:
+        if not isinstance(value, Ledger):
             return NotImplemented
-        return vars(self) | {"journal": None} == vars(other) | {"journal": None}
+        return vars(self) | {"journal": None} == vars(value) | {"journal": None}
 
     # ------------------------------------------------------------------------------------------------------ reading
 
@@ -399,7 +399,7 @@ class Ledger:
         waiting = self._waiting(self._choose())
         return None if waiting is None or self._may_abort(waiting) else waiting
 
-    def group(self, group_id: str) -> Group | None:
+    def group(self, group_id: str) -> LedgerGroup | None:
         """The row of an alive group, else None."""
         return self._groups.get(group_id)
 
@@ -409,7 +409,7 @@ class Ledger:
 
     def open_prompts(self) -> list[int]:
         """The indices of the admitted prompts that are neither trained nor discarded: alive ones and re-queued ones."""
-        rows: list[Group | Prompt] = [*self._groups.values(), *self._requeued]
+        rows: list[LedgerGroup | QueuedPrompt] = [*self._groups.values(), *self._requeued]
         return sorted(row.prompt_index for row in rows)
 
     def needs_payload(self, group_id: str) -> bool:
@@ -418,13 +418,13 @@ class Ledger:
         group = self._groups.get(group_id)
         return group_id in self._redoable or (group is not None and group.state is not GroupState.ADMITTED)
 
-    def deadline(self, group: Group) -> int:
+    def deadline(self, group: LedgerGroup) -> int:
         """The last version that may train this group: its start version + eta. The version at admission replaces the
         start version until that is known."""
-        known = group.admission_version if group.start_version is None else group.start_version
-        return known + self.settings.max_staleness
+        start = group.admission_version if group.start_version is None else group.start_version
+        return start + self.settings.max_staleness
 
-    def oldest(self, n: int) -> list[Group]:
+    def oldest(self, n: int) -> list[LedgerGroup]:
         """The n groups with the earliest deadlines among those that are in no batch."""
         places = sorted(self._lines[GroupState.ADMITTED] + self._lines[GroupState.READY])
         return [self._groups[group_id] for _, _, group_id in places[:n]]
@@ -435,7 +435,7 @@ class Ledger:
 
     # ----------------------------------------------------------------------------------------------------- commands
 
-    def admit(self, owner: str, n: int, now: float, lease_seconds: float) -> list[Permit]:
+    def admit(self, owner: str, n: int, now: float, lease_seconds: float) -> list[GroupPermit]:
         """Admit up to n groups, as many as `capacity` allows: re-queued prompts first, then new ones in order."""
         return [self._permit(owner, now + lease_seconds) for _ in range(min(n, self.capacity))]
 
@@ -464,8 +464,8 @@ class Ledger:
         if group is None:
             return Answer.GONE
         self._check_start(group, version)
-        known = group.start_version
-        if group.state is not GroupState.ADMITTED or (known is not None and version >= known):
+        start = group.start_version
+        if group.state is not GroupState.ADMITTED or (start is not None and version >= start):
             return Answer.UNCHANGED
         return self._accept_start(group, Started(group_id, version), version)
 
@@ -583,14 +583,14 @@ class Ledger:
         size = self.settings.batch_size
         return min(size, self.alive) if self._prompts_left == 0 else size
 
-    def _choose(self) -> list[Group]:
+    def _choose(self) -> list[LedgerGroup]:
         """Up to B ready groups, earliest deadline first."""
         return self._head(GroupState.READY, self.settings.batch_size)
 
-    def _head(self, state: GroupState, n: int) -> list[Group]:
+    def _head(self, state: GroupState, n: int) -> list[LedgerGroup]:
         return [self._groups[group_id] for _, _, group_id in self._lines[state][:n]]
 
-    def _waiting(self, chosen: list[Group]) -> Waiting | None:
+    def _waiting(self, chosen: list[LedgerGroup]) -> Waiting | None:
         needed = self._needed()
         if len(chosen) < needed:
             stragglers = self._head(GroupState.ADMITTED, needed - len(chosen))
@@ -600,7 +600,7 @@ class Ledger:
                 return None
         return Waiting(self.version, self.ready_count, needed, tuple(group.group_id for group in stragglers))
 
-    def _stragglers(self, chosen: list[Group]) -> list[Group]:
+    def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
         """The unfinished groups because of which rule 3 forbids training `chosen` now, earliest deadline first.
 
         Without these groups rule 3 holds. If n groups too many would be left behind at some deadline, the n unfinished
@@ -612,66 +612,66 @@ class Ledger:
         unfinished, ready = self._lines[GroupState.ADMITTED], self._lines[GroupState.READY]
         named = 0
         for deadline in self._deadlines():
-            before = bisect_left(unfinished, (deadline + 1,))
-            left_behind = before + max(0, bisect_left(ready, (deadline + 1,)) - len(chosen))
+            due = bisect_left(unfinished, (deadline + 1,))
+            left_behind = due + max(0, bisect_left(ready, (deadline + 1,)) - len(chosen))
             slots = max(0, self.settings.batch_size * (deadline - self.version))
             named = max(named, left_behind - slots)
-            if named > before:
+            if named > due:
                 raise self._error(f"too many ready groups have deadline {deadline} or earlier for the steps left")
         return self._head(GroupState.ADMITTED, named)
 
     def _deadlines(self) -> list[int]:
         """The distinct deadlines of groups outside a batch, ascending. There are few, even if there are many groups."""
-        found: list[int] = []
+        deadlines: list[int] = []
         for line in self._lines.values():
             at = 0
             while at < len(line):
-                found.append(line[at][0])
-                at = bisect_left(line, (found[-1] + 1,), lo=at)
-        return sorted(set(found))
+                deadlines.append(line[at][0])
+                at = bisect_left(line, (deadlines[-1] + 1,), lo=at)
+        return sorted(set(deadlines))
 
     def _may_abort(self, waiting: Waiting) -> bool:
         return self.settings.on_straggler == "requeue" and waiting.ready >= waiting.needed
 
-    def _permit(self, owner: str, lease_expires: float) -> Permit:
+    def _permit(self, owner: str, lease_expires: float) -> GroupPermit:
         group_id, prompt_index, attempt = self._next_permit()
         self._emit(Admitted(group_id, prompt_index, attempt, owner, self.version, lease_expires))
-        return Permit(group_id, prompt_index, attempt, self._min_version(self._groups[group_id]))
+        return GroupPermit(group_id, prompt_index, attempt, self._min_version(self._groups[group_id]))
 
-    def _min_version(self, group: Group) -> int:
+    def _min_version(self, group: LedgerGroup) -> int:
         """The lowest version that may sample the group (rule 2). `admission_only`, as in the paper, has no rule 2."""
         return 0 if self.settings.on_straggler == "admission_only" else group.admission_version
 
-    def _check_start(self, group: Group, version: int) -> None:
+    def _check_start(self, group: LedgerGroup, version: int) -> None:
         low = self._min_version(group)
         if not low <= version <= self.version:
             raise self._error(f"start version {version} is not between {low} and {self.version}", group.group_id)
 
-    def _accept_start(self, group: Group, event: Started | Ready, version: int) -> Answer:
+    def _accept_start(self, group: LedgerGroup, event: Started | Ready, version: int) -> Answer:
         if self._breaks_schedule(group, version):
             self._fail(group, START_VERSION_FELL)
             return Answer.GONE
         self._emit(event)
         return Answer.ACCEPTED
 
-    def _breaks_schedule(self, group: Group, version: int) -> bool:
+    def _breaks_schedule(self, group: LedgerGroup, version: int) -> bool:
         """True if `version` is below the start version reported before and leaves some group without a step in time."""
         if not self.settings.bounds_groups or group.start_version is None or version >= group.start_version:
             return False
         rows = [replace(g, start_version=version) if g is group else g for g in self._unbatched()]
         return not self._fits(rows)
 
-    def _fits(self, groups: Iterable[Group]) -> bool:
+    def _fits(self, groups: Iterable[LedgerGroup]) -> bool:
         """True if the steps after the logged batch can train all `groups`, which are outside it, in time."""
         first = self.version + (self._batch is not None)
         return schedulable(map(self.deadline, groups), first, self.settings.batch_size)
 
-    def _fail(self, group: Group, reason: str) -> None:
+    def _fail(self, group: LedgerGroup, reason: str) -> None:
         """Re-queue the prompt, or discard it after `max_attempts` failures."""
         last = group.failures + 1 >= self.settings.max_attempts
         self._emit(Discarded(group.group_id, reason) if last else Requeued(group.group_id, reason, failed=True))
 
-    def _return_leases(self, groups: list[Group], reason: str) -> list[str]:
+    def _return_leases(self, groups: list[LedgerGroup], reason: str) -> list[str]:
         for group in groups:
             self._emit(Requeued(group.group_id, reason, failed=False))
         return [group.group_id for group in groups]
@@ -681,20 +681,20 @@ class Ledger:
         if leased:
             self._emit(Renewed(leased, lease_expires))
 
-    def _unbatched(self) -> list[Group]:
+    def _unbatched(self) -> list[LedgerGroup]:
         return [group for group in self._groups.values() if group.state is not GroupState.BATCHED]
 
-    def _leased(self) -> list[Group]:
+    def _leased(self) -> list[LedgerGroup]:
         return [group for group in self._groups.values() if group.state is GroupState.ADMITTED]
 
-    def _owned(self, group_id: str, owner: str) -> Group | None:
+    def _owned(self, group_id: str, owner: str) -> LedgerGroup | None:
         group = self._groups.get(group_id)
         return group if group is not None and group.owner == owner else None
 
     def _committed(self, version: int) -> StepRecord:
         if version not in self._steps:
-            known = f"{min(self._steps)} to {max(self._steps)}" if self._steps else "none"
-            raise LedgerError(f"no record of step {version}: the version is {self.version}, steps kept: {known}")
+            steps = f"{min(self._steps)} to {max(self._steps)}" if self._steps else "none"
+            raise LedgerError(f"no record of step {version}: the version is {self.version}, steps kept: {steps}")
         return self._steps[version]
 
     # ------------------------------------------------------------------------------------------------------- events
@@ -717,12 +717,12 @@ class Ledger:
             case Started(group_id, version):
                 self._update(group_id, start_version=version)
             case Ready(group_id, version):
-                known = self._groups[group_id].start_version
-                start = version if known is None else min(known, version)
+                reported = self._groups[group_id].start_version
+                start = version if reported is None else min(reported, version)
                 self._update(group_id, state=GroupState.READY, start_version=start, lease_expires=None)
             case Requeued(group_id, reason, failed):
                 group = self._drop(group_id)
-                self._requeued.append(Prompt(group.prompt_index, group.attempt + 1, group.failures + failed))
+                self._requeued.append(QueuedPrompt(group.prompt_index, group.attempt + 1, group.failures + failed))
                 self.counters.requeued[reason] += 1
             case Discarded(group_id, reason):
                 self._drop(group_id)
@@ -741,9 +741,9 @@ class Ledger:
         if self._requeued:
             prompt = self._requeued.popleft()
         else:
-            prompt = Prompt(event.prompt_index)
+            prompt = QueuedPrompt(event.prompt_index)
             self._next_prompt += 1
-        group = Group(
+        group = LedgerGroup(
             group_id=event.group_id,
             prompt_index=event.prompt_index,
             attempt=event.attempt,
@@ -776,22 +776,22 @@ class Ledger:
         self._leave_line(group)
         self._place(replace(group, **changes))
 
-    def _place(self, group: Group) -> None:
+    def _place(self, group: LedgerGroup) -> None:
         self._groups[group.group_id] = group
         if group.state in self._lines:
             insort(self._lines[group.state], self._place_of(group))
 
-    def _drop(self, group_id: str) -> Group:
+    def _drop(self, group_id: str) -> LedgerGroup:
         group = self._groups.pop(group_id)
         self._leave_line(group)
         return group
 
-    def _leave_line(self, group: Group) -> None:
+    def _leave_line(self, group: LedgerGroup) -> None:
         if group.state in self._lines:
             line = self._lines[group.state]
             del line[bisect_left(line, self._place_of(group))]
 
-    def _place_of(self, group: Group) -> Place:
+    def _place_of(self, group: LedgerGroup) -> Place:
         return self.deadline(group), group.prompt_index, group.group_id
 
     def _keep_step(self, record: StepRecord) -> None:
@@ -817,7 +817,7 @@ class Ledger:
             raise self._error(f"{event} does not fit the state at version {self.version}", *_groups_of(event))
 
     def _next_permit(self) -> tuple[str, int, int]:
-        prompt = self._requeued[0] if self._requeued else Prompt(self._next_prompt)
+        prompt = self._requeued[0] if self._requeued else QueuedPrompt(self._next_prompt)
         return f"g{prompt.prompt_index}.{prompt.attempt}", prompt.prompt_index, prompt.attempt
 
     def _all_in(self, group_ids: Iterable[str], *states: GroupState) -> bool:
@@ -851,7 +851,7 @@ class Ledger:
     def _is_in_line(self, state: GroupState) -> bool:
         return self._lines[state] == sorted(self._place_of(row) for row in self._groups.values() if row.state is state)
 
-    def _is_sound(self, row: Group) -> bool:
+    def _is_sound(self, row: LedgerGroup) -> bool:
         """True if exactly the unfinished groups have a lease, finished ones a start version, and versions are valid."""
         in_progress = row.state is GroupState.ADMITTED
         if in_progress != (row.lease_expires is not None):

@@ -28,11 +28,11 @@ class RunAhead:
 
     def __init__(self, batch_size: int, max_staleness: int) -> None:
         self._batch_size = batch_size
-        self._least = batch_size * min(2, max_staleness + 1)
-        self._most = batch_size * (max_staleness + 1)
-        self._limit = float(self._least)
+        self._min_limit = batch_size * min(2, max_staleness + 1)
+        self._max_limit = batch_size * (max_staleness + 1)
+        self._limit = float(self._min_limit)
         # The first groups take just as long under any limit, so the waits of the first steps are not counted.
-        self._filling = self._least // batch_size
+        self._filling = self._min_limit // batch_size
 
     @property
     def limit(self) -> int:
@@ -61,4 +61,4 @@ class RunAhead:
         self._set(state["limit"])
 
     def _set(self, limit: float) -> None:
-        self._limit = min(float(self._most), max(float(self._least), limit))
+        self._limit = min(float(self._max_limit), max(float(self._min_limit), limit))

@@ -45,7 +45,7 @@ def claim(folder: Path, resume: bool = False) -> int:
             break
         folder.rename(_aside(folder))
         os.close(lock)
-    if not _is(lock, folder / ADDRESS):
+    if not _is_same_file(lock, folder / ADDRESS):
         os.close(lock)
         return claim(folder, resume)
     os.truncate(lock, 0)
@@ -79,7 +79,7 @@ def _aside(folder: Path) -> Path:
     return aside
 
 
-def _is(lock: int, path: Path) -> bool:
+def _is_same_file(lock: int, path: Path) -> bool:
     """True if the open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(lock), path.stat())

@@ -51,12 +51,12 @@ class EventLog:
         self._path = folder / FILE
         self._clock = clock
         self._lines: list[str] = []
-        self._said: dict[str, tuple[float, str, str]] = {}  # by actor: time of the last write, state, activity
+        self._last_written: dict[str, tuple[float, str, str]] = {}  # by actor: time of the last write, state, activity
         self._behind: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DELAYS_KEPT))
         self._flushed = clock()
         self._failed = False
 
-    def heard(
+    def record_heartbeat(
         self, actor: str, state: str, activity: str, stats: Mapping[str, float],
         clock: float | None = None, spans: Iterable[tuple[str, float, float]] = (),
     ) -> None:  # fmt: skip
@@ -68,11 +68,11 @@ class EventLog:
             behind.append(now - clock)
             for name, began, seconds in spans:
                 self._add({"time": began + min(behind), "actor": actor, "span": name, "seconds": seconds})
-        written, *before = self._said.get(actor, (0.0, "", ""))
-        due = EVERY_SECONDS * max(1.0, len(self._said) / ACTORS_AT_ONCE)
+        written, *last = self._last_written.get(actor, (0.0, "", ""))
+        due = EVERY_SECONDS * max(1.0, len(self._last_written) / ACTORS_AT_ONCE)
         # 0.9: a heartbeat that arrives a little early is still written, and not delayed until the next one.
-        if before != [state, activity] or now - written > due * 0.9:
-            self._said[actor] = (now, state, activity)
+        if last != [state, activity] or now - written > due * 0.9:
+            self._last_written[actor] = (now, state, activity)
             self._add({"time": now, "actor": actor, "state": state, "activity": activity, "stats": stats})
         if state == GONE:
             self._behind.pop(actor, None)

@@ -82,8 +82,8 @@ class Journal:
     async def durable(self) -> None:
         """Return once everything that was appended before this call is on disk. Raises JournalError if the disk write
         fails, and on every call after that."""
-        wanted = self._appended
-        while self._durable < wanted and self._failure is None:
+        target = self._appended
+        while self._durable < target and self._failure is None:
             commit = self._commit or self._start_commit()
             await asyncio.wait([commit])  # cancelling a caller here does not cancel the commit
         if self._failure is not None:

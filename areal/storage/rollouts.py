@@ -95,49 +95,49 @@ class Rollout:
 class RolloutWriter:
     """Writes the rollouts of a run into `folder`. Every method may be called from any thread.
 
-    kept: `all`, `sample` or `none`. limit: bytes of all files together. texts: decodes sequences of tokens.
+    selection: `all`, `sample` or `none`. limit: bytes of all files together. texts: decodes sequences of tokens.
     `step`: the newest step whose trained groups are in the files or added. `waiting`: bytes that `write` would write,
     before they are compressed.
     """
 
     def __init__(
-        self, folder: Path, kept: str, limit: int, texts: Callable[[list[np.ndarray]], list[str]]
+        self, folder: Path, selection: str, limit: int, texts: Callable[[list[np.ndarray]], list[str]]
     ) -> None:  # fmt: skip
         self._folder = folder
-        self._one_of = {"all": 1, "sample": ONE_OF}.get(kept)
+        self._one_of = {"all": 1, "sample": ONE_OF}.get(selection)
         self._limit = limit
         self._texts = texts
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._added: list[Rollout] = []
-        self._known: deque[str] = deque(maxlen=KNOWN)
+        self._newest_ids: deque[str] = deque(maxlen=KNOWN)
         self._number = self.step = self.waiting = 0
         for path in files(folder) if self._one_of else ():  # of an earlier trainer of the run
             self._number = int(path.stem)
             try:
-                found = _read(path, ["step", "group"])
+                table = _read(path, ["step", "group"])
             except UserError as error:
                 log.error(str(error))
                 continue
-            self.step = max(self.step, pc.max(found["step"]).as_py() or 0)
-            self._known.extend(found["group"].unique().to_pylist())
+            self.step = max(self.step, pc.max(table["step"]).as_py() or 0)
+            self._newest_ids.extend(table["group"].unique().to_pylist())
 
-    def trained(self, step: int, groups: Sequence[Group], values: TokenValues | None) -> None:
+    def add_trained(self, step: int, groups: Sequence[Group], values: TokenValues | None) -> None:
         """Add the groups that a step has trained, unless the files have this step."""
         if step <= self.step:
             return
         start = 0
         for place, group in enumerate(groups):
-            whole = [(0, len(sample)) for sample in group.trajectories if not sample.branches]
+            unbranched = [(0, len(sample)) for sample in group.trajectories if not sample.branches]
             branches = (branch for sample in group.trajectories for branch in sample.branches)
-            end = start + sum(shared + own for shared, own in [*whole, *branches])
-            its = None if values is None else TokenValues(*(array[start:end] for array in values))
-            self._add(Rollout(group, "trained", "", step, place, its))
+            end = start + sum(shared + length for shared, length in [*unbranched, *branches])
+            group_values = None if values is None else TokenValues(*(array[start:end] for array in values))
+            self._add(Rollout(group, "trained", "", step, place, group_values))
             start = end
         self.step = step
 
-    def left(self, group: Group, fate: Fate, reason: str) -> None:
+    def add_untrained(self, group: Group, fate: Fate, reason: str) -> None:
         """Add a group that is not trained, unless it was added before."""
-        if group.id not in self._known:
+        if group.id not in self._newest_ids:
             self._add(Rollout(group, fate, reason))
 
     def write(self) -> None:
@@ -150,7 +150,7 @@ class RolloutWriter:
 
     def _add(self, rollout: Rollout) -> None:
         with self._lock:
-            self._known.append(rollout.group.id)
+            self._newest_ids.append(rollout.group.id)
             if self._one_of and crc32(rollout.group.id.encode()) % self._one_of == 0:
                 self._added.append(rollout)
                 self.waiting += 12 * sum(map(len, rollout.group.trajectories)) + len(rollout.group.notes)
@@ -161,8 +161,8 @@ class RolloutWriter:
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:
             with pq.ParquetWriter(file, SCHEMA, compression="zstd", use_dictionary=_DICTIONARY) as parquet:
-                for some in _portions(_branches(added)):
-                    parquet.write_table(_table(some, self._texts))
+                for portion in _portions(_branches(added)):
+                    parquet.write_table(_table(portion, self._texts))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -188,7 +188,7 @@ class _Branch(NamedTuple):
     branch: int
     shared: int
     start_version: int
-    own: Trajectory
+    sequence: Trajectory
     values: TokenValues | None
     note: dict[str, Any]
     row: str
@@ -198,14 +198,14 @@ def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
     for rollout in rollouts:
         notes = json.loads(rollout.group.notes or "{}")
         about = notes.get("samples") or [{}] * len(rollout.group.trajectories)
-        starts = [whole.start_version for whole in rollout.group.trajectories]
+        starts = [trajectory.start_version for trajectory in rollout.group.trajectories]
         staleness = rollout.step and rollout.step - 1 - min(starts)
         start = 0
-        for sample, (whole, note) in enumerate(zip(rollout.group.trajectories, about, strict=True)):
-            for branch, own in enumerate(whole.sequences()):
-                end = start + len(own)
+        for sample, (trajectory, note) in enumerate(zip(rollout.group.trajectories, about, strict=True)):
+            for branch, sequence in enumerate(trajectory.sequences()):
+                end = start + len(sequence)
                 values = rollout.values and TokenValues(*(array[start:end] for array in rollout.values))
-                shared = whole.branches[branch].shared if whole.branches else 0
+                shared = trajectory.branches[branch].shared if trajectory.branches else 0
                 yield _Branch(
                     rollout,
                     staleness,
@@ -213,7 +213,7 @@ def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
                     branch,
                     shared,
                     starts[sample],
-                    own,
+                    sequence,
                     values,
                     note,
                     notes.get("row", "{}"),
@@ -223,60 +223,62 @@ def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
 
 def _portions(branches: Iterable[_Branch]) -> Iterator[list[_Branch]]:
     """The branches of each row group."""
-    some: list[_Branch] = []
+    portion: list[_Branch] = []
     tokens = 0
     for branch in branches:
-        some.append(branch)
-        tokens += len(branch.own)
-        if len(some) == ROWS_AT_ONCE or tokens >= TOKENS_AT_ONCE:
-            yield some
-            some, tokens = [], 0
-    if some:
-        yield some
+        portion.append(branch)
+        tokens += len(branch.sequence)
+        if len(portion) == ROWS_AT_ONCE or tokens >= TOKENS_AT_ONCE:
+            yield portion
+            portion, tokens = [], 0
+    if portion:
+        yield portion
 
 
-def _table(some: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list[str]]) -> pa.Table:
-    rollouts, own = [one.rollout for one in some], [one.own for one in some]
-    lengths = np.array([len(t) for t in own])
+def _table(branches: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list[str]]) -> pa.Table:
+    rollouts, sequences = [branch.rollout for branch in branches], [branch.sequence for branch in branches]
+    lengths = np.array([len(t) for t in sequences])
     begins = lengths.cumsum() - lengths
-    sampled = np.concatenate([t.versions for t in own]) != NOT_SAMPLED
+    sampled = np.concatenate([t.versions for t in sequences]) != NOT_SAMPLED
     counts = np.add.reduceat(sampled, begins, dtype=np.int64)
     firsts = np.minimum.reduceat(np.where(sampled, np.arange(len(sampled)), len(sampled)), begins) - begins
     starts = np.minimum(firsts, lengths).tolist()
     turns = np.add.reduceat(sampled & ~np.append(False, sampled[:-1]), begins, dtype=np.int64)
-    gains = np.concatenate([one.values.advantages if one.values else np.zeros(len(one.own)) for one in some])
+    gains = np.concatenate(
+        [branch.values.advantages if branch.values else np.zeros(len(branch.sequence)) for branch in branches]
+    )
     gain = (np.add.reduceat(gains, begins) / np.maximum(1, counts)).tolist()
     columns = {
         "step": [r.step for r in rollouts],
         "place": [r.place for r in rollouts],
         "group": [r.group.id for r in rollouts],
         "prompt_index": [r.group.prompt_index for r in rollouts],
-        "sample": [one.sample for one in some],
-        "branch": [one.branch for one in some],
+        "sample": [branch.sample for branch in branches],
+        "branch": [branch.branch for branch in branches],
         "fate": [r.fate for r in rollouts],
         "reason": [r.reason for r in rollouts],
-        "row": [one.row for one in some],
-        "prompt": texts([t.tokens[:start] for t, start in zip(own, starts, strict=True)]),
-        "completion": texts([t.tokens[start:] for t, start in zip(own, starts, strict=True)]),
+        "row": [branch.row for branch in branches],
+        "prompt": texts([t.tokens[:start] for t, start in zip(sequences, starts, strict=True)]),
+        "completion": texts([t.tokens[start:] for t, start in zip(sequences, starts, strict=True)]),
         "turns": turns,
         "prompt_tokens": starts,
         "completion_tokens": counts,
-        "reward": [t.reward for t in own],
-        "reward_parts": [json.dumps(one.note.get("parts", {})) for one in some],
-        "advantage": [own if one.values else None for own, one in zip(gain, some, strict=True)],
-        "finish": [t.finish for t in own],
-        "start_version": [one.start_version for one in some],
-        "staleness": [one.staleness for one in some],
-        "generators": [",".join(one.note.get("generators", ())) for one in some],
-        "began": [one.note.get("began") for one in some],
-        "seconds": [one.note.get("seconds") for one in some],
-        "shared": [one.shared for one in some],
+        "reward": [t.reward for t in sequences],
+        "reward_parts": [json.dumps(branch.note.get("parts", {})) for branch in branches],
+        "advantage": [advantage if branch.values else None for advantage, branch in zip(gain, branches, strict=True)],
+        "finish": [t.finish for t in sequences],
+        "start_version": [branch.start_version for branch in branches],
+        "staleness": [branch.staleness for branch in branches],
+        "generators": [",".join(branch.note.get("generators", ())) for branch in branches],
+        "began": [branch.note.get("began") for branch in branches],
+        "seconds": [branch.note.get("seconds") for branch in branches],
+        "shared": [branch.shared for branch in branches],
         **{
-            name: _lists([getattr(t, name) for t in own], name)
+            name: _lists([getattr(t, name) for t in sequences], name)
             for name in ("tokens", "logprobs", "versions", "returns")
         },
         **{
-            name: _lists([one.values and getattr(one.values, name) for one in some], name)
+            name: _lists([branch.values and getattr(branch.values, name) for branch in branches], name)
             for name in TokenValues._fields
         },
     }
@@ -286,8 +288,8 @@ def _table(some: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list[str
 def _lists(arrays: Sequence[np.ndarray | None], column: str) -> pa.Array:
     kind = SCHEMA.field(column).type
     ends = np.cumsum([0, *(0 if a is None else len(a) for a in arrays)], dtype=np.int32)
-    own = [a for a in arrays if a is not None]
-    values = pa.array(np.concatenate(own) if own else [], kind.value_type)
+    present = [a for a in arrays if a is not None]
+    values = pa.array(np.concatenate(present) if present else [], kind.value_type)
     return pa.ListArray.from_arrays(ends, values, kind, mask=pa.array([a is None for a in arrays]))
 
 
@@ -349,12 +351,12 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
 
 
 def _trajectory(rows: Sequence[dict[str, Any]]) -> Trajectory:
-    own = {
+    arrays = {
         name: np.concatenate([row[name][row["shared"] :] for row in rows])
         for name in ("tokens", "logprobs", "versions", "returns")
         if rows[0][name] is not None
     }
     branches = [Branch(row["shared"], len(row["tokens"]) - row["shared"]) for row in rows]
     return Trajectory(
-        **own, reward=rows[0]["reward"], finish=rows[0]["finish"], branches=tuple(branches if len(rows) > 1 else ()),
+        **arrays, reward=rows[0]["reward"], finish=rows[0]["finish"], branches=tuple(branches if len(rows) > 1 else ()),
     )  # fmt: skip

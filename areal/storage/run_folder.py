@@ -62,7 +62,7 @@ class RunFolder:
         self._evaluations = self.path / "evaluations.jsonl"
         self._evaluated: set[int] = set()
         events = EventLog(self.path)
-        self.heard = events.heard
+        self.heard = events.record_heartbeat
         self._flush_events = events.flush
 
     @classmethod
@@ -79,7 +79,7 @@ class RunFolder:
             (config.folder / name).unlink(missing_ok=True)
         folder = cls(config)
         for record in whole_records(config.folder / "metrics.jsonl"):
-            folder._note(record)
+            folder._update_totals(record)
         folder._evaluated = {record["version"] for record in whole_records(config.folder / "evaluations.jsonl")}
         return folder
 
@@ -91,7 +91,7 @@ class RunFolder:
         self._metrics.write(json.dumps(metrics | {"time": time.time()}) + "\n")
         # A restarted master repeats only the last record, so earlier records have to survive a crash of the machine.
         os.fsync(self._metrics.fileno())
-        self._note(metrics)
+        self._update_totals(metrics)
 
     def append_evaluation(self, evaluation: dict[str, Any]) -> None:
         """Append one version's result and the time as a line of JSON. It is on disk on return. A result is skipped if
@@ -104,7 +104,7 @@ class RunFolder:
             os.fsync(file.fileno())
         self._evaluated.add(evaluation["version"])
 
-    def _note(self, metrics: dict[str, Any]) -> None:
+    def _update_totals(self, metrics: dict[str, Any]) -> None:
         self._step = metrics["step"]
         self._staleness_max = max(self._staleness_max, metrics["staleness_max"])
         gap = metrics.get("logprob_gap")
@@ -127,12 +127,12 @@ class RunFolder:
 
 def whole_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a file up to the first incomplete one, and then cut off the rest of the file."""
-    whole = 0
+    end = 0
     for record, size in read_metrics(path):
-        whole += size
+        end += size
         yield record
     if path.exists():
-        os.truncate(path, whole)
+        os.truncate(path, end)
 
 
 def read_metrics(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
@@ -231,26 +231,26 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
     if (config.model, config.trainer.reference) != (stored.model, stored.trainer.reference):
         config = with_folders(config)
-    for key, before, now in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
-        again = hidden_in(before) is not None  # a secret that is given again
+    for key, old, new in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
+        again = hidden_in(old) is not None  # a secret that is given again
         if not again and not within(key, MAY_CHANGE):
-            before, now = (without_secrets(value, key.rpartition(".")[2]) for value in (before, now))
-            raise UserError(f"{key} was {before!r} when the run in {folder} began and cannot become {now!r}: keep it.")
+            old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
+            raise UserError(f"{key} was {old!r} when the run in {folder} began and cannot become {new!r}: keep it.")
     return config
 
 
 def _secrets(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / SECRETS).read_text())
+        secrets = json.loads((folder / SECRETS).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return secrets if isinstance(secrets, dict) else {}
 
 
-def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(stored: dict[str, Any], current: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """The keys in which two configurations differ, with their dots, and the values before and now."""
-    for name in before | now:
-        old, new = before.get(name), now.get(name)
+    for name in stored | current:
+        old, new = stored.get(name), current.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from differences(old, new, f"{prefix}{name}.")
         elif old != new:

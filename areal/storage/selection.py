@@ -18,7 +18,7 @@ COLUMNS = ("group", "sample", "reward", "finish")
 ROWS_AT_ONCE = 256
 
 
-class Sample(NamedTuple):
+class RolloutSample(NamedTuple):
     """A sample of a group. rows: its branches, with the columns that were asked for."""
 
     reward: float
@@ -49,21 +49,21 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         raise unreadable(path, error) from None
 
 
-def groups_of(rows: Iterable[dict[str, Any]]) -> Iterator[list[Sample]]:
+def groups_of(rows: Iterable[dict[str, Any]]) -> Iterator[list[RolloutSample]]:
     """The samples of each group. rows: with COLUMNS; those of a group follow each other, those of a sample too."""
     for _, of_group in groupby(rows, key=itemgetter("group")):
         samples = [list(of_sample) for _, of_sample in groupby(of_group, key=itemgetter("sample"))]
-        yield [Sample(own[0]["reward"], own[0]["finish"], own) for own in samples]
+        yield [RolloutSample(branches[0]["reward"], branches[0]["finish"], branches) for branches in samples]
 
 
-def chosen(group: Sequence[Sample], *, best: bool = True, least: float | None = None) -> list[Sample]:
+def chosen(group: Sequence[RolloutSample], *, best: bool = True, least: float | None = None) -> list[RolloutSample]:
     """The samples to imitate: of those that the policy ended itself, with a reward of at least `least` (None: above 0),
     the one with the highest reward (the first of equals) or, if not `best`, all."""
     good = [s for s in group if s.finish == "stop" and (s.reward > 0 if least is None else s.reward >= least)]
     return [max(good, key=lambda s: s.reward)] if good and best else good
 
 
-def pair(group: Sequence[Sample], *, least: float | None = None) -> tuple[Sample, Sample] | None:
+def pair(group: Sequence[RolloutSample], *, least: float | None = None) -> tuple[RolloutSample, RolloutSample] | None:
     """The best sample that the policy ended itself, if its reward is at least `least`, and the worst sample; of equals
     the first. None if they have the same reward."""
     good = [s for s in group if s.finish == "stop" and (least is None or s.reward >= least)]

@@ -37,19 +37,21 @@ def advantages(
     return), "none" (0). std, of the population: "batch", "group", "none" (1, and no EPS). Raises ValueError if a return
     is not finite.
     """
-    whole, within = np.asarray(rewards, np.float64), np.zeros(len(rewards))
-    gains = whole[samples]
+    sample_returns, within = np.asarray(rewards, np.float64), np.zeros(len(rewards))
+    gains = sample_returns[samples]
     if returns is not None and len(returns):
         gains = np.asarray(returns, np.float64)
-        whole = _mean_of(gains, samples, sampled)
-        within = _mean_of((gains - whole[samples]) ** 2, samples, sampled)
+        sample_returns = _mean_of(gains, samples, sampled)
+        within = _mean_of((gains - sample_returns[samples]) ** 2, samples, sampled)
     if penalties is not None:
         to_go = _to_go(penalties, samples)
         gains = gains - to_go
-        whole = whole - np.bincount(samples, penalties)
-    if not np.isfinite(whole).all() or not np.isfinite(gains).all():
-        raise ValueError(f"rewards, returns and penalties must be finite, not {whole.tolist()}")
-    return (gains - _means(whole, groups, mean)[samples]) / _scales(whole, within, groups, std)[samples]
+        sample_returns = sample_returns - np.bincount(samples, penalties)
+    if not np.isfinite(sample_returns).all() or not np.isfinite(gains).all():
+        raise ValueError(f"rewards, returns and penalties must be finite, not {sample_returns.tolist()}")
+    return (gains - _means(sample_returns, groups, mean)[samples]) / _scales(sample_returns, within, groups, std)[
+        samples
+    ]
 
 
 def _mean_of(values: np.ndarray, samples: np.ndarray, sampled: np.ndarray) -> np.ndarray:
@@ -75,8 +77,8 @@ def _means(rewards: np.ndarray, groups: np.ndarray, of: str) -> np.ndarray:
         case "group":
             return sums / size[member]
         case "leave_one_out":
-            others = size[member] - 1
-            return np.where(others > 0, (sums - rewards) / np.maximum(others, 1), rewards)
+            peers = size[member] - 1
+            return np.where(peers > 0, (sums - rewards) / np.maximum(peers, 1), rewards)
         case _:
             return np.zeros(len(rewards))
 

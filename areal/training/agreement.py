@@ -35,17 +35,17 @@ def agree(task: Callable[[], str | None], group: dist.ProcessGroup | None) -> li
     """
     cause: Exception | None = None
     try:
-        said = f"+{task() or ''}"
+        answer = f"+{task() or ''}"
     except (OSError, SafetensorError, UserError) as error:
-        said, cause = f"-{error}", error
+        answer, cause = f"-{error}", error
     except Exception as error:
         log.exception("failed", rank=dist.get_rank())
-        said, cause = f"!{type(error).__name__}: {error}", error
-    everyone = [said] if group is None else _exchange(said, group)
+        answer, cause = f"!{type(error).__name__}: {error}", error
+    answers = [answer] if group is None else _exchange(answer, group)
     for kind, raised in {"!": RuntimeError, "-": UserError}.items():
-        if failed := next((one for one in everyone if one[0] == kind), None):
+        if failed := next((answer for answer in answers if answer[0] == kind), None):
             raise raised(failed[1:]) from cause
-    return [one[1:] for one in everyone]
+    return [answer[1:] for answer in answers]
 
 
 def _exchange(text: str, group: dist.ProcessGroup) -> list[str]:
@@ -69,8 +69,8 @@ class Contents(Protocol):
     def write(self, folder: Path) -> str | None:
         """Write this rank's files to disk. Returns what rank 0 has to know of them."""
 
-    def finish(self, folder: Path, told: list[str]) -> Manifest | None:
-        """Write what depends on the files of all ranks (rank 0). told: what `write` returned, by rank. Returns the
+    def finish(self, folder: Path, entries: list[str]) -> Manifest | None:
+        """Write what depends on the files of all ranks (rank 0). entries: what `write` returned, by rank. Returns the
         manifest of all files, if somebody asks for it."""
 
 
@@ -104,11 +104,11 @@ class Writer:
                     return str(partial)
 
                 partial = Path(agree(prepare, self._group)[0])
-                told = agree(lambda: contents.write(partial), self._group)
+                entries = agree(lambda: contents.write(partial), self._group)
 
                 def finish() -> None:
                     if first:
-                        manifests[0] = contents.finish(partial, told)
+                        manifests[0] = contents.finish(partial, entries)
                         stack.close()
 
                 agree(finish, self._group)

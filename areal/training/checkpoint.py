@@ -35,7 +35,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *MOMENTS)
 
 
-class Part(NamedTuple):
+class Fragment(NamedTuple):
     """The elements [start, stop) of a flattened parameter."""
 
     name: str
@@ -52,7 +52,7 @@ class Share:
     """One rank's share of the state, copied to host memory. tensors: of each of KINDS, all `parts` behind one another,
     fp32 [n]; and the states of the random generators. facts: what is stored once, on rank 0."""
 
-    parts: list[Part]
+    parts: list[Fragment]
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
 
@@ -103,7 +103,7 @@ class TrainingState:
 
     # --- what this rank holds
 
-    def _share(self) -> Iterator[Part]:
+    def _share(self) -> Iterator[Fragment]:
         """The parts that this rank saves."""
         if self._stage == 0:
             yield from self._equal_share(dist.get_rank())
@@ -118,25 +118,25 @@ class TrainingState:
                 start = parameter._hp_mapping.lp_fragment_address.start
                 stop = start + parameter._hp_mapping.lp_fragment_address.numel
             if start < stop:
-                yield Part(name, start, stop)
+                yield Fragment(name, start, stop)
 
-    def _equal_share(self, rank: int) -> Iterator[Part]:
+    def _equal_share(self, rank: int) -> Iterator[Fragment]:
         """The parts of which rank `rank` has none in common with others, if every rank holds everything."""
         elements = sum(parameter.numel() for parameter in self._parameters.values())
         first, last = (elements * end // dist.get_world_size() for end in (rank, rank + 1))
-        before = 0
+        offset = 0
         for name, parameter in self._parameters.items():
-            start, stop = max(0, first - before), min(parameter.numel(), last - before)
+            start, stop = max(0, first - offset), min(parameter.numel(), last - offset)
             if start < stop:
-                yield Part(name, start, stop)
-            before += parameter.numel()
+                yield Fragment(name, start, stop)
+            offset += parameter.numel()
 
-    def _held(self, part: Part, kind: str) -> Tensor:
+    def _held(self, part: Fragment, kind: str) -> Tensor:
         """The elements of a part that this rank holds, [n], in place."""
         parameter, key = self._parameters[part.name], None if kind == MASTER else kind
         if self._stage == 0:
-            whole = parameter if key is None else self._engine.basic_optimizer.state[parameter][key]
-            return whole.detach().view(-1)[part.start : part.stop]
+            tensor = parameter if key is None else self._engine.basic_optimizer.state[parameter][key]
+            return tensor.detach().view(-1)[part.start : part.stop]
         if self._stage == 3:
             held, _ = self._engine.optimizer._get_fp32_opt_state_partition(parameter, False, key)
             return held.detach()[: part.size]
@@ -150,8 +150,8 @@ class TrainingState:
         parts = list(self._share())
         tensors = {kind: torch.empty(sum(part.size for part in parts)) for kind in KINDS}
         for kind, flat in tensors.items():
-            for part, its in _cut(flat, parts):
-                its.copy_(self._held(part, kind))
+            for part, elements in _cut(flat, parts):
+                elements.copy_(self._held(part, kind))
         random = {f"random.{kind}": state for kind, state in _random_states().items()}
         return Share(parts, tensors | random, self._facts())
 
@@ -178,8 +178,8 @@ class TrainingState:
         Each rank reads its own share. Raises UserError on all ranks, before anything is changed, if the folder holds no
         training state or that of another model, or if a share is missing or damaged.
         """
-        opened: list[_Stored] = []
-        agree(lambda: opened.append(_Stored(model, self._shapes())), self._control)
+        opened: list[_StoredState] = []
+        agree(lambda: opened.append(_StoredState(model, self._shapes())), self._control)
         stored = opened[0]
         for kind in KINDS:
             if self._stage:
@@ -192,17 +192,17 @@ class TrainingState:
         self._set_schedule(stored.facts["optimizer_steps"])
         stored.set_random_states()
 
-    def _load_everything(self, stored: _Stored, kind: str) -> None:
+    def _load_everything(self, stored: _StoredState, kind: str) -> None:
         """Every rank reads an equal share and sends it to the others."""
         for rank in range(dist.get_world_size()):
             parts = list(self._equal_share(rank))
             flat = torch.empty(sum(part.size for part in parts))
-            for part, its in _cut(flat, parts):
+            for part, elements in _cut(flat, parts):
                 if rank == dist.get_rank():
-                    stored.read(part, kind, its)
+                    stored.read(part, kind, elements)
             dist.broadcast(flat, rank, group=self._control)
-            for part, its in _cut(flat, parts):
-                self._held(part, kind).copy_(its)
+            for part, elements in _cut(flat, parts):
+                self._held(part, kind).copy_(elements)
 
     def _update_weights(self) -> None:
         """Round the masters to the weights, as DeepSpeed does at the end of its own step (all ranks)."""
@@ -232,7 +232,7 @@ class TrainingState:
         schedule.load_state_dict(schedule.state_dict() | {"_step_count": steps + 1})
 
 
-class _Stored:
+class _StoredState:
     """The training state in the model folder `model`, with all its files open. shapes: of the run's parameters. Raises
     UserError."""
 
@@ -252,7 +252,7 @@ class _Stored:
                     f"read: start a new run from its weights with model={model}."
                 )
             self._shares: list[Any] = []
-            self._places: dict[str, list[tuple[Part, int, int]]] = {name: [] for name in shapes}
+            self._places: dict[str, list[tuple[Fragment, int, int]]] = {name: [] for name in shapes}
             for rank in range(self.facts["shares"]):
                 file = model / FOLDER / share_file(rank, self.facts["shares"])
                 self._shares.append(safe_open(file, framework="pt"))
@@ -267,7 +267,7 @@ class _Stored:
     def _note_places(self, rank: int) -> None:
         """Note of each part in the share of a rank the share and the place in its tensors."""
         share, place = self._shares[rank], 0
-        for part in (Part(*part) for part in json.loads(share.metadata()["parts"])):
+        for part in (Fragment(*part) for part in json.loads(share.metadata()["parts"])):
             self._places[part.name].append((part, rank, place))
             place += part.size
         if any(share.get_slice(kind).get_shape() != [place] for kind in KINDS):
@@ -277,16 +277,16 @@ class _Stored:
         for name, places in self._places.items():
             places.sort()
             ends = [0, *(end for part, _, _ in places for end in (part.start, part.stop)), prod(shapes[name])]
-            if any(one != other for one, other in list(pairwise(ends))[::2]):
+            if any(stop != start for stop, start in list(pairwise(ends))[::2]):
                 raise ValueError(f"{name} is not stored as a whole")
 
-    def read(self, wanted: Part, kind: str, to: Tensor) -> None:
+    def read(self, part: Fragment, kind: str, to: Tensor) -> None:
         """Read a part's elements of a kind into `to`, [n]."""
-        for part, rank, place in self._places[wanted.name]:
-            start, stop = max(part.start, wanted.start), min(part.stop, wanted.stop)
+        for source, rank, place in self._places[part.name]:
+            start, stop = max(source.start, part.start), min(source.stop, part.stop)
             if start < stop:
-                first = place + start - part.start
-                to[start - wanted.start : stop - wanted.start] = self._read(rank, kind, first, first + stop - start)
+                first = place + start - source.start
+                to[start - part.start : stop - part.start] = self._read(rank, kind, first, first + stop - start)
 
     def _read(self, rank: int, kind: str, first: int, last: int) -> Tensor:
         return self._shares[rank].get_slice(kind)[first:last]
@@ -301,7 +301,7 @@ class _Stored:
                     setters[kind](share.get_tensor(name))
 
 
-def _cut(flat: Tensor, parts: Iterable[Part]) -> Iterator[tuple[Part, Tensor]]:
+def _cut(flat: Tensor, parts: Iterable[Fragment]) -> Iterator[tuple[Fragment, Tensor]]:
     """Each part with its elements of `flat`, which has all parts behind one another."""
     place = 0
     for part in parts:

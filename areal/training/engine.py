@@ -41,12 +41,12 @@ from areal.training.head import Head
 from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
 from areal.training.optimizer import deepspeed_config, learning_rates
-from areal.training.packed import FLASH, FlatBatch, Row, attention_kwargs, choose_attention, empty_row, pack
+from areal.training.packed import FLASH, FlatBatch, PackedRow, attention_kwargs, choose_attention, empty_row, pack
 from areal.training.residence import Residence, tensors_in
 from areal.training.separation import keeps_apart, only_attention_mixes
 from areal.training.shards import Copied, ModelFolder, Published, ranks_of_this_host, share_out
 from areal.training.tally import StepResult, Tally
-from areal.training.ulysses import Part, SequenceGroup, register
+from areal.training.ulysses import RowPart, SequenceGroup, register
 from areal.trajectory import NOT_SAMPLED, Group, TokenValues
 from areal.weights.chunks import Manifest
 from areal.weights.folders import saved_buffers
@@ -122,7 +122,7 @@ def _make_frequencies(model: torch.nn.Module, rotary: torch.nn.Module) -> None:
         model._init_weights(rotary)
 
 
-def _drop_nothing(part: torch.nn.Module) -> None:
+def _disable_dropout(part: torch.nn.Module) -> None:
     """Set a module's dropout to 0, because pi_theta of a token must be the same number in every pass."""
     if isinstance(part, torch.nn.Dropout):
         part.p = 0.0
@@ -255,7 +255,7 @@ class TrainingEngine:
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} does not hold a model that transformers can load: {error}") from error
         for part in module.modules():
-            _drop_nothing(part)
+            _disable_dropout(part)
             if "RotaryEmbedding" in type(part).__name__:
                 _make_frequencies(module, part)
         return module
@@ -308,12 +308,12 @@ class TrainingEngine:
         kinds = (True, False) if self._prefix_tree else (False,)
         try:
             head.measure(module, **self._inputs(empty_row(self.device)))
-            found = next((kind for kind in kinds if self._keeps_apart(module, head, prefix_tree=kind)), None)
+            prefix_tree = next((kind for kind in kinds if self._keeps_apart(module, head, prefix_tree=kind)), None)
             if self._together.size > 1:
                 self._check_divided(module, head)
         except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
             raise UserError(f"{head} cannot be trained: its forward pass failed on a packed row: {error}.") from error
-        self._prefix_tree, self._one_a_row = bool(found), self._one_a_row or found is None
+        self._prefix_tree, self._one_a_row = bool(prefix_tree), self._one_a_row or prefix_tree is None
         if self._one_a_row and self.config.microbatches:
             raise UserError(
                 f"{head} mixes the sequences of a micro-batch, so each needs one of its own: leave out "
@@ -322,7 +322,7 @@ class TrainingEngine:
         if self.rank == 0:
             rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
             settings = {key: getattr(self.config, key) for key in ("dtype", "gradient_checkpointing")}
-            log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[found], **settings)
+            log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[prefix_tree], **settings)
 
     def _keeps_apart(self, module: torch.nn.Module, head: Head, *, prefix_tree: bool) -> bool:
         return keeps_apart(
@@ -395,7 +395,7 @@ class TrainingEngine:
             }
         )
 
-    def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[Row]:
+    def _rows(self, batch: FlatBatch, trained: np.ndarray, members: np.ndarray) -> list[PackedRow]:
         """The packed rows of the sequences `members` that this rank computes, together with its sequence group."""
         if self.config.microbatches:
             minibatches = len(np.unique(batch.minibatch[members]))
@@ -409,23 +409,25 @@ class TrainingEngine:
             )
         return [pack(batch, trained, members[row].tolist(), self.device) for row in groups[self._together.number]]
 
-    def _forward(self, row: Row, temperature: float, module: torch.nn.Module | None = None) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, row: PackedRow, temperature: float, module: torch.nn.Module | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-probabilities (after temperature) and entropies of the row's tokens in the loss, [S] each (all ranks)."""
         if self._together.size == 1:
             return self._forward_whole(row, temperature, module)
         part = self._together.part(row)
-        own = {"input_ids": part.tokens, "position_ids": part.positions, "together": self._together}
-        found = self._compute(part, self._inputs(part.row) | own, temperature, module)
-        return self._together.join(part, *found)
+        part_inputs = {"input_ids": part.tokens, "position_ids": part.positions, "together": self._together}
+        outputs = self._compute(part, self._inputs(part.row) | part_inputs, temperature, module)
+        return self._together.join(part, *outputs)
 
     def _forward_whole(
-        self, row: Row, temperature: float, module: torch.nn.Module | None = None
+        self, row: PackedRow, temperature: float, module: torch.nn.Module | None = None
     ) -> tuple[Tensor, Tensor]:
         """As `_forward`, with the whole row on this rank."""
         return self._compute(row, self._inputs(row), temperature, module)
 
     def _compute(
-        self, what: Row | Part, inputs: dict[str, Any], temperature: float, module: torch.nn.Module | None
+        self, what: PackedRow | RowPart, inputs: dict[str, Any], temperature: float, module: torch.nn.Module | None
     ) -> tuple[Tensor, Tensor]:
         return (module or self._deepspeed)(
             **inputs,
@@ -435,7 +437,7 @@ class TrainingEngine:
             temperature=temperature,
         )
 
-    def _inputs(self, row: Row) -> dict[str, Any]:
+    def _inputs(self, row: PackedRow) -> dict[str, Any]:
         """The arguments of the model's own forward method."""
         return {
             "input_ids": row.tokens,
@@ -468,8 +470,8 @@ class TrainingEngine:
         tally = Tally(self.device)
         rows = [row for minibatch in minibatches for row in minibatch]
         if self.config.kl_coef:
-            self._look_at_reference(rows, flat, trained, temperature, tally)
-        self._value(rows, flat, trained)
+            self._set_reference(rows, flat, trained, temperature, tally)
+        self._set_advantages(rows, flat, trained)
         # The first minibatch's own forward pass still runs on these weights; but a mask has to be known before it.
         masked = self.config.objective == "m2po"
         if self.config.proximal == "recompute" and (masked or len(minibatches) > 1):
@@ -478,7 +480,7 @@ class TrainingEngine:
             for row in (row for minibatch in minibatches[0 if masked else 1 :] for row in minibatch):
                 row.proximal = row.pick(proximal)
             if masked:
-                self._mask(rows, flat, trained, proximal)
+                self._set_mask(rows, flat, trained, proximal)
         for m, minibatch in enumerate(minibatches):
             self._train_minibatch(minibatch, version, temperature, tally, first=m == 0)
         if self._keep_values:
@@ -491,12 +493,12 @@ class TrainingEngine:
             peak_tflops=self._peak_tflops,
         )
 
-    def _values(self, rows: list[Row], flat: FlatBatch) -> TokenValues:
+    def _values(self, rows: list[PackedRow], flat: FlatBatch) -> TokenValues:
         """What the step has found for each token of the batch (all ranks)."""
-        found = torch.zeros(2, len(flat.tokens))
+        values = torch.zeros(2, len(flat.tokens))
         for row in rows:
-            found[:, torch.from_numpy(row.places)] = torch.stack([row.proximal, row.advantages]).float().cpu()
-        return TokenValues(*self._summed(found)[:, flat.by_sample()])
+            values[:, torch.from_numpy(row.places)] = torch.stack([row.proximal, row.advantages]).float().cpu()
+        return TokenValues(*self._summed(values)[:, flat.by_sample()])
 
     def loss(self, batch: Sequence[Group] | None, *, temperature: float) -> float:
         """The mean of -log pi over the batch's sampled tokens, in nats; nothing is trained (all ranks)."""
@@ -515,8 +517,8 @@ class TrainingEngine:
         ranks)."""
         flat = self._share(batch)
         everyone = np.arange(len(flat.lengths))
-        found = self._logprobs(flat, flat.trained(None), everyone, temperature, Tally(self.device))
-        return found[flat.by_sample()]
+        logprobs = self._logprobs(flat, flat.trained(None), everyone, temperature, Tally(self.device))
+        return logprobs[flat.by_sample()]
 
     def _logprobs(
         self,
@@ -532,17 +534,17 @@ class TrainingEngine:
         Returns float32 [T] on all ranks, 0 for all other tokens. No gradients are needed, so sequences of several
         minibatches share rows, which takes fewer passes.
         """
-        found = torch.zeros(len(flat.tokens))
+        logprobs = torch.zeros(len(flat.tokens))
         with torch.no_grad(), tally.clock("forward"):
             for row in self._rows(flat, trained, members):
                 logp, _ = self._forward(row, temperature, module)
-                found[torch.from_numpy(row.places)] = logp.cpu()
+                logprobs[torch.from_numpy(row.places)] = logp.cpu()
                 tally.operations += self._operations.of(row, backward=False) / self._together.size
                 self.work_done += 1
-        return self._summed(found)
+        return self._summed(logprobs)
 
-    def _look_at_reference(
-        self, rows: list[Row], flat: FlatBatch, trained: np.ndarray, temperature: float, tally: Tally
+    def _set_reference(
+        self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, temperature: float, tally: Tally
     ) -> None:
         everyone = np.arange(len(flat.lengths))
         with self._module.disable_adapter() if self._reference is None else nullcontext():
@@ -550,7 +552,7 @@ class TrainingEngine:
         for row in rows:
             row.reference = row.pick(reference)
 
-    def _value(self, rows: list[Row], flat: FlatBatch, trained: np.ndarray) -> None:
+    def _set_advantages(self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray) -> None:
         """Set the advantage and the loss weight of each token in this rank's rows (all ranks)."""
         config = self.config
         order = flat.by_sample()
@@ -570,17 +572,17 @@ class TrainingEngine:
         for row in rows:
             row.advantages, row.weights = row.pick(gains), row.pick(weights)
 
-    def _mask(self, rows: list[Row], flat: FlatBatch, trained: np.ndarray, proximal: np.ndarray) -> None:
+    def _set_mask(self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, proximal: np.ndarray) -> None:
         """Set the tokens of this rank's rows that the mask of their minibatch keeps. proximal: [T], log-probs."""
         minibatch = np.repeat(flat.minibatch, flat.lengths)
-        kept = np.zeros(len(trained))
+        mask = np.zeros(len(trained))
         for m in range(int(flat.minibatch.max()) + 1):
-            its = trained & (minibatch == m)
-            kept[its] = within_second_moment(proximal[its] - flat.logprobs[its], self.config.m2_threshold)
+            tokens = trained & (minibatch == m)
+            mask[tokens] = within_second_moment(proximal[tokens] - flat.logprobs[tokens], self.config.m2_threshold)
         for row in rows:
-            row.kept = row.pick(kept).bool()
+            row.mask = row.pick(mask).bool()
 
-    def _penalties(self, rows: list[Row], tokens: int) -> np.ndarray | None:
+    def _penalties(self, rows: list[PackedRow], tokens: int) -> np.ndarray | None:
         """The KL penalty on each token of the batch, to be taken from its return (all ranks).
 
         Returns float64 [T] on all ranks, or None if the penalty is not part of the reward.
@@ -593,7 +595,9 @@ class TrainingEngine:
             penalties[torch.from_numpy(row.places)] = cost.double().cpu()
         return self._summed(penalties)
 
-    def _train_minibatch(self, rows: list[Row], version: int, temperature: float, tally: Tally, *, first: bool) -> None:
+    def _train_minibatch(
+        self, rows: list[PackedRow], version: int, temperature: float, tally: Tally, *, first: bool
+    ) -> None:
         """One optimizer step. first: true if none has been made on this batch yet."""
         for i, row in enumerate(rows):
             self._deepspeed.set_gradient_accumulation_boundary(i == len(rows) - 1)
@@ -601,7 +605,7 @@ class TrainingEngine:
                 logp, entropy = self._forward(row, temperature)
                 if row.proximal is None:
                     row.proximal = self._proximal(row, logp, version, first=first)
-                tokens = Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence, row.kept)
+                tokens = Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence, row.mask)
                 out = mask_sequences(self._objective(tokens, self.config), tokens, self.config)
                 loss = out.loss
                 if self.config.kl_coef and self.config.kl_in == "loss":
@@ -618,7 +622,7 @@ class TrainingEngine:
             self._deepspeed.step()
             tally.grad_norms.append(float(self._deepspeed.get_global_grad_norm() if norm is None else norm))
 
-    def _proximal(self, row: Row, logp: Tensor, version: int, *, first: bool) -> Tensor:
+    def _proximal(self, row: PackedRow, logp: Tensor, version: int, *, first: bool) -> Tensor:
         if first and self.config.proximal == "recompute":
             return logp.detach()
         return interpolated_proximal(logp, row.behaviour, version - row.versions)

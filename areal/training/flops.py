@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from areal.training.packed import Row
+from areal.training.packed import PackedRow
 
 # Dense TFLOP/s in bf16 with sums in fp32, by a part of the device's name in CUDA; the first match counts. From the data
 # sheets of NVIDIA and AMD.
@@ -52,13 +52,14 @@ class Operations:
         width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
         self._pair = 4.0 * sizes.num_attention_heads * width * sum("attention" in kind for kind in kinds)
 
-    def of(self, row: Row, *, backward: bool) -> float:
+    def of(self, row: PackedRow, *, backward: bool) -> float:
         """The operations of a row's forward pass, and if `backward` of its backward pass too."""
         if not len(row.places):
             return 0.0
         tokens, predicted = sum(row.added), len(row.predicts)
         pairs = sum(
-            own * (length - own) + own * (own + 1) / 2 for own, length in zip(row.added, row.lengths, strict=True)
+            added * (length - added) + added * (added + 1) / 2
+            for added, length in zip(row.added, row.lengths, strict=True)
         )
         weights, head, pair = 2 * self._weights, 2 * self._head, self._pair
         if backward:

@@ -29,7 +29,7 @@ PROBE = (0.01, 1e12, *(float(x) for x in range(-100, 101, 5)))
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class LogitCurve:
     """What a model does to the products of its head: scale * x, or cap * tanh(scale * x / cap) (softcapping)."""
 
     scale: float = 1.0
@@ -60,7 +60,7 @@ class _LinearLogprobs(torch.autograd.Function):
         distribution: Tensor,
         targets: Tensor,
         temperature: float,
-        curve: Curve,
+        curve: LogitCurve,
     ) -> tuple[Tensor, Tensor]:
         top, normaliser, entropy = hidden.new_empty(3, len(hidden), dtype=torch.float32)
         logps = hidden.new_empty(len(targets), dtype=torch.float32)
@@ -127,7 +127,7 @@ def linear_logprobs(
     distribution: Tensor,
     targets: Tensor,
     temperature: float,
-    curve: Curve = Curve(),
+    curve: LogitCurve = LogitCurve(),
 ) -> tuple[Tensor, Tensor]:
     """log softmax(curve(hidden @ weight.T + bias) / temperature) at `targets`, and entropies (no gradient), in fp32.
 
@@ -146,7 +146,7 @@ class Head:
     """
 
     def __init__(self, model: Any) -> None:
-        self.curve = Curve()
+        self.curve = LogitCurve()
         self._model = model
         self._linear = model.get_output_embeddings()
         if type(self._linear) is not torch.nn.Linear:
@@ -187,12 +187,12 @@ class Head:
         Raises UserError if the model does anything else to its logits than scaling and softcapping.
         """
         probe = torch.tensor(PROBE, device=self._linear.weight.device)[None, None]
-        found = module(probe=probe, **inputs)[0, 0].double()
-        cap = found[1].item() if found[1] < PROBE[1] / 1e6 else math.inf
-        scale = found[0].item() / PROBE[0]
-        curve = Curve(1.0 if abs(scale - 1) < 1e-5 else scale, cap)
-        if found.shape != probe[0, 0].shape or not torch.allclose(
-            curve.scores(probe[0, 0].clone(), 1.0).double(), found, rtol=1e-4, atol=1e-4
+        logits = module(probe=probe, **inputs)[0, 0].double()
+        cap = logits[1].item() if logits[1] < PROBE[1] / 1e6 else math.inf
+        scale = logits[0].item() / PROBE[0]
+        curve = LogitCurve(1.0 if abs(scale - 1) < 1e-5 else scale, cap)
+        if logits.shape != probe[0, 0].shape or not torch.allclose(
+            curve.scores(probe[0, 0].clone(), 1.0).double(), logits, rtol=1e-4, atol=1e-4
         ):
             raise UserError(
                 f"{self} cannot be trained: it changes its logits in a way that is neither a scale nor softcapping."
@@ -209,7 +209,7 @@ class Head:
         probe: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """The model's new forward method: log-probs and entropies, [S] each, of the tokens that `Row` describes.
+        """The model's new forward method: log-probs and entropies, [S] each, of the tokens that `PackedRow` describes.
 
         probe: given back as what the model makes of these logits.
         """

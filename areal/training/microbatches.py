@@ -76,7 +76,7 @@ def fixed_number(sequences: int, ranks: int, count: int) -> list[list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SequenceRange:
     """Sequences `start` to `stop - 1`, and their number of tokens with each shared prefix counted once."""
 
     start: int
@@ -84,7 +84,7 @@ class Run:
     tokens: int
 
 
-def _runs(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[Run]:
+def _runs(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[SequenceRange]:
     """Cut the sequences into runs: wherever nothing is shared, then where the fewest tokens are shared until every run
     has at most `limit` tokens or is a single sequence."""
     starts = [i for i, common in enumerate(shared) if i == 0 or common == 0]
@@ -94,7 +94,7 @@ def _runs(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[Run
         start, stop = todo.pop()
         tokens = lengths[start] + sum(lengths[i] - shared[i] for i in range(start + 1, stop))
         if tokens <= limit or stop - start == 1:
-            runs.append(Run(start, stop, tokens))
+            runs.append(SequenceRange(start, stop, tokens))
             continue
         middle = (start + stop) / 2
         cut = min(range(start + 1, stop), key=lambda i: (shared[i], abs(i - middle)))
@@ -102,9 +102,9 @@ def _runs(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[Run
     return sorted(runs, key=lambda run: run.start)
 
 
-def _dealt(runs: Sequence[Run], ranks: int, cap: int) -> tuple[int, list[list[list[int]]]]:
+def _dealt(runs: Sequence[SequenceRange], ranks: int, cap: int) -> tuple[int, list[list[list[int]]]]:
     """The tokens of the fullest rank, and the micro-batches of every rank."""
-    shares: list[list[Run]] = [[] for _ in range(ranks)]
+    shares: list[list[SequenceRange]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for run in sorted(runs, key=lambda run: -run.tokens):
         least = tokens.index(min(tokens))
@@ -112,14 +112,14 @@ def _dealt(runs: Sequence[Run], ranks: int, cap: int) -> tuple[int, list[list[li
         tokens[least] += run.tokens
 
     rounds, packed = 0, [microbatches([run.tokens for run in share], cap) for share in shares]
-    while (most := max(map(len, packed))) > rounds:  # with a larger k_min, a rank may need one micro-batch more
-        rounds = most
+    while (count := max(map(len, packed))) > rounds:  # with a larger k_min, a rank may need one micro-batch more
+        rounds = count
         packed = [microbatches([run.tokens for run in share], cap, k_min=rounds) for share in shares]
 
     dealt = []
     for share, rows in zip(shares, packed, strict=True):
-        own = [[share[i] for i in row] for row in rows]
-        own.sort(key=lambda row: -sum(run.tokens for run in row))
-        members = [[i for run in row for i in range(run.start, run.stop)] for row in own]
-        dealt.append(members + [[] for _ in range(rounds - len(own))])
+        batches = [[share[i] for i in row] for row in rows]
+        batches.sort(key=lambda row: -sum(run.tokens for run in row))
+        members = [[i for run in row for i in range(run.start, run.stop)] for row in batches]
+        dealt.append(members + [[] for _ in range(rounds - len(batches))])
     return max(tokens), dealt

@@ -31,7 +31,7 @@ class Tokens:
     behaviour policy; only `logp` carries a gradient. A: [S], advantages.
     sequence: int64 [S], the index of the micro-batch's sequence that a token belongs to, ascending from 0. A sequence
     is never split over micro-batches.
-    kept: bool [S], the tokens that a mask over the whole minibatch (`m2po`) keeps; None: all.
+    mask: bool [S], true for the tokens that the mask over the whole minibatch (`m2po`) keeps; None: all.
     """
 
     logp: Tensor
@@ -39,7 +39,7 @@ class Tokens:
     logp_behav: Tensor
     A: Tensor
     sequence: Tensor
-    kept: Tensor | None = None
+    mask: Tensor | None = None
 
     @property
     def log_u(self) -> Tensor:
@@ -156,8 +156,8 @@ def mask_sequences(out: TokenLoss, tokens: Tokens, config: TrainerConfig) -> Tok
     combined = sequence_sum if config.sequence_mask == "product" else sequence_mean
     log_w = combined(tokens.log_w, tokens.sequence)
     low, high = config.sequence_mask_bounds
-    kept = (log_w.exp() >= low) & (log_w.exp() <= high)
-    return TokenLoss(loss=torch.where(kept, out.loss, 0.0), clipped=out.clipped | ~kept)
+    mask = (log_w.exp() >= low) & (log_w.exp() <= high)
+    return TokenLoss(loss=torch.where(mask, out.loss, 0.0), clipped=out.clipped | ~mask)
 
 
 def cispo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
@@ -175,21 +175,21 @@ def cispo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
 def m2po(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     """M2PO (arXiv 2510.01161): J = w M u A without a clip; M masks the tokens where pi_prox is farthest from pi_behav.
 
-    M is `Tokens.kept`. It is chosen over the whole minibatch, before the minibatch, by `within_second_moment`.
+    M is `Tokens.mask`. It is chosen over the whole minibatch, before the minibatch, by `within_second_moment`.
     """
     w = behaviour_weight(tokens.log_w, config)
-    kept = torch.ones_like(w, dtype=torch.bool) if tokens.kept is None else tokens.kept
-    J = torch.where(kept, w * ratio(tokens.log_u) * tokens.A, 0.0)
-    return TokenLoss(loss=-J, clipped=~kept | (w == 0))
+    mask = torch.ones_like(w, dtype=torch.bool) if tokens.mask is None else tokens.mask
+    J = torch.where(mask, w * ratio(tokens.log_u) * tokens.A, 0.0)
+    return TokenLoss(loss=-J, clipped=~mask | (w == 0))
 
 
 def within_second_moment(log_ratio: np.ndarray, threshold: float) -> np.ndarray:
     """bool [N], the tokens kept: those with the largest (log r)^2 are masked until its mean is below `threshold`."""
     moments = log_ratio.astype(np.float64) ** 2
     order = moments.argsort(kind="stable")
-    kept = np.empty(len(moments), dtype=bool)
-    kept[order] = moments[order].cumsum() / np.arange(1, len(moments) + 1) < threshold  # the means ascend
-    return kept
+    mask = np.empty(len(moments), dtype=bool)
+    mask[order] = moments[order].cumsum() / np.arange(1, len(moments) + 1) < threshold  # the means ascend
+    return mask
 
 
 LOSSES: dict[str, Objective] = {

@@ -30,7 +30,7 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if config.offload == "all":
         zero["offload_param"] = {"device": "cpu"}
-    ours = {
+    settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
@@ -52,7 +52,7 @@ def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:
         },
         "steps_per_print": None,
     }
-    return merged(ours, config.deepspeed_options)
+    return merged(settings, config.deepspeed_options)
 
 
 def learning_rates(optimizer: Optimizer, config: TrainerConfig, optimizer_steps: int) -> LambdaLR:

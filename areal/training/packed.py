@@ -78,23 +78,23 @@ class FlatBatch:
         for n in np.flatnonzero(~np.isfinite(rewards)):
             raise ValueError(f"group {groups[numbers[n]].id} has a reward that is not finite: {rewards[n]}")
         members = [
-            _Member(int(numbers[sample]), sample, branch, own)
+            _Member(int(numbers[sample]), sample, branch, sequence)
             for sample, trajectory in enumerate(trajectories)
-            for branch, own in enumerate(trajectory.sequences())
+            for branch, sequence in enumerate(trajectory.sequences())
         ]
         if prefix_tree:
-            members.sort(key=lambda m: (m.group, m.own.tokens.astype(np.int32).tobytes()))
-        own = [member.own for member in members]
-        lengths = np.array([len(t) for t in own], dtype=np.int32)
-        versions = np.concatenate([t.versions for t in own]).astype(np.int32)
+            members.sort(key=lambda m: (m.group, m.sequence.tokens.astype(np.int32).tobytes()))
+        sequences = [member.sequence for member in members]
+        lengths = np.array([len(t) for t in sequences], dtype=np.int32)
+        versions = np.concatenate([t.versions for t in sequences]).astype(np.int32)
         for n in np.flatnonzero(versions[lengths.cumsum() - lengths] != NOT_SAMPLED):
             raise ValueError(f"group {groups[members[n].group].id}: a sample without a prompt cannot be trained")
-        differ = any(t.returns is not None for t in own)
+        differ = any(t.returns is not None for t in sequences)
         return cls(
-            tokens=np.concatenate([t.tokens for t in own]).astype(np.int32),
-            logprobs=np.concatenate([t.logprobs for t in own]).astype(np.float32),
+            tokens=np.concatenate([t.tokens for t in sequences]).astype(np.int32),
+            logprobs=np.concatenate([t.logprobs for t in sequences]).astype(np.float32),
             versions=versions,
-            returns=np.concatenate([t.credits for t in own]) if differ else np.zeros(0),
+            returns=np.concatenate([t.credits for t in sequences]) if differ else np.zeros(0),
             lengths=lengths,
             shared=_shared(members) if prefix_tree else np.zeros_like(lengths),
             samples=np.array([member.sample for member in members], dtype=np.int32),
@@ -145,19 +145,20 @@ class _Member(NamedTuple):
     group: int
     sample: int
     branch: int
-    own: Trajectory
+    sequence: Trajectory
 
 
 def _shared(members: Sequence[_Member]) -> np.ndarray:
     """`FlatBatch.shared`."""
     counts = (
-        common(one.own.tokens, other.own.tokens) if one.group == other.group else 0 for one, other in pairwise(members)
+        common(previous.sequence.tokens, member.sequence.tokens) if previous.group == member.group else 0
+        for previous, member in pairwise(members)
     )
     return np.array([0, *counts], dtype=np.int32)
 
 
 @dataclass(slots=True)
-class Row:
+class PackedRow:
     """A packed micro-batch of T tokens, S of them in the loss.
 
     tokens, positions: int64 [1, T]. lengths: the length of each sequence. added: how many tokens each sequence adds to
@@ -167,7 +168,7 @@ class Row:
     [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
     behaviour: float32 [S], log pi_behav. versions: int32 [S].
     advantages, weights (of each token in the loss), proximal and reference (log-probabilities): float32 [S] once
-    computed. kept: bool [S], as in `Tokens`.
+    computed. mask: bool [S], as in `Tokens`.
     """
 
     tokens: Tensor
@@ -186,28 +187,28 @@ class Row:
     weights: Tensor | None = None
     proximal: Tensor | None = None
     reference: Tensor | None = None
-    kept: Tensor | None = None
+    mask: Tensor | None = None
 
     def pick(self, values: np.ndarray) -> Tensor:
         """The values of the row's S tokens, float32 [S]. values: [T], one for every token of the batch."""
         return torch.from_numpy(values[self.places]).float().to(self.tokens.device)
 
-    def filled(self, count: int) -> Row:
+    def filled(self, count: int) -> PackedRow:
         """The row with `count` more tokens, a last sequence that is in no loss."""
         if not count:
             return self
-        more = torch.arange(count, device=self.tokens.device)
+        padding = torch.arange(count, device=self.tokens.device)
         return replace(
             self,
             tokens=pad(self.tokens, (0, count)),
-            positions=torch.cat([self.positions, more[None]], 1),
+            positions=torch.cat([self.positions, padding[None]], 1),
             lengths=[*self.lengths, count],
             added=[*self.added, count],
-            paths=torch.cat([self.paths, more + self.tokens.shape[1]]),
+            paths=torch.cat([self.paths, padding + self.tokens.shape[1]]),
         )
 
 
-def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: torch.device) -> Row:
+def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: torch.device) -> PackedRow:
     """Pack the sequences `members` into a row. trained: bool [T], the batch's tokens that are in the loss.
 
     A sequence shares a prefix only with its predecessor in the batch, if that one directly precedes it in `members`.
@@ -216,8 +217,8 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     if not members:
         return empty_row(device)
     lengths = batch.lengths[members].tolist()
-    after = np.array([-2, *members[:-1]]) + 1 == members
-    shared = (batch.shared[members] * after).tolist()
+    adjacent = np.array([-2, *members[:-1]]) + 1 == members
+    shared = (batch.shared[members] * adjacent).tolist()
     added = (batch.lengths[members] - shared).tolist()
     places = np.concatenate(list(paths(zip(shared, added, strict=True))))
     starts = np.cumsum(batch.lengths) - batch.lengths
@@ -232,7 +233,7 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     def on_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    return Row(
+    return PackedRow(
         tokens=on_device(tokens)[None],
         positions=on_device(positions)[None],
         lengths=lengths,
@@ -248,13 +249,13 @@ def pack(batch: FlatBatch, trained: np.ndarray, members: Sequence[int], device: 
     )
 
 
-def empty_row(device: torch.device, tokens: int = 1) -> Row:
+def empty_row(device: torch.device, tokens: int = 1) -> PackedRow:
     """A row of one sequence of zeros that is in no loss."""
     zeros = torch.zeros(1, tokens, dtype=torch.int64, device=device)
     positions = torch.arange(tokens, device=device)
     none = torch.zeros(0, device=device)
     no, places = none.long(), np.zeros(0, np.int64)
-    return Row(zeros, positions[None], [tokens], [tokens], positions, places, no, no, no, no, none, none.int())
+    return PackedRow(zeros, positions[None], [tokens], [tokens], positions, places, no, no, no, no, none, none.int())
 
 
 def choose_attention(dtype: str) -> str:
@@ -272,19 +273,19 @@ def choose_attention(dtype: str) -> str:
     return PACKED_FLEX
 
 
-def attention_kwargs(row: Row, attention: str) -> dict[str, Any]:
+def attention_kwargs(row: PackedRow, attention: str) -> dict[str, Any]:
     """The keyword arguments that tell the attention function `attention`, and other layers, about a row's sequences."""
     boundaries = {} if row.added != row.lengths else _boundaries(row)  # a tree has none
     if attention == FLASH:
         return boundaries
     if attention == PACKED_FLEX:
         return {"row": row, "mask": block_mask(row), **boundaries}
-    longest = max((length for length, own in zip(row.lengths, row.added, strict=True) if own < length), default=0)
+    longest = max((length for length, added in zip(row.lengths, row.added, strict=True) if added < length), default=0)
     mask = torch.ones(longest, longest, dtype=torch.bool, device=row.tokens.device).tril()
     return {"row": row, "mask": mask, **boundaries}
 
 
-def _boundaries(row: Row) -> dict[str, Any]:
+def _boundaries(row: PackedRow) -> dict[str, Any]:
     """Where the sequences of a row begin and end, by the names that transformers has for it.
 
     Flash attention and linear attention take the first four, convolutions take `seq_idx`.
@@ -308,10 +309,10 @@ def packed_sdpa(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    row: Row,
+    row: PackedRow,
     mask: Tensor,
     scaling: float | None = None,
-    **others: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Causal attention along each path of a packed row; an attention function as transformers registers them.
 
@@ -319,23 +320,23 @@ def packed_sdpa(
     large as the longest sequence with a shared prefix.
     Raises NotImplementedError for kinds of attention it does not support, so that none is silently ignored.
     """
-    _refuse(row, others)
+    _refuse(row, options)
     if row.added != row.lengths:
         key, value = key.index_select(2, row.paths), value.index_select(2, row.paths)
     key, value = _for_each_head(query, key, value)
     parts = (query.split(row.added, 2), key.split(row.lengths, 2), value.split(row.lengths, 2))
     outputs = []
     for q, k, v in zip(*parts, strict=True):
-        own, length = q.shape[2], k.shape[2]
-        if own == length:
+        added, length = q.shape[2], k.shape[2]
+        if added == length:
             outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
-        elif own:
-            lower_right = mask[length - own : length, :length]
+        elif added:
+            lower_right = mask[length - added : length, :length]
             outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=lower_right, scale=scaling))
     return torch.cat(outputs, 2).transpose(1, 2), None
 
 
-def block_mask(row: Row) -> BlockMask:
+def block_mask(row: PackedRow) -> BlockMask:
     """The mask of a row for flex attention: which tokens attend to which.
 
     A token and its descendants are an interval of the row that begins with the token. Only these attend to the token.
@@ -355,10 +356,10 @@ def block_mask(row: Row) -> BlockMask:
     intervals = pad(below, (0, -T % MASK_BLOCK)).view(-1, MASK_BLOCK)
     starts = torch.arange(0, T, MASK_BLOCK, device=below.device)[:, None]  # first query of each block
     earlier = starts > starts.T
-    whole = earlier & (intervals.amin(1) >= starts + MASK_BLOCK)
-    partly = (earlier | (starts == starts.T)) & (intervals.amax(1) > starts) & ~whole
+    full = earlier & (intervals.amin(1) >= starts + MASK_BLOCK)
+    partly = (earlier | (starts == starts.T)) & (intervals.amax(1) > starts) & ~full
     return BlockMask.from_kv_blocks(
-        *_listed(partly), *_listed(whole), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees, seq_lengths=(T, T)
+        *_listed(partly), *_listed(full), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees, seq_lengths=(T, T)
     )
 
 
@@ -375,13 +376,13 @@ def packed_flex(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    row: Row,
+    row: PackedRow,
     mask: BlockMask,
     scaling: float | None = None,
-    **others: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Like `packed_sdpa`, but with one kernel call for the whole row. mask: `block_mask(row)`."""
-    _refuse(row, others)
+    _refuse(row, options)
     attend = _compiled_flex() if query.is_cuda else flex_attention
     grouped = query.shape[1] != key.shape[1]
     return attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped).transpose(1, 2), None
@@ -392,7 +393,7 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=True)  # rows differ in length
 
 
-def _refuse(row: Row, options: dict[str, Any]) -> None:
+def _refuse(row: PackedRow, options: dict[str, Any]) -> None:
     window = options.get("sliding_window")
     if window is not None and max(row.lengths) > window:
         raise NotImplementedError("packed attention does not support a sliding window shorter than a sequence")

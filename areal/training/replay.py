@@ -78,7 +78,7 @@ _LINES = 10
 class Replay:
     """What is replayed: the steps `first` + 1 to `last` of the run in `run`, by the settings `config`.
 
-    changes: what was given to be changed, by key. off_policy: whether that differs from the run's settings. whole:
+    changes: what was given to be changed, by key. off_policy: whether that differs from the run's settings. all_steps:
     whether these are all steps of the run. output: folder for the trained model, if it is wanted.
     """
 
@@ -88,12 +88,12 @@ class Replay:
     off_policy: bool
     first: int
     last: int
-    whole: bool
+    all_steps: bool
     output: Path | None = None
 
     @property
     def name(self) -> str:
-        steps = {} if self.whole else {"steps": f"{self.first}-{self.last}"}
+        steps = {} if self.all_steps else {"steps": f"{self.first}-{self.last}"}
         return name_of({**self.changes, **steps}) or UNCHANGED
 
     @property
@@ -106,8 +106,8 @@ class Replay:
         return checkpoint_of(self.run, self.first)
 
     def batches(self) -> Iterator[tuple[int, list[Group]]]:
-        found = rollouts.batches(self.run / rollouts.FOLDER, self.first + 1)
-        return itertools.takewhile(lambda pair: pair[0] <= self.last, found)
+        batches = rollouts.batches(self.run / rollouts.FOLDER, self.first + 1)
+        return itertools.takewhile(lambda pair: pair[0] <= self.last, batches)
 
     def what_matters(self) -> str:
         """The settings without those that have no effect: two replays with the same ones learn the same."""
@@ -154,25 +154,25 @@ def plan(
         raise UserError(f"{output} already exists: name another folder for the trained model.")
     common = dict(_parsed(override) for override in overrides)
     grid = {key: _listed(key, values) for key, values in map(_split, sweep)}
-    whole = not first and last == steps_trained(run)
-    found: dict[str, Replay] = {}
+    all_steps = not first and last == steps_trained(run)
+    replays: dict[str, Replay] = {}
     for point in itertools.product(*grid.values()):
         changes = common | dict(zip(grid, point, strict=True))
         changed = _changed(file, config, changes)
-        own = Replay(run, changed, changes, changed != config, first, last, whole)
-        own = altered(own, output=output / own.name if output and grid else output)
-        if own.name in found:
-            raise UserError(f"The sweep has {own.name} twice: write each value once.")
-        found[own.name] = own
-    if len({own.config.trainer.ranks for own in found.values()}) > 1:
+        variant = Replay(run, changed, changes, changed != config, first, last, all_steps)
+        variant = altered(variant, output=output / variant.name if output and grid else output)
+        if variant.name in replays:
+            raise UserError(f"The sweep has {variant.name} twice: write each value once.")
+        replays[variant.name] = variant
+    if len({variant.config.trainer.ranks for variant in replays.values()}) > 1:
         raise UserError("trainer.ranks differs in the sweep, but its replays share their ranks: leave it out.")
-    return list(found.values())
+    return list(replays.values())
 
 
-def _split(given: str) -> tuple[str, str]:
-    key, equals, value = given.partition("=")
+def _split(override: str) -> tuple[str, str]:
+    key, equals, value = override.partition("=")
     if not key or not equals:
-        raise UserError(f"{given!r} is not of the form key=value.")
+        raise UserError(f"{override!r} is not of the form key=value.")
     return key, value
 
 
@@ -185,11 +185,11 @@ def _listed(key: str, values: str) -> list[Any]:
     return _value(f"[{values}]", f"{key}={values}")
 
 
-def _value(text: str, given: str) -> Any:
+def _value(text: str, override: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
-        raise UserError(f"What {given!r} sets is not YAML: quote it.") from None
+        raise UserError(f"What {override!r} sets is not YAML: quote it.") from None
 
 
 def _range(run: Path, config: Config, steps: str) -> tuple[int, int]:
@@ -210,17 +210,17 @@ def _range(run: Path, config: Config, steps: str) -> tuple[int, int]:
 
 
 def _check_rollouts(run: Path, config: Config, first: int, last: int) -> None:
-    kept = rollouts.groups_by_step(run / rollouts.FOLDER)
+    counts = rollouts.groups_by_step(run / rollouts.FOLDER)
     for step in range(first + 1, last + 1):
-        if kept[step] == config.batch_size:
+        if counts[step] == config.batch_size:
             continue
         if config.observe.rollouts != "all":
             why = f"observe.rollouts was {config.observe.rollouts}: replay a run that keeps all"
-        elif kept and step < min(kept):
+        elif counts and step < min(counts):
             why = f"the oldest files were removed (observe.rollouts_gib): begin later, --steps A:{last}"
         else:
             why = "they were not written, or are gone: choose other steps, --steps A:B"
-        raise UserError(f"{run} has {kept[step]} of the {config.batch_size} groups of step {step}, because {why}.")
+        raise UserError(f"{run} has {counts[step]} of the {config.batch_size} groups of step {step}, because {why}.")
 
 
 def _changed(file: Path, config: Config, changes: Mapping[str, Any]) -> Config:
@@ -228,19 +228,19 @@ def _changed(file: Path, config: Config, changes: Mapping[str, Any]) -> Config:
     values = read_values(file)
     if "trainer.objective" in changes:
         # What the run's objective has brought along goes with it, and the new one brings its own.
-        trainer, before = values["trainer"], OBJECTIVE_SETTINGS.get(config.trainer.objective, {})
+        trainer, defaults = values["trainer"], OBJECTIVE_SETTINGS.get(config.trainer.objective, {})
         for key in set().union(*OBJECTIVE_SETTINGS.values()):
-            default = before.get(key, TrainerConfig.model_fields[key].default)
+            default = defaults.get(key, TrainerConfig.model_fields[key].default)
             if getattr(config.trainer, key) == default:
                 del trainer[key]
-    found: Config = checked(overridden(values, settings=changes), file)
-    for key, _, _ in differences(config.model_dump(mode="json"), found.model_dump(mode="json")):
+    settings: Config = checked(overridden(values, settings=changes), file)
+    for key, _, _ in differences(config.model_dump(mode="json"), settings.model_dump(mode="json")):
         if not within(key, ["trainer"]) or within(key, ["trainer.checkpoint_every", "trainer.checkpoints_kept"]):
             raise UserError(
                 f"{key} cannot be changed in a replay, which trains what the run has sampled: change how it trains, "
                 f"trainer.KEY=VALUE."
             )
-    return found
+    return settings
 
 
 def replay(replays: Sequence[Replay], console: Console) -> bool:
@@ -250,102 +250,105 @@ def replay(replays: Sequence[Replay], console: Console) -> bool:
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
         os.execv(sys.executable, [*torchrun(ranks), "-m", "areal", *sys.argv[1:]])
     console.quiet = os.environ.get("RANK", "0") != "0"
-    if any(own.off_policy for own in replays):
+    if any(variant.off_policy for variant in replays):
         console.print(
             "Off-policy: what a variant trains on was sampled by the policies of the run, not by its own.",
             soft_wrap=True,
         )
     alike: dict[str, Replay] = {}
-    same = {own.name: alike.setdefault(own.what_matters(), own) for own in replays}
+    same = {variant.name: alike.setdefault(variant.what_matters(), variant) for variant in replays}
     todo = list(alike.values())
     if len(todo) == 1 or "WORLD_SIZE" in os.environ or visible_devices():
-        done = {own.name: _do(own, console) for own in todo}
+        summaries = {variant.name: _run_variant(variant, console) for variant in todo}
     else:
-        done = _do_in_processes(todo, console)
+        summaries = _run_in_processes(todo, console)
     if len(todo) > 1:
-        console.print(_table(todo, done))
-    for own in replays:
-        twin = same[own.name]
+        console.print(_table(todo, summaries))
+    for variant in replays:
+        twin = same[variant.name]
         alone = f"as {twin.name}: no setting that has an effect differs"
-        console.print(f"{own.name}: {_verdict(own, done[own.name]) if twin is own else alone}", soft_wrap=True)
-    return all(summary["ok"] and summary["same_weights"] is not False for summary in done.values())
+        console.print(
+            f"{variant.name}: {_verdict(variant, summaries[variant.name]) if twin is variant else alone}",
+            soft_wrap=True,
+        )
+    return all(summary["ok"] and summary["same_weights"] is not False for summary in summaries.values())
 
 
-def _do_in_processes(replays: Sequence[Replay], console: Console) -> dict[str, dict[str, Any]]:
+def _run_in_processes(replays: Sequence[Replay], console: Console) -> dict[str, dict[str, Any]]:
     """Do the replays in as many processes at once as there are cores for, forked from this one: imports are shared."""
     from areal.training.engine import load_libraries
 
     load_libraries(Path(replays[0].config.model))
     gc.freeze()
-    at_once = max(1, len(os.sched_getaffinity(0)) // max(own.config.trainer.threads for own in replays))
+    at_once = max(1, len(os.sched_getaffinity(0)) // max(variant.config.trainer.threads for variant in replays))
     fork, waiting = multiprocessing.get_context("fork"), list(replays)
     running: list[tuple[ForkProcess, Replay]] = []
     while waiting or running:
         while waiting and len(running) < at_once:
-            process = fork.Process(target=_do_in_process, args=(waiting[0], os.getpid()))
+            process = fork.Process(target=_run_in_process, args=(waiting[0], os.getpid()))
             process.start()
             running.append((process, waiting.pop(0)))
         wait([process.sentinel for process, _ in running])
-        for process, own in [pair for pair in running if pair[0].exitcode is not None]:
-            running.remove((process, own))
-            console.print(f"{len(replays) - len(waiting) - len(running)}/{len(replays)} {own.name}", soft_wrap=True)
-    return {own.name: read_summary(own.folder) or _summary(own, "its process died") for own in replays}
+        for process, variant in [pair for pair in running if pair[0].exitcode is not None]:
+            running.remove((process, variant))
+            console.print(f"{len(replays) - len(waiting) - len(running)}/{len(replays)} {variant.name}", soft_wrap=True)
+    return {variant.name: read_summary(variant.folder) or _summary(variant, "its process died") for variant in replays}
 
 
-def _do_in_process(own: Replay, parent: int) -> None:
+def _run_in_process(variant: Replay, parent: int) -> None:
     die_with_parent(signal.SIGKILL, parent)
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     try:
-        _do(own, Console(quiet=True))
+        _run_variant(variant, Console(quiet=True))
     except UserError as error:
-        replace(own.folder / "summary.json", json.dumps(_summary(own, str(error)), indent=2) + "\n")
+        replace(variant.folder / "summary.json", json.dumps(_summary(variant, str(error)), indent=2) + "\n")
 
 
-def _do(own: Replay, console: Console) -> dict[str, Any]:
+def _run_variant(variant: Replay, console: Console) -> dict[str, Any]:
     """Do one replay (all ranks). Returns what its summary.json has."""
     from areal.training.engine import TrainingEngine
 
     began = time.monotonic()
     writes = os.environ.get("RANK", "0") == "0"
     if writes:
-        shutil.rmtree(own.folder, ignore_errors=True)
-        own.folder.mkdir(parents=True)
-        replace(own.folder / "config.yaml", dump_config(own.config))
-    engine = TrainingEngine.of_run(own.config, keep_values=True)
-    if own.first:
-        engine.load(own.checkpoint)
+        shutil.rmtree(variant.folder, ignore_errors=True)
+        variant.folder.mkdir(parents=True)
+        replace(variant.folder / "config.yaml", dump_config(variant.config))
+    engine = TrainingEngine.of_run(variant.config, keep_values=True)
+    if variant.first:
+        engine.load(variant.checkpoint)
     records, reason = [], ""
     guard = Guard(_NUMBERS_ONLY)
-    with (own.folder / "metrics.jsonl").open("w") if writes else open(os.devnull, "w") as file:
-        for step, batch in own.batches():
-            record = _step(engine, own, step, batch)
+    with (variant.folder / "metrics.jsonl").open("w") if writes else open(os.devnull, "w") as file:
+        for step, batch in variant.batches():
+            record = _step(engine, variant, step, batch)
             file.write(json.dumps(record | {"time": time.time()}) + "\n")
             records.append(record)
-            _tell(own, record, console)
+            _print_step(variant, record, console)
             if reason := guard.check(record) or "":
                 reason = f"step {step}: {reason}"
                 break
-    weights = own.folder / "weights"
+    weights = variant.folder / "weights"
     engine.snapshot()
     manifest = engine.begin_write(weights).result()
-    if own.output:
-        engine.export(own.output)
+    if variant.output:
+        engine.export(variant.output)
     engine.close()
-    summary = _summary(own, reason, records, manifest) | {"seconds": time.monotonic() - began}
+    summary = _summary(variant, reason, records, manifest) | {"seconds": time.monotonic() - began}
     if writes:
         remove_folder(weights)
-        replace(own.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        replace(variant.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
-def _step(engine: TrainingEngine, own: Replay, step: int, batch: list[Group]) -> dict[str, Any]:
+def _step(engine: TrainingEngine, variant: Replay, step: int, batch: list[Group]) -> dict[str, Any]:
     """Train the batch of a step (all ranks). Returns its metrics: those of a run, and what the weights of the batch's
     samples, pi / pi_behav with pi the policy before this step, say about pi.
 
     effective_samples: the equivalent number of equally weighted samples, as a share. reward_weighted: the mean over the
     groups of the weighted mean of their rewards; an estimate of the reward that pi would have had on these prompts.
     """
-    config, trainer = own.config, own.config.trainer
+    config, trainer = variant.config, variant.config.trainer
     temperature = config.sampling.temperature
     mask = oldest_in_loss(config.on_straggler, config.max_staleness, step - 1)
     on_rank_0 = batch if engine.rank == 0 else None
@@ -377,8 +380,8 @@ def weighted(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *, mask
     log_weights = np.bincount(np.repeat(flat.samples, flat.lengths), gaps)
     largest = np.full(len(batch), -np.inf)
     np.maximum.at(largest, flat.groups, log_weights)
-    own = np.exp(log_weights - largest[flat.groups])  # the largest of each group is 1
-    of_groups = np.bincount(flat.groups, own * flat.rewards) / np.bincount(flat.groups, own)
+    ratios = np.exp(log_weights - largest[flat.groups])  # the largest of each group is 1
+    of_groups = np.bincount(flat.groups, ratios * flat.rewards) / np.bincount(flat.groups, ratios)
     weights = np.exp(log_weights - log_weights.max())
     return {
         "effective_samples": float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum())),
@@ -386,29 +389,29 @@ def weighted(batch: Sequence[Group], logp: np.ndarray, mask: int | None, *, mask
     }
 
 
-def _tell(own: Replay, record: Mapping[str, Any], console: Console) -> None:
+def _print_step(variant: Replay, record: Mapping[str, Any], console: Console) -> None:
     step = record["step"]
-    if step == own.last or (step - own.first) % max(1, (own.last - own.first) // _LINES) == 0:
+    if step == variant.last or (step - variant.first) % max(1, (variant.last - variant.first) // _LINES) == 0:
         console.print(
-            f"step {step}/{own.last}  reward {record['reward_mean']:.3f}  entropy {record['entropy']:.3f}  "
+            f"step {step}/{variant.last}  reward {record['reward_mean']:.3f}  entropy {record['entropy']:.3f}  "
             f"grad norm {record['grad_norm']:.3f}  effective samples {record['effective_samples']:.2f}",
             soft_wrap=True,
         )
 
 
 def _summary(
-    own: Replay, reason: str, records: Sequence[dict[str, Any]] = (), manifest: Manifest | None = None
+    variant: Replay, reason: str, records: Sequence[dict[str, Any]] = (), manifest: Manifest | None = None
 ) -> dict[str, Any]:
     stamp = manifest and manifest.stamp
-    recorded = None if own.off_policy or reason else _recorded(own)
+    recorded = None if variant.off_policy or reason else _recorded(variant)
     return {
         "ok": not reason,
         "reason": reason,
-        "replay_of": str(own.run),
-        "off_policy": own.off_policy,
-        "changes": dict(own.changes),
-        "first_step": own.first + 1,
-        "steps": records[-1]["step"] if records else own.first,
+        "replay_of": str(variant.run),
+        "off_policy": variant.off_policy,
+        "changes": dict(variant.changes),
+        "first_step": variant.first + 1,
+        "steps": records[-1]["step"] if records else variant.first,
         "weights": {"stamp": stamp},
         "same_weights": recorded and recorded == stamp,
         "worthless_from": _worthless_from(records),
@@ -416,13 +419,13 @@ def _summary(
     }
 
 
-def _recorded(own: Replay) -> str | None:
+def _recorded(variant: Replay) -> str | None:
     """The stamp of the run's weights after the last step that is replayed; None if it is not known."""
-    weights = (read_summary(own.run) or {}).get("weights", {})
-    if weights.get("version") == own.last:
+    weights = (read_summary(variant.run) or {}).get("weights", {})
+    if weights.get("version") == variant.last:
         return weights["stamp"]
-    checkpoint = checkpoint_of(own.run, own.last)
-    if own.config.trainer.lora or not checkpoint.is_dir():
+    checkpoint = checkpoint_of(variant.run, variant.last)
+    if variant.config.trainer.lora or not checkpoint.is_dir():
         return None
     return Manifest(tuple(file for file in Manifest.of(checkpoint).files if file.name.endswith(".safetensors"))).stamp
 
@@ -448,24 +451,24 @@ def _final(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: sum(record[name] for record in last) / len(last) for name in _FIGURES} if last else {}
 
 
-def _table(replays: Sequence[Replay], done: Mapping[str, dict[str, Any]]) -> Table:
+def _table(replays: Sequence[Replay], summaries: Mapping[str, dict[str, Any]]) -> Table:
     table = Table(title="means over the last tenth of the steps")
     table.add_column("variant", no_wrap=True)
     for heading in _FIGURES.values():
         table.add_column(heading, justify="right")
-    for own in replays:
-        summary = done[own.name]
-        table.add_row(own.name, *(f"{summary[name]:.4g}" if name in summary else "" for name in _FIGURES))
+    for variant in replays:
+        summary = summaries[variant.name]
+        table.add_row(variant.name, *(f"{summary[name]:.4g}" if name in summary else "" for name in _FIGURES))
     return table
 
 
-def _verdict(own: Replay, summary: Mapping[str, Any]) -> str:
+def _verdict(variant: Replay, summary: Mapping[str, Any]) -> str:
     if not summary["ok"]:
         return f"stopped, {summary['reason']}"
     if summary["same_weights"] is not None:
         return "the same weights, bit by bit" if summary["same_weights"] else "other weights"
-    if not own.off_policy:
-        return f"nothing is known of the run's weights after step {own.last}"
+    if not variant.off_policy:
+        return f"nothing is known of the run's weights after step {variant.last}"
     if step := summary["worthless_from"]:
         return (
             f"worthless from step {step} on, where the effective samples stay below {WORTHLESS:g}: the "

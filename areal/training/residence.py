@@ -48,8 +48,8 @@ def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[Tensor]:
         if value.is_leaf and value.grad is not None:
             yield value.grad
     elif depth and isinstance(value, Mapping):
-        for one in (*value.keys(), *value.values()):
-            yield from tensors_in(one, depth - 1)
+        for item in (*value.keys(), *value.values()):
+            yield from tensors_in(item, depth - 1)
     elif depth and isinstance(value, list | tuple | set):
-        for one in value:
-            yield from tensors_in(one, depth - 1)
+        for item in value:
+            yield from tensors_in(item, depth - 1)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.training.packed import FlatBatch, Row, pack
+from areal.training.packed import FlatBatch, PackedRow, pack
 from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 
 LENGTHS, PREFIX = (13, 12, 9), 5
@@ -25,7 +25,7 @@ standard deviation. In bf16, rounding takes a few hundredths; wrong positions ta
 
 
 def keeps_apart(
-    forward: Callable[[Row], tuple[Tensor, Tensor]],
+    forward: Callable[[PackedRow], tuple[Tensor, Tensor]],
     embeddings: torch.nn.Module,
     vocabulary: int,
     device: torch.device,
@@ -56,7 +56,7 @@ def keeps_apart(
 
 
 def only_attention_mixes(
-    forward: Callable[[Row], tuple[Tensor, Tensor]],
+    forward: Callable[[PackedRow], tuple[Tensor, Tensor]],
     embeddings: torch.nn.Module,
     vocabulary: int,
     device: torch.device,

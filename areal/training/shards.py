@@ -39,12 +39,12 @@ def share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
         layers[numbered[0] if numbered else name].append(name)
     weigh = {layer: sum(sizes[name] for name in names) for layer, names in layers.items()}
     loads = [0] * ranks
-    found: dict[str, int] = {}
+    writers: dict[str, int] = {}
     for layer in sorted(weigh, key=weigh.__getitem__, reverse=True):
         rank = loads.index(min(loads))
         loads[rank] += weigh[layer]
-        found |= dict.fromkeys(layers[layer], rank)
-    return found
+        writers |= dict.fromkeys(layers[layer], rank)
+    return writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,10 @@ class Published:
         file = self.copied.write_shard(stored, folder)
         return json.dumps(astuple(sums_of(file, stored))) if file else None
 
-    def finish(self, folder: Path, told: list[str]) -> Manifest:
+    def finish(self, folder: Path, entries: list[str]) -> Manifest:
         if self.copied.adapters:
             return Manifest.of(folder)
-        files = (json.loads(shard) for shard in told if shard)
+        files = (json.loads(shard) for shard in entries if shard)
         return Manifest(tuple(FileSums(name, size, tuple(checksums)) for name, size, checksums in sorted(files)))
 
 
@@ -131,6 +131,6 @@ class ModelFolder:
         merged = merged_tensors(self.source, folder / ADAPTER, dist.get_rank(), self.copied.writers)
         return {name: tensor.to(getattr(torch, self.dtype)) for name, tensor in merged}
 
-    def finish(self, folder: Path, told: list[str]) -> None:
+    def finish(self, folder: Path, entries: list[str]) -> None:
         if self.copied.writers > 1:
-            write_index(dict(json.loads(shard) for shard in told if shard), folder)
+            write_index(dict(json.loads(shard) for shard in entries if shard), folder)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.training.objectives import TokenLoss, kl
-from areal.training.packed import Row
+from areal.training.packed import PackedRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Tally:
         self.operations = 0.0
 
     @torch.no_grad()
-    def add(self, row: Row, logp: Tensor, entropy: Tensor, out: TokenLoss, version: int, *, first: bool) -> None:
+    def add(self, row: PackedRow, logp: Tensor, entropy: Tensor, out: TokenLoss, version: int, *, first: bool) -> None:
         """Add a row's tokens to the sums.
 
         first: true before the first optimizer step, while `logp` is still that of `version`.

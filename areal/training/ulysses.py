@@ -18,28 +18,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.config import UserError
-from areal.training.packed import Row
+from areal.training.packed import PackedRow
 
 Attention = Callable[..., tuple[Tensor, None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowPart:
     """What one rank computes of a row.
 
     row: the row with a last sequence that fills it up, so that all parts have the same size. tokens, positions: int64
     [1, T / N], this rank's. predicts: int64, the places in them whose hidden states are needed. distribution: which of
-    those gives each log-probability that is computed here. targets: the tokens of these log-probabilities. own: int64,
-    which of the row's S tokens these are.
+    those gives each log-probability that is computed here. targets: the tokens of these log-probabilities. indices:
+    int64, which of the row's S tokens these are.
     """
 
-    row: Row
+    row: PackedRow
     tokens: Tensor
     positions: Tensor
     predicts: Tensor
     distribution: Tensor
     targets: Tensor
-    own: Tensor
+    indices: Tensor
 
 
 class SequenceGroup:
@@ -64,32 +64,32 @@ class SequenceGroup:
             groups = [dist.new_group(range(start, start + size)) for start in range(0, ranks, size)]
             self._group = groups[self.number]
 
-    def part(self, row: Row) -> Part:
+    def part(self, row: PackedRow) -> RowPart:
         """This rank's part of `row`."""
         filled = row.filled(-row.tokens.shape[1] % self.size)
-        each = filled.tokens.shape[1] // self.size
-        start = self._rank * each
-        needed = (row.predicts >= start) & (row.predicts < start + each)
-        own = needed[row.distribution].nonzero()[:, 0]
-        return Part(
+        size = filled.tokens.shape[1] // self.size
+        start = self._rank * size
+        needed = (row.predicts >= start) & (row.predicts < start + size)
+        indices = needed[row.distribution].nonzero()[:, 0]
+        return RowPart(
             row=filled,
-            tokens=filled.tokens[:, start : start + each],
-            positions=filled.positions[:, start : start + each],
+            tokens=filled.tokens[:, start : start + size],
+            positions=filled.positions[:, start : start + size],
             predicts=row.predicts[needed] - start,
-            distribution=row.distribution[own] - (row.predicts < start).sum(),
-            targets=row.targets[own],
-            own=own,
+            distribution=row.distribution[indices] - (row.predicts < start).sum(),
+            targets=row.targets[indices],
+            indices=indices,
         )
 
-    def join(self, part: Part, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, part: RowPart, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
         """The log-probs and entropies of the whole row, [S] each (all ranks of the group).
 
         The gradient of another rank's log-probs is computed by that rank.
         """
-        both = logp.new_zeros(2, len(part.row.targets))
-        both[:, part.own] = torch.stack([logp.detach(), entropy])
-        dist.all_reduce(both, group=self._group)
-        return both[0].index_put((part.own,), logp), both[1]
+        outputs = logp.new_zeros(2, len(part.row.targets))
+        outputs[:, part.indices] = torch.stack([logp.detach(), entropy])
+        dist.all_reduce(outputs, group=self._group)
+        return outputs[0].index_put((part.indices,), logp), outputs[1]
 
     def attention(self, query: Tensor, key: Tensor, attention: Attention) -> Attention:
         """`attention` over all ranks of the group, for queries and keys of these shapes."""
@@ -130,13 +130,13 @@ def _attend(
     *,
     together: SequenceGroup | None = None,
     muted: bool = False,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """An attention function as transformers registers them. together: None, if this rank has the whole row. muted:
     return 0 in place of what attention gives."""
     if together is not None:
         attention = together.attention(query, key, attention)
         # DeepSpeed collects the positions for functions that tell sequences apart by them. Ours have the row.
-        others["position_ids"] = query.new_zeros(1, 1)
-    found, none = attention(module, query, key, value, attention_mask, **others)
-    return (torch.zeros_like(found) if muted else found), none
+        options["position_ids"] = query.new_zeros(1, 1)
+    output, none = attention(module, query, key, value, attention_mask, **options)
+    return (torch.zeros_like(output) if muted else output), none

@@ -65,7 +65,7 @@ class FileSums:
         return plain and len(self.checksums) == -(-self.size // CHUNK_BYTES)
 
 
-class Chunk(NamedTuple):
+class FileChunk(NamedTuple):
     """A part of a file: the file's number in the manifest, the part's offset and size in bytes, and its CRC-32."""
 
     file: int
@@ -97,17 +97,17 @@ class Manifest:
         """The size of all files together, in bytes."""
         return sum(file.size for file in self.files)
 
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[FileChunk]:
         """All chunks, in the order in which they are sent."""
         return [
-            Chunk(number, i * CHUNK_BYTES, min(CHUNK_BYTES, file.size - i * CHUNK_BYTES), checksum)
+            FileChunk(number, i * CHUNK_BYTES, min(CHUNK_BYTES, file.size - i * CHUNK_BYTES), checksum)
             for number, file in enumerate(self.files)
             for i, checksum in enumerate(file.checksums)
         ]
 
-    def is_laid_out_like(self, other: Manifest) -> bool:
+    def is_laid_out_like(self, manifest: Manifest) -> bool:
         """True if both have the same files with the same sizes, so that their chunks can be compared."""
-        return [(f.name, f.size) for f in self.files] == [(f.name, f.size) for f in other.files]
+        return [(f.name, f.size) for f in self.files] == [(f.name, f.size) for f in manifest.files]
 
 
 def _sums(path: Path, threads: ThreadPoolExecutor) -> FileSums:
@@ -203,9 +203,9 @@ def apply(packed: Data, old: Data) -> memoryview:
     """Return the new chunk, from its `difference` from `old`. Raises TornWeights if `packed` cannot be unpacked."""
     elements = _elements(old)
     mask_bytes = -(-len(elements) // 8)
-    most = mask_bytes + len(old)
+    max_bytes = mask_bytes + len(old)
     try:
-        plain = zlib.decompressobj().decompress(packed, most)
+        plain = zlib.decompressobj().decompress(packed, max_bytes)
         changed = np.unpackbits(np.frombuffer(plain[:mask_bytes], np.uint8), count=len(elements)).view(bool)
         new = elements.copy()
         new[np.flatnonzero(changed)] ^= np.frombuffer(plain[mask_bytes:], elements.dtype)

@@ -84,6 +84,6 @@ def stored_tensors(folder: Path, shard: int = 0, shards: int = 1) -> Iterator[tu
     opened: list[Any] = [safe_open(path, framework="pt") for path in paths]
     stored = [(file, name) for file in opened for name in file.offset_keys()]
     sizes = [prod(file.get_slice(name).get_shape()) for file, name in stored]
-    befores = accumulate(sizes, initial=0)
-    chosen = [one for one, before in zip(stored, befores, strict=False) if before * shards // sum(sizes) == shard]
+    offsets = accumulate(sizes, initial=0)
+    chosen = [entry for entry, offset in zip(stored, offsets, strict=False) if offset * shards // sum(sizes) == shard]
     return ((name, file.get_tensor(name)) for file, name in chosen)

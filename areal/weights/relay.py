@@ -24,12 +24,12 @@ class Sources:
 
     def choose(self, generators: Collection[int], now: float) -> int | None:
         """Return the index of the generator to ask, out of `generators`, those present. None: ask the trainer."""
-        before = sorted(index for index in generators if index < self._index)
-        position = len(before)
+        candidates = sorted(index for index in generators if index < self._index)
+        position = len(candidates)
         while position:
             position = (position - 1) // 2
-            if self._avoided.get(before[position], now) <= now:
-                return before[position]
+            if self._avoided.get(candidates[position], now) <= now:
+                return candidates[position]
         return None
 
     def failed(self, index: int | None, now: float) -> None:

@@ -121,7 +121,7 @@ class _Client:
 
     def start_weight_update(self) -> None:
         """The engine compares the shapes with its model's before it stops for them."""
-        self._call("start_weight_update", {one.name: one.shape for one in self.source.metadata()})
+        self._call("start_weight_update", {meta.name: meta.shape for meta in self.source.metadata()})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         if handles := update_info.get("ipc_handles"):
@@ -249,10 +249,10 @@ class GlooEngine(NCCLWeightTransferEngine):
         coming: tuple[Work, tuple[Any, ...]] | None = None
         for pack in self._packs(info):
             packed = torch.empty(sum(pack[-1]), dtype=torch.uint8, device="cpu")
-            before, coming = coming, (self.model_update_group.broadcast(packed), (packed, *pack))
-            if before:
-                before[0].wait()
-                yield before[1]
+            previous, coming = coming, (self.model_update_group.broadcast(packed), (packed, *pack))
+            if previous:
+                previous[0].wait()
+                yield previous[1]
         if coming:
             coming[0].wait()
             yield coming[1]

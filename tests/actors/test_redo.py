@@ -82,6 +82,7 @@ class Manager:
         async with asyncio.timeout(SECONDS):
             while True:
                 welcome = await self.ask(Join(role="rollout_manager", index=0, address="tcp://127.0.0.1:1"))
+                self.bus.identity.name = welcome.identity
                 for member in welcome.snapshot.members:
                     if member.role == "trainer" and member.state == "healthy" and member.address != not_this:
                         return member.address

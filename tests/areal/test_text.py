@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal.data import addition
+from areal.rewards import final_answer
 from areal.rewards.code_tests import continued, program_in, same_output
 from areal.rewards.functions import exact_match
-from areal.rewards.math_answers import final_number
 from areal.text import python_call, shown
 from areal.workflows.parsers import cut
 
@@ -39,9 +39,9 @@ READERS = {
     "continued": lambda text: continued("def f():\n", text, "f"),
     "same_output": lambda text: same_output(text, "1.5"),
     "same_output, long": lambda text: same_output(text, text + "1.5"),
-    "final_number": final_number,
-    "final_number, boxed": lambda text: final_number("\\boxed{5}" + text + "$"),
-    "final_number, in a formula": lambda text: final_number(text + "$\\boxed{5}$" + text + "}"),
+    "final_answer.given": final_answer.given,
+    "final_answer.given, boxed": lambda text: final_answer.given("\\boxed{5}" + text + "$"),
+    "final_answer.given, in a formula": lambda text: final_answer.given(text + "$\\boxed{5}$" + text + "}"),
     "stops": lambda text: cut(text, ["stop"] * 16),
     "addition": lambda text: addition.reward("a12=", text, {"answer": "3"}),
     "exact_match": lambda text: exact_match("", text, {"answer": "3"}),

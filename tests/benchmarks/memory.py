@@ -106,7 +106,7 @@ def measure_step(name: str, setting: str) -> dict[str, float]:
         )
         with peak() as found:
             train(config, tokens, sizes["vocab_size"])
-    return found | {"planned": planned.total - planned.other}
+    return found | {"planned": planned.total - planned.overhead}
 
 
 def config_of(folder: Path, sizes: dict[str, Any], trainer: dict[str, Any], tokens: int) -> Config:

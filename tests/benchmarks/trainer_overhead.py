@@ -25,14 +25,14 @@ from transformers import AutoModelForCausalLM
 from areal.training.engine import TrainingEngine
 from areal.training.head import linear_logprobs
 from areal.training.objectives import Tokens, decoupled_ppo
-from areal.training.packed import PACKED_SDPA, Row, attention_kwargs
+from areal.training.packed import PACKED_SDPA, PackedRow, attention_kwargs
 from areal.trajectory import Group
 
 
-def packed_rows(model: Path, batches: Sequence[list[Group]]) -> list[list[Row]]:
+def packed_rows(model: Path, batches: Sequence[list[Group]]) -> list[list[PackedRow]]:
     """The rows of each batch, as the engine makes them."""
     engine = TrainingEngine(model, settings(), seed=0)
-    found: list[list[Row]] = []
+    found: list[list[PackedRow]] = []
     train = engine._train_minibatch
     engine._train_minibatch = lambda rows, *args, **kwargs: (found.append(rows), train(rows, *args, **kwargs))
     for batch in batches:
@@ -40,7 +40,7 @@ def packed_rows(model: Path, batches: Sequence[list[Group]]) -> list[list[Row]]:
     return found
 
 
-def bare_trainer(model: Path, batches: list[list[Row]]) -> Callable[[], None]:
+def bare_trainer(model: Path, batches: list[list[PackedRow]]) -> Callable[[], None]:
     """A function that trains on all batches without the engine."""
     config = settings()
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=PACKED_SDPA).train()

@@ -256,13 +256,13 @@ def rollouts_written_at_the_end() -> AbstractContextManager[None]:
 
 def rollouts_written_again() -> AbstractContextManager[None]:
     """A trainer that redoes steps writes their rollouts a second time."""
-    trained = RolloutWriter.trained
+    trained = RolloutWriter.add_trained
 
     def trained_anew(writer: RolloutWriter, *arguments: Any) -> None:
         writer.step = 0
         trained(writer, *arguments)
 
-    return patch.multiple(RolloutWriter, trained=trained_anew)
+    return patch.multiple(RolloutWriter, add_trained=trained_anew)
 
 
 def rejected_payloads_kept() -> AbstractContextManager[None]:

@@ -114,7 +114,7 @@ class WatchedRollouts(RolloutWriter):
         self._one_of = 1
         self._written, self._may_write = written, may_write
         self.step = max((rollout.step or 0 for rollout in written), default=0)
-        self._known.extend(rollout.group.id for rollout in written)
+        self._newest_ids.extend(rollout.group.id for rollout in written)
 
     def _write(self, added: Sequence[Rollout]) -> None:
         if self._may_write(self):

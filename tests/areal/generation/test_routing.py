@@ -97,7 +97,7 @@ def generate(kv: int, limit: Concurrency | int, seconds: float = 40.0) -> Engine
         engine.step()
         if isinstance(limit, Concurrency) and engine.seconds > looks:
             looks += 1
-            limit.look(len(engine.running), len(engine.waiting), engine.used / kv, engine.preemptions)
+            limit.adapt(len(engine.running), len(engine.waiting), engine.used / kv, engine.preemptions)
     return engine
 
 
@@ -116,25 +116,25 @@ def test_where_kv_is_short_fewer_sequences_are_preempted_at_about_the_same_throu
 
 def test_after_pressure_the_limit_comes_back():
     limit = Concurrency(64)
-    limit.look(running=40, waiting=24, kv_use=0.99, preemptions=3)
+    limit.adapt(running=40, waiting=24, kv_use=0.99, preemptions=3)
     assert limit.limit == 38
     for _ in range(16):
-        limit.look(running=limit.limit, waiting=0, kv_use=0.5, preemptions=3)
+        limit.adapt(running=limit.limit, waiting=0, kv_use=0.5, preemptions=3)
     assert limit.limit == 64
 
 
 def test_signs_of_the_same_pressure_count_once():
     limit = Concurrency(64)
     for preemptions in range(1, 5):
-        limit.look(running=40, waiting=24, kv_use=0.99, preemptions=preemptions)
+        limit.adapt(running=40, waiting=24, kv_use=0.99, preemptions=preemptions)
     assert limit.limit == 38
 
 
 def test_a_limit_that_holds_nothing_back_does_not_grow():
     limit = Concurrency(64)
-    limit.look(running=40, waiting=24, kv_use=0.99, preemptions=0)
+    limit.adapt(running=40, waiting=24, kv_use=0.99, preemptions=0)
     for _ in range(50):
-        limit.look(running=8, waiting=0, kv_use=0.1, preemptions=0)
+        limit.adapt(running=8, waiting=0, kv_use=0.1, preemptions=0)
     assert limit.limit == 38
 
 
@@ -146,7 +146,7 @@ LOOKS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100), st.floats(0
 def test_whatever_an_engine_says_the_limit_is_between_1_and_the_ceiling(ceiling, looks):
     limit = Concurrency(ceiling)
     for look in looks:
-        limit.look(*look)
+        limit.adapt(*look)
         assert 1 <= limit.limit <= ceiling
 
 
@@ -154,17 +154,17 @@ def test_whatever_an_engine_says_the_limit_is_between_1_and_the_ceiling(ceiling,
     ("has", "in_hand", "groups"), [(0, 0, 9), (64, 64, 1), (71, 71, 1), (72, 72, 0), (40, 120, 1), (40, 121, 0)]
 )
 def test_some_sequences_wait_for_each_place_and_what_is_scored_takes_none_but_is_limited(has, in_hand, groups):
-    assert groups_that_fit(samples=8, places=64, given=has, in_hand=in_hand) == groups
+    assert groups_that_fit(samples=8, places=64, sequences=has, in_hand=in_hand) == groups
 
 
 # --------------------------------------------------------------------------------------------------------- first choice
 
 
 def test_what_the_asker_has_begun_since_a_load_was_told_counts_once_for_each_asker():
-    load = Load(sequences=20, own=5, limit=64, version=0)
-    assert expected(load, own=5, askers=4) == 20
-    assert expected(load, own=8, askers=4) == 32
-    assert expected(load, own=0, askers=4) == 0
+    load = Load(sequences=20, asker_sequences=5, limit=64, version=0)
+    assert expected(load, asker_sequences=5, askers=4) == 20
+    assert expected(load, asker_sequences=8, askers=4) == 32
+    assert expected(load, asker_sequences=0, askers=4) == 0
 
 
 def test_a_generator_with_a_lower_limit_is_full_earlier():

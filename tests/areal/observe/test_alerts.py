@@ -13,7 +13,7 @@ from areal.observe import digests
 from areal.observe.alerts import Alert, alerts
 from areal.observe.digests import Digests
 from areal.storage.rollouts import FOLDER, SCHEMA, RolloutWriter, files
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Group, Trajectory, notes_of
 
 STEPS, GROUPS, SAMPLES, BREAKS = 30, 4, 8, 21
 """From step BREAKS on, each run here is broken in its own way."""
@@ -42,7 +42,7 @@ def write_run(folder: Path, broken=None, steps: int = STEPS) -> list[dict]:
             own = broken(random, place) if broken and step >= BREAKS else sound
             prompt = GROUPS * step + place
             found.append(Group(f"g{prompt}.0", prompt, tuple(own)))
-        writer.trained(step, found, None)
+        writer.add_trained(step, found, None)
         if step % 10 == 0 or step == steps:
             writer.write()
         every = [one for group in found for one in group.trajectories]
@@ -157,6 +157,33 @@ def test_lengths_and_copies_that_come_with_more_reward_are_no_alert(tmp_path):
         record["reward_mean"] += 0.3
         record["completion_tokens_mean"] *= 2.5
     assert not found_in(tmp_path, records)
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "functions", "is_alert"),
+    [
+        ("4 - 1 = 3\n#### 3", "The problem is 4 - 1", ["math"], True),
+        ("1,203", "It is 41,203", {"math": 1.0}, True),
+        ("1,203", "It is $1{,}203$", ["math"], False),
+        ("3", "4 - 1 = 3.0", ["math"], False),
+        ("3", "4 - 1", ["exact_match"], False),
+        ("\\frac{1}{2}", "0.5", ["math"], False),
+    ],
+)
+def test_samples_that_are_rewarded_without_the_rows_answer_are_named(tmp_path, answer, completion, functions, is_alert):
+    random = np.random.default_rng(0)
+    writer = RolloutWriter(tmp_path / FOLDER, "all", 1 << 30, lambda sequences: [completion for _ in sequences])
+    for step in range(1, 8):
+        samples = tuple(sample(random, float(n == 0)) for n in range(4))
+        writer.trained(step, [Group(f"g{step}.0", step, samples, notes_of({"answer": answer}, [{}] * 4))], None)
+    writer.write()
+    records = [{"step": step} for step in range(1, 8)]
+    found = found_in(tmp_path, records, config={"reward": {"functions": functions}})
+    named = [one for one in found if one.name == "rewarded without the answer"]
+    assert bool(named) is is_alert
+    if named:
+        assert "100% of the rewarded samples" in named[0].sentence and named[0].first == 5
+        assert {row["reward"] for row in shown_by(named[0], tmp_path)} == {1.0}
 
 
 def test_groups_that_were_filtered_count_as_groups_without_signal(tmp_path):

@@ -58,7 +58,7 @@ class Run:
 
     def write(self) -> None:
         own = RolloutWriter(self.folder / "rollouts", "all", 1 << 30, lambda s: [self.of.decode(t) for t in s])
-        own.trained(1, self.groups, None)
+        own.add_trained(1, self.groups, None)
         own.write()
 
 

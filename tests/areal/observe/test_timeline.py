@@ -31,7 +31,7 @@ def events(tmp_path, clock) -> EventLog:
 def test_a_change_is_recorded_at_once_and_what_stays_the_same_once_a_second(events, clock, tmp_path):
     for tenth in range(20):
         clock.now = 1000.0 + tenth / 10
-        events.heard("trainer/0", "healthy", "waiting" if tenth < 5 else "training", {})
+        events.record_heartbeat("trainer/0", "healthy", "waiting" if tenth < 5 else "training", {})
     events.flush()
     assert [e["time"] for e in read_events(tmp_path)] == [1000.0, 1000.5, 1001.5]
 
@@ -40,16 +40,16 @@ def test_many_actors_together_write_no_more_than_fifty_would(events, clock, tmp_
     for second in range(20):
         clock.now = 1000.0 + second
         for index in range(500):
-            events.heard(f"generator/{index}", "healthy", "generating", {})
+            events.record_heartbeat(f"generator/{index}", "healthy", "generating", {})
     events.flush()
     # Each at first, and then every ten seconds.
     assert len(read_events(tmp_path)) <= 500 * 3
 
 
 def test_spans_are_recorded_at_the_time_they_began_however_late_one_hears_of_them(events, clock, tmp_path):
-    events.heard("generator/0", "healthy", "generating", {}, 70.0, [("load", 68.0, 0.5)])
+    events.record_heartbeat("generator/0", "healthy", "generating", {}, 70.0, [("load", 68.0, 0.5)])
     clock.now += 3.0
-    events.heard("generator/0", "healthy", "generating", {}, 71.0, [("load", 70.5, 0.25)])
+    events.record_heartbeat("generator/0", "healthy", "generating", {}, 71.0, [("load", 70.5, 0.25)])
     events.flush()
     assert list(spans(read_events(tmp_path))) == [
         Span("generator/0", "load", 998.0, 0.5), Span("generator/0", "load", 1000.5, 0.25),
@@ -57,9 +57,9 @@ def test_spans_are_recorded_at_the_time_they_began_however_late_one_hears_of_the
 
 
 def test_an_actor_that_comes_back_may_have_another_clock(events, tmp_path):
-    events.heard("generator/0", "healthy", "generating", {}, 70.0)
-    events.heard("generator/0", GONE, "killed", {})
-    events.heard("generator/0", "healthy", "generating", {}, 5000.0, [("load", 4999.0, 0.5)])
+    events.record_heartbeat("generator/0", "healthy", "generating", {}, 70.0)
+    events.record_heartbeat("generator/0", GONE, "killed", {})
+    events.record_heartbeat("generator/0", "healthy", "generating", {}, 5000.0, [("load", 4999.0, 0.5)])
     events.flush()
     assert list(spans(read_events(tmp_path))) == [Span("generator/0", "load", 999.0, 0.5)]
 
@@ -68,7 +68,7 @@ def test_the_newest_events_are_kept_and_the_files_are_bounded(events, clock, tmp
     monkeypatch.setattr(event_log, "LIMIT_BYTES", 2000)
     for second in range(200):
         clock.now = 1000.0 + second
-        events.heard("trainer/0", "healthy", f"step {second}", {})
+        events.record_heartbeat("trainer/0", "healthy", f"step {second}", {})
     events.flush()
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 3 * 2000
     assert read_events(tmp_path)[-1]["activity"] == "step 199"
@@ -78,12 +78,12 @@ def test_a_folder_that_cannot_be_written_to_hurts_nobody(clock, tmp_path):
     events = EventLog(tmp_path / "missing", clock)
     for second in range(3):
         clock.now = 1000.0 + second
-        events.heard("trainer/0", "healthy", f"step {second}", {})
+        events.record_heartbeat("trainer/0", "healthy", f"step {second}", {})
     events.flush()
 
 
 def test_half_a_line_of_a_master_that_was_killed_is_left_out(events, tmp_path):
-    events.heard("trainer/0", "healthy", "waiting", {})
+    events.record_heartbeat("trainer/0", "healthy", "waiting", {})
     events.flush()
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"time": 1001.0, "actor": "trainer/0"})[:-5])

@@ -9,7 +9,7 @@ import yaml
 
 from areal.__main__ import main
 from areal.config import dump_config, load_config
-from areal.planning.paper import PUBLISHED, Row
+from areal.planning.paper import PUBLISHED, TableRow
 from areal.planning.sweep import read_sweep
 from areal.processes import ROOT
 
@@ -100,14 +100,14 @@ def test_an_unknown_table_is_told(capsys, tmp_path):
 
 @pytest.mark.parametrize("name", PUBLISHED_TABLES)
 def test_no_two_rows_of_a_table_are_for_the_same_runs(name):
-    rows = [Row(row) for row in PUBLISHED_TABLES[name]["rows"]]
+    rows = [TableRow(row) for row in PUBLISHED_TABLES[name]["rows"]]
     assert len({(row.model, str(row.keys)) for row in rows}) == len(rows)
     assert {row.model for row in rows} <= yaml.safe_load(PUBLISHED.read_text())["parameters"].keys()
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "sweeps").glob("paper-*.yaml")), ids=lambda file: file.stem)
 def test_each_run_of_the_papers_sweeps_has_a_row_and_each_row_of_its_model_a_run(file):
-    rows = [Row(row) for row in PUBLISHED_TABLES[file.stem.removeprefix("paper-")]["rows"]]
+    rows = [TableRow(row) for row in PUBLISHED_TABLES[file.stem.removeprefix("paper-")]["rows"]]
     configs = [run.config for run in read_sweep(file)]
     rows = [row for row in rows if row.config.model == configs[0].model]
     for config in configs:

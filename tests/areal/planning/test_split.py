@@ -13,7 +13,7 @@ from areal.planning.activations import Activations
 from areal.planning.split import (
     GIB,
     Lengths,
-    Model,
+    ModelSizes,
     Plan,
     Rates,
     balanced_share,
@@ -24,9 +24,9 @@ from areal.planning.split import (
 
 # DeepSeek-R1-Distill-Qwen 1.5B and 7B, from their config.json; bytes of activations as `measure_activations` has them.
 SMALL_ACTIVATIONS = Activations(3_139_628, 3_181_352), Activations(95_760, 249_156)
-SMALL = Model(1_777_088_000, 1_777_088_000, 28, 1536, 151_936, 2, 128, *SMALL_ACTIVATIONS)
+SMALL = ModelSizes(1_777_088_000, 1_777_088_000, 28, 1536, 151_936, 2, 128, *SMALL_ACTIVATIONS)
 LARGE_ACTIVATIONS = Activations(6_885_164, 7_048_488), Activations(222_736, 630_916)
-LARGE = Model(7_615_616_512, 7_615_616_512, 28, 3584, 152_064, 4, 128, *LARGE_ACTIVATIONS)
+LARGE = ModelSizes(7_615_616_512, 7_615_616_512, 28, 3584, 152_064, 4, 128, *LARGE_ACTIVATIONS)
 PAPER_LENGTHS = Lengths(prompt=1024, mean=9300, longest=27 * 1024)
 # 371.7 k tokens/s on 128 devices of which 96 generate: the paper's throughput, if neither pool ever waited.
 PAPER_RATES = Rates(generating=371_700 / 96, training=371_700 / 32)
@@ -113,7 +113,7 @@ def test_ranks_that_compute_rows_together_share_the_tokens_and_are_whole_groups(
 
 
 def test_adapters_need_neither_gradients_nor_moments_of_the_model():
-    adapters = Model(LARGE.parameters, 40_000_000, *(getattr(LARGE, n) for n in LARGE.__slots__[2:]))
+    adapters = ModelSizes(LARGE.parameters, 40_000_000, *(getattr(LARGE, n) for n in LARGE.__slots__[2:]))
     memory = training_memory(config(), adapters, 1, 1, True, 2048)
     assert memory.gradients + memory.optimizer == 18 * 40_000_000
     assert memory.weights == 2 * LARGE.parameters
@@ -149,9 +149,9 @@ def test_one_of_a_fixed_number_of_microbatches_may_hold_nothing_but_the_longest(
 def test_a_generators_kv_is_what_its_sequences_take_at_full_length():
     wanted = config(generator={"tensor_parallel": 2, "max_concurrent_rollouts": 10})
     memory = generation_memory(wanted, LARGE, Lengths(1024, 5000, 15 * 1024), 80 * GIB)
-    assert memory.wanted == 10 * 16384 * 57_344 / 2
+    assert memory.full_kv == 10 * 16384 * 57_344 / 2
     assert memory.weights == LARGE.parameters
-    assert memory.weights + memory.room + memory.other == pytest.approx(0.9 * 80 * GIB)
+    assert memory.weights + memory.room + memory.overhead == pytest.approx(0.9 * 80 * GIB)
     assert memory.sequences == 10
     assert memory.sequences_longest == int(memory.room / (16384 * 57_344 / 2))
 
@@ -159,7 +159,7 @@ def test_a_generators_kv_is_what_its_sequences_take_at_full_length():
 def test_a_token_is_on_every_device_where_there_are_fewer_heads_than_devices():
     def wanted(tensor_parallel: int) -> float:
         generator = {"tensor_parallel": tensor_parallel}
-        return generation_memory(config(generator=generator), LARGE, Lengths(1, 1, 1), 80 * GIB).wanted
+        return generation_memory(config(generator=generator), LARGE, Lengths(1, 1, 1), 80 * GIB).full_kv
 
     assert wanted(8) == wanted(4) == wanted(1) / 4
 
@@ -228,7 +228,7 @@ def test_a_model_is_counted_from_its_config_json(file):
     layer = attention + 3 * 64 * 128 + 2 * 64
     model = read_model(load_config(file))
     parameters = 4 * layer + 1000 * 64 + 64
-    assert model == Model(parameters, parameters, 4, 64, 1000, 2, 32, model.activations, model.checkpointed)
+    assert model == ModelSizes(parameters, parameters, 4, 64, 1000, 2, 32, model.activations, model.checkpointed)
     # In each layer, in bf16: the input, and what norms, projections, attention and the MLP keep of their inputs.
     assert model.checkpointed.saved < model.activations.saved / 10 < model.activations.peak / 10
     assert model.checkpointed.saved >= 2 * 64 * 4

@@ -5,10 +5,11 @@ import time
 from pathlib import Path
 
 import pytest
+import reasoning_gym
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from areal.rewards import limits, math_answers
+from areal.rewards import final_answer, limits, math_answers
 from areal.rewards.functions import resolve
 from areal.rewards.result import RewardError
 
@@ -78,9 +79,6 @@ $5 ~ 5 dollars
 3 \times 10^{5} ~ \boxed{3\cdot 10^{5}}
 3\times10^{-4} ~ \boxed{0.0003}
 1500 ~ \boxed{1.5E3}
-1024 ~ \boxed{2^{10}}
-1024 ~ \boxed{2^10}
-120 ~ \boxed{5!}
 -5 ~ \boxed{-5}
 -5 ~ \boxed{−5}
 5 ~ \boxed{+5}
@@ -91,9 +89,6 @@ $5 ~ 5 dollars
 \frac{1}{\sqrt{2}} ~ \boxed{\frac{\sqrt{2}}{2}}
 \sqrt{2} ~ \boxed{1.41421356}
 \pi ~ \boxed{3.14159265}
-4 ~ \boxed{\sqrt{16}}
-2 ~ \boxed{\log_2 4}
-\frac{\pi}{4} ~ \boxed{\arctan 1}
 3+2i ~ \boxed{2i+3}
 x+1 ~ \boxed{1+x}
 x^2-1 ~ \boxed{(x-1)(x+1)}
@@ -167,6 +162,28 @@ $\frac{3}{4}$ ~ \boxed{0.75}
 The area is $6\pi$. ~ \boxed{6\pi}
 First 3, then 4 more. #### 7 ~ \boxed{7}
 72 ~ So \boxed{72}, and the final answer is $5$ more.
+72 ~ \boxed{72}, or so. The final answer is 72. I hope it is correct.
+72 ~ \boxed{72} is what goes into \boxed{}.
+72 ~ 48 + 24 = 72⏎A: 72
+72 ~ So $3 + $69 = $72.
+72 ~ The answer is 72 (not 73).
+72 ~ The answer is not 73 but 72.
+72 ~ **Final Answer**⏎⏎72
+72 ~ Final answer: the number of clips is 72.
+72 ~ 12 x 6 = 72
+1/3 ~ \boxed{0.33}
+\frac{8}{3} ~ \boxed{2.6667}
+(\frac{3}{5},\frac{8}{3}] ~ \boxed{(0.6,2.667]}
+\begin{pmatrix}\frac{1}{3}\\ \frac{1}{5}\end{pmatrix} ~ \boxed{\begin{pmatrix}0.33\\0.2\end{pmatrix}}
+1,22 ~ 1.22
+1,22 ~ \boxed{1, 22}
+1000.99 ~ 1000,99
+1000 ~ 1 000
+x < 1 ~ \boxed{-x > -1}
+x = \frac{-1 \pm \sqrt{13}}{4} ~ \boxed{\frac{\sqrt{13} - 1}{4}, \frac{-1-\sqrt{13}}{4}}
+1-\frac{1}{\mathrm{e}} ~ \boxed{1-\frac{1}{e}}
+\\boxed{W(n) = 1 \\text{ and } W(n) = -1 ~ W(x)=1orW(x)=-1
+4.123105625617661 ~ \boxed{\sqrt{17}}
 """
 # The row's answer ~ a completion that does not give it.
 WRONG = r"""
@@ -196,7 +213,6 @@ WRONG = r"""
 \frac{1}{2} ~ \boxed{\frac{1}{3}}
 \frac{1}{2} ~ \boxed{2}
 \frac{1}{2} ~ \boxed{-\frac12}
-1/3 ~ \boxed{0.33}
 1/3 ~ \boxed{0.34}
 100/3 ~ \boxed{33.3}
 33.3 ~ \boxed{\frac{100}{3}}
@@ -282,6 +298,109 @@ west ~ \boxed{stew}
 (x,y)=(4,7) ~ \boxed{(7,4)}
 23,\! 456 ~ \boxed{23,\! 457}
 3 \text{ and } 5 ~ $\boxed{5}$ and $\boxed{4}$
+1/3 ~ \boxed{0.3}
+1/3 ~ \boxed{0.330}
+1/8 ~ \boxed{0.13}
+1/300 ~ \boxed{0.00}
+\sqrt{2} ~ \boxed{1.41}
+1,22 ~ 1.23
+9 ~ Answer $ ⏎ 9 ⏎ $
+9 ~ Answer \( ⏎ 9 ⏎ \)
+72 ~ \boxed{72}. The final answer is 73. I hope it is correct.
+73 ~ 72 or 73
+72 ~ 70 71 72
+72 ~ \boxed{70, 71, 72}
+72 ~ 70, \boxed{71}, \boxed{72}
+"""
+# The row's answer ~ what leaves its arithmetic, or its equation, to the reader.
+UNFINISHED = r"""
+3 ~ The problem is 4 - 1
+3 ~ The answer is 4 - 1
+3 ~ 4 - 1 =
+1 ~ The answer to 2 - 1 = ?
+7 ~ The answer is 7 * 1 = x
+72 ~ I do not know 12*6
+72 ~ It is $12 \cdot 6$
+72 ~ #### 12*6
+72 ~ \boxed{12*6}
+72 ~ \boxed{12 \times 6}
+72 ~ \boxed{144/2}
+72 ~ \boxed{\frac{144}{2}}
+72 ~ \boxed{70+2}
+72 ~ \boxed{-(-72)}
+72 ~ \boxed{--72}
+72 ~ \boxed{72^1}
+72 ~ \boxed{|-72|}
+72 ~ \boxed{\gcd(144, 216)}
+72 ~ \boxed{\lceil 71.5 \rceil}
+72 ~ \boxed{x = 12*6}
+72 ~ \boxed{x = 72 + 0}
+72 ~ \boxed{72 = 12*6}
+18 ~ \boxed{12(6)}
+15 ~ \boxed{{5}{3}}
+15 ~ \boxed{5{3}}
+3 ~ \boxed{4 - 1 \approx 0}
+3 ~ \boxed{4 - 1 ≈ 0}
+30 ~ \boxed{3 \times 10^1}
+18 ~ \boxed{12\,6}
+1024 ~ \boxed{2^{10}}
+120 ~ \boxed{5!}
+10 ~ \boxed{\binom{5}{2}}
+4 ~ \boxed{\sqrt{16}}
+2 ~ \boxed{\log_2 4}
+-2 ~ \boxed{\det\begin{pmatrix}1&2\\3&4\end{pmatrix}}
+0.5 ~ \boxed{\frac{3-2}{2}}
+\frac{1}{2} ~ \boxed{1 - \frac{1}{2}}
+1, 2 ~ \boxed{3-2, 1+1}
+(1, 2) ~ \boxed{(3-2, 2)}
+\begin{pmatrix}6&8\end{pmatrix} ~ $\begin{pmatrix}1&2\end{pmatrix} + \begin{pmatrix}5&6\end{pmatrix}$
+\begin{pmatrix}1&0\\0&1\end{pmatrix} ~ $\begin{pmatrix}1&0\\0&1\end{pmatrix} \begin{pmatrix}1&0\\0&1\end{pmatrix}$
+x = 2 ~ \boxed{2x + 3 = 7}
+x = 2 ~ \boxed{2x = 4}
+2 ~ \boxed{4 = 2x = 2}
+x > 2 ~ \boxed{2x > 4}
+\frac{\pi}{4} ~ \boxed{\arctan 1}
+\frac{n(n+1)}{2} ~ \boxed{\sum_{k=1}^n k}
+\frac{x^2}{2} ~ \boxed{\int x \, dx}
+3.14159265 ~ \boxed{\arccos(-1)}
+"""
+# What the prompt asks ~ the row's answer ~ a completion ~ its score.
+PROMPTED = r"""
+How many are 5 + 0? ~ 5 ~ 5 ~ 1
+How many are 5 + 0? ~ 5 ~ It is 5. ~ 0
+How many are 5 + 0? ~ 5 ~ The answer is 5. ~ 1
+How many are 5 + 0? ~ 5 ~ \boxed{5} ~ 1
+How many are 5 + 0? ~ 5 ~ #### 5 ~ 1
+How many are 5 + 0? ~ 5 ~ A: 5 ~ 1
+How many are 5 + 0? ~ 5 ~ 5 + 0 = 5 ~ 1
+How many are 5 + 0? ~ 5 ~ The answer to: how many are 5 + 0? ~ 0
+Which is more, 3 or 5.0? ~ 5 ~ The answer: more is 3, and of the two it is 5 ~ 0
+Which is more, 3 or 5,000? ~ 5000 ~ 5000 is more ~ 0
+If x = 5, what is x + 0? ~ 5 ~ We have x = 5 ~ 0
+If x = 15, what is x - 10? ~ 5 ~ We have x = 5 ~ 1
+Simplify 2/4. ~ 1/2 ~ \boxed{\frac{2}{4}} ~ 0
+Simplify 2/4. ~ 1/2 ~ \boxed{\frac{3}{6}} ~ 1
+Take 1/2 or 1/3. ~ \frac{1}{2} ~ \boxed{1/2} ~ 1
+What is the LCM of 32, 4? ~ 32 ~ The answer is 32, 4 ~ 0
+What is the LCM of 32, 4? ~ 32 ~ The answer is 32, as 4 divides it. ~ 1
+Add $(1 - 2i) + (3 + i)$. ~ 4 - i ~ \boxed{((1 - 2i) + (3 + i))} ~ 0
+Add $(1 - 2i) + (3 + i)$. ~ 4 - i ~ \boxed{-i + 4} ~ 1
+Expand $(x-1)(x+1)$. ~ x^2-1 ~ \boxed{((x-1)(x+1))} ~ 0
+Expand $(x-1)(x+1)$. ~ x^2-1 ~ \boxed{(x-1)(x+1) \approx 1} ~ 0
+Write 7/2 as a decimal. ~ 3.5 ~ \boxed{\frac{7}{2}} ~ 0
+Write 3.5 as a fraction. ~ \frac{7}{2} ~ \boxed{\frac{7}{2}} ~ 1
+Simplify $\sqrt{8}$. ~ 2\sqrt{2} ~ \boxed{x = \sqrt{8}} ~ 0
+Simplify $\sqrt{8}$. ~ 2\sqrt{2} ~ So $x = \sqrt{8}$ ~ 0
+Simplify $\sqrt{8}$. ~ 2\sqrt{2} ~ \boxed{\sqrt{8}} ~ 0
+Simplify $\sqrt{8}$. ~ 2\sqrt{2} ~ It is $2\sqrt{2}$. ~ 1
+Simplify $\sqrt{8}$. ~ 2\sqrt{2} ~ It is $\sqrt 8$. ~ 0
+Expand $(x-1)(x+1)$. ~ x^2-1 ~ \boxed{(x - 1)(x + 1)} ~ 0
+Expand $(x-1)(x+1)$. ~ x^2-1 ~ \boxed{x^{2} - 1} ~ 1
+Is it $x^2-1$ or $x^2$? ~ x^2-1 ~ \boxed{x^{2} - 1} ~ 1
+What is $\sqrt{17}$? ~ 4.123105625617661 ~ \boxed{\sqrt{17}} ~ 0
+Write $3 \times 10^5$ out. ~ 300000 ~ \boxed{3 \times 10^{5}} ~ 0
+Who won, Ann or Bo? ~ Ann ~ \boxed{Ann} ~ 1
+(A) 3 (B) 5 ~ \text{(B)} ~ \boxed{B} ~ 1
 """
 HOSTILE = {
     "nested braces": "\\boxed{" * 20_000,
@@ -321,7 +440,7 @@ HOSTILE = {
 
 
 def pairs(table):
-    return [tuple(part.strip() for part in line.split(" ~", 1)) for line in table.strip().splitlines()]
+    return [tuple(part.strip().replace("⏎", "\n") for part in line.split(" ~")) for line in table.strip().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -352,6 +471,29 @@ def test_the_same_answer_in_another_notation_scores_one(score, here, gold, compl
 @pytest.mark.parametrize(("gold", "completion"), pairs(WRONG))
 def test_another_answer_scores_zero(score, here, gold, completion):
     assert score(completion, gold) == 0.0
+
+
+@pytest.mark.parametrize(("gold", "completion"), pairs(UNFINISHED))
+def test_what_is_still_to_be_worked_out_scores_zero_though_it_equals_the_answer(score, here, gold, completion):
+    assert score(completion, gold) == 0.0
+
+
+@pytest.mark.parametrize(("prompt", "gold", "completion", "expected"), pairs(PROMPTED))
+def test_the_prompt_said_again_scores_zero(here, prompt, gold, completion, expected):
+    assert resolve("math")(prompt, completion, {"answer": gold}) == float(expected)
+
+
+@pytest.mark.parametrize(
+    "form", ["{}", "{} =", "The problem is {}", "I do not know {}", "The answer is {}", "\\boxed{{{}}}"]
+)
+def test_the_sums_of_smollm2_said_again_score_zero_and_their_answers_one(here, form):
+    sums = reasoning_gym.create_dataset("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=50)
+    reward = resolve("math")
+    for row in sums:
+        said = row["question"].rpartition(":")[2].strip(" =")
+        assert reward(row["question"], form.format(said), row) == 0.0
+        assert reward(row["question"], row["question"], row) == 0.0
+        assert reward(row["question"], f"{said} = {row['answer']}", row) == 1.0
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -444,33 +586,51 @@ def test_a_number_at_the_end_is_compared_without_math_verify(score, no_child, co
     assert score(completion, "73") == 0.0
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "The answer is 72",
-        "#### 72 clips",
-        "#### 072",
-        "\\boxed{7} and \\boxed{72}",
-        "\\boxed{72} and {72}",
-        "\\boxed{72} and $x$",
-        "$\\boxed{72}$ percent",
-        "$\\boxed{72}$%",
-        "$\\boxed{72}$ or $\\boxed{73}$",
-        "$x=\\boxed{72}$",
-        "\\$\\boxed{72}$",
-        "$$$\\boxed{72}$$",
-        "\\( x = \\(\\boxed{72}\\)",
-        "\\[ x = 5, \\[\\boxed{72}\\]",
-        "\\boxed{72}. The final answer is 5. I hope it is correct.",
-        "\\boxed{72^2}",
-        "\\boxed{1,72}",
-        "\\boxed{1234567890123456}",
-        "I do not know",
-        "",
-    ],
-)
-def test_whatever_is_less_certain_is_left_to_math_verify(completion):
-    assert math_answers.final_number(completion) is None
+# Where a text gives its answer ~ the answer, as LaTeX.
+GIVEN = r"""
+$\boxed{72}$ percent ~ 72\%
+\(\boxed{28}\) \% ~ 28\%
+\boxed{7} and \boxed{72} ~ 7, 72
+\boxed{7} no, \boxed{72} ~ 72
+\boxed{7}, so $x = \boxed{72}$ ~ 72
+\boxed{\boxed{72}} ~ {72}
+\boxed{\left\{1\right\}} ~ \left\{1\right\}
+\fbox{72} ~ 72
+so \boxed{7 ~ 7
+\boxed{} is the place. It is $x$. ~ x
+The answer is $x$ and $y$. ~ x, y
+The answer is $x$. We saw $y$. ~ x
+The answer is x = 72. ~ 72
+The answer, in clips, is 72. ~ 72
+The answers are 7 or 72. ~ 7, 72
+Answer: the clips of April (48) and May are 72. Of these 24 are red. ~ 72
+The answer is easy. Add 2 to 70 ~ 70
+#### Step 3: Add⏎It is 72. ~ 72
+#### Answer: 72 ~ 72
+She pays $18 and has $72 left. ~ 72
+- 72 ~ 72
+about 72% of all ~ 72\%
+1.5e3 ~ 1.5e3
+\frac{1}{3} cup ~ \frac{1}{3}
+1 1/2 cups ~ 1 1/2
+10,000.5€ ~ 10000.5
+2,5 ~ 2.5
+−5 ~ -5
+"""
+NOT_GIVEN = [
+    "", "I do not know", "x72", "72 =", "4 - 1", "12*6", "12 x 6", "12 times 6", "70 71 72", "x - 72", "2^10",
+    "So $18 - $5", "The answer is $18 - $5", "The answer is 7 +", "$ \n72\n$",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "answer"), pairs(GIVEN))
+def test_an_answer_is_found_where_it_is_given_as_one(text, answer):
+    assert final_answer.given(text) == answer
+
+
+@pytest.mark.parametrize("text", NOT_GIVEN)
+def test_a_text_without_a_number_or_formula_at_its_end_gives_no_answer(text):
+    assert final_answer.given(text) is None
 
 
 NUMBERS = st.one_of(
@@ -498,12 +658,11 @@ FORMULAS = [("", ""), ("$", "$"), ("$$", "$$"), ("\\(", "\\)"), ("\\[\n", "\n\\]
 def test_a_number_that_is_compared_without_math_verify_gets_its_verdict(before, formula, number, after, other):
     opening, closing = formula or ("", "")
     middle = f"{opening}\\boxed{{{number}}}{closing}" if formula else f"#### {number}"
-    completion, gold = before + middle + after, other or number
-    found, wanted = math_answers.final_number(completion), math_answers.final_number(gold)
+    given, gold = final_answer.given(before + middle + after), other or number
+    found, wanted = math_answers._number(given or ""), math_answers._number(gold)
     assume(found is not None and wanted is not None)
     math_answers.warm()
-    golds = math_answers._read(math_answers._gold_text(gold), gold=True)
-    assert math_answers._same(golds, completion) is (found == wanted)
+    assert math_answers._same([(gold, math_answers._gold(gold))], given) is (found == wanted)
 
 
 @pytest.mark.parametrize(("form", "every"), [("#### {}", 1), ("so \\boxed{{{}}} dollars.", 1), ("{}", 10)])

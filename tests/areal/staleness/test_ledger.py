@@ -29,10 +29,10 @@ from areal.staleness.ledger import (
     Committed,
     Discarded,
     Event,
-    Group,
     GroupState,
     Ledger,
     LedgerError,
+    LedgerGroup,
     LedgerSettings,
     Ready,
     Renewed,
@@ -791,14 +791,14 @@ TestAnySequence.settings = SEQUENCES
 class NoGate(Ledger):
     """Rule 3 is gone."""
 
-    def _stragglers(self, chosen: list[Group]) -> list[Group]:
+    def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
         return []
 
 
 class GateAStepLate(Ledger):
     """Rule 3 counts the slots of the step in question."""
 
-    def _stragglers(self, chosen: list[Group]) -> list[Group]:
+    def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
         self.version -= 1
         stragglers = super()._stragglers(chosen)
         self.version += 1
@@ -808,12 +808,12 @@ class GateAStepLate(Ledger):
 class GateOnlyAtTheDeadline(Ledger):
     """Rule 3 is checked for d = i alone: the groups whose time is up now."""
 
-    def _stragglers(self, chosen: list[Group]) -> list[Group]:
+    def _stragglers(self, chosen: list[LedgerGroup]) -> list[LedgerGroup]:
         return [group for group in super()._stragglers(chosen) if self.deadline(group) == self.version]
 
 
 class YoungestFirst(Ledger):
-    def _choose(self) -> list[Group]:
+    def _choose(self) -> list[LedgerGroup]:
         ready = [group for group in reversed(self._unbatched()) if group.state is GroupState.READY]
         return ready[: self.settings.batch_size]
 
@@ -847,7 +847,7 @@ class LatestStartCounts(Ledger):
 class StartMayFallFreely(Ledger):
     """A start version that falls is believed, whether or not there is still a step in time."""
 
-    def _breaks_schedule(self, group: Group, version: int) -> bool:
+    def _breaks_schedule(self, group: LedgerGroup, version: int) -> bool:
         return False
 
 

@@ -40,8 +40,8 @@ def rows(folder: Path) -> list[dict]:
 def test_the_trained_groups_come_back_as_they_were(tmp_path):
     own = writer(tmp_path)
     for step in (6, 7):
-        own.trained(step, [group(2 * step), group(2 * step + 1)], None)
-        own.left(group(100 + step), "discarded", "too late")
+        own.add_trained(step, [group(2 * step), group(2 * step + 1)], None)
+        own.add_untrained(group(100 + step), "discarded", "too late")
         own.write()
     assert [step for step, _ in batches(tmp_path)] == [6, 7]
     for step, found in batches(tmp_path):
@@ -58,8 +58,8 @@ def test_the_trained_groups_come_back_as_they_were(tmp_path):
 def test_a_row_is_a_branch_and_says_what_became_of_it(tmp_path):
     own = writer(tmp_path)
     places = np.arange(14, dtype=np.float32)  # 3 tokens, and branches of 4, 5 and 2
-    own.trained(7, [group(1)], TokenValues(places, 10 * places))
-    own.left(group(2), "filtered", "no signal")
+    own.add_trained(7, [group(1)], TokenValues(places, 10 * places))
+    own.add_untrained(group(2), "filtered", "no signal")
     own.write()
     first, one, two, three, *others = rows(tmp_path)
     assert (first["step"], first["place"], first["group"], first["sample"], first["fate"]) == (
@@ -87,16 +87,16 @@ def test_a_row_is_a_branch_and_says_what_became_of_it(tmp_path):
 
 def test_a_later_trainer_goes_on_after_the_newest_step_and_adds_nothing_twice(tmp_path):
     own = writer(tmp_path)
-    own.trained(1, [group(1)], None)
-    own.left(group(9), "discarded", "")
+    own.add_trained(1, [group(1)], None)
+    own.add_untrained(group(9), "discarded", "")
     own.write()
-    own.trained(2, [group(2)], None)  # lost with its writer
+    own.add_trained(2, [group(2)], None)  # lost with its writer
     own = writer(tmp_path)
     assert own.step == 1
-    own.trained(1, [group(1)], None)
-    own.trained(2, [group(2)], None)
+    own.add_trained(1, [group(1)], None)
+    own.add_trained(2, [group(2)], None)
     for number in (9, 1, 2):  # sent again by a manager that has missed the answer
-        own.left(group(number), "discarded", "")
+        own.add_untrained(group(number), "discarded", "")
     own.write()
     own.write()
     assert [row["group"] for row in rows(tmp_path)] == ["g1.0"] * 4 + ["g9.0"] * 4 + ["g2.0"] * 4
@@ -109,7 +109,7 @@ def test_a_writer_that_is_killed_leaves_whole_files(tmp_path):
         "import test_rollouts as t\n"
         "own = t.writer(Path(sys.argv[2]))\n"
         "for step in range(1, 10_000):\n"
-        "    own.trained(step, [t.group(step)], None); own.write(); print(step, flush=True)"
+        "    own.add_trained(step, [t.group(step)], None); own.write(); print(step, flush=True)"
     )
     here = Path(__file__).parent
     arguments = [sys.executable, "-c", code, f"{here}:{here.parents[1]}", str(tmp_path)]
@@ -123,12 +123,12 @@ def test_a_writer_that_is_killed_leaves_whole_files(tmp_path):
 
 def test_the_oldest_files_are_removed_beyond_the_limit(tmp_path):
     own = writer(tmp_path)
-    own.trained(1, [group(1)], None)
+    own.add_trained(1, [group(1)], None)
     own.write()
     size = files(tmp_path)[0].stat().st_size
     own = writer(tmp_path, limit=int(2.5 * size))
     for step in range(2, 6):
-        own.trained(step, [group(step)], None)
+        own.add_trained(step, [group(step)], None)
         own.write()
     assert [step for step, _ in batches(tmp_path)] == [4, 5]
 
@@ -136,7 +136,7 @@ def test_the_oldest_files_are_removed_beyond_the_limit(tmp_path):
 def test_of_a_sample_whole_groups_are_kept_and_of_none_nothing(tmp_path):
     kept, nothing = writer(tmp_path / "some", "sample"), writer(tmp_path / "none", "none")
     for own in (kept, nothing):
-        own.trained(1, [group(n) for n in range(40 * ONE_OF)], None)
+        own.add_trained(1, [group(n) for n in range(40 * ONE_OF)], None)
         own.write()
     (found,) = [found for _, found in batches(tmp_path / "some")]
     assert 20 < len(found) < 60 and all(len(one.trajectories) == 2 for one in found)
@@ -145,12 +145,12 @@ def test_of_a_sample_whole_groups_are_kept_and_of_none_nothing(tmp_path):
 
 def test_a_file_that_cannot_be_read_is_named_and_stops_no_trainer(tmp_path):
     own = writer(tmp_path)
-    own.trained(1, [group(1)], None)
+    own.add_trained(1, [group(1)], None)
     own.write()
     (tmp_path / "000002.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="000002.parquet"):
         list(batches(tmp_path))
     own = writer(tmp_path)
-    own.trained(2, [replace(group(2), notes="")], None)
+    own.add_trained(2, [replace(group(2), notes="")], None)
     own.write()
     assert [path.stem for path in files(tmp_path)] == ["000001", "000002", "000003"]

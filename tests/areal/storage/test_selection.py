@@ -1,10 +1,10 @@
 from itertools import starmap
 
-from areal.storage.selection import Sample, chosen, groups_of, pair
+from areal.storage.selection import RolloutSample, chosen, groups_of, pair
 
 
-def sample(reward: float, finish: str = "stop") -> Sample:
-    return Sample(reward, finish, [])
+def sample(reward: float, finish: str = "stop") -> RolloutSample:
+    return RolloutSample(reward, finish, [])
 
 
 GROUP = list(starmap(sample, [(0, "stop"), (0.5, "stop"), (1, "length"), (0.5, "stop"), (0, "length")]))

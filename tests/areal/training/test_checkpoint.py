@@ -195,7 +195,7 @@ class Counter:
 
     def __init__(self):
         self.written = self.read = 0
-        write, open_file, read = safetensors.torch.save_file, checkpoint.safe_open, checkpoint._Stored._read
+        write, open_file, read = safetensors.torch.save_file, checkpoint.safe_open, checkpoint._StoredState._read
 
         def counted_write(tensors, file, metadata):
             write(tensors, file, metadata)
@@ -212,7 +212,7 @@ class Counter:
             return tensor
 
         safetensors.torch.save_file = counted_write
-        checkpoint.safe_open, checkpoint._Stored._read = counted_open, counted_read
+        checkpoint.safe_open, checkpoint._StoredState._read = counted_open, counted_read
 
 
 def save_and_load(folder, out, *cases):

@@ -9,9 +9,9 @@ from areal.config import UserError
 from areal.processor import avoid_broken_amx
 from areal.selftest.references import logprobs_of_whole_logits
 from areal.training import head
-from areal.training.head import Curve, Head, linear_logprobs
+from areal.training.head import Head, LogitCurve, linear_logprobs
 
-CURVES = [Curve(), Curve(scale=0.25), Curve(cap=3.0), Curve(scale=2.0, cap=5.0)]
+CURVES = [LogitCurve(), LogitCurve(scale=0.25), LogitCurve(cap=3.0), LogitCurve(scale=2.0, cap=5.0)]
 TEMPERATURE = 0.7
 
 avoid_broken_amx()

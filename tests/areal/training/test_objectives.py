@@ -228,7 +228,7 @@ def test_cispo_bounds_the_weight_of_a_token_and_keeps_its_gradient():
 
 def masked(tokens):
     """With the mask of m2po, as if the tokens were a minibatch."""
-    return replace(tokens, kept=torch.from_numpy(within_second_moment(tokens.log_w.numpy(), 0.04)))
+    return replace(tokens, mask=torch.from_numpy(within_second_moment(tokens.log_w.numpy(), 0.04)))
 
 
 def test_m2po_masks_the_tokens_farthest_from_the_behaviour_policy_until_the_second_moment_is_low():

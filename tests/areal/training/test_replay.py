@@ -52,7 +52,7 @@ def recorded(tmp_path_factory) -> Path:
                 batch, version=step - 1, temperature=TEMPERATURE, mask_older_than=oldest_in_loss("mask", 1, step - 1)
             )
             metrics.write(json.dumps({"step": step, "loss": result.loss}) + "\n")
-            writer.trained(step, batch, engine.values)
+            writer.add_trained(step, batch, engine.values)
             writer.write()
             if step in (2, 4):
                 engine.save(run / "checkpoints" / f"step_{step:06}")

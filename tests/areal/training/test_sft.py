@@ -148,7 +148,7 @@ def write_rollouts(folder: Path, model: Path, samples: dict[str, list[tuple[str,
     branched = trajectory([1, 2, 3, 4, 5, 6, 7], [-1, -1, 7, 7, -1, 8, 8], 2.0, (Branch(0, 4), Branch(3, 3)))
     groups[0] = Group("g0.0", 0, (*groups[0].trajectories, branched))
     writer = RolloutWriter(folder, "all", 1 << 30, lambda sequences: [of.decode(tokens) for tokens in sequences])
-    writer.trained(1, groups, None)
+    writer.add_trained(1, groups, None)
     writer.write()
     return folder
 
