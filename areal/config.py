@@ -654,7 +654,7 @@ class GuardConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How new weights reach the generators; docs/weights.md says when to use which setting."""
+    """How new weights reach the generators; docs/generation.md says when to use which setting."""
 
     transport: Literal["folder", "stream", "nccl", "ipc", "gloo"] = Field(
         "folder",

@@ -1,6 +1,6 @@
 """Generation with vLLM: tokens in, tokens out, with each token's log-prob and the version that sampled it.
 
-Only this module and `vllm_worker`, which runs inside vLLM's process, use vLLM's API. This module talks to vLLM's engine
+`vllm_worker` runs inside vLLM's process; contracts on imports name all who use vLLM's API. This talks to vLLM's engine
 process directly, without the `AsyncLLM` front end, for two reasons:
 
 * *Exact versions.* The engine labels each step's message with the version of the weights that ran the step. The label

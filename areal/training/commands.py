@@ -17,7 +17,7 @@ def declare(tools: Tools) -> None:
     add("overrides", help="changes to the configuration, e.g. epochs=2 trainer.lr=1e-5", **OVERRIDES)
 
     summary = "train again from the rollouts that a run has kept, as it did or with changes; also works under torchrun"
-    epilog = "Exit code 1: the weights are not those of the run, or a replay has failed (docs/replay.md)."
+    epilog = "Exit code 1: the weights are not those of the run, or a replay has failed (docs/objectives.md)."
     add = tools.add("replay", "replay:run", summary, epilog).add_argument
     add("run", **RUN)
     grid = "a replay for each value, such as trainer.objective=ppo,gspo; may be repeated, for each combination"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -631,10 +630,9 @@ def test_the_last_part_of_a_stream_for_long_may_be_lost() -> None:
     pytest.fail("no moment is the wrong one")
 
 
-def test_all_mutants_are_tested_and_listed() -> None:
+def test_all_mutants_are_tested_and_described() -> None:
     assert set(MUTANTS) == {*CAUGHT_BY, "leases nobody knows of", "keep-alives count nothing"}
-    table = (ROOT / "docs" / "recovery.md").read_text().partition("| mutant | bug |")[2]
-    assert re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", table, re.MULTILINE) == list(MUTANTS)
+    assert not [name for name, mutant in MUTANTS.items() if not mutant.__doc__]
 
 
 # --- the command
