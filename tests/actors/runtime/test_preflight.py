@@ -122,6 +122,6 @@ def test_rows_whose_tests_are_passed_by_what_computes_nothing_are_told_or_refuse
     assert capsys.readouterr() == ("", "")
     check_tests(tmp_path, good, weak, unreadable)
     note = capsys.readouterr().err
-    assert "of the 3 checked rows of data.source" in note and "2 have tests that are worth nothing, such as" in note
+    assert "of the 3 rows of data.source" in note and "that were checked, 2 have tests worth nothing, such as" in note
     with pytest.raises(UserError, match=r"its tests are passed if functions return \[\]\): remove these rows"):
         check_tests(tmp_path, good, weak, weak_tests="refuse")
