@@ -50,7 +50,7 @@ Keep = Callable[[np.ndarray], int | None]
 """Gets all tokens sampled so far. Returns None to continue, or how many of these tokens to keep and end with."""
 
 
-class Sampler(Protocol):
+class TokenSampler(Protocol):
     """Samples tokens: the part of a session that a conversation needs."""
 
     tokenizer: Any

@@ -27,7 +27,7 @@ from areal.workflows.conversation import (
     Generation,
     GrownText,
     Keep,
-    Sampler,
+    TokenSampler,
     compared,
     first_of,
     keep_until_text,
@@ -60,7 +60,7 @@ class ApiError(Exception):
         self.status = status
 
 
-class CallsPolicy(Sampler, Protocol):
+class CallsPolicy(TokenSampler, Protocol):
     """The part of a session that an agent's calls need. `parsers` read what the policy says."""
 
     @property
