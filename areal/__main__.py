@@ -547,12 +547,12 @@ def _selftest_part(options: argparse.Namespace) -> None:
         return write_tiny_model(options.path)
     config = Config.model_validate_json(options.path.read_bytes())
     if options.part == "generator":
-        from areal.selftest.generation import Generation
+        from areal.selftest.generation import GenerationChecks
 
-        return serve(Generation(config))
-    from areal.selftest.training import Training
+        return serve(GenerationChecks(config))
+    from areal.selftest.training import TrainingChecks
 
-    serve(Training(config))
+    serve(TrainingChecks(config))
 
 
 def _sweep(options: argparse.Namespace) -> None:
