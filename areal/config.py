@@ -197,13 +197,13 @@ class RowsConfig(SourceConfig):
         none = self.source is None and not self.sources
         if (none and self.eval_size != 0) or (self.source is not None and self.sources):
             raise ValueError(ONE_OR_SEVERAL)
-        given = [
+        keys = [
             k
             for k, field in SourceConfig.model_fields.items()
             if getattr(self, k) != field.get_default(call_default_factory=True)
         ]
-        if self.sources and given:
-            raise ValueError(f"data.{given[0]} has no effect beside data.sources: set it for each source")
+        if self.sources and keys:
+            raise ValueError(f"data.{keys[0]} has no effect beside data.sources: set it for each source")
         weights = [part.weight for part in self.sources]
         if None in weights and any(weights):
             raise ValueError("some of data.sources have a weight and some have none: give all a weight, or none")
@@ -756,7 +756,7 @@ class EvaluatorConfig(Section):
 
     @field_validator("benchmarks", mode="before")
     @classmethod
-    def _known(cls, value: Any) -> dict[str, Any]:
+    def _benchmarks_are_known(cls, value: Any) -> dict[str, Any]:
         try:
             return benchmarks_in(value)
         except UserError as error:
@@ -796,9 +796,9 @@ def _benchmark(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     if not file.is_file():
         if "source" in keys:
             return keys
-        known = ", ".join(sorted(each.stem for each in BENCHMARKS.glob("*.yaml")))
+        names = ", ".join(sorted(path.stem for path in BENCHMARKS.glob("*.yaml")))
         raise UserError(
-            f"There is no benchmark {base!r} (evaluator.benchmarks): known are {known}; write the path of a YAML file "
+            f"There is no benchmark {base!r} (evaluator.benchmarks): known are {names}; write the path of a YAML file "
             f"for one of your own."
         )
     below = read_values(file)
@@ -1036,13 +1036,13 @@ class Config(ScoringConfig):
 
     @model_validator(mode="after")
     def _training_sees_the_sampled_distribution(self) -> Config:
-        for key, whole in (("top_p", 1), ("min_new_tokens", 0)):
+        for key, neutral in (("top_p", 1), ("min_new_tokens", 0)):
             value = getattr(self.sampling, key)
-            if value != whole and self.trainer.uses_behaviour:
+            if value != neutral and self.trainer.uses_behaviour:
                 raise ValueError(
                     f"sampling.{key} is {value:g}, but trainer.objective={self.trainer.objective} compares the "
                     f"log-probs of the truncated distribution with the trainer's, which are of the whole one: set "
-                    f"sampling.{key}={whole}"
+                    f"sampling.{key}={neutral}"
                 )
         return self
 
@@ -1085,10 +1085,10 @@ class Config(ScoringConfig):
     @property
     def rewards(self) -> dict[str, float]:
         """All rewards that the configuration names, by name; rows may name others."""
-        found = dict(self.reward.functions)
+        rewards = dict(self.reward.functions)
         for part in self._sources:
-            found = (part.reward or {}) | found
-        return found
+            rewards = (part.reward or {}) | rewards
+        return rewards
 
     @property
     def served_rewards(self) -> RewardConfig:
@@ -1169,7 +1169,7 @@ def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not file.is_file():
         how = f"correct the base in {bases[-1]}" if bases else "give one with --config"
         raise UserError(f"There is no configuration file {file}: {how}.")
-    if file.resolve() in [each.resolve() for each in bases]:
+    if file.resolve() in [base.resolve() for base in bases]:
         raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")
     try:
         values = yaml.safe_load(file.read_text())
@@ -1190,10 +1190,10 @@ def _with_bases(values: Any, folder: Path, files: tuple[Path, ...]) -> Any:
     names = names if isinstance(names, list) else [names]
     if not all(isinstance(name, str) and name.endswith((".yaml", ".yml")) for name in names):
         names = []  # `base` is an option of a reward, a task or the like
-    own = {key: _with_bases(value, folder, files) for key, value in values.items() if key != "base" or not names}
+    resolved = {key: _with_bases(value, folder, files) for key, value in values.items() if key != "base" or not names}
     for name in reversed(names):
-        own = merged(read_values(folder / name, files), own)
-    return own
+        resolved = merged(read_values(folder / name, files), resolved)
+    return resolved
 
 
 def merged(below: Any, above: Any) -> Any:
@@ -1238,14 +1238,14 @@ def _inside(name: str, key: Any) -> str:
 
 def secrets_in(values: dict[str, Any], name: str = "") -> dict[str, Any]:
     """The values that `without_secrets` changes, in dictionaries like those of `values`."""
-    found: dict[str, Any] = {}
+    secrets: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
             if inner := secrets_in(value, _inside(name, key)):
-                found[key] = inner
+                secrets[key] = inner
         elif without_secrets(value, _inside(name, key)) != value:
-            found[key] = value
-    return found
+            secrets[key] = value
+    return secrets
 
 
 def hidden_in(values: Any, place: str = "") -> str | None:
@@ -1257,7 +1257,7 @@ def hidden_in(values: Any, place: str = "") -> str | None:
             places = (hidden_in(value, place) for value in values)
         case _:
             return place if isinstance(values, str) and HIDDEN in values else None
-    return next((found for found in places if found), None)
+    return next((key for key in places if key), None)
 
 
 def _reveal(values: dict[str, Any], secrets: Mapping[str, Any]) -> None:

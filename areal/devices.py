@@ -43,7 +43,7 @@ def deal_out(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
     entry per actor). Raises UserError if there are too few GPUs."""
     devices = visible_devices() if {"trainer", "generator"} & {*roles} else []
     dealt = deal_out_devices(config, roles, devices) or deal_out_cores(config, roles)
-    if any(SHARES in own for own in dealt.values()):
+    if any(SHARES in variables for variables in dealt.values()):
         print("Note: trainer and generator share the only GPU here.", file=sys.stderr)
     return dealt
 
@@ -64,24 +64,24 @@ def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str
     if not devices:
         return {}
     ranks = config.trainer.ranks if "trainer" in roles else 0
-    count, each = roles.count("generator"), config.generator.devices
-    if (len(devices), ranks, count, each) == (1, 1, 1, 1):
+    count, per_generator = roles.count("generator"), config.generator.devices
+    if (len(devices), ranks, count, per_generator) == (1, 1, 1, 1):
         shared = {VISIBLE: devices[0]} if config.colocate else {VISIBLE: devices[0], SHARES: "1"}
         return {"trainer/0": shared, "generator/0": shared}
     first = 0 if config.colocate else ranks
-    wanted = max(ranks, first + count * each)
-    if wanted > len(devices):
+    total = max(ranks, first + count * per_generator)
+    if total > len(devices):
         trainer = [f"the trainer needs {ranks} (trainer.ranks)"] if ranks else []
-        generators = [f"{count} generators need {each} each (generator.tensor_parallel)"] if count else []
+        generators = [f"{count} generators need {per_generator} each (generator.tensor_parallel)"] if count else []
         turns = " in turns" if config.colocate else ""
         raise UserError(
-            f"There are too few GPUs here: {' and '.join(trainer + generators)}, which is {wanted}{turns}, but there "
+            f"There are too few GPUs here: {' and '.join(trainer + generators)}, which is {total}{turns}, but there "
             f"are {len(devices)} ({','.join(devices)}): lower these numbers, or start the roles on several machines "
             f"(docs/deploy.md)."
         )
     takes = {"trainer/0": devices[:ranks]} if ranks else {}
     for index in range(count):
-        takes[f"generator/{index}"] = devices[first + index * each :][:each]
+        takes[f"generator/{index}"] = devices[first + index * per_generator :][:per_generator]
     return {name: {VISIBLE: ",".join(taken)} for name, taken in takes.items()}
 
 
@@ -93,13 +93,13 @@ def engine_cores(config: Config, roles: Sequence[str], cores: Iterable[int]) -> 
     preempt the trainer: on two cores this makes a run a fifth faster, and generation alone a third. If there are cores
     to spare, the kernel finds a free one itself.
     """
-    left = sorted(cores)
+    core_ids = sorted(cores)
     count = roles.count("generator")
-    each = config.generator.threads * config.generator.devices
+    per_engine = config.generator.threads * config.generator.devices
     training = config.trainer.ranks * config.trainer.threads if "trainer" in roles else 1
-    if config.colocate or count * each + training != len(left):
+    if config.colocate or count * per_engine + training != len(core_ids):
         return {}
-    return {f"generator/{index}": left[index * each :][:each] for index in range(count)}
+    return {f"generator/{index}": core_ids[index * per_engine :][:per_engine] for index in range(count)}
 
 
 def deal_out_cores(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -112,8 +112,8 @@ def deal_out_cores(config: Config, roles: Sequence[str]) -> dict[str, dict[str, 
     dealt = engine_cores(config, roles, cores)
     if not dealt or visible_devices():  # GPUs last: a driver may take long to answer
         return {}
-    os.environ[CORES] = _named(cores - {core for own in dealt.values() for core in own})
-    return {name: {ENGINE_CORES: _named(own)} for name, own in dealt.items()}
+    os.environ[CORES] = _named(cores - {core for share in dealt.values() for core in share})
+    return {name: {ENGINE_CORES: _named(share)} for name, share in dealt.items()}
 
 
 def settle(variable: str) -> None:
@@ -126,10 +126,10 @@ def settle(variable: str) -> None:
     atexit.unregister(gc.unfreeze)  # register it once: the simulator has thousands of actors in a process
     atexit.register(gc.unfreeze)  # otherwise some libraries report the objects left at exit as leaks
     if variable in os.environ:
-        own = {int(core) for core in os.environ[variable].split(",")}
+        cores = {int(core) for core in os.environ[variable].split(",")}
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):  # the thread has ended in the meantime
-                os.sched_setaffinity(int(thread), own)
+                os.sched_setaffinity(int(thread), cores)
 
 
 def _named(cores: Iterable[int]) -> str:

@@ -134,9 +134,9 @@ def check_vllm_options(options: Mapping[str, Any]) -> None:
 
 def check_parser(key: str, name: str) -> None:
     """Raises ValueError if vLLM has no parser `name`. key: `tool_call_parser` or `reasoning_parser`."""
-    known = _keys("vllm", *_PARSERS[key])
-    if known and name not in known:
-        raise ValueError(f"Unknown parser {name!r} in rollout_manager.{key}: known are {', '.join(known)}")
+    names = _keys("vllm", *_PARSERS[key])
+    if names and name not in names:
+        raise ValueError(f"Unknown parser {name!r} in rollout_manager.{key}: known are {', '.join(names)}")
 
 
 def devices_of(options: Mapping[str, Any]) -> int:
@@ -155,8 +155,8 @@ def check_deepspeed_options(options: Mapping[str, Any], offload: str) -> None:
     if not isinstance(zero, dict):
         raise ValueError(f"{place}.zero_optimization is {zero!r:.80}: write keys and values")
     if zero:
-        known = _fields("deepspeed", "runtime/zero/config.py", "DeepSpeedZeroConfig")
-        _check(zero, f"{place}.zero_optimization", _ZERO, known)
+        fields = _fields("deepspeed", "runtime/zero/config.py", "DeepSpeedZeroConfig")
+        _check(zero, f"{place}.zero_optimization", _ZERO, fields)
     for part, moved in (("offload_optimizer", offload != "none"), ("offload_param", offload == "all")):
         if part in zero and (not moved or not isinstance(zero[part], dict) or "device" in zero[part]):
             raise ValueError(
@@ -165,12 +165,12 @@ def check_deepspeed_options(options: Mapping[str, Any], offload: str) -> None:
             )
 
 
-def _check(options: Mapping[str, Any], place: str, ours: Mapping[str, str], known: Collection[str]) -> None:
+def _check(options: Mapping[str, Any], place: str, reserved: Mapping[str, str], names: Collection[str]) -> None:
     for name in options:
-        if name in ours:
-            raise ValueError(f"{place}.{name} cannot be set: {ours[name]}")
-        if known and name not in known:
-            close = difflib.get_close_matches(str(name), [*known, *ours], 1, 0.0)[0]
+        if name in reserved:
+            raise ValueError(f"{place}.{name} cannot be set: {reserved[name]}")
+        if names and name not in names:
+            close = difflib.get_close_matches(str(name), [*names, *reserved], 1, 0.0)[0]
             raise ValueError(f"Unknown option {name!r} in {place}: the closest one that is known is {close!r}")
 
 
@@ -196,7 +196,7 @@ def _keys(library: str, file: str, table: str) -> tuple[str, ...]:
 
 def _source(library: str, file: str) -> list[ast.stmt]:
     """The statements of a file of an installed library; none if there is no such file."""
-    found = importlib.util.find_spec(library)
-    if found is None or found.origin is None or not (path := Path(found.origin).parent / file).is_file():
+    spec = importlib.util.find_spec(library)
+    if spec is None or spec.origin is None or not (path := Path(spec.origin).parent / file).is_file():
         return []
     return ast.parse(path.read_text()).body

@@ -101,9 +101,11 @@ def _make_quickstart(config: Config) -> Path:
         return folder
     # A process of its own makes the model, because the master must not import torch.
     command = [sys.executable, "-m", "areal", "quickstart-model", str(parent), "--seed", str(config.seed)]
-    made = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT)
-    if made.returncode:
-        raise UserError(f"The quickstart's model could not be made: {' '.join(command)} exited with {made.returncode}.")
+    process = subprocess.run(tied(*command), stdout=subprocess.DEVNULL, cwd=ROOT)
+    if process.returncode:
+        raise UserError(
+            f"The quickstart's model could not be made: {' '.join(command)} exited with {process.returncode}."
+        )
     return folder
 
 
@@ -118,7 +120,7 @@ def _from_hub(name: str, key: str, tell: Callable[[str], None]) -> Path:
     from huggingface_hub import snapshot_download
     from tqdm import tqdm
 
-    class Told(tqdm):
+    class ReportedProgress(tqdm):
         """A progress bar that is told and not drawn."""
 
         def display(self, *_: Any, **__: Any) -> None:
@@ -126,9 +128,9 @@ def _from_hub(name: str, key: str, tell: Callable[[str], None]) -> Path:
                 tell(f"it downloads {name}: {self.n / 1e9:.2f} of {self.total / 1e9:.2f} GB")
 
     tell(f"it downloads {name}")
-    wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, tqdm_class=Told))
+        return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=ReportedProgress))
     except (OSError, ValueError) as error:  # huggingface_hub raises both, also without a network
         first = str(error).strip().splitlines()[0]
         raise UserError(

@@ -25,20 +25,20 @@ OPEN_FILES = 65_536
 def raise_open_files() -> None:
     """Raise the soft limit on open files as far as the hard limit allows, up to OPEN_FILES."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 @contextmanager
 def importing() -> Iterator[None]:
     """For blocks that import large packages: no garbage collection, which takes a quarter of the import of vLLM."""
-    before = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if before:
+        if was_enabled:
             gc.enable()
 
 

@@ -25,10 +25,10 @@ Tokens = Sequence[int] | np.ndarray
 
 
 class Branch(NamedTuple):
-    """A branch of a trajectory: the first `shared` tokens of the branch before it, then `own` tokens of its own."""
+    """A branch of a trajectory: the first `shared` tokens of the branch before it, then `new` tokens of its own."""
 
     shared: int
-    own: int
+    new: int
 
 
 class Piece(NamedTuple):
@@ -141,12 +141,12 @@ class Trajectory:
 
 
 def paths(branches: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
-    """The places of all tokens of each branch, int64 [shared + own], in arrays that hold their own tokens one branch
+    """The places of all tokens of each branch, int64 [shared + new], in arrays that hold their own tokens one branch
     after another."""
     path, end = np.zeros(0, np.int64), 0
-    for shared, own in branches:
-        path = np.concatenate([path[:shared], np.arange(end, end + own)])
-        end += own
+    for shared, new in branches:
+        path = np.concatenate([path[:shared], np.arange(end, end + new)])
+        end += new
         yield path
 
 
@@ -157,10 +157,10 @@ def pieces(versions: Sequence[int]) -> list[Piece]:
     return [Piece(bool(sampled[a]), a, b) for a, b in pairwise([0, *ends.tolist(), len(sampled)])]
 
 
-def common(one: np.ndarray, other: np.ndarray) -> int:
+def common(first: np.ndarray, second: np.ndarray) -> int:
     """The number of first tokens that two sequences have in common."""
-    length = min(len(one), len(other))
-    return int(np.append(one[:length] != other[:length], True).argmax())
+    length = min(len(first), len(second))
+    return int(np.append(first[:length] != second[:length], True).argmax())
 
 
 def columns(samples: Sequence[Trajectory]) -> dict[str, np.ndarray]:
@@ -170,49 +170,51 @@ def columns(samples: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     Trajectory: [tokens]. Only if a sample has returns: returns [tokens]. Only if a sample has branches: branch_counts
     int32 [samples], branch_shared and branch_own int32 [branches].
     """
-    found = {
+    table = {
         "lengths": np.array([len(t) for t in samples], np.int32),
         "rewards": np.array([t.reward for t in samples], np.float64),
         "cut": np.array([t.finish == "length" for t in samples], np.uint8),
         **{name: np.concatenate([getattr(t, name) for t in samples]) for name in ("tokens", "logprobs", "versions")},
     }
     if any(t.returns is not None for t in samples):
-        found["returns"] = np.concatenate([t.credits for t in samples])
+        table["returns"] = np.concatenate([t.credits for t in samples])
     if any(t.branches for t in samples):
         branches = [branch for t in samples for branch in t.branches]
-        found["branch_counts"] = np.array([len(t.branches) for t in samples], np.int32)
-        found["branch_shared"] = np.array([branch.shared for branch in branches], np.int32)
-        found["branch_own"] = np.array([branch.own for branch in branches], np.int32)
-    return found
+        table["branch_counts"] = np.array([len(t.branches) for t in samples], np.int32)
+        table["branch_shared"] = np.array([branch.shared for branch in branches], np.int32)
+        table["branch_own"] = np.array([branch.new for branch in branches], np.int32)
+    return table
 
 
-def trajectories(found: Mapping[str, np.ndarray]) -> Iterator[Trajectory]:
+def trajectories(table: Mapping[str, np.ndarray]) -> Iterator[Trajectory]:
     """The samples of `columns`. Raises ValueError if the arrays do not fit each other."""
-    ends = np.cumsum(found["lengths"], dtype=np.int64)[:-1]
-    arrays = [np.split(found[name], ends) for name in ("tokens", "logprobs", "versions")]
-    none = [None] * len(found["lengths"])
-    returns = np.split(found["returns"], ends) if "returns" in found else none
+    ends = np.cumsum(table["lengths"], dtype=np.int64)[:-1]
+    arrays = [np.split(table[name], ends) for name in ("tokens", "logprobs", "versions")]
+    none = [None] * len(table["lengths"])
+    returns = np.split(table["returns"], ends) if "returns" in table else none
     branches: Sequence[tuple[Branch, ...]] = [()] * len(none)
-    if "branch_counts" in found:
-        pairs = zip(found["branch_shared"].tolist(), found["branch_own"].tolist(), strict=True)
+    if "branch_counts" in table:
+        pairs = zip(table["branch_shared"].tolist(), table["branch_own"].tolist(), strict=True)
         every = [Branch(*pair) for pair in pairs]
-        stops = np.cumsum(found["branch_counts"], dtype=np.int64).tolist()
+        stops = np.cumsum(table["branch_counts"], dtype=np.int64).tolist()
         branches = [tuple(every[start:stop]) for start, stop in pairwise([0, *stops])]
         if stops[-1:] != [len(every)]:
-            raise ValueError(f"{len(every)} branches, and counts for {sum(found['branch_counts'])}")
-    for tokens, logprobs, versions, reward, cut, its, own in zip(
-        *arrays, found["rewards"].tolist(), found["cut"].tolist(), branches, returns, strict=True
+            raise ValueError(f"{len(every)} branches, and counts for {sum(table['branch_counts'])}")
+    for tokens, logprobs, versions, reward, cut, sample_branches, sample_returns in zip(
+        *arrays, table["rewards"].tolist(), table["cut"].tolist(), branches, returns, strict=True
     ):
-        yield Trajectory(tokens, logprobs, versions, reward, "length" if cut else "stop", its, own)
+        yield Trajectory(
+            tokens, logprobs, versions, reward, "length" if cut else "stop", sample_branches, sample_returns
+        )
 
 
 def _check_branches(branches: Sequence[Branch], tokens: int) -> None:
-    before = 0
-    for shared, own in branches:
-        if not 0 <= shared <= before or own < 1:
-            raise ValueError(f"a branch cannot share {shared} of {before} tokens and have {own} of its own")
-        before = shared + own
-    if sum(branch.own for branch in branches) != tokens:
+    length = 0
+    for shared, new in branches:
+        if not 0 <= shared <= length or new < 1:
+            raise ValueError(f"a branch cannot share {shared} of {length} tokens and have {new} of its own")
+        length = shared + new
+    if sum(branch.new for branch in branches) != tokens:
         raise ValueError(f"the branches do not have {tokens} tokens together")
 
 
@@ -236,7 +238,7 @@ class Group:
         samples from bad ones."""
         rewards = {t.reward for t in self.trajectories if t.returns is None}
         returns = [t.returns[t.sampled] for t in self.trajectories if t.returns is not None]
-        return len(rewards.union(*(np.unique(own).tolist() for own in returns))) > 1
+        return len(rewards.union(*(np.unique(values).tolist() for values in returns))) > 1
 
 
 def notes_of(fields: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:

@@ -420,7 +420,7 @@ class SampleSession:
                     outcome = await (await actor.sandbox()).run(code)
         except (SandboxError, UserError) as error:
             raise SampleFailed("sandbox", f"the sandbox cannot run Python: {error}") from None
-        return outcome.told
+        return outcome.transcript
 
     def endpoint(self) -> AbstractAsyncContextManager[Access]:
         return self.router.actor.endpoint.serve(self)

@@ -82,7 +82,7 @@ def tree(title: str, sample: Trajectory, turns: Sequence[Turn], decode: Decode) 
     every = [np.zeros(0, np.int64), *paths(branches)]
     start = 0
     for (before, path), branch in zip(pairwise(every), branches, strict=True):
-        calls, end = root.add(Text(_place(branch, sample.tokens[before], decode), style="bold")), start + branch.own
+        calls, end = root.add(Text(_place(branch, sample.tokens[before], decode), style="bold")), start + branch.new
         while start < end:
             turn = next(left)
             begin = start + int(sample.sampled[start:end].argmax())
@@ -93,7 +93,7 @@ def tree(title: str, sample: Trajectory, turns: Sequence[Turn], decode: Decode) 
             credit = None if sample.returns is None else float(sample.returns[begin])
             calls.add(_turn(turn, credit, decode))
             start = stop
-        assert len(path) == branch.shared + branch.own
+        assert len(path) == branch.shared + branch.new
     return root
 
 
@@ -120,9 +120,9 @@ def warnings(turns: Sequence[Turn], sample: Trajectory | None, decode: Decode, p
 
 def _place(branch: Branch, above: np.ndarray, decode: Decode) -> str:
     if not branch.shared:
-        return f"conversation: {_tokens(branch.own)}"
+        return f"conversation: {_tokens(branch.new)}"
     then = shown(decode(above[branch.shared :][:BEYOND]))
-    return f"branch: {_tokens(branch.own)} after the first {branch.shared} of those above, which go on with {then!r}"
+    return f"branch: {_tokens(branch.new)} after the first {branch.shared} of those above, which go on with {then!r}"
 
 
 def _turn(turn: Turn, credit: float | None, decode: Decode) -> Text:

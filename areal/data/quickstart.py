@@ -207,10 +207,10 @@ def _orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
 
 def _optimizers(model: Qwen3ForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
     matrices: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
+    adam_parameters: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
-    return [Muon(matrices, lr), torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
+        (matrices if parameter.ndim == 2 and "embed" not in name else adam_parameters).append(parameter)
+    return [Muon(matrices, lr), torch.optim.AdamW(adam_parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
 def _schedule(step: int, recipe: Recipe) -> float:

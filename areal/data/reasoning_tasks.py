@@ -40,10 +40,10 @@ def check(task: str, options: Mapping[str, Any], where: str) -> None:
         close = difflib.get_close_matches(task, tasks, 3)
         advice = f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(sorted(tasks))}"
         raise UserError(f"{where}: reasoning_gym has no task {task!r}: {advice}")
-    known = {field.name for field in dataclasses.fields(tasks[task][1])} - {"seed", "size"}
-    unknown = [name for name in options if name not in known]
+    option_names = {field.name for field in dataclasses.fields(tasks[task][1])} - {"seed", "size"}
+    unknown = [name for name in options if name not in option_names]
     if unknown:
-        raise UserError(f"{where} has no option {unknown[0]!r}: choose from {', '.join(sorted(known))}")
+        raise UserError(f"{where} has no option {unknown[0]!r}: choose from {', '.join(sorted(option_names))}")
 
 
 def make(task: str, options: Mapping[str, Any], size: int, seed: int) -> Any:

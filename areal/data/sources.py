@@ -50,7 +50,7 @@ class Table(Protocol):
 
 
 @dataclass(frozen=True)
-class Generator:
+class RowGenerator:
     """An endless source. `draw(side, number, attempt)` makes one row; the same arguments give the same row. `side` is
     `train` or `held_out`. Another attempt at the same number gives another row."""
 
@@ -97,7 +97,7 @@ class OneSource(PromptSource):
     """The rows of one source. held_out: its own held-out rows. apart: prompts that may not be trained on."""
 
     def __init__(
-        self, source: Table | Generator, held_out: Sequence[Row], apart: Set[str], size: int | None, seed: int,
+        self, source: Table | RowGenerator, held_out: Sequence[Row], apart: Set[str], size: int | None, seed: int,
         what: str,
     ) -> None:  # fmt: skip
         super().__init__(held_out)
@@ -105,8 +105,8 @@ class OneSource(PromptSource):
         self._apart = apart
         self._seed = seed
         self._what = what
-        self._positions = range(size or 0) if isinstance(source, Generator) else self._left(source)
-        self.size = size if isinstance(source, Generator) else len(self._positions)
+        self._positions = range(size or 0) if isinstance(source, RowGenerator) else self._training_positions(source)
+        self.size = size if isinstance(source, RowGenerator) else len(self._positions)
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def _row(self, index: int) -> Row:
@@ -114,25 +114,25 @@ class OneSource(PromptSource):
         if self.size is not None:
             epoch, number = divmod(index, self.size)
             position = self._order(epoch)[number]
-        if isinstance(self._source, Generator):
+        if isinstance(self._source, RowGenerator):
             return self._drawn(self._source, position)
         return self._source.row(position)
 
-    def _left(self, table: Table) -> Sequence[int]:
+    def _training_positions(self, table: Table) -> Sequence[int]:
         if not self._apart:
             return range(len(table))
-        left = [i for i, prompt in enumerate(table.prompts()) if _key(prompt) not in self._apart]
-        if not left:
+        positions = [i for i, prompt in enumerate(table.prompts()) if _key(prompt) not in self._apart]
+        if not positions:
             raise UserError(
                 f"{self._what}: every row has a prompt that is also held out, so none is left to train on: "
                 f"lower data.eval_size or name another data.eval_source"
             )
-        return left
+        return positions
 
     def _shuffled(self, epoch: int) -> Sequence[int]:
         return Random(f"{self._seed}/epoch/{epoch}").sample(self._positions, len(self._positions))
 
-    def _drawn(self, source: Generator, number: int) -> Row:
+    def _drawn(self, source: RowGenerator, number: int) -> Row:
         for attempt in range(MAX_DRAWS):
             row = source.draw("train", number, attempt)
             if _key(row.prompt) not in self._apart:
@@ -145,12 +145,12 @@ class OneSource(PromptSource):
 
 class Mixture(PromptSource):
     """The rows of several sources, in blocks. Each block has counts[k] rows of sources[k], in an order of its own. If
-    `whole`, a block is an epoch, which has every row of every source once; else the mixture is endless."""
+    `by_epoch`, a block is an epoch, which has every row of every source once; else the mixture is endless."""
 
-    def __init__(self, sources: Sequence[OneSource], counts: Sequence[int], whole: bool, seed: int) -> None:
+    def __init__(self, sources: Sequence[OneSource], counts: Sequence[int], by_epoch: bool, seed: int) -> None:
         held_out = [row for source in sources for row in source.held_out]
         super().__init__([dataclasses.replace(row, index=i) for i, row in enumerate(held_out)])
-        self.size = sum(counts) if whole else None
+        self.size = sum(counts) if by_epoch else None
         self._sources = sources
         self._counts = counts
         self._seed = seed
@@ -175,12 +175,12 @@ def open_source(config: RowsConfig, seed: int) -> PromptSource:
     rows when they are looked up. Raises UserError, which says what is wrong, where, and what to do.
     """
     if not config.parts:
-        return Mixture([], [], whole=True, seed=seed)
-    opened: list[tuple[SourceConfig, Table | Generator, str]] = []
+        return Mixture([], [], by_epoch=True, seed=seed)
+    opened: list[tuple[SourceConfig, Table | RowGenerator, str]] = []
     for part in config.parts:
         what = f"data.source {part.source!r}"
         source = _open(part, str(part.source), part.options, seed, what)
-        if not isinstance(source, Generator) and part.size is not None:
+        if not isinstance(source, RowGenerator) and part.size is not None:
             raise UserError(f"data.size is for generated tasks, but {what} has rows of its own: remove data.size")
         opened.append((part, source, what))
     shares = _shares(config, opened)
@@ -195,12 +195,12 @@ def open_source(config: RowsConfig, seed: int) -> PromptSource:
     ]
     if not config.sources:
         return sources[0]
-    whole = config.sources[0].weight is None
-    counts = [len(source) for source in sources] if whole else _divided(BLOCK_ROWS, shares)
+    by_epoch = config.sources[0].weight is None
+    counts = [len(source) for source in sources] if by_epoch else _divided(BLOCK_ROWS, shares)
     if 0 in counts:
         small = config.sources[counts.index(0)]
         raise UserError(f"the weight of data.source {small.source!r} is below 1/{BLOCK_ROWS} of all: raise it")
-    return Mixture(sources, counts, whole, seed)
+    return Mixture(sources, counts, by_epoch, seed)
 
 
 def open_benchmark(name: str, config: BenchmarkConfig, seed: int) -> list[Row]:
@@ -212,40 +212,40 @@ def open_benchmark(name: str, config: BenchmarkConfig, seed: int) -> list[Row]:
     what = f"the source {config.source!r} of the benchmark {name}"
     # Without the size, on which the rows of a generated task would depend.
     source = _open(config.model_copy(update={"size": None}), config.source, config.options, seed, what)
-    if isinstance(source, Generator):
+    if isinstance(source, RowGenerator):
         if config.size is None:
             raise UserError(f"{what} has no end: set evaluator.benchmarks.{name}.size")
         rows: Iterable[Row] = (source.draw("held_out", i, 0) for i in range(config.size))
     else:
         rows = map(source.row, range(len(source)))
     numbered = (dataclasses.replace(row, index=i) for i, row in enumerate(rows))
-    found = list(itertools.islice((row for row in numbered if _in_window(row, config, what)), config.size))
-    if not found:
+    problems = list(itertools.islice((row for row in numbered if _in_window(row, config, what)), config.size))
+    if not problems:
         raise UserError(f"{what} has no row of the days from {config.dates[0]} to {config.dates[1]}: correct dates")  # type: ignore[index]
-    return found
+    return problems
 
 
 def _in_window(row: Row, config: BenchmarkConfig, what: str) -> bool:
     if config.dates is None:
         return True
-    told = row.fields.get(config.date_key)
+    value = row.fields.get(config.date_key)
     try:
-        day = date.fromisoformat(str(told)[:10])
+        day = date.fromisoformat(str(value)[:10])
     except ValueError:
         raise UserError(
-            f"{what}, row {row.index}, has the {config.date_key!r} {told!r}, which is no date: set date_key, or dates "
+            f"{what}, row {row.index}, has the {config.date_key!r} {value!r}, which is no date: set date_key, or dates "
             f"to null"
         ) from None
     return config.dates[0] <= day <= config.dates[1]
 
 
-def _shares(config: RowsConfig, opened: list[tuple[SourceConfig, Table | Generator, str]]) -> list[float]:
+def _shares(config: RowsConfig, opened: list[tuple[SourceConfig, Table | RowGenerator, str]]) -> list[float]:
     """By which the rows and the held-out rows are divided among the sources: weights, or else numbers of rows."""
     if not config.sources:
         return [1.0]
     if config.sources[0].weight is not None:
         return [float(part.weight or 0) for part in config.sources]
-    sizes = [part.size if isinstance(source, Generator) else len(source) for part, source, _ in opened]
+    sizes = [part.size if isinstance(source, RowGenerator) else len(source) for part, source, _ in opened]
     if None in sizes:
         what = opened[sizes.index(None)][2]
         raise UserError(f"{what} has no end, so data.sources need weights: give each a weight, or this one a size")
@@ -255,19 +255,19 @@ def _shares(config: RowsConfig, opened: list[tuple[SourceConfig, Table | Generat
 def _divided(count: int, shares: Sequence[float]) -> list[int]:
     """`count` in proportion to the shares, by largest remainder."""
     exact = [count * share / sum(shares) for share in shares]
-    parts = [int(each) for each in exact]
+    parts = [int(quota) for quota in exact]
     for k in sorted(range(len(parts)), key=lambda k: parts[k] - exact[k])[: count - sum(parts)]:
         parts[k] += 1
     return parts
 
 
-def _held_out(config: SourceConfig, source: Table | Generator, count: int, seed: int, what: str) -> list[Row]:
+def _held_out(config: SourceConfig, source: Table | RowGenerator, count: int, seed: int, what: str) -> list[Row]:
     if config.eval_source is not None and count:
         what = f"data.eval_source {config.eval_source!r}"
         # The options belong to `source`. They only fit `eval_source` if it is the same task or data set.
         options = config.options if _dataset(config.eval_source) == _dataset(str(config.source)) else {}
         source = _open(config, config.eval_source, options, seed, what)
-    if isinstance(source, Generator):
+    if isinstance(source, RowGenerator):
         return [dataclasses.replace(source.draw("held_out", i, 0), index=i) for i in range(count)]
     spare = 0 if config.eval_source is not None else 1
     if count > len(source) - spare:
@@ -284,7 +284,7 @@ def _key(prompt: Any) -> str:
     return json.dumps([[m["role"], m["content"]] for m in messages if m["role"] != "system"])
 
 
-def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table | Generator:
+def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int, what: str) -> Table | RowGenerator:
     if name == "addition":
         return _open_addition(config, options, seed, what)
     if name.startswith("reasoning_gym:"):
@@ -393,20 +393,22 @@ def _derived_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest())
 
 
-def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, what: str) -> Generator:
-    known = set(inspect.signature(addition.make_row).parameters) - {"seed", "index", "held_out"}
-    unknown = [name for name in options if name not in known]
+def _open_addition(config: SourceConfig, options: Mapping[str, Any], seed: int, what: str) -> RowGenerator:
+    option_names = set(inspect.signature(addition.make_row).parameters) - {"seed", "index", "held_out"}
+    unknown = [name for name in options if name not in option_names]
     if unknown:
-        raise UserError(f"{what} has no option {unknown[0]!r}: choose from {', '.join(sorted(known))}")
+        raise UserError(f"{what} has no option {unknown[0]!r}: choose from {', '.join(sorted(option_names))}")
 
     def draw(side: str, number: int, attempt: int) -> Row:
         raw = addition.make_row(_derived_seed(seed, side, attempt), number, held_out=side == "held_out", **options)
         return _make_row(raw, config, f"{what}, row {number},", "prompt", "answer")
 
-    return _tried(Generator(draw), (TypeError, ValueError), what)
+    return _tried(RowGenerator(draw), (TypeError, ValueError), what)
 
 
-def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, Any], seed: int, what: str) -> Generator:
+def _open_reasoning_gym(
+    config: SourceConfig, task: str, options: Mapping[str, Any], seed: int, what: str
+) -> RowGenerator:
     reasoning_tasks.check(task, options, what)
     chunk = config.size or reasoning_tasks.CHUNK
 
@@ -419,10 +421,10 @@ def _open_reasoning_gym(config: SourceConfig, task: str, options: Mapping[str, A
         raw = reasoning_tasks.row(task, options, entry)
         return _make_row(raw, config, f"{what}, row {number},", "question", "answer")
 
-    return _tried(Generator(draw), (AssertionError, LookupError, TypeError, ValueError), what)
+    return _tried(RowGenerator(draw), (AssertionError, LookupError, TypeError, ValueError), what)
 
 
-def _tried(generator: Generator, mistakes: tuple[type[Exception], ...], what: str) -> Generator:
+def _tried(generator: RowGenerator, mistakes: tuple[type[Exception], ...], what: str) -> RowGenerator:
     """Return the generator if it can make its first row. Bad options are detected there and raise UserError."""
     try:
         generator.draw("train", 0, 0)
@@ -469,10 +471,10 @@ def read_row(path: Path, config: SourceConfig, number: int = 0) -> Row:
     """Return the row of this number, from 0, in a .jsonl file; any other file is one row. Raises UserError."""
     what = f"the file of rows {path}"
     if path.suffix == ".jsonl":
-        found = next(itertools.islice(read_jsonl(path, what), number, None), None)
-        if found is None:
+        entry = next(itertools.islice(read_jsonl(path, what), number, None), None)
+        if entry is None:
             raise UserError(f"{what} has no row {number}, counted from 0: name another one")
-        return _make_row(found[1], config, f"{path}, line {found[0]},")
+        return _make_row(entry[1], config, f"{path}, line {entry[0]},")
     return _make_row(_read_object(_read_text(path, what), str(path), "correct it"), config, str(path))
 
 
@@ -541,12 +543,12 @@ def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, An
     else:
         hub_id, split = "", config.split
     try:
-        found = datasets.load_dataset(hub_id, **options, split=split) if hub_id else datasets.load_from_disk(name)
+        dataset = datasets.load_dataset(hub_id, **options, split=split) if hub_id else datasets.load_from_disk(name)
     except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{what} cannot be loaded ({reason}): correct the name, data.split or data.options") from error
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise UserError(f"{what} has no split {split!r}: set data.split to one of {', '.join(found)}")
-        found = found[split]
-    return HuggingFaceTable(config, found, what)
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            raise UserError(f"{what} has no split {split!r}: set data.split to one of {', '.join(dataset)}")
+        dataset = dataset[split]
+    return HuggingFaceTable(config, dataset, what)

@@ -35,14 +35,14 @@ def _load(name: str, options: str) -> Any:
     # in the main thread only.
     vars(module)["signal"] = types.SimpleNamespace(**vars(signal) | {"signal": lambda *_: None})
     try:
-        made = library.load_environment(name, **json.loads(options))
+        environment = library.load_environment(name, **json.loads(options))
     except Exception as error:  # loading runs the environment's own code, which may raise anything
         raise UserError(
             f"{what} does not load ({type(error).__name__}: {error}): install it, or correct data.options."
         ) from error
-    if made.requires_group_rollouts:
+    if environment.requires_group_rollouts:
         raise UserError(f"{what} scores whole groups, which is not supported here: choose another one.")
-    return made
+    return environment
 
 
 @functools.cache
@@ -64,15 +64,15 @@ def _tasks(name: str, options: str) -> list[Any]:
         chosen = loaders.taskset_config_type(name).model_validate(
             {"id": name, **json.loads(options).get("taskset", {})}
         )
-        made = loaders.load_taskset(chosen)
-        found = list(made) if made.bounded else None
+        taskset = loaders.load_taskset(chosen)
+        task_list = list(taskset) if taskset.bounded else None
     except Exception as error:  # loading runs the task set's own code, which may raise anything
         raise UserError(
             f"{_what(name)} does not load ({type(error).__name__}: {error}): install it, or correct data.options."
         ) from error
-    if found is None or made.toolsets(made.config):
+    if task_list is None or taskset.toolsets(taskset.config):
         raise UserError(f"{_what(name)} has no end or shares tools between tasks, which is not supported here.")
-    return found
+    return task_list
 
 
 def _what(name: str) -> str:
@@ -85,15 +85,15 @@ def rows(name: str, options: Mapping[str, Any], side: str) -> Any:
     if has_tasks():
         from datasets import Dataset  # takes seconds
 
-        found = Dataset.from_list(
+        dataset = Dataset.from_list(
             [{"prompt": task.data.prompt_text, "task": i} for i, task in enumerate(tasks(name, options))]
         )
     else:
         world = load(name, options)
-        found = world.get_eval_dataset() if side == "eval" else world.get_dataset()
-    made: dict[str, str | None] = {"environment": name, "environment_options": json.dumps(dict(options))}
-    if "answer" not in found.column_names:
-        made["answer"] = None
-    for column, value in made.items():
-        found = found.add_column(column, [value] * len(found))
-    return found
+        dataset = world.get_eval_dataset() if side == "eval" else world.get_dataset()
+    columns: dict[str, str | None] = {"environment": name, "environment_options": json.dumps(dict(options))}
+    if "answer" not in dataset.column_names:
+        columns["answer"] = None
+    for column, value in columns.items():
+        dataset = dataset.add_column(column, [value] * len(dataset))
+    return dataset

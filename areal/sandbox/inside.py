@@ -203,7 +203,7 @@ def filter_program(machine):
     def never(number, value, mask=0xFFFFFFFF, error=EPERM):
         return [*argument(number, mask), *on(EQUAL, value, ERRNO | error)]
 
-    own = only(0, 0)  # 0 is the process or thread that calls
+    caller_only = only(0, 0)  # 0 is the process or thread that calls
     unix = [*only(0, AF_UNIX), *only(1, SOCK_STREAM, SOCK_TYPE)]
     checks = {
         "clone": [*only(0, 0, ALL_NAMESPACES), *never(0, CLONE_THREAD, CLONE_THREAD | CLONE_FILES)],
@@ -233,9 +233,9 @@ def filter_program(machine):
             *on(AT_LEAST, PR_FUTEX_HASH, ERRNO | EINVAL),
         ],
         "msync": never(2, MS_SYNC, MS_SYNC, error=0),
-        "setpriority": [*own, *only(1, 0)],
+        "setpriority": [*caller_only, *only(1, 0)],
         **dict.fromkeys(
-            ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr"), own
+            ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr"), caller_only
         ),
     }
     # System calls that are newer than this list, and those of the x32 interface. Without clone3, libc uses clone.
@@ -370,7 +370,7 @@ def serve(requests, start):
 # --- init: one program
 
 
-class Sandbox:
+class ProgramRunner:
     """Runs each program in its own namespaces or, if `plain`, without namespaces."""
 
     def __init__(self, plain, other_user, groups):
@@ -388,14 +388,14 @@ class Sandbox:
         call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.init(run, *descriptors)
 
-    def init(self, run, asked, stdin, stdout, stderr):
-        with open(asked) as file:
+    def init(self, run, job_file, stdin, stdout, stderr):
+        with open(job_file) as file:
             job = json.load(file)
         folder = self.make_folder(job)
         try:
             for name, content in job["files"].items():
-                put(folder, name, base64.b64decode(content))
-            usage = Looks(job, self.plain) if self.groups is None else Group(self.groups, job)
+                write_program_file(folder, name, base64.b64decode(content))
+            usage = Looks(job, self.plain) if self.groups is None else ControlGroup(self.groups, job)
             program = usage.fork()
             if program == 0:
                 self.become(job, folder, (stdin, stdout, stderr))
@@ -406,7 +406,9 @@ class Sandbox:
             result = {"status": status, "exit": code, "seconds": time.monotonic() - started}
             self.end_all()
             usage.remove()
-            result["files"] = {name: found for name in job["keep"] if (found := take(folder, name)) is not None}
+            result["files"] = {
+                name: data for name in job["keep"] if (data := read_program_file(folder, name)) is not None
+            }
         finally:
             if self.plain:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -539,7 +541,7 @@ def watch(program, run, usage, deadline):
     pause = TICK_SECONDS
     while True:
         poll.poll(1000 * pause)
-        before = time.thread_time()
+        cpu_start = time.thread_time()
         code = reap(program)
         if code in (None, -signal.SIGKILL) and (limit := usage.exceeded()):
             return limit, None
@@ -549,10 +551,10 @@ def watch(program, run, usage, deadline):
             return "stopped", None
         if time.monotonic() > deadline:
             return "timeout", None
-        pause = max(TICK_SECONDS, time.thread_time() - before)  # to look at many processes takes long
+        pause = max(TICK_SECONDS, time.thread_time() - cpu_start)  # to look at many processes takes long
 
 
-class Group:
+class ControlGroup:
     """What a program uses, by the kernel's accounts: the program is started in a control group of its own."""
 
     def __init__(self, groups, job):
@@ -633,8 +635,10 @@ class Looks:
         * What the counter says, where there is one. It lacks programs whose file the program itself may not read."""
         now = {pid: process_seconds(pid) for pid in self.processes}
         for pid, seconds in now.items():
-            before = self.cpu.get(pid, 0.0)
-            self.seen_cpu += seconds - before if seconds >= before else seconds  # else another process of this id
+            last_seconds = self.cpu.get(pid, 0.0)
+            self.seen_cpu += (
+                seconds - last_seconds if seconds >= last_seconds else seconds
+            )  # else another process of this id
         self.cpu = now
         return max(self.seen_cpu, kept_seconds(self.processes), self.counted_seconds())
 
@@ -649,10 +653,10 @@ class Looks:
         and CPU time are checked."""
         limit = self.job["memory_bytes"]
         while not self.memory_exceeded:
-            before, self.look_began = time.thread_time(), time.monotonic()
+            cpu_start, self.look_began = time.thread_time(), time.monotonic()
             self.memory_exceeded = self.memory_bytes(most_bytes) > limit and self.memory_bytes(exact_bytes) > limit
             self.look_began = None
-            time.sleep(max(TICK_SECONDS, time.thread_time() - before))
+            time.sleep(max(TICK_SECONDS, time.thread_time() - cpu_start))
 
     def memory_bytes(self, measure):
         """Memory of all processes by `measure`, which is most_bytes or exact_bytes, and of Unix sockets."""
@@ -684,13 +688,13 @@ def open_counter():
 
 def descendants():
     """All direct and indirect child processes: for each id the fields of its `stat`."""
-    found = {int(name): fields for name in os.listdir("/proc") if name.isdigit() and (fields := read_stat(name))}
-    if found.pop(1, None) and os.getpid() == 1:  # in its own namespace
-        return found
+    processes = {int(name): fields for name in os.listdir("/proc") if name.isdigit() and (fields := read_stat(name))}
+    if processes.pop(1, None) and os.getpid() == 1:  # in its own namespace
+        return processes
     below: dict[int, list[bytes]] = {}
     layer = {os.getpid()}
-    while layer := {pid for pid, fields in found.items() if int(fields[1]) in layer}:
-        below |= {pid: found[pid] for pid in layer}
+    while layer := {pid for pid, fields in processes.items() if int(fields[1]) in layer}:
+        below |= {pid: processes[pid] for pid in layer}
     return below
 
 
@@ -707,10 +711,10 @@ def read(path):
         return b""
 
 
-def lines(path, most):
-    """How many lines a file has; `most` if it is too long to be read."""
+def lines(path, default):
+    """How many lines a file has; `default` if it is too long to be read."""
     text = read(path)
-    return text.count(b"\n") if len(text) < READ_BYTES else most
+    return text.count(b"\n") if len(text) < READ_BYTES else default
 
 
 def read_stat(task):
@@ -783,22 +787,22 @@ def exact_bytes(tasks):
         with contextlib.suppress(OSError):
             for number in os.listdir(f"{task}/fd"):
                 with contextlib.suppress(OSError):  # closed meanwhile
-                    found = os.stat(f"{task}/fd/{number}")
-                    if stat.S_ISFIFO(found.st_mode):
-                        pipes.add((found.st_dev, found.st_ino))
-                    elif not stat.S_IFMT(found.st_mode):
+                    status = os.stat(f"{task}/fd/{number}")
+                    if stat.S_ISFIFO(status.st_mode):
+                        pipes.add((status.st_dev, status.st_ino))
+                    elif not stat.S_IFMT(status.st_mode):
                         total += WATCH_BYTES * lines(f"{task}/fdinfo/{number}", math.inf)
     return total + PIPE_BYTES * len(pipes)
 
 
-def put(folder, name, content):
+def write_program_file(folder, name, content):
     path = os.path.join(folder, name)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb", opener=lambda path, flags: os.open(path, flags, 0o755)) as file:
         file.write(content)
 
 
-def take(folder, name):
+def read_program_file(folder, name):
     """The content of a file that the program has left, in base64; None if there is none."""
     try:
         descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -824,7 +828,7 @@ def main():
     try:
         groups = os.open(delegated, os.O_RDONLY) if delegated and not plain else None
         other_user = not plain and enter_user_namespace()
-        sandbox = Sandbox(plain, other_user, groups)
+        runner = ProgramRunner(plain, other_user, groups)
         if not plain:
             call("unshare", CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP)
             server = os.fork()
@@ -841,7 +845,7 @@ def main():
     except (OSError, KeyError) as error:
         requests.send(json.dumps({"error": str(error)}).encode())
         return
-    serve(requests, sandbox.start)
+    serve(requests, runner.start)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Outcome:
     seconds: float
 
     @property
-    def told(self) -> str:
+    def transcript(self) -> str:
         """Text for the author of the program: its output, and a note if it did not end by itself."""
         end = "" if self.status == "ok" else f"[it was ended: {self.status}]"
         return f"{self.stdout}{self.stderr}{end}"
@@ -175,9 +175,9 @@ class LocalSandbox:
                 "memory_bytes": COMPILE_MIB * MIB,
             }
             compiler = LANGUAGES[language].compiler
-            outcome, kept = await self._execute(compiler, "", files, keep=["program"], limits=limits)
+            outcome, outputs = await self._execute(compiler, "", files, keep=["program"], limits=limits)
             failed = Outcome("not_compiled", outcome.exit, "", outcome.stderr, outcome.seconds)
-            self._built = {key: kept["program"] if outcome.succeeded and "program" in kept else failed}
+            self._built = {key: outputs["program"] if outcome.succeeded and "program" in outputs else failed}
         return self._built[key]
 
     async def _execute(
@@ -227,16 +227,16 @@ class LocalSandbox:
         run, its_run = socket.socketpair()
         (out, its_stdout), (err, its_stderr) = os.pipe(), os.pipe()
         stdout, stderr = os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
-        asked, its_stdin = _sealed(json.dumps(job).encode()), _sealed(stdin.encode(errors="replace"))
-        given = [asked, its_stdin, its_stdout, its_stderr, its_run.fileno()]
+        job_file, its_stdin = _sealed(json.dumps(job).encode()), _sealed(stdin.encode(errors="replace"))
+        descriptors = [job_file, its_stdin, its_stdout, its_stderr, its_run.fileno()]
         try:
-            socket.send_fds(self._requests, [b"."], given)
+            socket.send_fds(self._requests, [b"."], descriptors)
         except OSError as error:
             for end in (run, stdout, stderr):
                 end.close()
             raise SandboxError(f"the sandbox's launcher has ended: {error}") from error
         finally:
-            for descriptor in given[:4]:
+            for descriptor in descriptors[:4]:
                 os.close(descriptor)
             its_run.close()
         return run, stdout, stderr
@@ -302,7 +302,7 @@ class RemoteSandbox:
         return await asyncio.to_thread(self._post, code, language, stdin, files or {}, expected)
 
     def _post(self, code: str, language: str, stdin: str, files: Mapping[str, bytes], expected: int = 0) -> Outcome:
-        asked = {
+        body = {
             "code": code,
             "language": language,
             "stdin": stdin,
@@ -310,7 +310,7 @@ class RemoteSandbox:
             "run_timeout": self._config.wall_seconds,
             "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
         }
-        data = json.dumps(asked).encode()
+        data = json.dumps(body).encode()
         request = urllib.request.Request(self._address, data, {"Content-Type": "application/json"})
         seconds = COMPILE_SECONDS + self._config.wall_seconds + GRACE_SECONDS
         limit = self._config.output_kib * 1024 + expected
@@ -396,8 +396,8 @@ def _folders(config: SandboxConfig) -> list[str]:
 def _packages() -> list[str]:
     """The folders of installed packages (numpy, ...) that this process can import from and another interpreter of the
     same Python could not, because they are in a virtual environment."""
-    found = dict.fromkeys(os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib"))
-    return [folder for folder in found if not Path(folder).is_relative_to(os.path.realpath(sys.base_prefix))]
+    folders = dict.fromkeys(os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib"))
+    return [folder for folder in folders if not Path(folder).is_relative_to(os.path.realpath(sys.base_prefix))]
 
 
 def _sealed(content: bytes) -> int:

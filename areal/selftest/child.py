@@ -43,7 +43,7 @@ class ChildGone(Exception):
     """An order before this one has failed, so this one was not tried."""
 
 
-class Child:
+class CheckProcess:
     """The parent's end of a process that `serve`s."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -63,10 +63,10 @@ class Child:
         """What the method `order` returns. deadline: of time.monotonic. Raises ChildFailed, ChildGone."""
         if self._failed:
             raise ChildGone(f"not tried, since `{self._failed}` failed")
-        if (left := deadline - time.monotonic()) <= 0:
+        if (seconds := deadline - time.monotonic()) <= 0:
             raise ChildSlow("the time was over before it began")
         try:
-            return self._answer(order, left, arguments)
+            return self._answer(order, seconds, arguments)
         except ChildFailed:
             self._failed = order
             self.kill()
@@ -130,10 +130,10 @@ def serve(checks: Any) -> None:
     asyncio.set_event_loop(loop)
     for order in _orders():
         try:
-            found = getattr(checks, order["order"])(**order["arguments"])
-            if isinstance(found, Awaitable):
-                found = loop.run_until_complete(_awaited(found))
-            answer = {"found": [each.as_dict() for each in found] if isinstance(found, list) else found}
+            findings = getattr(checks, order["order"])(**order["arguments"])
+            if isinstance(findings, Awaitable):
+                findings = loop.run_until_complete(_awaited(findings))
+            answer = {"found": [finding.as_dict() for finding in findings] if isinstance(findings, list) else findings}
         except UserError as error:
             answer = {"error": str(error)}
         except Exception as error:  # whatever went wrong is what this check has found
@@ -161,5 +161,5 @@ def _orders() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-async def _awaited(found: Awaitable[Any]) -> Any:
-    return await found
+async def _awaited(check: Awaitable[Any]) -> Any:
+    return await check

@@ -25,7 +25,7 @@ from areal.config import Config, UserError, dump_config, load_config
 from areal.devices import deal_out_devices, visible_devices
 from areal.models import with_folders
 from areal.processes import torchrun
-from areal.selftest.child import LINES, Child, ChildFailed, ChildGone, ChildSlow
+from areal.selftest.child import LINES, CheckProcess, ChildFailed, ChildGone, ChildSlow
 from areal.selftest.findings import REPORT, Finding
 from areal.selftest.synthetic import tiny_config
 from areal.text import shown
@@ -57,7 +57,7 @@ class Links(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ModelFinding:
     """A line of the table: the model that was checked, or "" for what concerns the node, and what was found."""
 
     model: str
@@ -70,7 +70,7 @@ class SelfTest:
     def __init__(self, options: argparse.Namespace, links: Links) -> None:
         self._options = options
         self._links = links
-        self._rows: list[Row] = []
+        self._rows: list[ModelFinding] = []
         self._only = set(options.only)
         if unknown := sorted(self._only - CHECKS):
             raise UserError(f"There is no check {unknown[0]!r}: known are {', '.join(sorted(CHECKS))}.")
@@ -88,15 +88,15 @@ class SelfTest:
         """Make all checks, print the table, and write the results. Returns whether no check failed."""
         started = time.monotonic()
         if self._config:
-            self._tell("the run's model")
+            self._print_progress("the run's model")
             self._config = with_folders(self._config)
         with self._scratch() as folder:
             self._folder = Path(folder)
             self._check_models()
-        if self._config and self._wanted({"keys", "port"}):
+        if self._config and self._selects({"keys", "port"}):
             self._add("", self._links.check_this_node(self._config))
         if self._options.master:
-            self._tell("the way to the master")
+            self._print_progress("the way to the master")
             self._add("", self._links.check_way_to(self._options.master))
         ok = not any(row.finding.result == "FAILED" for row in self._rows)
         seconds = time.monotonic() - started
@@ -107,8 +107,8 @@ class SelfTest:
 
     def _scratch(self) -> tempfile.TemporaryDirectory[str]:
         """A folder on the disk of the run's weights: in the nearest folder above them that is there."""
-        wanted = (self._config.weights_folder if self._config else Path("runs")).absolute()
-        place = next(folder for folder in (wanted, *wanted.parents) if folder.is_dir())
+        target = (self._config.weights_folder if self._config else Path("runs")).absolute()
+        place = next(folder for folder in (target, *target.parents) if folder.is_dir())
         try:
             return tempfile.TemporaryDirectory(prefix=".selftest-", dir=place)
         except OSError as error:
@@ -118,7 +118,7 @@ class SelfTest:
             ) from None
 
     def _check_models(self) -> None:
-        if not self._wanted(CHECKS - WAY - {"keys", "port"}):
+        if not self._selects(CHECKS - WAY - {"keys", "port"}):
             return
         self._deadline = time.monotonic() + self._options.seconds
         model = self._folder / "model"
@@ -132,15 +132,15 @@ class SelfTest:
     def _make_tiny_model(self, folder: Path) -> str | None:
         """The dtype of the tiny model, which a process of its own makes, because torch may not even start here. None if
         it does not."""
-        self._tell("tiny model")
+        self._print_progress("tiny model")
         command = [sys.executable, "-m", "areal", "selftest-part", "model", str(folder)]
         try:
-            made = subprocess.run(command, capture_output=True, text=True, timeout=self._options.seconds)
-            said, wrong = made.stderr, made.returncode != 0
+            process = subprocess.run(command, capture_output=True, text=True, timeout=self._options.seconds)
+            output, wrong = process.stderr, process.returncode != 0
         except subprocess.TimeoutExpired:
-            said, wrong = "no answer in time", True
+            output, wrong = "no answer in time", True
         if wrong:
-            last = "\n".join(said.strip().splitlines()[-LINES:])
+            last = "\n".join(output.strip().splitlines()[-LINES:])
             advice = (
                 "PyTorch and transformers do not work in this environment: make it again (`make setup`), and report it."
             )
@@ -162,10 +162,10 @@ class SelfTest:
         launchers = {"trainer": [*torchrun(ranks), "--module"]} if ranks > 1 else {}
         with contextlib.ExitStack() as stack:
 
-            def start(part: str) -> Child:
+            def start(part: str) -> CheckProcess:
                 launcher = launchers.get(part, [sys.executable, "-m"])
                 command = [*launcher, "areal", "selftest-part", part, str(file)]
-                child = Child(command, dealt.get(f"{part}/0", {}), folder / f"{part}.log")
+                child = CheckProcess(command, dealt.get(f"{part}/0", {}), folder / f"{part}.log")
                 stack.callback(child.close)
                 return child
 
@@ -177,17 +177,19 @@ class SelfTest:
             self._do(name, trainer, "kernels", KERNELS, names=sorted(KERNELS & self._only or KERNELS))
             self._compare(name, config, trainer, start, folder)
 
-    def _compare(self, name: str, config: Config, trainer: Child, start: Callable[[str], Child], folder: Path) -> None:
+    def _compare(
+        self, name: str, config: Config, trainer: CheckProcess, start: Callable[[str], CheckProcess], folder: Path
+    ) -> None:
         """The checks of both engines together, as they share the devices of this machine in a run."""
         names = ("sampled", "interrupted", "received", "published", "sent", "scratch", "scratch-sent")
         paths = {key: str(folder / key) for key in names}
         sampled, interrupted, received = (paths[key] + ".npz" for key in names[:3])
         published = paths["published"]
         direct = DIRECT if config.weights.backend else set()
-        both, has_sampled, has_published, has_received = COMPARED | {"generation"}, False, False, False
-        if self._wanted(both | direct | {"generator"}):
+        engine_checks, has_sampled, has_published, has_received = COMPARED | {"generation"}, False, False, False
+        if self._selects(engine_checks | direct | {"generator"}):
             generator = start("generator")
-            self._do(name, generator, "start", {"generator"}, both | direct)
+            self._do(name, generator, "start", {"generator"}, engine_checks | direct)
             has_sampled = self._do(name, generator, "sample", set(), COMPARED, file=sampled) is not None
             if (facts := self._do(name, trainer, "operations", set(), {"generation"})) is not None:
                 self._do(name, generator, "speed", {"generation"}, **facts)
@@ -199,9 +201,9 @@ class SelfTest:
         if self._follows(name, {"load"}, has_published, compared):
             self._do(name, generator, "interrupt", {"load"}, compared, published=published, file=interrupted)
         self._do(name, trainer, "longest", LONGEST, direct)  # its steps change the weights: others are sent than loaded
-        if direct and self._wanted(direct) and self._transfer(name, config, trainer, generator, paths["sent"]):
+        if direct and self._selects(direct) and self._transfer(name, config, trainer, generator, paths["sent"]):
             has_received = self._do(name, generator, "sample", set(), direct, file=received) is not None
-        if self._wanted(compared | direct) and (has_published or has_received):
+        if self._selects(compared | direct) and (has_published or has_received):
             trainer.close()  # the reference needs its memory
             self._do(name, generator, "close", set(), compared | direct)
         if self._follows(name, compared, has_published):
@@ -213,7 +215,7 @@ class SelfTest:
             files = {"received": received, "published": paths["sent"], "scratch": paths["scratch-sent"]}
             self._do(name, generator, "compare_received", DIRECT, **files)
 
-    def _transfer(self, name: str, config: Config, trainer: Child, generator: Child, folder: str) -> bool:
+    def _transfer(self, name: str, config: Config, trainer: CheckProcess, generator: CheckProcess, folder: str) -> bool:
         """Have the trainer send its weights into the generator's engine, by way of `folder`. Returns whether it did."""
         call = self._do(name, trainer, "send", DIRECT, folder=folder, workers=config.generator.devices)
         while call and "call" in call:
@@ -222,10 +224,10 @@ class SelfTest:
             call = self._do(name, trainer, "sent", DIRECT)
         return call is not None
 
-    def _stream(self, start: Callable[[str], Child]) -> None:
-        if not self._wanted({"stream"}):
+    def _stream(self, start: Callable[[str], CheckProcess]) -> None:
+        if not self._selects({"stream"}):
             return
-        self._tell("streams")
+        self._print_progress("streams")
         receiver = start("receiver")
 
         def ask(order: str, **arguments: Any) -> Any:
@@ -237,14 +239,20 @@ class SelfTest:
             self._add("", [Finding("stream", "FAILED", str(error), REPORT)])
 
     def _do(
-        self, model: str, child: Child, order: str, finds: set[str], needed_for: Collection[str] = (), **arguments: Any
+        self,
+        model: str,
+        child: CheckProcess,
+        order: str,
+        finds: set[str],
+        needed_for: Collection[str] = (),
+        **arguments: Any,
     ) -> Any:
         """Have `child` follow an order, which `finds` something and is `needed_for` more.
 
         Returns its answer; None: it is not wanted, or it failed."""
-        if not self._wanted(finds | set(needed_for)):
+        if not self._selects(finds | set(needed_for)):
             return None
-        self._tell(f"{model} {order}".strip())
+        self._print_progress(f"{model} {order}".strip())
         try:
             answer = child.ask(order, self._deadline, **arguments)
         except ChildGone as error:
@@ -260,27 +268,31 @@ class SelfTest:
 
     def _follows(self, model: str, names: set[str], ready: bool, needed_for: Collection[str] = ()) -> bool:
         """Whether to do what finds `names`, or is `needed_for` more; it is skipped unless what it needs is `ready`."""
-        wanted = self._wanted(names | set(needed_for))
-        if wanted and not ready:
+        selected = self._selects(names | set(needed_for))
+        if selected and not ready:
             self._add(model, [Finding(name, "skipped", "not tried, since a check before it failed") for name in names])
-        return wanted and ready
+        return selected and ready
 
-    def _wanted(self, names: Collection[str]) -> bool:
+    def _selects(self, names: Collection[str]) -> bool:
         return not self._only or not self._only.isdisjoint(names)
 
     def _add(self, model: str, findings: Sequence[Finding]) -> None:
         """Keep the findings that are wanted, and all failures."""
-        self._rows += [Row(model, each) for each in findings if self._wanted({each.name}) or each.result == "FAILED"]
+        self._rows += [
+            ModelFinding(model, finding)
+            for finding in findings
+            if self._selects({finding.name}) or finding.result == "FAILED"
+        ]
 
-    def _tell(self, what: str) -> None:
+    def _print_progress(self, what: str) -> None:
         print(f"{what} ...", file=sys.stderr, flush=True)
 
     def _table(self) -> Table:
         table = Table("model", "check", "result", "measured", "what to do", title="Self-test", title_justify="left")
         for row in self._rows:
-            found = row.finding
-            colour = COLOURS[found.result]
-            texts = (shown(row.model), found.name, found.result, shown(found.measured), shown(found.advice))
+            finding = row.finding
+            colour = COLOURS[finding.result]
+            texts = (shown(row.model), finding.name, finding.result, shown(finding.measured), shown(finding.advice))
             cells = [text.replace("[", r"\[") for text in texts]
             table.add_row(*cells[:2], f"[{colour}]{cells[2]}[/]", *cells[3:])
         return table

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 REPORT = "Report it with selftest.json attached (docs/gpu.md)."
-Result = Literal["ok", "FAILED", "skipped"]
+Verdict = Literal["ok", "FAILED", "skipped"]
 
 GAP = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05}
 """Largest mean difference between log-probs that different code computes, in nats. Wrong code gives 0.3 and more. In
@@ -23,7 +23,7 @@ class Finding:
     values: all numbers, for selftest.json."""
 
     name: str
-    result: Result
+    result: Verdict
     measured: str
     advice: str = ""
     values: dict[str, Any] = field(default_factory=dict)

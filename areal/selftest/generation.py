@@ -38,7 +38,7 @@ GPU_SHARE, HOST_SHARE = 0.8, 0.5
 it takes no more than this share of its memory."""
 
 
-class Generation:
+class GenerationChecks:
     """The generator of a self-test. config: of the run, with a folder as its model."""
 
     def __init__(self, config: Config) -> None:
@@ -70,8 +70,8 @@ class Generation:
         assert self._engine is not None
         sequences, times = await interrupt(self._engine, self._config, Path(published))
         write(sequences, Path(file))
-        told, values = _took(times, size_of(Path(published)))
-        return [Finding("load", "ok", f"{told}, {times.sequences_interrupted} sequences", values=values)]
+        measured, values = _load_cost(times, size_of(Path(published)))
+        return [Finding("load", "ok", f"{measured}, {times.sequences_interrupted} sequences", values=values)]
 
     async def receive(self, call: str, info: dict[str, Any]) -> list[Finding]:
         """Do a call by which the trainer sends its weights as version 2. Returns what went wrong."""
@@ -127,11 +127,13 @@ class Generation:
         sequences = read(Path(received))
         model = _model_of(Path(self._config.model), Path(published), Path(scratch))
         exact = reference_logprobs(model, sequences, self._config)
-        told, values = _took(await self._receiving.times(), size_of(Path(published)))
-        told = f"{self._config.weights.backend}: {told}"
+        measured, values = _load_cost(await self._receiving.times(), size_of(Path(published)))
+        measured = f"{self._config.weights.backend}: {measured}"
         if exact is None:
-            return [Finding("transport", "ok", f"{told}; the model is too large to compare log-probs", values=values)]
-        return [check_received(sequences, exact, self._config.generator.dtype, told, values)]
+            return [
+                Finding("transport", "ok", f"{measured}; the model is too large to compare log-probs", values=values)
+            ]
+        return [check_received(sequences, exact, self._config.generator.dtype, measured, values)]
 
 
 async def sample(engine: GenerationEngine, config: Config) -> list[Sampled]:
@@ -154,11 +156,11 @@ async def interrupt(engine: GenerationEngine, config: Config, published: Path) -
             begun.set()
         return sum(int((chunk.versions > 0).sum()) for chunk in parts[number]) >= AFTER
 
-    async def one(number: int) -> None:
+    async def sample_one(number: int) -> None:
         await _follow(engine, config, prompts[number], LONGEST, parts[number], lambda: enough(number))
         enough(number)
 
-    tasks = [asyncio.create_task(one(number)) for number in range(SEQUENCES)]
+    tasks = [asyncio.create_task(sample_one(number)) for number in range(SEQUENCES)]
     everything = asyncio.gather(*tasks)
     first: asyncio.Future[Any] = asyncio.ensure_future(begun.wait())
     await asyncio.wait([first, everything], return_when=asyncio.FIRST_COMPLETED)
@@ -179,27 +181,29 @@ async def speed(engine: GenerationEngine, config: Config) -> float:
     tasks = [asyncio.create_task(keep_busy(n)) for n in range(config.generator.max_concurrent_rollouts)]
     try:
         await asyncio.wait(tasks, timeout=WARM_UP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        started, before = time.perf_counter(), engine.stats().tokens_generated
-        done: set[asyncio.Task[None]] = set()
-        while not done and engine.stats().tokens_generated == before:  # a busy machine may take longer for the first
-            done, _ = await asyncio.wait(tasks, timeout=SPEED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        rate = (engine.stats().tokens_generated - before) / (time.perf_counter() - started)
+        started, tokens_at_start = time.perf_counter(), engine.stats().tokens_generated
+        failed_tasks: set[asyncio.Task[None]] = set()
+        while (
+            not failed_tasks and engine.stats().tokens_generated == tokens_at_start
+        ):  # a busy machine may take longer for the first
+            failed_tasks, _ = await asyncio.wait(tasks, timeout=SPEED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        rate = (engine.stats().tokens_generated - tokens_at_start) / (time.perf_counter() - started)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    for task in done:  # it has failed: none ends by itself
+    for task in failed_tasks:  # it has failed: none ends by itself
         task.result()
     return rate
 
 
 def check_engine(sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtype: str) -> Finding:
     """Whether log-probs are those of the reference, `exact`, on weights that were never exchanged."""
-    gap, most = _gap(sequences, exact), LAYERS * GAP[dtype]
+    gap, limit = _gap(sequences, exact), LAYERS * GAP[dtype]
     return judged(
         "engine",
-        gap <= most,
-        f"log-probs of the generator, {dtype}: {gap:.1e} nats from transformers in fp32 (at most {most:g})",
+        gap <= limit,
+        f"log-probs of the generator, {dtype}: {gap:.1e} nats from transformers in fp32 (at most {limit:g})",
         "vLLM computes other log-probs than transformers: set generator.enforce_eager=true and try again; report it.",
         gap=gap,
         dtype=dtype,
@@ -207,15 +211,15 @@ def check_engine(sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtyp
 
 
 def check_received(
-    sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtype: str, told: str, values: dict[str, Any]
+    sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtype: str, measured: str, values: dict[str, Any]
 ) -> Finding:
-    """Whether log-probs are those of the reference, `exact`, on the weights that the trainer sent. told, values: what
-    the transfer took."""
-    gap, most = _gap(sequences, exact), LAYERS * GAP[dtype]
+    """Whether log-probs are those of the reference, `exact`, on the weights that the trainer sent. measured, values:
+    what the transfer took."""
+    gap, limit = _gap(sequences, exact), LAYERS * GAP[dtype]
     return judged(
         "transport",
-        gap <= most,
-        f"{told}; log-probs after it: {gap:.1e} nats from the reference (at most {most:g})",
+        gap <= limit,
+        f"{measured}; log-probs after it: {gap:.1e} nats from the reference (at most {limit:g})",
         "After a direct transfer the engine does not have the trainer's weights: set weights.transport=folder, and "
         "report it.",
         gap=gap,
@@ -231,19 +235,19 @@ def check_versions(
     old, new: of all tokens under versions 0 and 1. Tokens beside the interruption are also judged by themselves, since
     a version that changes one token too early or too late is wrong for a single token of each sequence.
     """
-    most = LAYERS * GAP[dtype]
+    limit = LAYERS * GAP[dtype]
     named = np.concatenate([s.versions for s in sequences])
-    found, under = np.concatenate([s.logprobs for s in sequences]), (np.concatenate(old), np.concatenate(new))
+    logprobs, under = np.concatenate([s.logprobs for s in sequences]), (np.concatenate(old), np.concatenate(new))
     ends = np.cumsum([len(s.versions) for s in sequences])
     changes = np.flatnonzero(np.diff(named) == 1) + 1
     changes = np.setdiff1d(changes, ends)  # at an end, the next sequence begins
     beside = np.concatenate([changes - 1, changes])
     right = np.where(named == 1, under[1], under[0])
-    gap = {version: _mean(np.abs(found - right)[named == version]) for version in (0, 1)}
-    other = {version: _mean(np.abs(found - under[1 - version])[named == version]) for version in (0, 1)}
-    edge = _mean(np.abs(found - right)[beside])
+    gap = {version: _mean(np.abs(logprobs - right)[named == version]) for version in (0, 1)}
+    other_gap = {version: _mean(np.abs(logprobs - under[1 - version])[named == version]) for version in (0, 1)}
+    edge = _mean(np.abs(logprobs - right)[beside])
     exact = bool(np.isin(named, (0, 1)).all()) and all((np.diff(s.versions) >= 0).all() for s in sequences)
-    values = {"gap": gap, "gap_to_other_version": other, "gap_beside": edge, "crossing": len(changes)}
+    values = {"gap": gap, "gap_to_other_version": other_gap, "gap_beside": edge, "crossing": len(changes)}
     if not exact:
         kinds = sorted(set(named.tolist()))
         return judged(
@@ -262,15 +266,15 @@ def check_versions(
             "answers at length.",
             **values,
         )
-    told = f"{gap[0]:.1e} nats before, {gap[1]:.1e} after, {edge:.1e} beside it (at most {most:g})"
-    right_ones = gap[0] <= most and gap[1] <= most and edge <= EDGE * most
-    if right_ones and not min(other.values()) >= APART * most:
-        away = min(other.values())
-        return Finding("interruption", "skipped", f"{told}; the other version is only {away:.1e} away", "", values)
+    measured = f"{gap[0]:.1e} nats before, {gap[1]:.1e} after, {edge:.1e} beside it (at most {limit:g})"
+    right_ones = gap[0] <= limit and gap[1] <= limit and edge <= EDGE * limit
+    if right_ones and not min(other_gap.values()) >= APART * limit:
+        away = min(other_gap.values())
+        return Finding("interruption", "skipped", f"{measured}; the other version is only {away:.1e} away", "", values)
     return judged(
         "interruption",
         right_ones,
-        f"{len(changes)} sequences: {told}; under the other version {other[0]:.1f}, {other[1]:.1f}",
+        f"{len(changes)} sequences: {measured}; under the other version {other_gap[0]:.1f}, {other_gap[1]:.1f}",
         "After new weights are loaded, tokens do not have the log-probs of the version that they name: if `engine` is "
         "ok, loading leaves old weights in place (such as a head that is not packed again) or versions are told one "
         "off; take the version of vLLM that pyproject.toml names, and report it.",
@@ -295,13 +299,13 @@ def reference_logprobs(folder: Path, sequences: Sequence[Sampled], config: Confi
     torch.set_num_threads(os.cpu_count() or 1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model = model.to(device).eval()
-    found = []
+    logprobs = []
     with torch.no_grad():
         for sequence in sequences:
             tokens = torch.from_numpy(np.concatenate([sequence.prompt, sequence.tokens])).long().to(device)
             logps = logprobs_alone(model, tokens, config.sampling.temperature)
-            found.append(logps[len(sequence.prompt) - 1 :].cpu().numpy())
-    return found
+            logprobs.append(logps[len(sequence.prompt) - 1 :].cpu().numpy())
+    return logprobs
 
 
 def _model_of(base: Path, published: Path, folder: Path) -> Path:
@@ -360,12 +364,12 @@ def _gap(sequences: Sequence[Sampled], exact: Sequence[np.ndarray]) -> float:
     return float(np.abs(np.concatenate([s.logprobs - e for s, e in zip(sequences, exact, strict=True)])).mean())
 
 
-def _took(times: LoadTimes, size: int) -> tuple[str, dict[str, Any]]:
+def _load_cost(times: LoadTimes, size: int) -> tuple[str, dict[str, Any]]:
     """What loading `size` bytes took, as text and as values."""
     seconds = times.load_seconds
     rate, pause = size / 1e9 / seconds, times.pause_seconds
-    told = f"{size / 1e9:.3g} GB in {seconds:.2f} s, {rate:.3g} GB/s; paused {pause:.3f} s"
-    return told, {"bytes": size, "pause_seconds": times.pause_seconds, "load_seconds": seconds}
+    measured = f"{size / 1e9:.3g} GB in {seconds:.2f} s, {rate:.3g} GB/s; paused {pause:.3f} s"
+    return measured, {"bytes": size, "pause_seconds": times.pause_seconds, "load_seconds": seconds}
 
 
 def _mean(values: np.ndarray) -> Any:

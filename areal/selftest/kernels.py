@@ -26,11 +26,14 @@ BEYOND = 1.2
 """How many times more logits than exist at once the check of the head has, so that it takes several parts."""
 
 
-def share_of_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+def share_of_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """The norm of all errors together, as a share of the norm of what is exact."""
-    pairs = [(one.detach().double(), other.detach().double()) for one, other in zip(found, exact, strict=True)]
-    error = sum(float((one - other).square().sum()) for one, other in pairs)
-    return (error / sum(float(other.square().sum()) for _, other in pairs)) ** 0.5
+    pairs = [
+        (tensor.detach().double(), reference.detach().double())
+        for tensor, reference in zip(tensors, exact, strict=True)
+    ]
+    error = sum(float((tensor - reference).square().sum()) for tensor, reference in pairs)
+    return (error / sum(float(reference.square().sum()) for _, reference in pairs)) ** 0.5
 
 
 def check_attention(sizes: Any, dtype: str, device: torch.device) -> Finding:
@@ -81,9 +84,9 @@ def check_head(sizes: Any, dtype: str, device: torch.device) -> Finding:
     weight = (2 * torch.randn(vocabulary, width, **options) / width**0.5).requires_grad_()
     distribution = torch.arange(count, device=device)
     targets = torch.randint(0, vocabulary, (count,), device=device)
-    found, _ = linear_logprobs(hidden, weight, None, distribution, targets, TEMPERATURE)
+    logprobs, _ = linear_logprobs(hidden, weight, None, distribution, targets, TEMPERATURE)
     weights = torch.randn(count, device=device)
-    gradients = torch.autograd.grad(found @ weights, (hidden, weight))
+    gradients = torch.autograd.grad(logprobs @ weights, (hidden, weight))
 
     exact_weight = weight.detach().double().requires_grad_()
     exact, exact_hidden = [], []
@@ -96,7 +99,7 @@ def check_head(sizes: Any, dtype: str, device: torch.device) -> Finding:
         (logps @ weights[some].double()).backward()
         exact.append(logps.detach())
         exact_hidden.append(states.grad)
-    gap = float((found.detach().double() - torch.cat(exact)).abs().mean())
+    gap = float((logprobs.detach().double() - torch.cat(exact)).abs().mean())
     share = share_of_error(gradients, [torch.cat(exact_hidden), exact_weight.grad])
     return judged(
         "head",
@@ -140,27 +143,27 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
         row, flat = _row(vocabulary, SHORT_LENGTHS, SHORT_SHARED, device, prefix_tree=apart[0])
         rows = [row]
     weights = torch.randn(len(flat.tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    found = torch.zeros(len(flat.tokens), device=device)
+    logprobs = torch.zeros(len(flat.tokens), device=device)
     for row in rows:
         places = torch.from_numpy(row.places).to(device)
         logps, _ = forward(row)
         (logps @ weights[places]).backward()
-        found[places] = logps.detach()
+        logprobs[places] = logps.detach()
 
     exact = torch.zeros(len(flat.tokens), device=device, dtype=torch.float64)
     start = 0
     for length in flat.lengths.tolist():
-        its = slice(start + 1, start + length)
+        span = slice(start + 1, start + length)
         tokens = torch.from_numpy(flat.tokens[start : start + length]).long().to(device)
         logps = references.logprobs_alone(exact_model, tokens, TEMPERATURE)
-        (logps @ weights[its].double()).backward()
-        exact[its] = logps.detach()
+        (logps @ weights[span].double()).backward()
+        exact[span] = logps.detach()
         start += length
-    gap = float((found - exact).abs().sum() / (len(exact) - len(flat.lengths)))
+    gap = float((logprobs - exact).abs().sum() / (len(exact) - len(flat.lengths)))
     pairs = [
-        (own.grad, other.grad)
-        for own, other in zip(model.parameters(), exact_model.parameters(), strict=True)
-        if own.grad is not None and other.grad is not None
+        (parameter.grad, reference.grad)
+        for parameter, reference in zip(model.parameters(), exact_model.parameters(), strict=True)
+        if parameter.grad is not None and reference.grad is not None
     ]
     share = share_of_error(*zip(*pairs, strict=True))
     holds = "a prefix tree" if apart[:1] == [True] else "several sequences" if apart else "one sequence"

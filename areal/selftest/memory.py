@@ -21,21 +21,21 @@ def resident() -> int:
 @contextmanager
 def peak() -> Iterator[dict[str, float]]:
     """Measures the highest rise of this process's memory, in bytes, and its CPU seconds, by a thread that looks."""
-    before, highest, done = resident(), 0, threading.Event()
+    resident_at_start, highest, stop = resident(), 0, threading.Event()
 
     def look() -> None:
         nonlocal highest
-        while not done.wait(LOOK_SECONDS):
+        while not stop.wait(LOOK_SECONDS):
             highest = max(highest, resident())
 
     watcher = threading.Thread(target=look)
     watcher.start()
     started = time.process_time()
-    found: dict[str, float] = {}
+    usage: dict[str, float] = {}
     try:
-        yield found
+        yield usage
     finally:
         seconds = time.process_time() - started
-        done.set()
+        stop.set()
         watcher.join()
-    found |= {"bytes": max(0, highest - before), "cpu_seconds": seconds}
+    usage |= {"bytes": max(0, highest - resident_at_start), "cpu_seconds": seconds}

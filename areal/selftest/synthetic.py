@@ -62,11 +62,11 @@ def random_groups(
         prefix = random.integers(0, vocabulary, shared)
         samples = []
         for index, length in enumerate(of_group):
-            own = random.integers(0, vocabulary, length)
-            own[: min(shared, length)] = prefix[:length]
+            tokens = random.integers(0, vocabulary, length)
+            tokens[: min(shared, length)] = prefix[:length]
             versions = np.repeat([NOT_SAMPLED, version], [1, length - 1]).astype(np.int32)
             logprobs = np.where(versions == NOT_SAMPLED, 0, -np.log(vocabulary)).astype(np.float32)
-            samples.append(Trajectory(own.astype(np.int32), logprobs, versions, float(index % 2), "stop"))
+            samples.append(Trajectory(tokens.astype(np.int32), logprobs, versions, float(index % 2), "stop"))
         groups.append(Group(f"{number}", number, tuple(samples)))
     return groups
 

@@ -1,6 +1,6 @@
 """The checks that need a trainer: kernels, log-probs of a generator's tokens, the longest row, publishing.
 
-All ranks call the methods of `Training` together; the findings of rank 0 count.
+All ranks call the methods of `TrainingChecks` together; the findings of rank 0 count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BEYOND_PLAN = 1.1
 """Most that a step may take of the memory that was planned for it."""
 
 
-class Training:
+class TrainingChecks:
     """The trainer of a self-test, on one rank. config: of the run, with a folder as its model."""
 
     def __init__(self, config: Config) -> None:
@@ -54,7 +54,7 @@ class Training:
             avoid_broken_amx()
         self._engine: TrainingEngine | None = None
         self._sending: Sending | None = None
-        self._before = 0
+        self._resident_at_start = 0
 
     def devices(self) -> list[Finding]:
         """What torch sees of this machine."""
@@ -98,11 +98,11 @@ class Training:
             "head": lambda: kernels.check_head(self._sizes, dtype, device),
             "gradient": lambda: kernels.check_gradient(self._sizes, self._config.trainer, device),
         }
-        found = [guarded(name, check) for name, check in checks.items() if name in names]
+        findings = [guarded(name, check) for name, check in checks.items() if name in names]
         if device.type == "cuda":  # a generator may share this GPU
             gc.collect()
             torch.cuda.empty_cache()
-        return found
+        return findings
 
     def disk(self, folder: str) -> list[Finding]:
         """The folder that takes the weights of versions, and the one in memory, on rank 0."""
@@ -116,7 +116,7 @@ class Training:
 
     def start(self) -> list[Finding]:
         """Load the model."""
-        self._before = resident()
+        self._resident_at_start = resident()
         started = time.perf_counter()
         config = self._config.trainer
         count = count_parameters(self._config.model)
@@ -147,13 +147,13 @@ class Training:
         folder = self._engine.publish(Path(published))
         seconds = time.perf_counter() - started
         gap = math.inf if result.logprob_gap is None else result.logprob_gap
-        most = self._most
+        limit = self._gap_limit
         size = disk.size_of(folder) if self._engine.rank == 0 else 0
         return [
             judged(
                 "log-probs",
-                gap <= most,
-                f"trainer and generator differ by {gap:.1e} nats (at most {most:g})",
+                gap <= limit,
+                f"trainer and generator differ by {gap:.1e} nats (at most {limit:g})",
                 "Trainer and generator compute different log-probs on the same weights: look which of `gradient` and "
                 "`engine` failed; if neither did, compare trainer.dtype with generator.dtype.",
                 gap=gap,
@@ -178,14 +178,14 @@ class Training:
         ranks = engine.world_size
         together = ranks // self._config.trainer.sequence_parallel
         longest, tokens = self._longest, self._row_tokens
-        rest = tokens % longest
-        lengths = [longest] * (tokens // longest) + [rest] * (rest > 1)
+        remainder = tokens % longest
+        lengths = [longest] * (tokens // longest) + [remainder] * (remainder > 1)
         groups = random_groups(self._sizes.vocab_size, [lengths] * together, version=1)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         took = 0.0
         for _ in range(2):  # the first one compiles kernels
-            before = resident() - self._before
+            growth = resident() - self._resident_at_start
             try:
                 with peak() as rise:
                     result = engine.step(
@@ -193,7 +193,7 @@ class Training:
                     )
             except torch.OutOfMemoryError as error:
                 return [self._too_long(len(lengths), str(error))]
-            took = max(took, before + rise["bytes"])
+            took = max(took, growth + rise["bytes"])
         if self._device.type == "cuda":
             took = torch.cuda.max_memory_reserved()
         trainer = self._config.trainer
@@ -245,7 +245,7 @@ class Training:
         """The engine has done a call. Returns the next one, or the bytes sent."""
         if self._sending is None:
             return None
-        self._sending.done()
+        self._sending.acknowledge()
         return self._sending.next_call()
 
     def operations(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class Training:
         return {"of_token": of_token, "peak_tflops": peak_tflops(self._device, self._config.generator.dtype)}
 
     @property
-    def _most(self) -> float:
+    def _gap_limit(self) -> float:
         """Largest mean difference of log-probs in the coarser of the two dtypes."""
         return LAYERS * max(GAP[self._config.trainer.dtype], GAP[self._config.generator.dtype])
 
@@ -266,9 +266,9 @@ class Training:
     def _longest(self) -> int:
         """Tokens of the longest sequence, its prompt included."""
         config = self._config
-        most = (config.data.max_prompt_tokens or PROMPT_TOKENS) + config.sampling.max_new_tokens
+        length = (config.data.max_prompt_tokens or PROMPT_TOKENS) + config.sampling.max_new_tokens
         limits = (config.generator.max_model_len, getattr(self._sizes, "max_position_embeddings", None))
-        return min(most, *(limit for limit in limits if limit))
+        return min(length, *(limit for limit in limits if limit))
 
     @property
     def _row_tokens(self) -> int:
@@ -299,7 +299,7 @@ def guarded(name: str, check: Callable[[], Finding]) -> Finding:
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS).stdout
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return (said.splitlines() or ["unknown"])[0]
+    return (output.splitlines() or ["unknown"])[0]

@@ -27,43 +27,43 @@ class Sending:
         from areal.weights.transfer import Sender  # takes seconds, and needs vLLM
 
         self._calls: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        self._done: SimpleQueue[None] = SimpleQueue()
+        self._acknowledgements: SimpleQueue[None] = SimpleQueue()
         self._sender = Sender(backend, HOST, workers, self._call)
-        self._sent = ThreadPoolExecutor(max_workers=1).submit(self._sender.send, folder)
-        self._sent.add_done_callback(lambda _: self._calls.put(None))
+        self._transfer = ThreadPoolExecutor(max_workers=1).submit(self._sender.send, folder)
+        self._transfer.add_done_callback(lambda _: self._calls.put(None))
 
     def next_call(self) -> dict[str, Any]:
         """The next `call` with its `info`, or, after the last one, the `bytes` sent. Raises whatever sending raises."""
         if (call := self._calls.get()) is not None:
             return call
-        size = self._sent.result()
+        size = self._transfer.result()
         self._sender.close()
         return {"bytes": size}
 
-    def done(self) -> None:
+    def acknowledge(self) -> None:
         """The engine has done the last call."""
-        self._done.put(None)
+        self._acknowledgements.put(None)
 
     def _call(self, call: str, info: dict[str, Any]) -> None:
         self._calls.put({"call": call, "info": info})
-        self._done.get()
+        self._acknowledgements.get()
 
 
 class Receiving:
     """The generator's end: `engine` receives version 2."""
 
     def __init__(self, engine: GenerationEngine) -> None:
-        self._given: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
-        self._done: asyncio.Queue[None] = asyncio.Queue()
+        self._orders: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
+        self._acknowledgements: asyncio.Queue[None] = asyncio.Queue()
         self._received = asyncio.create_task(engine.receive(VERSION, self._calls()))
 
     async def follow(self, call: str, info: dict[str, Any]) -> None:
         """Do a call of the trainer's. Raises whatever the engine raises."""
-        self._given.put_nowait((call, info))
-        done = asyncio.create_task(self._done.get())
-        await asyncio.wait([done, self._received], return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            done.cancel()
+        self._orders.put_nowait((call, info))
+        acknowledgement = asyncio.create_task(self._acknowledgements.get())
+        await asyncio.wait([acknowledgement, self._received], return_when=asyncio.FIRST_COMPLETED)
+        if not acknowledgement.done():
+            acknowledgement.cancel()
             self._received.result()
 
     async def times(self) -> LoadTimes:
@@ -72,8 +72,8 @@ class Receiving:
 
     async def _calls(self) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
         while True:
-            call, info = await self._given.get()
+            call, info = await self._orders.get()
             yield call, info
-            self._done.put_nowait(None)
+            self._acknowledgements.put_nowait(None)
             if call == FINISH:
                 return

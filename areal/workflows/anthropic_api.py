@@ -66,7 +66,11 @@ class CountRequest(BaseModel):
 
     def chat(self) -> ChatRequest:
         """The request as one for a chat completion. Raises ApiError."""
-        messages = [message for given in self.messages for message in _chat_messages(given.role, given.content)]
+        messages = [
+            message
+            for input_message in self.messages
+            for message in _chat_messages(input_message.role, input_message.content)
+        ]
         if messages[-1]["role"] == "assistant":
             raise ApiError("the last message is the assistant's: the policy cannot be made to begin with a given text")
         system = self.system
@@ -91,21 +95,21 @@ class MessagesRequest(CountRequest):
     thread: Thread | None = None
 
     def chat(self) -> ChatRequest:
-        own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "stream": self.stream}
-        return super().chat().model_copy(update=own)
+        options = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "stream": self.stream}
+        return super().chat().model_copy(update=options)
 
 
 class MessageReply:
     """A `Reply` as a message, which is added to `threads`. Raises ApiError if the request cannot be translated."""
 
-    def __init__(self, asked: MessagesRequest, tokenizer: Any, threads: Threads) -> None:
-        self.request = _continued(asked, threads)
+    def __init__(self, message_request: MessagesRequest, tokenizer: Any, threads: Threads) -> None:
+        self.request = _continued(message_request, threads)
         self._threads = threads
         self._tokenizer = tokenizer
-        self._told: int | None = None  # characters; None: no text block has begun
+        self._streamed_length: int | None = None  # characters; None: no text block has begun
         self.names = [f"msg_{secrets.token_hex(12)}"]
         self._envelope = {
-            "id": self.names[0], "type": "message", "role": "assistant", "model": asked.model,
+            "id": self.names[0], "type": "message", "role": "assistant", "model": message_request.model,
         }  # fmt: skip
 
     def body(self, *answers: Answer) -> Json:
@@ -119,8 +123,8 @@ class MessageReply:
         return [{"type": "message_start", "message": self._envelope | {"content": []} | unknown}]
 
     def text(self, piece: str) -> list[Event]:
-        begin = [_begin(0, {"type": "text", "text": ""})] if self._told is None else []
-        self._told = (self._told or 0) + len(piece)
+        begin = [_begin(0, {"type": "text", "text": ""})] if self._streamed_length is None else []
+        self._streamed_length = (self._streamed_length or 0) + len(piece)
         return [*begin, _delta(0, {"type": "text_delta", "text": piece})]
 
     def finish(self, answer: Answer) -> list[Event]:
@@ -128,8 +132,8 @@ class MessageReply:
         events: list[Event] = []
         for index, block in enumerate(_blocks(answer.message)):
             empty, delta = _streamed(block)
-            if block["type"] == "text" and self._told is not None:
-                delta["text"] = delta["text"][self._told :]
+            if block["type"] == "text" and self._streamed_length is not None:
+                delta["text"] = delta["text"][self._streamed_length :]
             else:
                 events.append(_begin(index, empty))
             events += [_delta(index, delta), {"type": "content_block_stop", "index": index}]
@@ -146,9 +150,9 @@ class MessageReply:
     def _ending(self, answer: Answer) -> Json:
         if answer.finish == "stop" and self.request.stop:
             text = self._tokenizer.decode(answer.sampled.tokens, skip_special_tokens=True)
-            found = [stop for stop in self.request.stop if stop in text]
-            if found:
-                return {"stop_reason": "stop_sequence", "stop_sequence": min(found, key=text.find)}
+            stops = [stop for stop in self.request.stop if stop in text]
+            if stops:
+                return {"stop_reason": "stop_sequence", "stop_sequence": min(stops, key=text.find)}
         return {"stop_reason": _STOP_REASONS[answer.finish], "stop_sequence": None}
 
 
@@ -158,13 +162,13 @@ def error_body(status: int, message: str, code: str | None = None) -> Json:
     return {"type": "error", "error": error | ({"details": {"error_code": code}} if code else {})}
 
 
-def _continued(asked: MessagesRequest, threads: Threads) -> ChatRequest:
+def _continued(message_request: MessagesRequest, threads: Threads) -> ChatRequest:
     """The request with the system prompt, the tools and the messages of the thread that it continues. Raises
     ApiError."""
-    request = asked.chat()
-    if asked.thread is None or asked.thread.type == "create":
+    request = message_request.chat()
+    if message_request.thread is None or message_request.thread.type == "create":
         return request
-    earlier = threads.get(asked.thread.previous_message_id or "")
+    earlier = threads.get(message_request.thread.previous_message_id or "")
     if earlier is None:
         raise ApiError("thread: previous_message_id is not the id of a message of this sample", "thread_not_found", 404)
     return request.model_copy(update={"messages": [*earlier.messages, *request.messages], "tools": earlier.tools})
@@ -181,9 +185,9 @@ def _chat_messages(role: str, content: str | list[Json]) -> list[Json]:
         match block:
             case {"type": "text"}:
                 texts.append(block)
-            case {"type": "tool_use", "id": number, "name": name, "input": given} if role == "assistant":
+            case {"type": "tool_use", "id": number, "name": name, "input": arguments} if role == "assistant":
                 calls.append(
-                    {"id": number, "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
+                    {"id": number, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
                 )
             case {"type": "tool_result", "tool_use_id": number} if role == "user":
                 results.append({"role": "tool", "tool_call_id": number, "content": block.get("content")})
@@ -207,8 +211,8 @@ def _blocks(message: Json) -> list[Json]:
     if message["content"] or not calls:
         blocks.append({"type": "text", "text": message["content"] or ""})
     for call in calls:
-        name, given = call["function"]["name"], json.loads(call["function"]["arguments"])
-        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     return blocks
 
 

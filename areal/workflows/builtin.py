@@ -86,9 +86,9 @@ async def environment(
     async with environments.opened(environment, environment_options or {}) as world:
         talk, messages = begin(session.tokenizer, await world.reset(row))
         async for action in turns(session, talk, messages, max_turns):
-            observation, reward, done = await world.step(action)
+            observation, reward, is_last = await world.step(action)
             session.reward(session.calls[-1], reward)
-            if done:
+            if is_last:
                 break
             messages.append(user(observation))
     return session.trajectory(0.0)
@@ -105,19 +105,19 @@ async def tools(
         messages = messages_of(row.prompt)
         check_shown(session.tokenizer, messages, offered.shown)
         chat = ChatSession(session)
-        for left in reversed(range(max_turns)):
-            said = await chat.complete(ChatRequest(messages=messages, tools=offered.shown))
-            if not len(said.sampled.tokens):
+        for remaining_turns in reversed(range(max_turns)):
+            completion = await chat.complete(ChatRequest(messages=messages, tools=offered.shown))
+            if not len(completion.sampled.tokens):
                 break
-            answer = session.tokenizer.decode(said.sampled.tokens, skip_special_tokens=True)
-            calls = said.message.get("tool_calls", [])
-            if not calls or not left or said.sampled.finish == "length":
+            answer = session.tokenizer.decode(completion.sampled.tokens, skip_special_tokens=True)
+            calls = completion.message.get("tool_calls", [])
+            if not calls or not remaining_turns or completion.sampled.finish == "length":
                 break
-            messages.append(said.message)
+            messages.append(completion.message)
             for call in calls:
                 result = await offered.call(call["function"]["name"], call["function"]["arguments"])
-                told = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
-                messages.append(told | {"content": _cut(result, max_output)})
+                message = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
+                messages.append(message | {"content": _cut(result, max_output)})
     return session.trajectory(await session.score(answer, session.calls[-1].tokens))
 
 
@@ -133,11 +133,12 @@ async def verifiers(session: Session, row: Row, *, timeout_seconds: Seconds = 60
 
 
 async def turns(
-    session: Session, talk: Conversation, messages: list[Message], most: int, keep: Keep | None = None
+    session: Session, talk: Conversation, messages: list[Message], max_turns: int, keep: Keep | None = None
 ) -> AsyncIterator[str]:
-    """The policy's turns, as text: `most` of them, or fewer if there is no room for more. `keep` may end a turn. Each
-    turn is appended to `messages`; before the next turn, the caller appends the messages that come between them."""
-    for _ in range(most):
+    """The policy's turns, as text: `max_turns` of them, or fewer if there is no room for more. `keep` may end a turn.
+    Each turn is appended to `messages`; before the next turn, the caller appends the messages that come between
+    them."""
+    for _ in range(max_turns):
         sampled = await session.generate(talk.prompt(messages), keep=keep)
         if not len(sampled.tokens):
             return
@@ -152,8 +153,8 @@ def _until_call(tokenizer: Any) -> Keep:
     return keep_until(tokenizer, ("```", "</tool>"), lambda text: python_call(text) is not None)
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} more characters]"
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters]"
 
 
 BUILT_IN: dict[str, Workflow] = {

@@ -103,9 +103,9 @@ class Container:
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         """Raises RuntimeError if the container is lost."""
-        found = _COMMAND.search(action)
-        if found:
-            status, output = await self._run(found[1])
+        match = _COMMAND.search(action)
+        if match:
+            status, output = await self._run(match[1])
             return f"```output\n{output}\n```\nexit status: {status}", 0.0, False
         passes = self._passes() if self._folder is None else self._copy_passes(self._folder)
         return "", float(await passes), True
@@ -148,10 +148,10 @@ class Container:
 
     async def _written(self, files: Mapping[str, str | None]) -> bool:
         """Whether all files could be written. Tables of rows have None for the files of other rows."""
-        given = [(path, text.encode()) for path, text in files.items() if text is not None]
-        return all([(await self._run(_WRITES, path, given=text))[0] == "0" for path, text in given])
+        contents = [(path, text.encode()) for path, text in files.items() if text is not None]
+        return all([(await self._run(_WRITES, path, stdin=text))[0] == "0" for path, text in contents])
 
-    async def _run(self, code: str, *arguments: str, given: bytes = b"") -> tuple[str, str]:
+    async def _run(self, code: str, *arguments: str, stdin: bytes = b"") -> tuple[str, str]:
         """The exit status of shell code, or that it was killed, and what it printed, cut. Raises RuntimeError."""
         process = await asyncio.create_subprocess_exec(
             self._program, "exec", "--interactive", self._name, "sh", "-c", code, "sh", *arguments,
@@ -161,7 +161,7 @@ class Container:
         printed, status = bytearray(), f"killed after {self._timeout:g} s"
         try:
             async with asyncio.timeout(self._timeout):
-                process.stdin.write(given)
+                process.stdin.write(stdin)
                 process.stdin.close()
                 while part := await process.stdout.read(65536):
                     printed += part[: 4 * self._max_output - len(printed)]

@@ -50,7 +50,7 @@ Keep = Callable[[np.ndarray], int | None]
 """Gets all tokens sampled so far. Returns None to continue, or how many of these tokens to keep and end with."""
 
 
-class Policy(Protocol):
+class TokenSampler(Protocol):
     """Samples tokens: the part of a session that a conversation needs."""
 
     tokenizer: Any
@@ -80,17 +80,17 @@ class Conversation:
         self._tokenizer = tokenizer
         self._tools = tools
         self._plain = plain or not tokenizer.chat_template
-        self._asked: tuple[list[Message], list[int]] | None = None
+        self._last_prompt: tuple[list[Message], list[int]] | None = None
         self._parts: list[Generation] = []
         self.messages: list[Message] = []
         self.generations: list[Generation] = []
 
     def copy(self) -> Conversation:
         """A conversation that goes on from here by itself."""
-        other = Conversation(self._tokenizer, self._tools, plain=self._plain)
-        other._parts, other.messages = self._parts.copy(), self.messages.copy()
-        other.generations = self.generations.copy()
-        return other
+        branch = Conversation(self._tokenizer, self._tools, plain=self._plain)
+        branch._parts, branch.messages = self._parts.copy(), self.messages.copy()
+        branch.generations = self.generations.copy()
+        return branch
 
     def __len__(self) -> int:
         """The number of tokens so far."""
@@ -111,7 +111,7 @@ class Conversation:
         if not self.continues(messages):
             raise ValueError("the messages do not begin with those of this conversation")
         new = self._between(messages[len(self.messages) :]) if self.messages else self._first(messages)
-        self._asked = list(messages), new
+        self._last_prompt = list(messages), new
         return [*(token for part in self._parts for token in part.tokens.tolist()), *new]
 
     def add(self, sampled: Generation, message: Message | None = None) -> Message:
@@ -120,10 +120,10 @@ class Conversation:
         message: the turn as the other side sees it, if that differs from the text (for example with tool calls parsed
         from it); `continues` then compares with this message.
         """
-        if self._asked is None:
+        if self._last_prompt is None:
             raise ValueError("nothing was asked that this could answer: call prompt first")
-        messages, new = self._asked
-        self._asked = None
+        messages, new = self._last_prompt
+        self._last_prompt = None
         message = message or {"role": "assistant", "content": self.text(sampled)}
         self._parts += [not_sampled(new), sampled]
         self.generations.append(sampled)
@@ -139,14 +139,14 @@ class Conversation:
         score."""
         if not self.generations:
             raise ValueError("nothing was sampled")
-        whole = Trajectory(
+        trajectory = Trajectory(
             tokens=np.concatenate([part.tokens for part in self._parts]),
             logprobs=np.concatenate([part.logprobs for part in self._parts]),
             versions=np.concatenate([part.versions for part in self._parts]),
             reward=reward,
             finish=self.generations[-1].finish,
         )
-        return whole.checked()
+        return trajectory.checked()
 
     def _first(self, messages: Sequence[Message]) -> list[int]:
         return list(_first_encoded(self._tokenizer, _plain_text(messages) if self._plain else self._render(messages)))
@@ -157,10 +157,10 @@ class Conversation:
             return self._encode(_plain_text(new))
         turn = {"role": "assistant", "content": _CONTENT}
         so_far = [turn if message["role"] == "assistant" else message for message in self.messages]
-        _, found, after = self._render([*so_far, *new]).rpartition(_CONTENT)
-        if not found:
+        _, placeholder, ending = self._render([*so_far, *new]).rpartition(_CONTENT)
+        if not placeholder:
             raise ValueError("the chat template does not show the assistant's last turn")
-        tokens = self._encode(after)
+        tokens = self._encode(ending)
         # The end of the turn must appear only once: as the policy sampled it or, for a cut turn, from the template.
         sampled = self.generations[-1]
         ended = sampled.finish == "stop" and tokens[:1] == sampled.tokens[-1:].tolist()
@@ -207,8 +207,8 @@ def keep_until(tokenizer: Any, marks: Sequence[str], holds: Callable[[str], bool
     grown = GrownText(tokenizer)
 
     def keep(tokens: np.ndarray) -> int | None:
-        before = grown.add(tokens)
-        if not any(grown.text.find(mark, max(0, before - len(mark) + 1)) >= 0 for mark in marks):
+        old_length = grown.add(tokens)
+        if not any(grown.text.find(mark, max(0, old_length - len(mark) + 1)) >= 0 for mark in marks):
             return None
         if not holds(grown.text) or not holds(_decoded(tokenizer, tokens)):
             return None
@@ -219,14 +219,14 @@ def keep_until(tokenizer: Any, marks: Sequence[str], holds: Callable[[str], bool
 
 def keep_until_text(tokenizer: Any, texts: Sequence[str]) -> Keep:
     """A `Keep` that ends a turn after the fewest tokens whose text has one of `texts` in it."""
-    return keep_until(tokenizer, texts, lambda text: any(each in text for each in texts))
+    return keep_until(tokenizer, texts, lambda text: any(stop in text for stop in texts))
 
 
-def first_of(one: Keep | None, other: Keep) -> Keep:
+def first_of(first: Keep | None, second: Keep) -> Keep:
     """A `Keep` that ends a turn where the first of two does."""
-    if one is None:
-        return other
-    return lambda tokens: min((end for keep in (one, other) if (end := keep(tokens)) is not None), default=None)
+    if first is None:
+        return second
+    return lambda tokens: min((end for keep in (first, second) if (end := keep(tokens)) is not None), default=None)
 
 
 class GrownText:
@@ -242,21 +242,21 @@ class GrownText:
         how long the text was before. The tokens of an incomplete character at the end are left for the next call."""
         if len(tokens) < self._settled:
             self.text, self._settled = "", 0
-        before = len(self.text)
+        old_length = len(self.text)
         start = max(0, self._settled - OVERLAP_TOKENS)
-        known = _decoded(self._tokenizer, tokens[start : self._settled])
+        overlap = _decoded(self._tokenizer, tokens[start : self._settled])
         ends = range(len(tokens), max(self._settled, len(tokens) - CHARACTER_TOKENS), -1)
         for end in ends:
-            both = _decoded(self._tokenizer, tokens[start:end])
-            if not both.endswith(_INCOMPLETE):
+            window = _decoded(self._tokenizer, tokens[start:end])
+            if not window.endswith(_INCOMPLETE):
                 break
         else:
             if len(ends) < CHARACTER_TOKENS:
-                return before
-            end, both = len(tokens), _decoded(self._tokenizer, tokens[start:])  # this is no character at all
-        self.text += both[len(known) :]
+                return old_length
+            end, window = len(tokens), _decoded(self._tokenizer, tokens[start:])  # this is no character at all
+        self.text += window[len(overlap) :]
         self._settled = end
-        return before
+        return old_length
 
 
 def _decoded(tokenizer: Any, tokens: np.ndarray) -> str:
@@ -288,5 +288,5 @@ def compared(message: Message) -> Message:
     if isinstance(content, list) and all(part.get("type") == "text" for part in content):
         content = "".join(part["text"] for part in content)
     # Clients of the OpenAI API send a turn that consists of tool calls only without content.
-    kept = {key: value for key, value in message.items() if value is not None and key not in THINKING}
-    return kept | {"content": content or ""}
+    fields = {key: value for key, value in message.items() if value is not None and key not in THINKING}
+    return fields | {"content": content or ""}

@@ -58,8 +58,8 @@ class ColumnAddition:
             return "", 0.0, True
         self._right += 1
         self._carry = total // 10
-        done = self._right == len(self._columns)
-        return "" if done else f"{self._columns[self._right]}=", 1 / len(self._columns), done
+        is_last = self._right == len(self._columns)
+        return "" if is_last else f"{self._columns[self._right]}=", 1 / len(self._columns), is_last
 
 
 BUILT_IN: dict[str, Callable[..., Environment]] = {"column_addition": ColumnAddition}
@@ -77,13 +77,13 @@ OUTSIDE: dict[str, Callable[..., Container | GymnasiumEnvironment | OpenEnvEnvir
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     """A factory of the environment called `name`: a built-in one, one from outside, or `package.module:Class`. Raises
     UserError."""
-    prefix, _, rest = name.partition(":")
-    if name not in BUILT_IN and not rest:
+    prefix, _, outside_name = name.partition(":")
+    if name not in BUILT_IN and not outside_name:
         raise UserError(
             f"Unknown environment {name!r} in rollout_manager.workflow_options: known are {', '.join(BUILT_IN)} and "
             f"{', '.join(f'{prefix}:NAME' for prefix in OUTSIDE)}, or write package.module:Class."
         )
-    make: Any = functools.partial(OUTSIDE[prefix], rest) if prefix in OUTSIDE else _own(name)
+    make: Any = functools.partial(OUTSIDE[prefix], outside_name) if prefix in OUTSIDE else _load_class(name)
     try:
         inspect.signature(make).bind(**options)
     except TypeError as error:
@@ -91,7 +91,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     return functools.partial(make, **options)
 
 
-def _own(name: str) -> Any:
+def _load_class(name: str) -> Any:
     make = BUILT_IN.get(name) or plugins.load(name, "The environment")
     for method in "reset", "step":
         if not inspect.iscoroutinefunction(getattr(make, method, None)):
@@ -103,9 +103,9 @@ def _own(name: str) -> Any:
 
 def rehearse(name: str, options: Mapping[str, Any]) -> None:
     """Tries whether an environment from outside can be made. Raises UserError."""
-    made = resolve(name, options)()
-    if isinstance(made, Container | GymnasiumEnvironment | OpenEnvEnvironment):
-        made.rehearse()
+    world = resolve(name, options)()
+    if isinstance(world, Container | GymnasiumEnvironment | OpenEnvEnvironment):
+        world.rehearse()
 
 
 @contextlib.asynccontextmanager

@@ -53,7 +53,7 @@ class Forest:
 
     def reward(self, call: Generation, value: float) -> None:
         """Set the reward of a call. Raises ValueError if `call` is not an answer of this sample."""
-        number = next((i for i, known in enumerate(self.calls) if known is call), None)
+        number = next((i for i, answer in enumerate(self.calls) if answer is call), None)
         if number is None:
             raise ValueError("a reward was given to a call that this sample does not have, or that sampled no token")
         self.rewards[number] = float(value)
@@ -82,7 +82,7 @@ class Forest:
             reward=total,
             finish=self.calls[-1].finish,
             branches=branches if len(branches) > 1 else (),
-            returns=None if all(own == total for own in credits) else self._returns(order, credits),
+            returns=None if all(value == total for value in credits) else self._returns(order, credits),
         ).checked()
 
     def places(self) -> list[int]:
@@ -91,11 +91,11 @@ class Forest:
 
     def _longest(self, prompt: np.ndarray) -> tuple[_Path | None, int]:
         """The path with most tokens at the beginning of the prompt, and how many they are."""
-        best, most = None, 0
+        best, shared = None, 0
         for path in reversed(self._paths):
-            if len(path.tokens) > most and (same := common(path.tokens, prompt)) > most:
-                best, most = path, same
-        return best, most
+            if len(path.tokens) > shared and (same := common(path.tokens, prompt)) > shared:
+                best, shared = path, same
+        return best, shared
 
     def _branch(self, beside: _Path | None, shared: np.ndarray) -> _Path:
         while beside is not None and len(shared) <= beside.shared:  # these tokens are not its own
@@ -117,16 +117,16 @@ class Forest:
 
     def _credits(self, reward: float, total: float, credit: Credit, discount: float) -> list[float]:
         """What the tokens of each call are credited with."""
-        own = [self.rewards.get(number, 0.0) for number in range(len(self.calls))]
+        rewards = [self.rewards.get(number, 0.0) for number in range(len(self.calls))]
         match credit:
             case "sample":
-                return [total] * len(own)
+                return [total] * len(rewards)
             case "call":
-                return [reward + value for value in own]
-        own[-1] += reward
-        for number in reversed(range(len(own) - 1)):
-            own[number] += discount * own[number + 1]
-        return own
+                return [reward + value for value in rewards]
+        rewards[-1] += reward
+        for number in reversed(range(len(rewards) - 1)):
+            rewards[number] += discount * rewards[number + 1]
+        return rewards
 
     def _returns(self, order: Sequence[_Path], credits: Sequence[float]) -> np.ndarray:
         returns, start = np.zeros(sum(len(path.tokens) - path.shared for path in order)), 0

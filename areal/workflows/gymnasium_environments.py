@@ -42,7 +42,7 @@ class GymnasiumEnvironment:
         """Make the environment, once. Raises UserError if that fails, or if it is not clear how to act in it."""
         named = f"The environment 'gymnasium:{self._id}'"
         try:
-            world = _made(self._id, self._options)
+            world = _make(self._id, self._options)
         except ImportError as error:
             raise UserError(
                 f"{named} is not installed ({error}): pip install 'gymnasium==1.4.0' or its package."
@@ -78,7 +78,7 @@ class GymnasiumEnvironment:
             raise TimeoutError(f"gymnasium:{self._id} took longer than timeout_seconds ({self._timeout:g} s)") from None
 
     def _begin(self, seed: int) -> str:
-        self._world = _made(self._id, self._options)
+        self._world = _make(self._id, self._options)
         observation, _ = self._world.reset(seed=seed)
         return self._shown(observation)
 
@@ -99,7 +99,7 @@ class GymnasiumEnvironment:
         return self._world.render() if self._world.render_mode == "ansi" else str(observation)
 
 
-def _made(id: str, options: dict[str, Any]) -> Any:
+def _make(id: str, options: dict[str, Any]) -> Any:
     import gymnasium  # optional
 
     return gymnasium.make(id, **options)

@@ -74,14 +74,14 @@ class Tools:
         if name not in self._owners:
             return f"Error: there is no tool {name}"
         try:
-            given = json.loads(arguments)
+            fields = json.loads(arguments)
         except (ValueError, RecursionError):
-            given = None
-        if not isinstance(given, dict):
+            fields = None
+        if not isinstance(fields, dict):
             return f"Error: the arguments of {name} are no JSON object"
         server, client = self._owners[name]
         try:
-            result = await client.call_tool(name, given)
+            result = await client.call_tool(name, fields)
         except Exception as error:  # a tool that takes too long, or whose result the library does not take
             if isinstance(error, MCPError) and error.code == CONNECTION_CLOSED:
                 raise ServerFailed(f"the MCP server {server!r} was lost while {name} ran") from error
@@ -139,7 +139,7 @@ async def _session(name: str, server: Server, timeout_seconds: float) -> AsyncIt
     ready: asyncio.Future[tuple[Any, list[Any]]] = asyncio.get_running_loop().create_future()
     over = asyncio.Event()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        holder = asyncio.create_task(_hold(server, timeout_seconds, errors, ready, over))
+        holder = asyncio.create_task(_run_session(server, timeout_seconds, errors, ready, over))
         try:
             ends: set[asyncio.Future[Any]] = {holder, ready}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +154,7 @@ async def _session(name: str, server: Server, timeout_seconds: float) -> AsyncIt
             await asyncio.wait({holder}, timeout=END_SECONDS)
 
 
-async def _hold(
+async def _run_session(
     server: Server, timeout_seconds: float, errors: TextIO, ready: asyncio.Future[tuple[Any, list[Any]]],
     over: asyncio.Event,
 ) -> None:  # fmt: skip

@@ -27,7 +27,7 @@ from areal.workflows.conversation import (
     Generation,
     GrownText,
     Keep,
-    Policy,
+    TokenSampler,
     compared,
     first_of,
     keep_until_text,
@@ -60,7 +60,7 @@ class ApiError(Exception):
         self.status = status
 
 
-class CallsPolicy(Policy, Protocol):
+class CallsPolicy(TokenSampler, Protocol):
     """The part of a session that an agent's calls need. `parsers` read what the policy says."""
 
     @property
@@ -130,7 +130,9 @@ class ChatSession:
         self._session = session
         self.tokenizer = session.tokenizer
         self._parsers = session.parsers
-        self._known: dict[bytes, Conversation] = {}  # after each answer, by the digest of all messages and the tools
+        self._conversations: dict[
+            bytes, Conversation
+        ] = {}  # after each answer, by the digest of all messages and the tools
         self._answers: dict[str, Generation] = {}
         self._tool_calls: set[str] = set()  # their ids
         self.last_text = ""
@@ -149,13 +151,13 @@ class ChatSession:
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         keep = keep_until_text(self.tokenizer, stops) if stops else None
         if on_text and not self._parsers.reads(request.offered):
-            keep = first_of(keep, _telling(self.tokenizer, stops, on_text))
+            keep = first_of(keep, _streaming_keep(self.tokenizer, stops, on_text))
         sampled = await self._generate(prompt, request.max_completion_tokens or request.max_tokens, keep)
         if not len(sampled.tokens):  # no room is left
             return Answer({"role": "assistant", "content": ""}, "length", sampled, len(prompt))
         read = await self._read(sampled, request, stops)
         message = _shown(read)
-        self._known[_digest(digests[-1], talk.add(sampled, _message(message)))] = talk
+        self._conversations[_digest(digests[-1], talk.add(sampled, _message(message)))] = talk
         self._answers[name] = sampled
         self.last_text = message["content"] or ""
         finish = "stop" if read.stopped else "tool_calls" if "tool_calls" in message else sampled.finish
@@ -175,10 +177,10 @@ class ChatSession:
     ) -> tuple[Conversation, list[int]]:
         """The conversation that the messages continue, and the tokens of the prompt. Raises ApiError if the messages
         cannot be rendered and encoded."""
-        known = next((talk for digest in reversed(digests) if (talk := self._known.get(digest))), None)
-        if known is not None:
+        parent = next((talk for digest in reversed(digests) if (talk := self._conversations.get(digest))), None)
+        if parent is not None:
             with contextlib.suppress(Exception):  # of templates that do not show the last answer, for example
-                talk = known.copy()
+                talk = parent.copy()
                 return talk, talk.prompt(messages)
         talk = Conversation(self.tokenizer, tools)
         return talk, _rendered(talk, messages)
@@ -210,26 +212,26 @@ class ChatSession:
         return read
 
 
-def _digest(before: bytes, message: Json) -> bytes:
-    """The digest of a message and of all before it, whose digest is `before`."""
-    told = json.dumps(compared(message), sort_keys=True).encode()
-    return blake2b(before + told, digest_size=16).digest()
+def _digest(prefix: bytes, message: Json) -> bytes:
+    """The digest of a message and of all before it, whose digest is `prefix`."""
+    data = json.dumps(compared(message), sort_keys=True).encode()
+    return blake2b(prefix + data, digest_size=16).digest()
 
 
-def _telling(tokenizer: Any, stops: Sequence[str], on_text: Callable[[str], None]) -> Keep:
+def _streaming_keep(tokenizer: Any, stops: Sequence[str], on_text: Callable[[str], None]) -> Keep:
     """A `Keep` that ends no turn. It tells the text as it grows, but not what may be the beginning of a stop string."""
     grown = GrownText(tokenizer)
     hidden = max(map(len, stops), default=1) - 1
-    told = 0
+    position = 0
 
     def keep(tokens: np.ndarray) -> None:
-        nonlocal told
+        nonlocal position
         grown.add(tokens)
-        known, stopped = cut(grown.text, stops)
-        end = len(known) if stopped else max(told, len(known) - hidden)
-        if end > told:
-            on_text(known[told:end])
-            told = end
+        text, stopped = cut(grown.text, stops)
+        end = len(text) if stopped else max(position, len(text) - hidden)
+        if end > position:
+            on_text(text[position:end])
+            position = end
 
     return keep
 
@@ -281,7 +283,7 @@ class ChatReply:
     def __init__(self, request: ChatRequest, tokenizer: Any) -> None:
         self.request = request
         self._tokenizer = tokenizer
-        self._told = 0  # characters
+        self._streamed_length = 0  # characters
         self._name, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         self.names = [self._name, *(f"{self._name}-{index}" for index in range(1, request.n or 1))]
         if request.stream and len(self.names) > 1:
@@ -303,12 +305,12 @@ class ChatReply:
         return [self._chunk({"role": "assistant", "content": ""})]
 
     def text(self, piece: str) -> list[Event]:
-        self._told += len(piece)
+        self._streamed_length += len(piece)
         return [self._chunk({"content": piece})]
 
     def finish(self, answer: Answer) -> list[Event]:
         delta = {key: value for key, value in answer.message.items() if key != "role"}
-        delta["content"] = (delta["content"] or "")[self._told :]
+        delta["content"] = (delta["content"] or "")[self._streamed_length :]
         if "tool_calls" in delta:
             delta["tool_calls"] = [call | {"index": i} for i, call in enumerate(delta["tool_calls"])]
         events: list[Event] = []
@@ -362,8 +364,8 @@ def _logprobs(sampled: Generation, request: ChatRequest, tokenizer: Any) -> Json
     content = []
     for token, logprob in zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True):
         text = tokenizer.decode([token])
-        this = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        content.append(this | {"top_logprobs": [this] if request.top_logprobs else []})
+        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        content.append(entry | {"top_logprobs": [entry] if request.top_logprobs else []})
     return {"content": content, "refusal": None}
 
 

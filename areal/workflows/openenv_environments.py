@@ -72,12 +72,12 @@ class OpenEnvEnvironment:
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         """Raises RuntimeError if the server tells an error, OSError if it is lost, TimeoutError."""
-        made = self._own_action(action) if self._own_action else {self._action: action}
+        data = self._own_action(action) if self._own_action else {self._action: action}
         try:
-            done = await self._ask("step", made)
+            response = await self._ask("step", data)
         except ActionRefused as error:
             return f"That is no action{error}.", self._unparsed_reward, False
-        return self._shown(done), float(done["reward"] or 0.0), done["done"]
+        return self._shown(response), float(response["reward"] or 0.0), response["done"]
 
     async def close(self) -> None:
         """End the session."""
@@ -92,13 +92,13 @@ class OpenEnvEnvironment:
             answer = await self._socket.receive()
         if not isinstance(answer.data, str):
             raise ConnectionError(f"{self._url} has ended the session")
-        told = json.loads(answer.data)
-        if told["type"] != "error":
-            return told["data"]
-        if kind == "step" and told["data"]["code"] == "VALIDATION_ERROR":
-            reasons = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in told["data"]["errors"]]
+        reply = json.loads(answer.data)
+        if reply["type"] != "error":
+            return reply["data"]
+        if kind == "step" and reply["data"]["code"] == "VALIDATION_ERROR":
+            reasons = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in reply["data"]["errors"]]
             raise ActionRefused(f": {'; '.join(reasons)}")
-        raise RuntimeError(f"{self._url}: {told['data']['message']} ({told['data']['code']})")
+        raise RuntimeError(f"{self._url}: {reply['data']['message']} ({reply['data']['code']})")
 
     @contextlib.asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:

@@ -79,7 +79,7 @@ class Parsers:
         self._loading = threading.Lock()
         self._kinds: tuple[_Kind | None, _Kind | None] | None = None
         self._special_ids: frozenset[int] = frozenset()
-        self._told = False
+        self._has_warned = False
 
     def load(self) -> None:
         """Import vLLM and choose its parsers, unless that is done. Raises UserError if the tokenizer lacks what they
@@ -120,8 +120,8 @@ class Parsers:
         text, stopped = self._text(sampled, stops, special=False)
         with_tools, without = self._kinds or (None, None)
         if tools and with_tools:
-            reasoning, content, found = self._parsed(with_tools, sampled, tools, stops) or (None, "", ())
-            if calls := _calls(found, taken):
+            reasoning, content, raw_calls = self._parsed(with_tools, sampled, tools, stops) or (None, "", ())
+            if calls := _calls(raw_calls, taken):
                 return Parsed((content or "").strip(), reasoning or None, calls, stopped)
         # Read again: parsers of calls drop what they cannot read.
         if without:
@@ -152,13 +152,13 @@ class Parsers:
             if parser is None:
                 return None
             request = _request(tools)
-            adjusted = self._made(parser, request).adjust_request(request)
+            adjusted = self._make_parser(parser, request).adjust_request(request)
             return _Kind(parser, special=not adjusted.skip_special_tokens)
 
         with_tools = kind([{"type": "function", "function": {"name": "any"}}])
         return with_tools, with_tools if self._harmony else kind(None)
 
-    def _made(self, parser: Any, request: Any) -> Any:
+    def _make_parser(self, parser: Any, request: Any) -> Any:
         """A parser of one turn."""
         return parser(self._tokenizer, request.tools, chat_template_kwargs=self._template_kwargs)
 
@@ -179,15 +179,15 @@ class Parsers:
         ids = sampled.tokens.tolist()
 
         def parse() -> tuple[str | None, str | None, Any]:
-            parser = self._made(kind.parser, request)
+            parser = self._make_parser(kind.parser, request)
             return parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=ids)
 
         try:
             return _within(PARSE_SECONDS, parse)
         except (_TooSlow, Exception) as error:  # a policy may write anything, and parsers raise anything
-            if not self._told:
+            if not self._has_warned:
                 log.warning("a parser fails on what the policy writes", error=repr(error), text=text[-200:])
-            self._told = True
+            self._has_warned = True
             return None
 
 
@@ -202,10 +202,10 @@ def _request(tools: list[Json] | None) -> Any:
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _calls(found: Iterable[Any] | None, taken: Collection[str]) -> list[Json]:
+def _calls(raw_calls: Iterable[Any] | None, taken: Collection[str]) -> list[Json]:
     """The calls in the form of OpenAI's API, each with an id of its own; none if one of them is malformed."""
     ids, calls = set(taken), []
-    for call in found or ():
+    for call in raw_calls or ():
         try:
             json.loads(call.arguments)
         except (ValueError, RecursionError):

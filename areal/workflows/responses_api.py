@@ -50,35 +50,37 @@ class ResponsesRequest(BaseModel):
 class ResponseReply:
     """A `Reply` as a response, which is added to `responses`. Raises ApiError if the request cannot be translated."""
 
-    def __init__(self, asked: ResponsesRequest, responses: Responses) -> None:
-        self._asked = asked
+    def __init__(self, response_request: ResponsesRequest, responses: Responses) -> None:
+        self._response_request = response_request
         self._responses = responses
-        self._messages = _earlier(asked, responses) + _chat_messages(asked.input)
+        self._messages = _earlier(response_request, responses) + _chat_messages(response_request.input)
         if not self._messages:
             raise ApiError("input: there is no message in it")
-        instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+        instructions = (
+            [{"role": "system", "content": response_request.instructions}] if response_request.instructions else []
+        )
         self.request = ChatRequest(
             messages=[*instructions, *self._messages],
-            model=asked.model,
-            tools=None if asked.tools is None else [tool.chat() for tool in asked.tools],
-            tool_choice=asked.tool_choice,
-            max_tokens=asked.max_output_tokens,
-            stream=asked.stream,
+            model=response_request.model,
+            tools=None if response_request.tools is None else [tool.chat() for tool in response_request.tools],
+            tool_choice=response_request.tool_choice,
+            max_tokens=response_request.max_output_tokens,
+            stream=response_request.stream,
         )
         self.names, self._message_id, self._created = [_new_id("resp")], _new_id("msg"), int(time.time())
-        self._told: int | None = None  # characters; None: no message has begun
+        self._streamed_length: int | None = None  # characters; None: no message has begun
         self._numbers = itertools.count()
 
     def body(self, *answers: Answer) -> Json:
         (answer,) = answers
-        return self._done(answer, self._items(answer))
+        return self._final_response(answer, self._items(answer))
 
     def start(self) -> list[Event]:
         return [self._event("response.created", response=self._response("in_progress", []))]
 
     def text(self, piece: str) -> list[Event]:
-        begin = self._begin_message(0) if self._told is None else []
-        self._told = (self._told or 0) + len(piece)
+        begin = self._begin_message(0) if self._streamed_length is None else []
+        self._streamed_length = (self._streamed_length or 0) + len(piece)
         return [*begin, self._text_delta(0, piece)]
 
     def finish(self, answer: Answer) -> list[Event]:
@@ -87,8 +89,8 @@ class ResponseReply:
         for index, item in enumerate(items):
             events += self._streamed(index, item)
             events.append(self._event("response.output_item.done", output_index=index, item=item))
-        done = self._done(answer, items)
-        return [*events, self._event(f"response.{done['status']}", response=done)]
+        response = self._final_response(answer, items)
+        return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def error(self, error: ApiError) -> list[Event]:
         return [self._event("error", code=error.code, message=str(error), param=None)]
@@ -111,19 +113,19 @@ class ResponseReply:
             "id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content,
         }  # fmt: skip
 
-    def _done(self, answer: Answer, items: list[Json]) -> Json:
+    def _final_response(self, answer: Answer, items: list[Json]) -> Json:
         self._responses[self.names[0]] = [*self._messages, answer.message]
         return self._response(_status(answer), items) | {"usage": _usage(answer)}
 
     def _response(self, status: str, output: list[Json]) -> Json:
-        asked = self._asked
+        request = self._response_request
         return {
             "id": self.names[0], "object": "response", "created_at": self._created, "status": status,
-            "model": asked.model, "output": output, "error": None,
+            "model": request.model, "output": output, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions, "previous_response_id": asked.previous_response_id,
-            "max_output_tokens": asked.max_output_tokens, "metadata": {}, "parallel_tool_calls": True,
-            "tool_choice": asked.tool_choice or "auto", "tools": [tool.model_dump() for tool in asked.tools or []],
+            "instructions": request.instructions, "previous_response_id": request.previous_response_id,
+            "max_output_tokens": request.max_output_tokens, "metadata": {}, "parallel_tool_calls": True,
+            "tool_choice": request.tool_choice or "auto", "tools": [tool.model_dump() for tool in request.tools or []],
             "temperature": None, "top_p": None, "usage": None,
         }  # fmt: skip
 
@@ -152,8 +154,8 @@ class ResponseReply:
     def _streamed_message(self, index: int, part: Json) -> list[Event]:
         where = {"item_id": self._message_id, "output_index": index, "content_index": 0}
         return [
-            *(self._begin_message(index) if self._told is None else []),
-            self._text_delta(index, part["text"][self._told or 0 :]),
+            *(self._begin_message(index) if self._streamed_length is None else []),
+            self._text_delta(index, part["text"][self._streamed_length or 0 :]),
             self._event("response.output_text.done", **where, text=part["text"], logprobs=[]),
             self._event("response.content_part.done", **where, part=part),
         ]
@@ -171,20 +173,20 @@ class ResponseReply:
         return self._event("response.output_text.delta", **where, delta=text, logprobs=[])
 
 
-def _earlier(asked: ResponsesRequest, responses: Responses) -> list[Json]:
-    if asked.previous_response_id is None:
+def _earlier(request: ResponsesRequest, responses: Responses) -> list[Json]:
+    if request.previous_response_id is None:
         return []
-    if asked.previous_response_id not in responses:
+    if request.previous_response_id not in responses:
         raise ApiError("previous_response_id is not the id of a response of this sample", "previous_response_not_found")
-    return responses[asked.previous_response_id]
+    return responses[request.previous_response_id]
 
 
-def _chat_messages(given: str | list[Json]) -> list[Json]:
+def _chat_messages(request_input: str | list[Json]) -> list[Json]:
     """The chat messages that an input makes: the calls after a message are part of it. Raises ApiError."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+    if isinstance(request_input, str):
+        return [{"role": "user", "content": request_input}]
     messages: list[Json] = []
-    for item in given:
+    for item in request_input:
         match item:
             case {"type": "function_call", "call_id": number, "name": name, "arguments": arguments}:
                 if not messages or messages[-1]["role"] != "assistant":

@@ -21,8 +21,8 @@ async def solve(base_url: str, api_key: str, row: dict[str, Any]) -> float:
     os.environ[variable] = api_key
     try:
         client = library.EvalClientConfig(base_url=base_url, api_key_var=variable)
-        made = library.make_agent(library.AgentConfig(**chosen, model="policy", client=client))
-        trace = await made.run(task)
+        agent = library.make_agent(library.AgentConfig(**chosen, model="policy", client=client))
+        trace = await agent.run(task)
     finally:
         del os.environ[variable]
     if not trace.ok:

@@ -19,8 +19,8 @@ from areal.workflows.session import Session
 async def play(session: Session, row: Row) -> Trajectory:
     """Runs the policy in the row's environment. Raises RuntimeError if the environment fails or gives no reward."""
     world = verifiers_tasks.load(row.fields["environment"], json.loads(row.fields["environment_options"]))
-    kept = {key: value for key, value in row.fields.items() if value is not None}
-    played = await world.run_rollout(kept | {"prompt": row.prompt}, _policy(session), "policy", {})
+    fields = {key: value for key, value in row.fields.items() if value is not None}
+    played = await world.run_rollout(fields | {"prompt": row.prompt}, _policy(session), "policy", {})
     if played.get("error") or played.get("reward") is None:
         raise RuntimeError(f"environment {row.fields['environment']!r}: {played.get('error') or 'it gave no reward'}")
     return session.trajectory(float(played["reward"]))
@@ -44,14 +44,14 @@ def _policy(session: Session) -> Any:
             raise OverlongPromptError
         calls = [{"id": call["id"], **call["function"]} for call in answer.message.get("tool_calls", ())]
         cut = answer.sampled.finish == "length"
-        said = ResponseMessage(
+        response_message = ResponseMessage(
             role="assistant",
             content=answer.message["content"] or "",
             finish_reason=answer.sampled.finish,
             is_truncated=cut,
             tool_calls=calls or None,
         )
-        return Response(id=str(len(session.calls)), created=0, model=model, message=said)
+        return Response(id=str(len(session.calls)), created=0, model=model, message=response_message)
 
     # `get_response` replaces all steps of the base class, so its abstract methods are never called.
     unused = dict.fromkeys(Client.__abstractmethods__)

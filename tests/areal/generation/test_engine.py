@@ -285,7 +285,7 @@ async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have
     sending, receiving = Sending("gloo", workers, policies[1]), Receiving(engine)
     while "call" in (call := await asyncio.to_thread(sending.next_call)):
         await receiving.follow(**call)
-        sending.done()
+        sending.acknowledge()
     sequence = await collect(engine.generate("sent", PROMPT, SAMPLING))
     exact = reference(policies[1], PROMPT, sequence.tokens, SAMPLING.temperature)
     assert np.abs(exact - sequence.logprobs).max() < 1e-4

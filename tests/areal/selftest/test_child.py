@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from areal.selftest.child import Child, ChildFailed, ChildGone, ChildSlow
+from areal.selftest.child import CheckProcess, ChildFailed, ChildGone, ChildSlow
 
 CHECKS = """
 import os, sys, time
@@ -34,7 +34,7 @@ serve(Checks())
 
 @pytest.fixture
 def child(tmp_path):
-    child = Child([sys.executable, "-c", CHECKS], {}, tmp_path / "log")
+    child = CheckProcess([sys.executable, "-c", CHECKS], {}, tmp_path / "log")
     yield child
     child.close()
     assert child._process.poll() is not None

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.generation import engine as generation_engine
 from areal.selftest import generation, sequences
-from areal.selftest.generation import Generation, check_engine, check_versions
+from areal.selftest.generation import GenerationChecks, check_engine, check_versions
 from areal.selftest.synthetic import TINY, tiny_config, write_tiny_model
 from areal.selftest.transport import Sending
 from areal.weights.folders import WEIGHTS_FILE, write_weights
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def generator(folder):
-    generator = Generation(tiny_config(folder / "model", "float32", "gloo"))
+    generator = GenerationChecks(tiny_config(folder / "model", "float32", "gloo"))
     await generator.start()
     yield generator
     await generator.close()
@@ -118,7 +118,7 @@ async def received(generator, folder, name):
     sending = Sending("gloo", 1, folder / "published")
     while "call" in (call := await asyncio.to_thread(sending.next_call)):
         assert await generator.receive(**call) == []
-        sending.done()
+        sending.acknowledge()
     await generator.sample(str(folder / f"{name}.npz"))
     (folder / f"scratch-{name}").mkdir()
     files = [str(folder / file) for file in (f"{name}.npz", "published", f"scratch-{name}")]
