@@ -11,8 +11,8 @@ from pathlib import Path
 from areal.command_line import CONFIG, OVERRIDES, Tools, output
 
 PARTS = {
-    "trainer": "areal.selftest.training:Training",
-    "generator": "areal.selftest.generation:Generation",
+    "trainer": "areal.selftest.training:TrainingChecks",
+    "generator": "areal.selftest.generation:GenerationChecks",
     "receiver": "actors.parts.links:Receiver",
 }
 """What the self-test starts in processes of their own."""
