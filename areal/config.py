@@ -643,7 +643,7 @@ class TrainerConfig(Section):
 
 
 class GuardConfig(Section):
-    """Stops a run that has gone wrong, before the result is saved. docs/health.md explains the metrics."""
+    """Stops a run that has gone wrong, before the result is saved. docs/observe.md explains the metrics."""
 
     effective_sample_size: float = Field(0.1, ge=0, le=1, description="minimum, share of the tokens; 0: off")
     entropy: float = Field(0.0, ge=0, description="minimum, nats; 0: off")

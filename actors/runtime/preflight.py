@@ -184,7 +184,7 @@ def _check_answers(config: Config, rows: Iterator[Row], named: str, fate: str) -
         f"such as {flaws[0]}"
     )
     if len(flaws) > config.max_failed_share * checked:
-        raise UserError(f"{told}: correct or remove these rows, or name another reward (docs/math.md).")
+        raise UserError(f"{told}: correct or remove these rows, or name another reward (docs/rewards.md).")
     print(f"Note: {told}; {fate}.", file=sys.stderr)
 
 

@@ -10,7 +10,7 @@ learns, but then its reward rises.
 Of 150 simulated runs of 120 steps, with 4 to 64 prompts a step and nothing wrong, looked at every 5 steps, 8 had an
 alert about a change, once. A quickstart paid for short answers had one from step 15 on: the first step with a verdict.
 
-The thresholds of single values are the healthy ranges of docs/health.md, or half way to the limits of the guard, which
+The thresholds of single values are the healthy ranges of docs/observe.md, or half way to the limits of the guard, which
 ends the run. With all of them the recorded quickstarts are silent at every one of their steps.
 """
 

@@ -568,7 +568,7 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 
 </div>
 {% if alerts %}
 <h2>Alerts</h2>
-<p>docs/health.md explains them.</p>
+<p>docs/observe.md explains them.</p>
 {% for alert, command in alerts %}
 <p class="ending"><b>{{ alert.name }}</b>: {{ alert.sentence }}{% if command %}
 <br><code>{{ command }}</code>{% endif %}</p>
