@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from helpers import keys_folder
 
 from areal.processor import avoid_broken_amx
 
@@ -33,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # A process that has computed in fp32 can be kept from a broken AMX no more, and here one does fp32 and bf16.
     avoid_broken_amx()
+    keys_folder()  # before any process is started that is to have it
 
 
 @pytest.fixture(scope="session")
