@@ -358,7 +358,7 @@ def is_python(text: str) -> bool:
     """True if it can be parsed."""
     try:
         ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
 

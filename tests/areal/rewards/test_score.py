@@ -113,7 +113,7 @@ def test_the_data_are_checked_with_a_program_that_does_nothing_and_with_their_ow
         reward="code",
     )
     assert code == 1
-    idle = "a program that does nothing gets the full score"
+    idle = "if functions return None, the score is full"
     assert results == [
         GOOD,
         GOOD,
