@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import json
@@ -33,6 +34,7 @@ _LABEL = re.compile(r"[ \t]*([\w+#-]*)")
 # To find the one where Python ends: how many ends of a block are tried, and how many characters of a completion are
 # parsed for it in all.
 _MOST_ENDS, _MOST_CHARACTERS = 64, 1 << 18
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 # How many facts about rows are remembered.
 _KEPT_FACTS = 4096
 # Outcomes after which the remaining tests are skipped: the next test would most likely take as long again.
@@ -250,11 +252,11 @@ def _is_alone(text: str, start: int, end: int) -> bool:
 
 
 def continued(prompt: str, code: str, function: str) -> str:
-    """The prompt, followed by the code. Code that does not define `function` is taken as its body and what follows it;
-    if that is not Python, as its body up to the first unindented line."""
+    """The prompt, followed by the code. Code that does not define `function` is taken as its body and the definitions
+    that follow it; if something else follows, as its body up to the first unindented line."""
     if re.search(rf"^(?:async )?def {re.escape(function)}\b", code, re.MULTILINE):
         return f"{prompt}\n\n{code}"
-    if is_python(prompt + code):
+    if is_python(prompt + code) and all(isinstance(node, _DEFINITIONS) for node in ast.parse(prompt + code).body):
         return prompt + code
     lines = code.split("\n")
     # The first line may lack its indent, because the prompt may end with it.

@@ -175,7 +175,7 @@ def test_samples_that_are_rewarded_without_the_rows_answer_are_named(tmp_path, a
     writer = RolloutWriter(tmp_path / FOLDER, "all", 1 << 30, lambda sequences: [completion for _ in sequences])
     for step in range(1, 8):
         samples = tuple(sample(random, float(n == 0)) for n in range(4))
-        writer.trained(step, [Group(f"g{step}.0", step, samples, notes_of({"answer": answer}, [{}] * 4))], None)
+        writer.add_trained(step, [Group(f"g{step}.0", step, samples, notes_of({"answer": answer}, [{}] * 4))], None)
     writer.write()
     records = [{"step": step} for step in range(1, 8)]
     found = found_in(tmp_path, records, config={"reward": {"functions": functions}})

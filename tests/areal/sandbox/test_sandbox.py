@@ -321,7 +321,7 @@ def fails(x): raise ValueError(x)
         "try:\n    fails('x')\nexcept ValueError as e:\n    assert str(e) == 'x'\nelse:\n    assert False",
         "import math\nassert math.isclose(same(0.1) + same(0.2), 0.3)",
         "assert same(1) == 2",
-        "assert Stack() == 1",
+        "assert Stack().push(1) == 1",
         "assert missing(1)",
     ]
     score, parts = await code_tests.score("", program, {"test_list": tests})
@@ -625,8 +625,11 @@ def test_completions_that_are_nothing_but_fences_are_read(text):
     program_in(text, "cpp")
 
 
-def test_a_continuation_ends_where_the_function_does():
+def test_a_continuation_ends_where_the_function_does_or_with_what_it_defines_behind_it():
     assert continued("def f():\n", "    return 1\n\nprint(f())", "f") == "def f():\n    return 1\n\n"
+    assert continued("def f():\n", "    return 1\n\nSo it is 1.", "f") == "def f():\n    return 1\n\n"
+    helped = "def f():\n    return g()\n\ndef g(): return 1"
+    assert continued("def f():\n", "    return g()\n\ndef g(): return 1", "f") == helped
     assert continued("def f():\n    1\n", "def f():\n    return 2", "f").endswith("\n\ndef f():\n    return 2")
 
 
