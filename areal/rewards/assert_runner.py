@@ -685,7 +685,8 @@ def watch(cpu_seconds, wall_seconds, link, tell, verdict):
     began, busy = CPU_SECONDS(), 0.0
     while True:
         # Where C code keeps this thread from running, this prints `Timeout (` and ends the process.
-        faulthandler.dump_traceback_later(cpu_seconds, exit=True, file=2 if link.heavy else verdict)
+        # Later than the limit of CPU time, since others may use the processor meanwhile.
+        faulthandler.dump_traceback_later(1.5 * cpu_seconds, exit=True, file=2 if link.heavy else verdict)
         SLEEP(TICK_SECONDS)
         if link.waiting:
             continue
