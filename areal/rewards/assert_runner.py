@@ -223,7 +223,7 @@ class Host:
         self.errors, self.failure = plain_data.Errors({}), None
         self.objects, self.numbers, self.made, self.callbacks = [], {}, set(), {}
         self.link = Link(connection, self)
-        self.link.heavy = True  # here nobody asks
+        self.link.heavy = True  # only the tests' end has to find out
         with open(os.devnull, "w") as self.nowhere, contextlib.suppress(ProgramError):
             while True:
                 self.link.answer(self.link.receive()[1])
