@@ -75,24 +75,24 @@ class SourceConfig(Section):
     configs/data/ has these keys for known data sets, for use as a `base`."""
 
     source: str | None = Field(None, description="one of the sources listed above")
-    eval_source: str | None = Field(None, description="source of the held-out rows; default: `source`, with other rows")
+    eval_source: str | None = Field(None, description="source of the held-out rows; null: other rows of `source`")
     split: str = Field("train", description="split of a Hugging Face dataset")
-    prompt_key: str = Field("prompt", description="field of a row that holds the prompt")
+    prompt_key: str = Field("prompt", description="field with the prompt")
     prompt_template: str | None = Field(
         None, description="the prompt as a Jinja template with the fields of the row, such as `{{ problem }}`"
     )
-    answer_key: str | None = Field("answer", description="field of a row that holds the answer; null: rows have none")
+    answer_key: str | None = Field("answer", description="field with the answer; null: rows have none")
     reward: dict[str, float] | None = Field(
-        None, description="rewards of rows that name none themselves, written as reward.functions; default: those"
+        None, description="rewards of rows that name none, written as reward.functions; null: reward.functions"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the task or dataset")
     system_prompt: str | None = Field(
         None,
-        description="first message, if the tokenizer has a chat template; empty: a chat without such a message; "
-        "default: a prompt that is text is no chat",
+        description="first message of a chat; empty: a chat without it; null: a prompt that is text is no chat. Chats "
+        "need a tokenizer with a chat template",
     )
     size: int | None = Field(
-        None, gt=0, description="number of rows of a generated task (addition, reasoning_gym); default: no limit"
+        None, gt=0, description="rows of a generated task (addition, reasoning_gym); null: no limit"
     )
 
     @field_validator("reward", mode="before")
@@ -128,20 +128,18 @@ class BenchmarkConfig(SourceConfig):
     a name that is known, only the keys that differ have to be given."""
 
     eval_source: str | None = Field(None, description="must be null: `source` names the rows")
-    size: int | None = Field(None, gt=0, description="only the first so many rows; a generated task needs it")
-    date_key: str = Field("contest_date", description="field of a row that holds its date, for `dates`")
+    size: int | None = Field(None, gt=0, description="number of rows, the first ones; a generated task needs it")
+    date_key: str = Field("contest_date", description="field with the date of a row")
     dates: tuple[date, date] | None = Field(
-        None, description="only rows of these days: the first and the last, such as [2024-08-01, 2025-02-01]"
+        None, description="only rows from the first to the last of these days, such as [2024-08-01, 2025-02-01]"
     )
-    samples: int = Field(1, ge=1, description="number of completions per row")
-    max_new_tokens: int | None = Field(
-        None, gt=0, description="most tokens of a sample; default: sampling.max_new_tokens"
-    )
+    samples: int = Field(1, ge=1, description="completions per row")
+    max_new_tokens: int | None = Field(None, gt=0, description="most tokens of a sample; null: sampling.max_new_tokens")
     temperature: float = Field(1.0, ge=0, description="0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: all tokens")
-    pass_score: float = Field(1.0, description="a completion with at least this score counts as solved (pass@k)")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
+    pass_score: float = Field(1.0, description="least score of a solved completion (pass@k)")
     every: int = Field(
-        1, ge=1, description="k: of the versions that are evaluated, the first, the last, and those that k divides"
+        1, ge=1, description="k: of the evaluated versions, the first, the last, and those that k divides"
     )
 
     @model_validator(mode="after")
@@ -177,10 +175,8 @@ class RowsConfig(SourceConfig):
     sources: tuple[PartConfig, ...] = Field(
         (), description="several sources, in place of `source`: the same keys for each, and a `weight`"
     )
-    eval_size: int = Field(256, ge=0, description="number of held-out rows; 0: no evaluation")
-    chat_template: Path | None = Field(
-        None, description="file with a Jinja chat template, which is used in place of the tokenizer's"
-    )
+    eval_size: int = Field(256, ge=0, description="held-out rows; 0: no evaluation")
+    chat_template: Path | None = Field(None, description="file with a Jinja chat template; null: the tokenizer's")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
     )
@@ -228,13 +224,11 @@ class RowsConfig(SourceConfig):
 class DataConfig(RowsConfig):
     __doc__ = SourceConfig.__doc__
 
-    max_prompt_tokens: int | None = Field(
-        None, ge=1, description="prompts with more tokens are discarded, for the cause `long`; default: no limit"
-    )
+    max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are discarded, for the cause `long`")
     weak_tests: Literal["drop", "refuse"] = Field(
         "drop",
         description="rows of the reward `code` whose tests pass a program that computes nothing. drop: they are not "
-        "trained on. refuse: the run does not start if there are some among the rows that it checks",
+        "trained on. refuse: the run does not start if it finds one among the rows that it checks",
     )
 
 
@@ -250,12 +244,12 @@ class SamplingConfig(Section):
     min_new_tokens: int = Field(
         0,
         ge=0,
-        description="no stop token is drawn before a sample has so many tokens, over all its turns; above 0 only if "
-        "the objective does not use pi_behav (docs/objectives.md)",
+        description="no stop token is drawn before a sample has this many tokens, over all its turns; above 0 only "
+        "under the condition of `top_p`",
     )
     stop: list[str] = Field(
         default_factory=list,
-        description="texts that end a turn, besides the model's own stop tokens; they remain in the turn",
+        description="texts that end a turn, besides the model's stop tokens; they remain in the turn",
     )
 
     @field_validator("stop")
@@ -282,21 +276,21 @@ class RewardConfig(Section):
     """`functions` names the rewards of the run (areal.rewards.functions lists the built-in ones), with weights if you
     like: the score is the weighted sum. A row of the data may name its own rewards in the same way."""
 
-    count: int = Field(1, ge=1, description="number of reward actors of a run on one machine")
+    count: int = Field(1, ge=1, description="reward actors of a run on one machine")
     functions: dict[str, float] = Field(
         default_factory=dict, description="a name, a list of names, or a mapping of names to weights"
     )
     options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="keyword arguments of the rewards that are classes, by reward name"
+        default_factory=dict, description="keyword arguments of rewards that are classes, by name of the reward"
     )
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
     timeout_seconds: float = Field(10.0, gt=0, description="time limit of one call")
     retries: int = Field(2, ge=0, description="further attempts after a failure, on another actor if there is one")
     quarantine_after: int = Field(
-        3, ge=1, description="a completion is refused once it has made a worker die or time out this many times"
+        3, ge=1, description="after this many deaths or timeouts of workers a completion is refused"
     )
-    memory_gib: float | None = Field(None, gt=0, description="memory limit of one worker, GiB; default: no limit")
-    cache_size: int = Field(4096, ge=0, description="number of scores that each reward actor caches; 0: off")
+    memory_gib: float | None = Field(None, gt=0, description="memory limit of a worker, GiB")
+    cache_size: int = Field(4096, ge=0, description="scores that each reward actor caches; 0: off")
     credit: Credit = Field(
         "sample",
         description="what sampled tokens are credited with. sample: the sample's reward, which includes those of all "
@@ -304,7 +298,7 @@ class RewardConfig(Section):
         "the reward of their call and that of the sample",
     )
     turn_discount: float = Field(
-        1.0, ge=0, le=1, description="credit return_to_go: factor on a reward for each call between"
+        1.0, ge=0, le=1, description="with return_to_go: factor on a reward for each call between"
     )
     overlong_tokens: int = Field(
         0,
@@ -322,40 +316,39 @@ class RewardConfig(Section):
 
 
 class GeneratorConfig(Section):
-    count: int = Field(1, ge=1, description="number of generators of a run on one machine")
+    count: int = Field(1, ge=1, description="generators of a run on one machine")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="type of the weights in the engine; a CPU without AMX is twice as fast with float32"
     )
     threads: int = Field(1, ge=1, description="OpenMP threads of the engine (CPU only)")
     max_concurrent_rollouts: int = Field(
-        64, ge=1, description="most sequences that one generator runs at once; fewer if its KV cache is too small"
+        64, ge=1, description="most sequences that a generator runs at once; fewer if its KV cache is too small"
     )
     max_model_len: int | None = Field(
-        None, gt=0, description="most tokens of prompt and completion; default: the model's own limit"
+        None, gt=0, description="most tokens of prompt and completion; null: the model's limit"
     )
     memory_share: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="share of a GPU's memory that the engine may use (vLLM's gpu_memory_utilization); default: 0.9, or "
-        "0.3 if the trainer has the same GPU",
+        description="share of a GPU's memory for the engine (vLLM's gpu_memory_utilization); null: 0.9, or 0.3 if the "
+        "trainer has the same GPU",
     )
     kv_cache_gib: float | None = Field(
         None,
         gt=0,
-        description="size of the KV cache on each device, GiB; default: on a GPU what memory_share leaves, on a CPU 1",
+        description="KV cache on each device, GiB; null: what memory_share leaves on a GPU, 1 on a CPU",
     )
-    tensor_parallel: int = Field(1, ge=1, description="number of devices of one engine")
+    tensor_parallel: int = Field(1, ge=1, description="devices of one engine")
     stream_interval: int = Field(16, ge=1, description="tokens of a sequence per streamed chunk")
     interrupt: bool = Field(
         True,
-        description="true: new weights interrupt the running sequences; false: running sequences finish, and no others "
-        "begin, before the new weights are loaded",
+        description="new weights interrupt the running sequences; false: these finish first, and no others begin",
     )
     kv_on_update: Literal["recompute", "keep"] = Field(
         "recompute",
         description="KV cache of interrupted samples: recomputed under the new weights (the paper), or kept as the "
-        "old weights computed it (PipelineRL, arXiv 2509.19128), also for their later turns",
+        "old weights computed it (PipelineRL, arXiv 2509.19128), also for later turns",
     )
     enforce_eager: bool = Field(False, description="use no CUDA graphs and no compilation")
     engine_options: dict[str, Any] = Field(
@@ -380,20 +373,20 @@ TOOL_CALL_PARSER = "hermes"
 
 
 class RolloutManagerConfig(Section):
-    count: int = Field(1, ge=1, description="number of rollout managers of a run on one machine")
-    workflow: str = Field("single_turn", description="name of a built-in workflow, or package.module:function")
-    workflow_options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the workflow")
-    endpoint_host: str = Field(
-        "127.0.0.1", description="interface of the endpoint at which agents reach the policy (docs/agents.md)"
+    count: int = Field(1, ge=1, description="rollout managers of a run on one machine")
+    workflow: str = Field(
+        "single_turn", description="a built-in workflow, or package.module:function (docs/workflows.md)"
     )
+    workflow_options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the workflow")
+    endpoint_host: str = Field("127.0.0.1", description="interface at which agents reach the policy (docs/agents.md)")
     tool_call_parser: str = Field(
         TOOL_CALL_PARSER,
-        description="vLLM's parser of the tool calls that agents get (docs/agents.md), such as qwen3_xml",
+        description="vLLM's parser of tool calls for agents, such as qwen3_xml",
     )
     reasoning_parser: str | None = Field(
-        None, description="vLLM's parser of the thinking that agents get, such as qwen3; default: thinking is text"
+        None, description="vLLM's parser of thinking for agents, such as qwen3; null: thinking is text"
     )
-    max_concurrent_groups: int = Field(64, ge=1, description="most groups that one manager runs at once")
+    max_concurrent_groups: int = Field(64, ge=1, description="most groups that a manager runs at once")
 
     @field_validator("tool_call_parser", "reasoning_parser")
     @classmethod
@@ -445,7 +438,7 @@ class LoraConfig(Section):
     rank: int = Field(16, ge=1, description="rank of A and B")
     alpha: int = Field(32, ge=1, description="the update is scaled by alpha / rank")
     target_modules: Literal["all-linear"] | list[str] = Field(
-        "all-linear", description="names of the linear layers that get an adapter, such as q_proj"
+        "all-linear", description="linear layers that get an adapter, such as q_proj"
     )
 
 
@@ -454,21 +447,21 @@ class TrainerConfig(Section):
     is called). A named objective also sets the keys that belong to it, such as `advantage_mean` and `behaviour_weight`.
     Values that you give here take precedence."""
 
-    ranks: int = Field(1, ge=1, description="number of DeepSpeed ranks on this machine")
+    ranks: int = Field(1, ge=1, description="DeepSpeed ranks on this machine")
     zero_stage: Literal[0, 1, 2, 3] = Field(
         0,
-        description="what is partitioned over the ranks: 0 nothing, 1 Adam's moments, 2 also gradients, 3 also weights",
+        description="what the ranks partition: nothing (0), Adam's moments (1), also gradients (2), also weights (3)",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="what is in host memory and not on the devices: nothing; gradients, master weights and Adam's "
-        "moments, with Adam itself on the CPU (uses at least ZeRO 1); or also the weights, layer by layer (ZeRO 3)",
+        description="what host memory holds in place of the devices: nothing; gradients, master weights and Adam's "
+        "moments, with Adam on the CPU (at least ZeRO 1); or also the weights, layer by layer (ZeRO 3)",
     )
     sequence_parallel: int = Field(
         1,
         ge=1,
-        description="number of ranks that compute each row together (Ulysses), for sequences too long for one device; "
-        "max_tokens_per_microbatch is that of the whole row (docs/packing.md)",
+        description="ranks that compute each row together (Ulysses), for sequences too long for one device; "
+        "max_tokens_per_microbatch counts the whole row (docs/packing.md)",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -476,27 +469,23 @@ class TrainerConfig(Section):
     )
     threads: int = Field(1, ge=1, description="OpenMP threads of each rank (on a CPU, and for Adam with offload)")
     lr: float = Field(2e-5, gt=0, description="learning rate of Adam")
-    warmup_steps: int = Field(0, ge=0, description="number of optimizer steps of linear warm-up")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
-        description="constant after the warm-up, or a decay from lr to lr_final * lr at the run's last optimizer step",
+        description="after the warm-up: constant, or a decay from lr to lr_final * lr at the run's last optimizer step",
     )
-    lr_final: float = Field(0.1, ge=0, le=1, description="share of lr that is left after a decay")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="beta 1 and 2 of Adam")
+    lr_final: float = Field(0.1, ge=0, le=1, description="share of lr after a decay")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="of Adam")
     adam_eps: float = Field(1e-5, gt=0, description="epsilon of Adam")
     weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay (AdamW)")
-    grad_clip: float = Field(
-        1.0, gt=0, description="largest norm of the gradient; a larger gradient is scaled down to it"
-    )
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient; larger ones are scaled down")
     minibatches: int = Field(4, ge=1, description="optimizer steps per training step, each on its share of the batch")
-    max_tokens_per_microbatch: int = Field(
-        16384, ge=1, description="most tokens of a micro-batch (the cap C of Algorithm 1)"
-    )
+    max_tokens_per_microbatch: int = Field(16384, ge=1, description="most tokens of a micro-batch (C in Algorithm 1)")
     microbatches: int | None = Field(
         None,
         ge=1,
-        description="so many micro-batches per minibatch and rank, of equally many sequences each and of any number of "
-        "tokens (the baseline of the paper's figure 6a); default: by Algorithm 1",
+        description="micro-batches per minibatch and rank, with equally many sequences and any number of "
+        "tokens (baseline of the paper's figure 6a); null: by Algorithm 1",
     )
     gradient_checkpointing: Literal["auto"] | bool = Field(
         "auto", description="recompute activations in the backward pass, which saves memory; auto: on GPUs"
@@ -513,11 +502,9 @@ class TrainerConfig(Section):
     prefix_tree: bool = Field(True, description="compute the prefix that samples of a group share only once")
     objective: str = Field("decoupled_ppo", description="the policy loss (docs/objectives.md)")
     eps_clip: float = Field(0.2, gt=0, description="pi_theta / pi_prox is clipped at 1 - eps_clip and 1 + eps_clip")
-    eps_clip_higher: float | None = Field(
-        None, gt=0, description="upper clip at 1 + eps_clip_higher; default: eps_clip"
-    )
+    eps_clip_higher: float | None = Field(None, gt=0, description="upper clip at 1 + eps_clip_higher; null: eps_clip")
     eps_clip_dual: float | None = Field(
-        None, gt=1, description="dual clip: largest ratio of a token with a negative advantage; default: none"
+        None, gt=1, description="dual clip: largest ratio of a token with a negative advantage; null: none"
     )
     behaviour_weight: Literal["full", "truncated", "masked", "none"] = Field(
         "full",
@@ -528,14 +515,14 @@ class TrainerConfig(Section):
     )
     sequence_mask: Literal["none", "product", "geometric"] = Field(
         "none",
-        description="keep a sequence out of the loss if the product, or the geometric mean, of its w is outside "
+        description="leave a sequence out of the loss if the product, or the geometric mean, of its w is outside "
         "sequence_mask_bounds",
     )
     sequence_mask_bounds: tuple[float, float] = Field((0.5, 2.0), description="lower and upper bound of sequence_mask")
     mask_cut: bool = Field(
         False,
-        description="keep samples that were cut at sampling.max_new_tokens out of the loss; their rewards still count "
-        "in the advantages of the others",
+        description="leave samples that were cut at sampling.max_new_tokens out of the loss; their rewards still "
+        "count in the advantages of the others",
     )
     m2_threshold: float = Field(0.04, gt=0, description="m2po: limit for the mean of (log pi_prox / pi_behav)^2")
     proximal: Literal["recompute", "interpolate"] = Field(
@@ -545,32 +532,30 @@ class TrainerConfig(Section):
     advantage_mean: Literal["batch", "group", "leave_one_out", "none"] = Field(
         "batch",
         description="mean that a reward is compared with: of the global batch (the paper), of the group, or of the "
-        "other samples of the group",
+        "group's other samples",
     )
     advantage_std: Literal["batch", "group", "none"] = Field(
         "batch",
-        description="standard deviation that the difference is divided by: of the global batch, or of the group",
+        description="standard deviation that divides the difference: of the global batch, or of the group",
     )
     loss_mean: Literal["token", "sequence", "constant"] = Field(
         "token",
-        description="token: mean over tokens; sequence: mean over sequences of their token means; constant: mean over "
-        "sequences of their token sums / loss_tokens",
+        description="mean over tokens; over sequences of their token means; or over sequences of their token sums / "
+        "loss_tokens",
     )
-    loss_tokens: int = Field(1, ge=1, description="divisor of loss_mean=constant; default: sampling.max_new_tokens")
+    loss_tokens: int = Field(1, ge=1, description="divisor of loss_mean=constant; of a run: sampling.max_new_tokens")
     kl_coef: float = Field(
-        0.0, ge=0, description="coefficient of the penalty for leaving the reference model; 0: no reference model"
+        0.0, ge=0, description="weight of the penalty for leaving the reference model; 0: no reference model"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3", description="k1 and k3 are unbiased, k3 is never negative, k2 has a low variance"
     )
-    kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="whether the penalty is part of the loss or of the reward"
-    )
-    reference: str | None = Field(None, description="folder of the reference model; default: the run's model")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="the penalty is part of the loss, or of the reward")
+    reference: str | None = Field(None, description="folder of the reference model; null: the run's model")
     checkpoint_every: int = Field(
-        20, ge=1, description="steps between checkpoints, which a restarted trainer may have to redo"
+        20, ge=1, description="steps between checkpoints; a restarted trainer redoes the steps since the last one"
     )
-    checkpoints_kept: int = Field(3, ge=1, description="number of checkpoints that are kept, the newest ones")
+    checkpoints_kept: int = Field(3, ge=1, description="how many of the newest checkpoints are kept")
 
     def automatic(self, *, cuda: bool) -> dict[str, Any]:
         """What `auto` stands for on GPUs (cuda) or CPUs, by key, where the configuration has it."""
@@ -650,7 +635,7 @@ class GuardConfig(Section):
     logprob_gap: float = Field(
         0.5, gt=0, description="maximum, nats: how far generators and trainer differ on the same weights"
     )
-    patience: int = Field(3, ge=1, description="the run stops after this many steps in a row beyond a limit")
+    patience: int = Field(3, ge=1, description="steps in a row beyond a limit that stop the run")
 
 
 class WeightsConfig(Section):
@@ -662,7 +647,7 @@ class WeightsConfig(Section):
         "ipc, gloo: from the trainer straight into each engine's weights, by vLLM's weight transfer",
     )
     folder: Path | None = Field(
-        None, description="holds one folder of weights per run, for example /dev/shm; default: the run folder"
+        None, description="holds a folder of weights per run, for example /dev/shm; null: the run folder"
     )
     delta: bool = Field(True, description="stream only what has changed, bit-exactly, if that is smaller")
 
@@ -683,20 +668,20 @@ class SandboxConfig(Section):
     url: str | None = Field(
         None, pattern=r"^https?://.+", description="address of a SandboxFusion server, without /run_code"
     )
-    cpu_seconds: float = Field(4.0, gt=0, description="CPU time, summed over all processes of a program")
+    cpu_seconds: float = Field(4.0, gt=0, description="CPU time of a program's processes together")
     wall_seconds: float = Field(
         8.0,
         gt=0,
-        description="elapsed time of all tests of a program together; higher than cpu_seconds, since machines are busy",
+        description="elapsed time of a program's tests together; above cpu_seconds, since machines are busy",
     )
-    memory_mib: int = Field(1024, ge=16, description="memory of all processes of a program together, MiB")
-    processes: int = Field(64, ge=1, description="number of processes and threads at once")
+    memory_mib: int = Field(1024, ge=16, description="memory of a program's processes together, MiB")
+    processes: int = Field(64, ge=1, description="processes and threads at once")
     disk_mib: int = Field(64, ge=1, description="size of all files together, which are kept in memory, MiB")
     output_kib: int = Field(1024, ge=1, description="size of stdout, and of stderr, KiB")
     cgroup: Path | None = Field(
         None,
-        description="folder of a control group (version 2) that is delegated to the sandbox; the kernel then counts "
-        "memory and CPU time exactly",
+        description="folder of a control group (version 2) delegated to the sandbox; the kernel then counts memory "
+        "and CPU time exactly",
     )
     folders: list[Path] = Field(
         default_factory=list, description="folders that programs may read besides those of the system and of Python"
@@ -743,14 +728,14 @@ class EvaluatorConfig(Section):
     """
 
     every: int = Field(0, ge=0, description="k: also evaluate every k-th version; 0: only the first and the last")
-    samples: int = Field(1, ge=1, description="number of completions per row")
-    pass_score: float = Field(1.0, description="a completion with at least this score counts as solved (pass@k)")
+    samples: int = Field(1, ge=1, description="completions per row")
+    pass_score: float = Field(1.0, description="least score of a solved completion (pass@k)")
     temperature: float = Field(1.0, ge=0, description="0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: all tokens")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
     timeout_seconds: float | None = Field(
         None,
         gt=0,
-        description="time limit of one evaluation, after which what is scored by then is reported; default: no limit",
+        description="time limit of one evaluation, which then reports what is scored",
     )
     benchmarks: dict[str, BenchmarkConfig] = Field(default_factory=dict)
 
@@ -814,9 +799,9 @@ class ObserveConfig(Section):
         None,
         ge=1,
         le=65535,
-        description="each actor serves its metrics at the first free port from this one on; default: off",
+        description="each actor serves its metrics at the first free port from this one on; null: off",
     )
-    prometheus_host: str = Field("127.0.0.1", description="interface on which the metrics are served")
+    prometheus_host: str = Field("127.0.0.1", description="interface for the metrics")
     prometheus_token: str | None = Field(
         None,
         min_length=1,
@@ -826,11 +811,9 @@ class ObserveConfig(Section):
     rollouts: Literal["all", "sample", "none"] = Field(
         "all", description="rollouts kept in the run folder, as Parquet; sample: those of one group in 16"
     )
-    rollouts_gib: float = Field(
-        20.0, gt=0, description="size of the kept rollouts from which on the oldest files are removed"
-    )
-    wandb: str | None = Field(None, description="name of the Weights & Biases project to log to")
-    trackio: str | None = Field(None, description="name of the trackio project to log to")
+    rollouts_gib: float = Field(20.0, gt=0, description="above this size the oldest files of rollouts are removed")
+    wandb: str | None = Field(None, description="Weights & Biases project to log to")
+    trackio: str | None = Field(None, description="trackio project to log to")
 
     @model_validator(mode="after")
     def _others_need_a_token(self) -> ObserveConfig:
@@ -847,8 +830,8 @@ class MasterConfig(Section):
     address: str = Field(
         "tcp://127.0.0.1:5555",
         pattern=r"^tcp://.+:\d+$",
-        description="address at which the master listens; host *: all interfaces. If it is not set and the port is "
-        "in use, a run on one machine takes another one",
+        description="address at which the master listens; host *: all interfaces. If it is not set and the "
+        "port is in use, a run on one machine takes another one",
     )
     lease_seconds: float = Field(60.0, gt=0, description="silence after which an actor is fenced and its leases end")
     lost_seconds: float = Field(
@@ -857,7 +840,7 @@ class MasterConfig(Section):
     stall_seconds: float = Field(
         300.0,
         gt=0,
-        description="time without any progress after which the run ends; the master tries to recover before that",
+        description="time without progress after which the run ends; the master tries to recover before that",
     )
     drain_seconds: float = Field(
         60.0, gt=0, description="time that an actor has to hand over its work when it is told to leave"
@@ -869,10 +852,10 @@ class NetworkConfig(Section):
 
     keys: str | None = Field(
         None,
-        description="folder made by `python -m areal keys`, required if "
-        "the master listens beyond this machine; default: AREAL_KEYS, or on one machine keys of the run's own",
+        description="folder made by `python -m areal keys`, required if the master listens beyond this machine; null: "
+        "AREAL_KEYS, or on one machine keys of the run's own",
     )
-    ports: tuple[int, int] | None = Field(None, description="first and last port to listen at; default: any free port")
+    ports: tuple[int, int] | None = Field(None, description="first and last port to listen at; null: any free port")
 
     @field_validator("ports")
     @classmethod
@@ -892,21 +875,18 @@ class NetworkConfig(Section):
 class Config(ScoringConfig):
     """A run. `batch_size` (B) and all bounds count groups; a group is a prompt with its `group_size` (G) samples."""
 
-    name: str = Field("run", description="name of the run and of its folder in run_dir")
+    name: str = Field("run", description="name of the run and of its folder")
     run_dir: Path = Field(Path("runs"), description="folder that contains the run folders")
-    seed: int = Field(0, description="random seed of the data order, of sampling and of training")
+    seed: int = Field(0, description="seed of the data order, of sampling and of training")
     model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart` (the run makes it)")
-    steps: int = Field(
-        ge=0, description="number of training steps; 0: the model is evaluated alone (docs/evaluation.md)"
-    )
+    steps: int = Field(ge=0, description="training steps; 0: the model is evaluated alone (docs/evaluation.md)")
     batch_size: int = Field(ge=1, description="B: groups per training step")
     group_size: int = Field(ge=1, description="G: samples per prompt")
     oversample: int = Field(
         0,
         ge=0,
-        description="samples started beyond group_size. A group is complete with the first group_size samples that are "
-        "scored, and the others are stopped. Long samples do not delay a group, so training is biased against long "
-        "answers",
+        description="samples started beyond group_size. A group is complete with the first group_size scored samples; "
+        "the others are stopped. Training is then biased against long answers",
     )
     max_staleness: int = Field(8, ge=0, description="eta: most versions between a group's first token and its training")
     run_ahead: Literal["auto", "max"] = Field(
@@ -924,13 +904,15 @@ class Config(ScoringConfig):
         "requeue", description="what happens to a group with a completion that could not be scored"
     )
     max_attempts: int = Field(
-        3, ge=1, description="a prompt is discarded after this many failures, not counting those in a row"
+        3,
+        ge=1,
+        description="a prompt is discarded after this many failures; of failures in a row only the first counts",
     )
     max_failed_share: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="largest share of the prompts that may be discarded for failures; beyond, the run ends",
+        description="largest share of prompts discarded for failures; beyond, the run ends",
     )
     outage_seconds: float = Field(
         3600.0,
@@ -939,9 +921,8 @@ class Config(ScoringConfig):
     )
     filter_zero_signal: bool = Field(
         False,
-        description="discard groups whose samples all have the same reward, and generate others in their place "
-        "(dynamic sampling, arXiv 2503.14476); with trainer.advantage_mean=group their advantage is 0. On by default "
-        "with trainer.objective=dapo",
+        description="replace groups whose samples all have the same reward (dynamic sampling, arXiv 2503.14476); with "
+        "trainer.advantage_mean=group their advantage is 0. On by default with trainer.objective=dapo",
     )
 
     data: DataConfig

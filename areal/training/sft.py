@@ -41,13 +41,11 @@ class SftData(RowsConfig):
     """As in a run; `source` may also be the folder of a run's rollouts. Prompts are encoded as in a run with the same
     `system_prompt`. Samples of rollouts that were cut at the limit of tokens are left out."""
 
-    answer_key: str = Field("completion", description="field of a row that holds the completion")
-    eval_size: int | None = Field(None, ge=1, description="held-out rows; default: a twentieth of all")  # type: ignore[assignment]
-    best_of_group: bool = Field(
-        True, description="of a folder of rollouts: only the sample of each group with the highest reward; false: all"
-    )
+    answer_key: str = Field("completion", description="field with the completion")
+    eval_size: int | None = Field(None, ge=1, description="held-out rows; null: a twentieth of all")  # type: ignore[assignment]
+    best_of_group: bool = Field(True, description="of rollouts: only the sample of each group with the highest reward")
     min_reward: float | None = Field(
-        None, description="of a folder of rollouts: only samples with at least this reward; default: above 0"
+        None, description="of rollouts: only samples with at least this reward; null: above 0"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from areal.config import Config, Section
+from areal.config import Config, DataConfig, Section, SourceConfig
 from areal.training.sft import SftConfig, SftData
 
 PAGE = Path(__file__).parents[1] / "configuration.md"
@@ -32,15 +32,16 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 INTRODUCTION = """\
 # Configuration
 
-This page is for everyone who configures a run or supervised fine-tuning: it lists every key with its values, its
-default and its meaning.
+This page lists every key of a run and of supervised fine-tuning.
 
 <!-- Written by docs/site/configuration.py from areal/config.py: change it there. -->
 
-A run is configured by a YAML file, by `key=value` arguments on the command line, or by both. Examples of arguments are
-`trainer.lr=1e-5` and `reward.functions=[math]`. Unknown keys and values of a wrong type are reported before anything is
-started. `--dry-run` prints the resolved configuration; a run also writes it to `config.yaml` in the run folder. Keys
-without a default are required.
+A run is configured by a YAML file, by arguments such as `trainer.lr=1e-5` and `reward.functions=[math]`, or by both.
+Unknown keys and wrong values are reported before anything is started. `--dry-run` prints the resolved configuration; a
+run also writes it to `config.yaml` in the run folder.
+
+The column *value* begins with the default, or with *required*. Other values, the type where the default does not show
+it, and limits follow.
 """
 
 FINE_TUNING = """\
@@ -73,18 +74,34 @@ def _section(prefix: str, section: type[Section], heading: str | None = None) ->
         yield ""
     yield from _table(prefix, section)
     yield ""
+    if same := _keys_as_in_data(section):
+        yield f"As in [data](#data): {', '.join(f'`{name}`' for name in same)}."
+        yield ""
     for name, field in section.model_fields.items():
-        if inner := _section_of(field):
+        if name not in same and (inner := _section_of(field)):
             yield from _section(f"{prefix}{name}.", inner)
 
 
 def _table(prefix: str, section: type[Section]) -> Iterator[str]:
-    yield "| key | value | default | meaning |"
-    yield "|---|---|---|---|"
+    same = _keys_as_in_data(section)
+    yield "| key | value | meaning |"
+    yield "|---|---|---|"
     for name, field in section.model_fields.items():
-        if not _section_of(field):
+        if name not in same and not _section_of(field):
             text = _linked(field.description or "").replace("|", "\\|")
-            yield f"| `{prefix}{name}` | {_kind(field)} | {_default(field)} | {text} |"
+            yield f"| `{prefix}{name}` | {_value(field)} | {text} |"
+
+
+def _keys_as_in_data(section: type[Section]) -> list[str]:
+    """The keys that the section shares with `data`, which describes them."""
+    if section is DataConfig or not issubclass(section, SourceConfig):
+        return []
+    fields = DataConfig.model_fields
+    return [name for name, field in section.model_fields.items() if name in fields and _same(field, fields[name])]
+
+
+def _same(field: FieldInfo, described: FieldInfo) -> bool:
+    return (field.description, _value(field)) == (described.description, _value(described))
 
 
 def _section_of(field: FieldInfo) -> type[Section] | None:
@@ -93,14 +110,27 @@ def _section_of(field: FieldInfo) -> type[Section] | None:
     return next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)), None)
 
 
-def _kind(field: FieldInfo) -> str:
+def _value(field: FieldInfo) -> str:
+    """The default, then the other values, or the type where the default does not show it, and the limits."""
+    default = field.get_default(call_default_factory=True)
     limits = [
         f"{sign} {getattr(bound, name):g}"
         for bound in field.metadata
         for name, sign in BOUNDS.items()
         if hasattr(bound, name)
     ]
-    return ", ".join([_name(field.annotation), *limits])
+    if default is PydanticUndefined:
+        return ", ".join(["required", _name(field.annotation), *limits])
+    plain = to_jsonable_python(default)
+    text = f"`{plain if isinstance(plain, str) else json.dumps(plain)}`"
+    if default is None or _choices(field.annotation):
+        values = _name(field.annotation).split(", ")
+        return ", ".join([text, *(value for value in values if value != text), *limits])
+    return ", ".join([text, *limits])
+
+
+def _choices(kind: Any) -> bool:
+    return get_origin(kind) is Literal or any(get_origin(part) is Literal for part in get_args(kind))
 
 
 def _name(kind: Any) -> str:
@@ -109,7 +139,7 @@ def _name(kind: Any) -> str:
         case origin if origin is Literal:
             return ", ".join(f"`{value}`" for value in arguments)
         case origin if origin in (UnionType, Union):
-            return " or ".join(_name(part) for part in arguments if part is not NoneType)
+            return ", ".join(_name(part) for part in arguments if part is not NoneType)
         case origin if origin is tuple:
             return f"{len(arguments)} of: {_name(arguments[0])}"
         case origin if origin is list:
@@ -118,11 +148,6 @@ def _name(kind: Any) -> str:
             return f"mapping of {_name(arguments[0])} to {_name(arguments[1])}"
         case _:
             return NAMES[kind]
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
-    return "" if value is PydanticUndefined else f"`{json.dumps(to_jsonable_python(value))}`"
 
 
 def _linked(text: str) -> str:
