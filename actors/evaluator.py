@@ -96,13 +96,13 @@ class Evaluation:
         for number, (scores, tokens) in (due.scored.by_row() if due.scored else {}).items():
             self.scores[number], self.tokens[number], self.unfinished[number] = scores, tokens, 0
 
-    def add(self, number: int, done: Trajectory | None) -> None:
+    def add(self, number: int, sample: Trajectory | None) -> None:
         """Count a sample of a row; None: it could not be scored."""
         self.unfinished[number] -= 1
-        if done is not None:
-            self.first.setdefault(number, done)
-            self.scores[number].append(done.reward)
-            self.tokens[number] += int(done.sampled.sum())
+        if sample is not None:
+            self.first.setdefault(number, sample)
+            self.scores[number].append(sample.reward)
+            self.tokens[number] += int(sample.sampled.sum())
         if number >= ROWS_SHOWN and self.scores[number] and not self.unfinished[number]:
             self._news[number] = self.scores[number], self.tokens[number]
 
@@ -117,32 +117,32 @@ class Benchmark:
     not in the file."""
 
     def __init__(self, name: str, config: Config, rows: list[Row], version: int) -> None:
-        own = config.evaluator.benchmarks[name]
+        settings = config.evaluator.benchmarks[name]
         self.sampling = SamplingConfig(
-            temperature=own.temperature,
-            top_p=own.top_p,
-            max_new_tokens=own.max_new_tokens or config.sampling.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
             stop=config.sampling.stop,
         )
-        self._own = own
+        self._settings = settings
         self._rows = rows
-        self._file = SampleFile(config.folder, name, version, _settings_of(own, self.sampling, config))
-        wanted = {(row.index, number): row for row in rows for number in range(own.samples)}
-        self._done: dict[tuple[int, int], tuple[float, int, bool]] = {}  # score, tokens, whether it was cut
+        self._file = SampleFile(config.folder, name, version, _settings_of(settings, self.sampling, config))
+        samples = {(row.index, number): row for row in rows for number in range(settings.samples)}
+        self._results: dict[tuple[int, int], tuple[float, int, bool]] = {}  # score, tokens, whether it was cut
         for sample in self._file.read():
-            if (key := (sample["row"], sample["sample"])) in wanted:
-                self._done[key] = sample["score"], sample["tokens"], sample["finish"] == "length"
-        self.missing = [(row, number) for (index, number), row in wanted.items() if (index, number) not in self._done]
+            if (key := (sample["row"], sample["sample"])) in samples:
+                self._results[key] = sample["score"], sample["tokens"], sample["finish"] == "length"
+        self.missing = [(row, key[1]) for key, row in samples.items() if key not in self._results]
         self._unfinished = len(self.missing)
-        self._samples = len(wanted)
+        self._samples = len(samples)
 
-    def add(self, row: Row, number: int, done: Trajectory | None, completion: str = "") -> None:
+    def add(self, row: Row, number: int, sample: Trajectory | None, completion: str = "") -> None:
         """Keep a sample; None: it could not be scored."""
         self._unfinished -= 1
-        if done is None:
+        if sample is None:
             return
-        tokens = int(done.sampled.sum())
-        self._done[row.index, number] = done.reward, tokens, done.finish == "length"
+        tokens = int(sample.sampled.sum())
+        self._results[row.index, number] = sample.reward, tokens, sample.finish == "length"
         self._file.append(
             {
                 "row": row.index,
@@ -150,8 +150,8 @@ class Benchmark:
                 "prompt": prompt_text(row.prompt),
                 "completion": completion,
                 "answer": row.answer,
-                "score": done.reward,
-                "finish": done.finish,
+                "score": sample.reward,
+                "finish": sample.finish,
                 "tokens": tokens,
             }
         )
@@ -161,11 +161,11 @@ class Benchmark:
         return f"{self._samples - self._unfinished} of {self._samples}"
 
     def scores(self) -> BenchmarkScores:
-        own, count = self._own, len(self._done)
+        settings, count = self._settings, len(self._results)
         by_row: dict[int, list[float]] = {row.index: [] for row in self._rows}
-        for (index, _), (score, _, _) in self._done.items():
+        for (index, _), (score, _, _) in self._results.items():
             by_row[index].append(score)
-        card = scorecard(list(by_row.values()), own.samples, own.pass_score) if count else None
+        card = scorecard(list(by_row.values()), settings.samples, settings.pass_score) if count else None
         return BenchmarkScores(
             accuracy=card.accuracy if card else None,
             standard_error=card.standard_error if card else None,
@@ -173,10 +173,10 @@ class Benchmark:
             rows=len(self._rows),
             failed=card.failed if card else len(self._rows),
             unfinished=self._unfinished,
-            completion_tokens_mean=sum(tokens for _, tokens, _ in self._done.values()) / count if count else None,
-            samples=own.samples,
+            completion_tokens_mean=sum(tokens for _, tokens, _ in self._results.values()) / count if count else None,
+            samples=settings.samples,
             scored=count,
-            cut_share=sum(cut for _, _, cut in self._done.values()) / count if count else None,
+            cut_share=sum(cut for _, _, cut in self._results.values()) / count if count else None,
         )
 
 
@@ -184,12 +184,12 @@ def _progress_of(benchmarks: Mapping[str, Benchmark]) -> str:
     return ", ".join(f"{name} {benchmark.progress}" for name, benchmark in benchmarks.items())
 
 
-def _settings_of(own: BenchmarkConfig, sampling: SamplingConfig, config: Config) -> dict[str, object]:
+def _settings_of(benchmark: BenchmarkConfig, sampling: SamplingConfig, config: Config) -> dict[str, object]:
     """The settings under which samples of a benchmark are comparable. More samples or rows do not change those that are
     there."""
     counts = {"size", "dates", "date_key", "samples", "pass_score", "every"}
-    kept = own.model_dump(mode="json", exclude=counts) | sampling.model_dump()
-    return kept | config.rollout_manager.model_dump(mode="json", include={"workflow", "workflow_options"})
+    settings = benchmark.model_dump(mode="json", exclude=counts) | sampling.model_dump()
+    return settings | config.rollout_manager.model_dump(mode="json", include={"workflow", "workflow_options"})
 
 
 class Evaluator(Sampler):
@@ -197,15 +197,16 @@ class Evaluator(Sampler):
 
     async def setup(self) -> None:
         await super().setup()
-        own = self.config.evaluator
-        self._sampling = self.config.sampling.model_copy(update={"temperature": own.temperature, "top_p": own.top_p})
+        settings = self.config.evaluator
+        conditions = {"temperature": settings.temperature, "top_p": settings.top_p}
+        self._sampling = self.config.sampling.model_copy(update=conditions)
         rows = [self._source.heldout(i) for i in range(self.config.data.eval_size)]
         self._rows = [row for row in rows if not self.too_long(row)]
         if len(self._rows) < len(rows):
             log.warning("held-out rows are left out, as their prompts are too long", count=len(rows) - len(self._rows))
         self._problems = {
             name: await asyncio.to_thread(open_benchmark, name, benchmark, self.config.seed)
-            for name, benchmark in own.benchmarks.items()
+            for name, benchmark in settings.benchmarks.items()
         }
 
     async def main(self) -> None:
@@ -222,11 +223,11 @@ class Evaluator(Sampler):
             try:
                 result = await self._evaluate(evaluation, benchmarks)
             except EvaluationFailed as error:
-                before = due.version, len(due.scored.rows) if due.scored else 0
-                failed[before] += 1
-                log.warning("the evaluation failed", version=due.version, attempt=failed[before], why=str(error))
+                progress = due.version, len(due.scored.rows) if due.scored else 0
+                failed[progress] += 1
+                log.warning("the evaluation failed", version=due.version, attempt=failed[progress], why=str(error))
                 # A version in between is not tried again: the next version that is due follows soon.
-                if due.version in (0, self.config.steps) and failed[before] < ATTEMPTS:
+                if due.version in (0, self.config.steps) and failed[progress] < ATTEMPTS:
                     continue
                 await self.ask_master(EvaluationAbandoned(version=due.version, reason=str(error)[:4096]), Done)
             else:
@@ -279,8 +280,8 @@ class Evaluator(Sampler):
 
         async def solve(name: str, row: Row, number: int) -> None:
             benchmark = benchmarks[name]
-            done = await sampled(row, benchmark.sampling)
-            benchmark.add(row, number, done, self._texts(done)[1] if done else "")
+            trajectory = await sampled(row, benchmark.sampling)
+            benchmark.add(row, number, trajectory, self._texts(trajectory)[1] if trajectory else "")
             self.activity = f"evaluating version {evaluation.version}: {_progress_of(benchmarks)}"
 
         try:
@@ -310,25 +311,25 @@ class Evaluator(Sampler):
         home = home or await router.choose("generator")
         session = SampleSession(router, self._tokenizer, row, sampling, version, home)
         try:
-            done = await self.run_workflow(session, row)
+            sample = await self.run_workflow(session, row)
         except NotExact:
             raise
         except SampleFailed as error:
             log.warning("not scored", row=row.index, error=str(error))
             return None
-        if other := set(done.versions[done.sampled].tolist()) - {version}:
-            raise NotExact(f"the evaluation of version {version} received tokens of versions {sorted(other)}")
-        return done
+        if foreign := set(sample.versions[sample.sampled].tolist()) - {version}:
+            raise NotExact(f"the evaluation of version {version} received tokens of versions {sorted(foreign)}")
+        return sample
 
     def _result(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> EvaluationDone:
         """The result to report to the master. Raises EvaluationFailed if no sample was scored."""
-        own, rows = self.config.evaluator, evaluation.rows
+        settings, rows = self.config.evaluator, evaluation.rows
         scored = sum(len(scores) for scores in evaluation.scores)
         solved = {name: benchmark.scores() for name, benchmark in benchmarks.items()}
         if not scored and (rows or not any(scores.scored for scores in solved.values())):
             what = f"the {len(rows)} held-out rows" if rows else f"the rows of {', '.join(solved)}"
             raise EvaluationFailed(f"none of {what} could be scored at version {evaluation.version}")
-        card = scorecard(evaluation.scores, own.samples, own.pass_score) if scored else None
+        card = scorecard(evaluation.scores, settings.samples, settings.pass_score) if scored else None
         return EvaluationDone(
             version=evaluation.version,
             accuracy=card.accuracy if card else None,
@@ -342,15 +343,15 @@ class Evaluator(Sampler):
             benchmarks=solved,
         )
 
-    def _shown(self, row: Row, done: Trajectory) -> Sample:
-        prompt, completion = self._texts(done)
-        return Sample(prompt=prompt, completion=completion, answer=row.answer, score=done.reward)
+    def _shown(self, row: Row, sample: Trajectory) -> Sample:
+        prompt, completion = self._texts(sample)
+        return Sample(prompt=prompt, completion=completion, answer=row.answer, score=sample.reward)
 
-    def _texts(self, done: Trajectory) -> tuple[str, str]:
+    def _texts(self, sample: Trajectory) -> tuple[str, str]:
         """The text before the first sampled token, and from there on."""
-        first = int(done.sampled.argmax())
+        first = int(sample.sampled.argmax())
         prompt, completion = (
             self._tokenizer.decode(part, skip_special_tokens=True)
-            for part in (done.tokens[:first], done.tokens[first:])
+            for part in (sample.tokens[:first], sample.tokens[first:])
         )
         return prompt, completion

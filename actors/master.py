@@ -227,8 +227,8 @@ class Master(HandlesRequests):
         if self.state.last_step:
             self.folder.append_metrics(self.state.last_step)
             self._remember(self.state.last_step)
-        for done in self.state.evaluations.values():
-            self.folder.append_evaluation(evaluation_record(done))
+        for evaluation in self.state.evaluations.values():
+            self.folder.append_evaluation(evaluation_record(evaluation))
         self._hold_version_0()
         if self.state.masters > 1:
             self._meter.begin(now)
@@ -292,13 +292,13 @@ class Master(HandlesRequests):
         holds. Thousands of actors may join at once, and each event is sent to all of them."""
         changed, gone = {m.identity: m for m in event.changed}, list(event.gone)
         size = _told_bytes(event)
-        while self._outbox and isinstance(more := self._outbox[0], MembersChanged):
-            size += _told_bytes(more)
+        while self._outbox and isinstance(following := self._outbox[0], MembersChanged):
+            size += _told_bytes(following)
             if size > MAX_DIRECTORY_BYTES:
                 break
             self._outbox.popleft()
-            changed |= {m.identity: m for m in more.changed}
-            gone += more.gone
+            changed |= {m.identity: m for m in following.changed}
+            gone += following.gone
         return MembersChanged(changed=tuple(m for i, m in changed.items() if i not in gone), gone=tuple(gone))
 
     def _crashed(self, error: BaseException) -> None:
@@ -323,13 +323,13 @@ class Master(HandlesRequests):
 
     async def _watch(self) -> None:
         """Every second: remove silent actors, expire leases, abandon a late evaluation, and react to a stalled run."""
-        before = self._now()
+        last = self._now()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = self._now()
-            if (absent := now - before - WATCH_SECONDS) > WATCH_SECONDS:
+            if (absent := now - last - WATCH_SECONDS) > WATCH_SECONDS:
                 self._excuse(absent)
-            before = now
+            last = now
             for identity, pulse in list(self._pulses.items()):
                 if now - pulse.heard > self.config.master.lease_seconds:
                     self._remove(identity, f"silent for {now - pulse.heard:.0f} s")
@@ -458,32 +458,32 @@ class Master(HandlesRequests):
 
     @handles(Join)
     async def join(self, request: Request[Join]) -> Welcome:
-        asked, mark = request.message, mark_of(request.token)
-        member = self._joined_already(asked, mark) or self._admit_member(asked, mark)
+        request_to_join, mark = request.message, mark_of(request.token)
+        member = self._joined_already(request_to_join, mark) or self._admit_member(request_to_join, mark)
         return Welcome(identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot())
 
-    def _joined_already(self, asked: Join, mark: str) -> Member | None:
+    def _joined_already(self, join: Join, mark: str) -> Member | None:
         """The member that this Join already created, if an earlier master answered the same Join."""
-        same = (m for m in self.state.members.values() if m.role == asked.role and m.identity.endswith(f"#{mark}"))
+        same = (m for m in self.state.members.values() if m.role == join.role and m.identity.endswith(f"#{mark}"))
         return next(same, None)
 
-    def _admit_member(self, asked: Join, mark: str) -> Member:
+    def _admit_member(self, join: Join, mark: str) -> Member:
         if len(self.state.members) >= MAX_MEMBERS:
             raise BusyError(f"a run may have at most {MAX_MEMBERS} members")
         # There is one trainer: a new one replaces the one before.
-        index = 0 if asked.role == "trainer" else asked.index
-        index = self._free_index(asked.role) if index is None else index
-        identity = f"{asked.role}/{index}#{mark}"
-        for other in [i for i, m in self.state.members.items() if (m.role, m.index) == (asked.role, index)]:
-            self._remove(other, f"replaced by {identity}")
-        member = Member(identity=identity, role=asked.role, index=index, address=asked.address, state="stale")
+        index = 0 if join.role == "trainer" else join.index
+        index = self._free_index(join.role) if index is None else index
+        identity = f"{join.role}/{index}#{mark}"
+        for occupant in [i for i, m in self.state.members.items() if (m.role, m.index) == (join.role, index)]:
+            self._remove(occupant, f"replaced by {identity}")
+        member = Member(identity=identity, role=join.role, index=index, address=join.address, state="stale")
         self._check_room(member)
         self.state.emit("joined", member=member.model_dump())
         self._sizes[identity] = _member_bytes(member)
         self._pulses[identity] = _Pulse(self._now(), Counter())
         self._send_out(MembersChanged(changed=(member,)))
-        log.info("joined", actor=identity, address=asked.address)
-        if asked.role == "generator":
+        log.info("joined", actor=identity, address=join.address)
+        if join.role == "generator":
             self._hold_version_0(member)
         if len({is_loopback(host_of(m.address)) for m in self.state.members.values()}) > 1:
             log.warning(
@@ -505,13 +505,13 @@ class Master(HandlesRequests):
     @handles(Heartbeat)
     async def heartbeat(self, request: Request[Heartbeat]) -> HeartbeatAnswer:
         member, beat = self._member(request), request.message
-        told = member.model_copy(update={"state": beat.state, "serves": beat.serves})
-        if told != member:
-            self._check_room(told)
+        updated = member.model_copy(update={"state": beat.state, "serves": beat.serves})
+        if updated != member:
+            self._check_room(updated)
         self._listen(self._pulses[member.identity], beat)
         spans = [(span.name, span.began, span.seconds) for span in beat.spans]
         self.folder.heard(actor_name(member.identity), beat.state, beat.activity, beat.stats, beat.clock, spans)
-        if told != member:
+        if updated != member:
             self._change(member, state=beat.state, serves=beat.serves)
             self._progress()
         return HeartbeatAnswer(
@@ -521,13 +521,13 @@ class Master(HandlesRequests):
         )  # fmt: skip
 
     def _loads_for(self, asker: str) -> LoadColumns:
-        told = {name: pulse.engagement for name, pulse in self._pulses.items() if pulse.engagement is not None}
+        engagements = {name: pulse.engagement for name, pulse in self._pulses.items() if pulse.engagement is not None}
         return LoadColumns(
-            names=tuple(told),
-            sequences=np.array([self._pulses[name].sequences for name in told], np.int64),
-            own=np.array([engagement.sequences.get(asker, 0) for engagement in told.values()], np.int64),
-            limits=np.array([engagement.limit for engagement in told.values()], np.int64),
-            versions=np.array([engagement.version for engagement in told.values()], np.int64),
+            names=tuple(engagements),
+            sequences=np.array([self._pulses[name].sequences for name in engagements], np.int64),
+            own=np.array([engagement.sequences.get(asker, 0) for engagement in engagements.values()], np.int64),
+            limits=np.array([engagement.limit for engagement in engagements.values()], np.int64),
+            versions=np.array([engagement.version for engagement in engagements.values()], np.int64),
         )
 
     def _listen(self, pulse: _Pulse, beat: Heartbeat) -> None:
@@ -626,9 +626,9 @@ class Master(HandlesRequests):
             self._long = 0
             log.warning("group failed", group=failed.group, cause=failed.cause, reason=failed.reason)
             self.state.emit("tokens_discarded", count=failed.discarded)
-            before, now = self._failures.outage, self._now()
+            paused, now = self._failures.outage, self._now()
             self._failures.failed(failed.cause, failed.reason, now)
-            if self._failures.outage and not before:
+            if self._failures.outage and not paused:
                 log.error("admission pauses: no group can be finished", why=self._failures.story(now))
         self._changed.notify()
         return Done()
@@ -643,8 +643,8 @@ class Master(HandlesRequests):
 
     def _fail(self, failed: GroupFailed, owner: str) -> Answer:
         if failed.cause in ("row", "long"):  # another attempt would fail as well
-            known = self.ledger.group(failed.group)
-            if known is None or known.owner != owner:
+            group = self.ledger.group(failed.group)
+            if group is None or group.owner != owner:
                 return Answer.GONE
             return self.ledger.discard(failed.group, failed.cause)
         if self._failures.in_a_row:
@@ -720,16 +720,16 @@ class Master(HandlesRequests):
         def decided() -> Batch | RunEnded | None:
             if version > self.ledger.version:  # the commit of the step before has not arrived yet
                 return None
-            found = self.ledger.next_batch(version)
+            answer = self.ledger.next_batch(version)
             if version == self.ledger.version:
-                self._meter.note(found, self._now())
-            return found if isinstance(found, Batch | RunEnded) else None
+                self._meter.note(answer, self._now())
+            return answer if isinstance(answer, Batch | RunEnded) else None
 
         version = request.message.version
         self._trainer(request)
-        found = await self._park(request, decided)
+        answer = await self._park(request, decided)
         self._trainer(request)
-        match found:
+        match answer:
             case Batch() as batch:
                 return BatchAnswer(status="ready", groups=batch.group_ids, mask_older_than=batch.min_token_version)
             case RunEnded():
@@ -769,15 +769,15 @@ class Master(HandlesRequests):
     async def publish_policy(self, request: Request[PublishPolicy]) -> Done:
         policy: Policy = request.message.policy
         self._trainer(request, policy.lineage)
-        before = self.state.policy
-        if policy.identity <= before.identity:
+        current = self.state.policy
+        if policy.identity <= current.identity:
             return Done()
         if policy.version != self.ledger.version:
             raise RefusedError(
                 f"version {policy.version} cannot be published: the run is at version {self.ledger.version}"
             )
         self.state.emit("published", policy=policy.model_dump())
-        if policy.version > before.version:
+        if policy.version > current.version:
             self._plan_evaluation(policy)
         self._send_out(PolicyPublished(policy=policy))
         self._progress()
@@ -824,8 +824,8 @@ class Master(HandlesRequests):
 
     def _evaluated(self, version: int) -> bool:
         """True if the evaluation of the first or the last version is over, with a result or without."""
-        known = self.state.evaluations.keys() | self.state.not_evaluated.keys()
-        return not self.config.evaluates or version in known
+        over = self.state.evaluations.keys() | self.state.not_evaluated.keys()
+        return not self.config.evaluates or version in over
 
     def _hold_version_0(self, fresh: Member | None = None) -> None:
         """Have one generator hold version 0 until it is evaluated, while the run goes on. It has to be a generator that
@@ -885,8 +885,8 @@ class Master(HandlesRequests):
     def _note_loss(self, evaluator: str, version: int) -> None:
         """An evaluator is gone. The next one goes on with its evaluation, but a generator is not held for evaluators
         that are lost again and again before they have scored another row."""
-        before, self._rows_at_loss = self._rows_at_loss, (version, len(self.state.row_scores(version)))
-        if before == self._rows_at_loss:
+        previous, self._rows_at_loss = self._rows_at_loss, (version, len(self.state.row_scores(version)))
+        if previous == self._rows_at_loss:
             self._abandon(f"{evaluator} is gone, like the one before, and none of them has scored another row")
 
     def _drop_evaluation(self, version: int, reason: str) -> None:
@@ -922,8 +922,8 @@ class Master(HandlesRequests):
         version, scored = request.message.version, request.message.scored.by_row()
         if not all(0 <= row < self.config.data.eval_size for row in scored):
             raise RefusedError(f"there are {self.config.data.eval_size} held-out rows, not {max(scored)}")
-        due, known = self._evaluation_due(), self.state.row_scores(version)
-        if due and due[0] == version and (fresh := {row: scored[row] for row in scored if row not in known}):
+        due, earlier = self._evaluation_due(), self.state.row_scores(version)
+        if due and due[0] == version and (fresh := {row: scored[row] for row in scored if row not in earlier}):
             self.state.keep_scores(version, fresh)
             self._progress()
         return Done()
@@ -931,17 +931,17 @@ class Master(HandlesRequests):
     @handles(EvaluationDone)
     async def evaluation_done(self, request: Request[EvaluationDone]) -> Done:
         self._member(request, "evaluator")
-        done = request.message
+        evaluation = request.message
         due = self._evaluation_due()
-        if due is None or due[0] != done.version:  # reported before, or abandoned meanwhile
+        if due is None or due[0] != evaluation.version:  # reported before, or abandoned meanwhile
             return Done()
-        self.state.emit("evaluated", evaluation=done.model_dump())
+        self.state.emit("evaluated", evaluation=evaluation.model_dump())
         if due[1]:
             self._change(due[1], held=None)
-        log.info("evaluated", **evaluation_record(done))
+        log.info("evaluated", **evaluation_record(evaluation))
         self._progress()
         await self.journal.durable()
-        self.folder.append_evaluation(evaluation_record(done))
+        self.folder.append_evaluation(evaluation_record(evaluation))
         await self._end_if_complete()
         self._changed.notify()
         return Done()
@@ -980,9 +980,9 @@ class Master(HandlesRequests):
                 "metrics": self.state.last_step,
                 "recent": [] if since is None else [step for step in self._recent if step["step"] > since],
                 "accuracy": {
-                    str(version): done.accuracy
-                    for version, done in self.state.evaluations.items()
-                    if done.accuracy is not None
+                    str(version): evaluation.accuracy
+                    for version, evaluation in self.state.evaluations.items()
+                    if evaluation.accuracy is not None
                 },
                 "members": self._told_members(),
                 "ended": self._end.done(),
@@ -992,12 +992,12 @@ class Master(HandlesRequests):
 
     def _told_members(self) -> list[dict[str, Any]]:
         """The members with their activities and numbers; without these, once they take MAX_STATUS_BYTES."""
-        told, size = [], 0
+        members, size = [], 0
         for identity, member in self.state.members.items():
             pulse = self._pulses[identity]
             size += len(pulse.activity.encode()) + sum(len(name.encode()) + 11 for name in pulse.stats)
             fits = size <= MAX_STATUS_BYTES
-            told.append(
+            members.append(
                 {
                     "identity": identity,
                     "state": member.state,
@@ -1005,7 +1005,7 @@ class Master(HandlesRequests):
                     "stats": pulse.stats if fits else {},
                 }
             )
-        return told
+        return members
 
     def _counts(self) -> dict[str, int]:
         """Numbers of groups."""

@@ -121,15 +121,15 @@ def open_rollouts(config: Config) -> RolloutWriter:
     def texts(sequences: list[np.ndarray]) -> list[str]:
         return [tokenizer(config.model).decode(tokens.tolist()) for tokens in sequences]
 
-    own = config.observe
-    return RolloutWriter(config.folder / FOLDER, own.rollouts, int(own.rollouts_gib * (1 << 30)), texts)
+    observe = config.observe
+    return RolloutWriter(config.folder / FOLDER, observe.rollouts, int(observe.rollouts_gib * (1 << 30)), texts)
 
 
 class Trainer(Actor):
     role = "trainer"
     _started: Learner | None = None
     _opened: Spool | None = None
-    _kept: RolloutWriter | None = None
+    _writer: RolloutWriter | None = None
     _takes_groups = False
 
     def __init__(
@@ -154,7 +154,7 @@ class Trainer(Actor):
     async def setup(self) -> None:
         self.activity = "starting DeepSpeed"
         self._opened = await asyncio.to_thread(self._open_spool, self.config.folder / "spool.db")
-        self._kept = await asyncio.to_thread(self._open_rollouts, self.config)
+        self._writer = await asyncio.to_thread(self._open_rollouts, self.config)
         self.spawn(self._keep_rollouts(), "keep rollouts")
         self._guard = Guard(self.config.guard)
         async with self._turn():
@@ -189,7 +189,7 @@ class Trainer(Actor):
         self._direct.close()
         if self._started is not None:
             self._started.close()
-        if self._kept is not None:
+        if self._writer is not None:
             await self._write_rollouts()
         if self._opened is not None:
             self._opened.close()
@@ -200,8 +200,8 @@ class Trainer(Actor):
     def stats(self) -> dict[str, float]:
         if self._started is None:
             return {}
-        sent = self._weight_server.bytes_sent + self._direct.bytes_sent
-        return {"work_done": self._started.work_done, "weight_bytes_sent": sent}
+        bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
+        return {"work_done": self._started.work_done, "weight_bytes_sent": bytes_sent}
 
     @property
     def _learner(self) -> Learner:
@@ -215,8 +215,8 @@ class Trainer(Actor):
 
     @property
     def _rollouts(self) -> RolloutWriter:
-        assert self._kept is not None
-        return self._kept
+        assert self._writer is not None
+        return self._writer
 
     # --- devices that generators share
 
@@ -344,14 +344,14 @@ class Trainer(Actor):
             await self._publish_restored(self.policy)
         self._seconds.clear()
 
-    async def _publish_restored(self, before: Policy) -> None:
+    async def _publish_restored(self, replaced: Policy) -> None:
         policy = self._policy()
         if self._version:
             await self._learner.snapshot(Path(policy.folder))
             policy = await self._write(policy)
         await self.ask_master(PublishPolicy(policy=policy), Done)
         log.info("restored", lineage=policy.lineage, version=policy.version)
-        for lineage in range(before.lineage, self._lineage):
+        for lineage in range(replaced.lineage, self._lineage):
             for version in range(self._version - VERSIONS_KEPT, self._version + 2):
                 await self._learner.forget(self._weights(version, lineage))
 
@@ -481,7 +481,7 @@ class Trainer(Actor):
         """Wait until the checkpoint is on disk and its version is published. Then remove the spooled groups that it
         covers, and the oldest checkpoint beyond `trainer.checkpoints_kept`. If it cannot be written, training goes on
         and the next one covers all. Returns why it cannot."""
-        every, kept = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
+        every, limit = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
         began = asyncio.get_running_loop().time()
         try:
             with self.working(f"writing a checkpoint of version {version}"):
@@ -499,7 +499,7 @@ class Trainer(Actor):
         await asyncio.to_thread(self._spool.forget, [group for step in covered for group in self._trained[step]])
         for step in covered:
             del self._trained[step]
-        oldest = (version - 1) // every * every - (kept - 1) * every
+        oldest = (version - 1) // every * every - (limit - 1) * every
         await self._learner.forget(checkpoint_of(self.config.folder, oldest))
         return None
 
@@ -533,7 +533,7 @@ class Trainer(Actor):
 
 def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:
     """Raises ValueError if a token is outside the vocabulary, because the training step would fail on it."""
-    if not all(one.tokens.min() >= 0 and one.tokens.max() < vocab_size for one in samples):
+    if not all(sample.tokens.min() >= 0 and sample.tokens.max() < vocab_size for sample in samples):
         raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
 
 

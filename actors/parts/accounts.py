@@ -30,27 +30,27 @@ class StepMeter:
         """Start the clock of this master's first step. Further calls change nothing."""
         self._begun = now if self._begun is None else self._begun
 
-    def count(self, stats: Mapping[str, float], before: Counter[str] | None) -> tuple[Counter[str], Counter[str]]:
+    def count(self, stats: Mapping[str, float], previous: Counter[str] | None) -> tuple[Counter[str], Counter[str]]:
         """Add what a member has counted since its last heartbeat to the step.
 
-        stats: of the new heartbeat. before: the counters at the last one; None for the first heartbeat that this master
-        hears from a member of an earlier master, which adds nothing. Returns the member's COUNTERS now, and how much
-        they have grown since `before`.
+        stats: of the new heartbeat. previous: the counters at the last one; None for the first heartbeat that this
+        master hears from a member of an earlier master, which adds nothing. Returns the member's COUNTERS now, and how
+        much they have grown since `previous`.
         """
         counters = Counter({name: stats.get(name, 0.0) for name in COUNTERS})
-        fresh: Counter[str] = Counter() if before is None else counters - before
+        fresh: Counter[str] = Counter() if previous is None else counters - previous
         self._counted += fresh
         return counters, fresh
 
-    def note(self, found: Batch | Waiting | RunEnded, now: float) -> None:
+    def note(self, answer: Batch | Waiting | RunEnded, now: float) -> None:
         """Take note of the ledger's answer to a trainer that asks for a batch: for how long fewer groups than a batch
         were ready, and how many ready groups were left over when the batch was formed."""
-        if isinstance(found, Waiting) and found.ready < found.needed:
+        if isinstance(answer, Waiting) and answer.ready < answer.needed:
             self._hungry_since = now if self._hungry_since is None else self._hungry_since
         elif self._hungry_since is not None:
             self._starved += now - self._hungry_since
             self._hungry_since = None
-        if isinstance(found, Batch) and self._left_over is None:
+        if isinstance(answer, Batch) and self._left_over is None:
             self._left_over = self._state.ledger.ready_count
 
     def metrics(self, commit: CommitStep, record: StepRecord, now: float) -> dict[str, Any]:
@@ -92,16 +92,16 @@ class StepMeter:
 def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
     """The contents of summary.json, for a run that has ended."""
     counters = state.ledger.counters
-    before, after = state.evaluations.get(0), state.evaluations.get(config.steps)
+    first, last = state.evaluations.get(0), state.evaluations.get(config.steps)
     samples = counters.trained * config.group_size
     tokens = state.tokens_trained + state.tokens_discarded + sum(state.tokens.values())
     return {
         "ok": ending.ok,
         "reason": ending.reason,
         "steps": state.ledger.version,
-        "accuracy_before": before and before.accuracy,
-        "accuracy_after": after and after.accuracy,
-        "evaluations": [evaluation_record(done) for done in state.evaluations.values()],
+        "accuracy_before": first and first.accuracy,
+        "accuracy_after": last and last.accuracy,
+        "evaluations": [evaluation_record(evaluation) for evaluation in state.evaluations.values()],
         "not_evaluated": {str(version): reason for version, reason in state.not_evaluated.items()},
         "max_staleness": config.max_staleness,
         "samples_trained": samples,
@@ -120,11 +120,11 @@ def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:
         "groups_requeued": dict(counters.requeued),
         "prompts_open": state.ledger.open_prompts(),
         "discarded": state.discarded,
-        "samples_before": [s.model_dump() for s in before.samples] if before else [],
-        "samples_after": [s.model_dump() for s in after.samples] if after else [],
+        "samples_before": [s.model_dump() for s in first.samples] if first else [],
+        "samples_after": [s.model_dump() for s in last.samples] if last else [],
     }
 
 
-def evaluation_record(done: EvaluationDone) -> dict[str, Any]:
+def evaluation_record(evaluation: EvaluationDone) -> dict[str, Any]:
     """The numbers of an evaluation, without its samples."""
-    return done.model_dump(exclude={"samples"})
+    return evaluation.model_dump(exclude={"samples"})

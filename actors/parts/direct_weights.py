@@ -55,12 +55,12 @@ def check_transport(config: Config) -> None:
 
 
 class DirectSender:
-    """The trainer's end. It offers the last `kept` versions."""
+    """The trainer's end. It offers the last `limit` versions."""
 
-    def __init__(self, trainer: Actor, kept: int) -> None:
+    def __init__(self, trainer: Actor, limit: int) -> None:
         self.bytes_sent = 0
         self._trainer = trainer
-        self._kept = kept
+        self._limit = limit
         self._folders: dict[tuple[int, int], Path] = {}
         self._links: dict[str, _Link] = {}
 
@@ -73,29 +73,29 @@ class DirectSender:
     def offer(self, policy: Policy) -> None:
         """Send this version to generators that ask for it."""
         self._folders[policy.identity] = Path(policy.folder)
-        for old in sorted(self._folders)[: -self._kept]:
+        for old in sorted(self._folders)[: -self._limit]:
             del self._folders[old]
 
     async def serve(self, request: Request[SendWeights]) -> AsyncGenerator[TransferCall, None]:
         """The answer to SendWeights: the calls, each once the one before is done. Raises RefusedError for a version
         that is not offered, StreamBrokenError if it cannot be sent."""
-        asked = request.message
+        message = request.message
         link = self._link(request)
-        folder = self._folders.get((asked.lineage, asked.version))
+        folder = self._folders.get((message.lineage, message.version))
         if folder is None:
-            raise RefusedError(f"this trainer does not have version {asked.version}")
-        sent = link.send(folder)
+            raise RefusedError(f"this trainer does not have version {message.version}")
+        sending = link.send(folder)
         try:
             while (call := await asyncio.wait_for(link.calls.get(), request.remaining)) is not None:
                 yield call
-            self.bytes_sent += sent.result()
+            self.bytes_sent += sending.result()
         except Exception as error:  # whatever vLLM or torch raises, it is this transfer that fails
             log.warning(
-                "weights were not sent", version=asked.version, to=request.sender, error=str(error) or "timeout"
+                "weights were not sent", version=message.version, to=request.sender, error=str(error) or "timeout"
             )
-            raise StreamBrokenError(f"version {asked.version} was not sent: {error}"[:1000]) from None
+            raise StreamBrokenError(f"version {message.version} was not sent: {error}"[:1000]) from None
         finally:
-            if link.busy or sent.cancelled() or sent.exception():
+            if link.busy or sending.cancelled() or sending.exception():
                 self._drop(request.owner, link)
 
     def _link(self, request: Request[SendWeights]) -> _Link:
@@ -158,14 +158,14 @@ class _Link:
         return self._sent
 
     def acknowledge(self, number: int) -> None:
-        if done := self._pending.pop(number, None):
-            done.set_result(None)
+        if future := self._pending.pop(number, None):
+            future.set_result(None)
 
     def close(self) -> None:
         """End the group. A thread that is in a collective is left behind if that does not end."""
         self._closed = True
-        for done in self._pending.values():
-            done.set_exception(StreamBrokenError("the generator ended the transfer"))
+        for future in self._pending.values():
+            future.set_exception(StreamBrokenError("the generator ended the transfer"))
         self._pending.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._sender is not None:
@@ -181,16 +181,16 @@ class _Link:
 
     def _call(self, call: str, info: dict[str, Any]) -> None:
         """Called in threads of the sender."""
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
         text = json.dumps(info)
-        self._loop.call_soon_threadsafe(self._ask, call, text, done)
-        done.result(TRANSFER_SECONDS)
+        self._loop.call_soon_threadsafe(self._ask, call, text, future)
+        future.result(TRANSFER_SECONDS)
 
-    def _ask(self, call: Any, info: str, done: concurrent.futures.Future[None]) -> None:
+    def _ask(self, call: Any, info: str, future: concurrent.futures.Future[None]) -> None:
         if self._closed:
-            return done.set_exception(StreamBrokenError("the generator ended the transfer"))
+            return future.set_exception(StreamBrokenError("the generator ended the transfer"))
         self._number += 1
-        self._pending[self._number] = done
+        self._pending[self._number] = future
         self.calls.put_nowait(TransferCall(number=self._number, call=call, info=info))
 
 
@@ -208,7 +208,7 @@ class DirectReceiver:
             raise WeightLoadError("the run has no trainer now")
         address, config = trainers[0].address, self._generator.config
         ask = SendWeights(lineage=policy.lineage, version=policy.version, workers=config.generator.devices)
-        whole = False
+        complete = False
         try:
             stream = self._generator.bus.peer(address).stream(ask, TRANSFER_SECONDS)
             async with contextlib.aclosing(stream) as parts:
@@ -216,10 +216,10 @@ class DirectReceiver:
                     if not isinstance(part, TransferCall):
                         raise StreamBrokenError(f"expected a call, got {part.kind!r}")
                     yield part.call, _info(part)
-                    whole = part.call == FINISH
+                    complete = part.call == FINISH
                     await self._generator.ask(address, TransferDone(number=part.number), Done)
         except BusError as error:
-            if not whole:
+            if not complete:
                 raise WeightLoadError(f"the trainer did not send version {policy.version}: {error}") from None
 
 

@@ -99,8 +99,8 @@ class RunState:
 
     def keep_scores(self, version: int, rows: Mapping[int, tuple[Sequence[float], int]]) -> None:
         """Keep the scores of more rows. They replace those of another version, or of a run with other settings."""
-        kept = [[row, tokens, *scores] for row, (scores, tokens) in rows.items()]
-        self.emit("rows_scored", version=version, conditions=self._conditions, rows=kept)
+        records = [[row, tokens, *scores] for row, (scores, tokens) in rows.items()]
+        self.emit("rows_scored", version=version, conditions=self._conditions, rows=records)
 
     def compact_if_due(self) -> None:
         """If the journal is long, replace its events with a snapshot of the current state."""
@@ -162,11 +162,11 @@ class RunState:
             case "checkpoint_saved":
                 self.checkpoint_version, self.checkpoint = body["version"], body["folder"]
             case "evaluated":
-                done = EvaluationDone.model_validate(body["evaluation"], strict=False)
-                if done.version not in (0, self.ledger.settings.steps):  # the summary shows samples of these two only
-                    done = done.model_copy(update={"samples": ()})
-                self.evaluations[done.version] = done
-                self._forget_row_scores(done.version)
+                evaluation = EvaluationDone.model_validate(body["evaluation"], strict=False)
+                if evaluation.version not in (0, self.settings.steps):  # the summary shows samples of these two only
+                    evaluation = evaluation.model_copy(update={"samples": ()})
+                self.evaluations[evaluation.version] = evaluation
+                self._forget_row_scores(evaluation.version)
             case "evaluation_dropped":
                 self.not_evaluated[body["version"]] = body["reason"]
                 self._forget_row_scores(body["version"])
@@ -224,7 +224,7 @@ class RunState:
             "checkpoint": self.checkpoint,
             "finished": self.finished,
             "members": [member.model_dump() for member in self.members.values()],
-            "evaluations": [done.model_dump() for done in self.evaluations.values()],
+            "evaluations": [evaluation.model_dump() for evaluation in self.evaluations.values()],
             "not_evaluated": list(self.not_evaluated.items()),
             "partial": self._partial,
             "row_scores": [[row, tokens, *scores] for row, (scores, tokens) in self._row_scores.items()],
@@ -246,8 +246,8 @@ class RunState:
         self.policy = Policy.model_validate(dump["policy"])
         members = [Member.model_validate(member, strict=False) for member in dump["members"]]
         self.members = {member.identity: member for member in members}
-        evaluations = [EvaluationDone.model_validate(done, strict=False) for done in dump["evaluations"]]
-        self.evaluations = {done.version: done for done in evaluations}
+        evaluations = [EvaluationDone.model_validate(evaluation, strict=False) for evaluation in dump["evaluations"]]
+        self.evaluations = {evaluation.version: evaluation for evaluation in evaluations}
         self.not_evaluated = {version: reason for version, reason in dump["not_evaluated"]}
         if dump["partial"]:
             version, conditions = dump["partial"]
@@ -263,6 +263,6 @@ class RunState:
 def _conditions_of(config: Config) -> str:
     """A digest of the settings under which rows are evaluated, as far as they may change when a run is resumed. Scores
     under different conditions do not make up one result."""
-    own, workflow = config.evaluator, config.rollout_manager
-    settings = [own.samples, own.temperature, own.top_p, workflow.workflow, workflow.workflow_options]
+    evaluator, workflow = config.evaluator, config.rollout_manager
+    settings = [evaluator.samples, evaluator.temperature, evaluator.top_p, workflow.workflow, workflow.workflow_options]
     return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()

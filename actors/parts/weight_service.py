@@ -49,19 +49,19 @@ log = structlog.get_logger()
 
 
 class WeightServer:
-    """Sends weights to other actors. It keeps `kept` versions (at least two): the one offered last, and the newest of
+    """Sends weights to other actors. It keeps `limit` versions (at least two): the one offered last, and the newest of
     the others."""
 
-    def __init__(self, kept: int) -> None:
+    def __init__(self, limit: int) -> None:
         self.bytes_sent = 0
-        self._kept = kept
+        self._limit = limit
         self._holdings: dict[Version, Holding] = {}
         self._progress = Signal()
 
     def offer(self, version: Version, holding: Holding) -> None:
         """Serve this version from now on: the chunks that it has, and further ones as they arrive."""
         self._holdings[version] = holding
-        for old in sorted(self._holdings.keys() - {version})[: 1 - self._kept]:
+        for old in sorted(self._holdings.keys() - {version})[: 1 - self._limit]:
             self._drop(old)
         self._progress.notify()
 
@@ -69,15 +69,15 @@ class WeightServer:
         """The answer to FetchWeights: the list of files, then the chunks. Raises BusError: BusyError for a version that
         does not arrive in time, RefusedError for one that is no longer kept, StreamBrokenError if a chunk cannot be
         sent."""
-        asked = request.message
-        holding = await self._holding((asked.lineage, asked.version))
-        base = self._base(asked.base, holding)
+        message = request.message
+        holding = await self._holding((message.lineage, message.version))
+        base = self._base(message.base, holding)
         yield WeightFiles(files=tuple(_described(file) for file in holding.manifest.files))
-        first = asked.first
+        first = message.first
         while first < holding.chunks:
             await self._progress.until(lambda: holding.ready > first or holding.given_up)  # noqa: B023 - awaited here
             if holding.ready <= first:
-                raise StreamBrokenError(f"this actor has given up receiving version {asked.version}")
+                raise StreamBrokenError(f"this actor has given up receiving version {message.version}")
             numbers = range(first, min(holding.ready, first + TOGETHER))
             try:
                 chunks = await asyncio.to_thread(_packed, holding, base, numbers)
@@ -88,21 +88,21 @@ class WeightServer:
                 yield chunk
             first = numbers.stop
 
-    async def _holding(self, wanted: Version) -> Holding:
-        def found() -> Holding | bool:
-            return self._holdings.get(wanted) or any(version > wanted for version in self._holdings)
+    async def _holding(self, version: Version) -> Holding:
+        def decided() -> Holding | bool:
+            return self._holdings.get(version) or any(offered > version for offered in self._holdings)
 
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                holding = await self._progress.until(found)
+                holding = await self._progress.until(decided)
         except TimeoutError:
-            raise BusyError(f"this actor does not have version {wanted[1]} yet") from None
+            raise BusyError(f"this actor does not have version {version[1]} yet") from None
         if not isinstance(holding, Holding):
-            raise RefusedError(f"this actor no longer has version {wanted[1]}")
+            raise RefusedError(f"this actor no longer has version {version[1]}")
         return holding
 
-    def _base(self, asked: Version | None, holding: Holding) -> Holding | None:
-        base = self._holdings.get(asked) if asked else None
+    def _base(self, version: Version | None, holding: Holding) -> Holding | None:
+        base = self._holdings.get(version) if version else None
         return base if base and base.complete and base.manifest.is_laid_out_like(holding.manifest) else None
 
     def _drop(self, version: Version) -> None:
@@ -231,8 +231,8 @@ class WeightFetcher(WeightServer):
         return [m for m in self._generator.with_role(role, healthy=False) if m.state != "draining"]
 
     def _trainer(self) -> str:
-        if found := self._members("trainer"):
-            return found[0].address
+        if trainers := self._members("trainer"):
+            return trainers[0].address
         raise BusyError("the run has no trainer now")
 
     def _place(self, version: Version) -> Path:
@@ -300,13 +300,13 @@ class _Intake:
 
 
 def _packed(holding: Holding, base: Holding | None, numbers: Sequence[int]) -> list[WeightChunk]:
-    def one(number: int) -> WeightChunk:
+    def chunk(number: int) -> WeightChunk:
         data = holding.read(number)
         packed = difference(data, base.read(number)) if base else None
-        sent = data if packed is None else packed
-        return WeightChunk(number=number, data=np.frombuffer(sent, np.uint8), difference=packed is not None)
+        payload = data if packed is None else packed
+        return WeightChunk(number=number, data=np.frombuffer(payload, np.uint8), difference=packed is not None)
 
-    return list((PACKERS.map if base else map)(one, numbers))
+    return list((PACKERS.map if base else map)(chunk, numbers))
 
 
 def _take(holding: Holding, base: Holding | None, parts: Sequence[WeightChunk]) -> None:
