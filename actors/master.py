@@ -28,7 +28,7 @@ from areal.config import Config, UserError, without_secrets
 from areal.devices import CORES, settle
 from areal.observe.tracking import flat
 from areal.staleness.failures import Failures
-from areal.staleness.ledger import Answer, Batch, Ledger, LedgerError, RunEnded
+from areal.staleness.ledger import Batch, Ledger, LedgerError, ReportAnswer, RunEnded
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from protocols.addresses import host_of, is_loopback
@@ -127,12 +127,12 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Pulse:
-    """Contents of a member's last heartbeat. `heard`: its time, by the master's clock. `counters`: the member's
+    """Contents of a member's last heartbeat. `time`: its time, by the master's clock. `counters`: the member's
     counters at that time (`StepMeter.count`); None for a member of an earlier master that this master has not
     heard from yet. `engagement`: only of generators. `sequences`: all those in it. `work`: what the member works on
     itself, if it does."""
 
-    heard: float
+    time: float
     counters: Counter[str] | None
     activity: str = "starting"
     stats: dict[str, float] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Records(Protocol):
     def append_metrics(self, metrics: dict[str, Any]) -> None: ...
     def append_evaluation(self, evaluation: dict[str, Any]) -> None: ...
     def write_summary(self, summary: dict[str, Any]) -> None: ...
-    def heard(
+    def record_heartbeat(
         self, actor: str, state: str, activity: str, stats: Mapping[str, float], clock: float | None = None,
         spans: Iterable[tuple[str, float, float]] = (),
     ) -> None: ...  # fmt: skip
@@ -331,8 +331,8 @@ class Master(HandlesRequests):
                 self._excuse(absent)
             last = now
             for identity, pulse in list(self._pulses.items()):
-                if now - pulse.heard > self.config.master.lease_seconds:
-                    self._remove(identity, f"silent for {now - pulse.heard:.0f} s")
+                if now - pulse.time > self.config.master.lease_seconds:
+                    self._remove(identity, f"silent for {now - pulse.time:.0f} s")
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
             self._watch_evaluation(now)
@@ -344,7 +344,7 @@ class Master(HandlesRequests):
             self.state.compact_if_due()
             counts = self._counts()
             delay = delays.longest()
-            self.folder.heard("master/0", "healthy", self._who_waits(), counts | delay)
+            self.folder.record_heartbeat("master/0", "healthy", self._who_waits(), counts | delay)
             self._numbers = {
                 **{f"groups_{name}": float(n) for name, n in counts.items()},
                 **{f"step_{name}": value for name, value in flat(self.state.last_step or {}).items() if name != "step"},
@@ -370,7 +370,7 @@ class Master(HandlesRequests):
         self._held_since += absent
         self._evaluator_seen += absent
         for pulse in self._pulses.values():
-            pulse.heard += absent
+            pulse.time += absent
         self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
 
     def _remedy_stall(self, idle: float) -> None:
@@ -510,7 +510,9 @@ class Master(HandlesRequests):
             self._check_room(updated)
         self._listen(self._pulses[member.identity], beat)
         spans = [(span.name, span.began, span.seconds) for span in beat.spans]
-        self.folder.heard(actor_name(member.identity), beat.state, beat.activity, beat.stats, beat.clock, spans)
+        self.folder.record_heartbeat(
+            actor_name(member.identity), beat.state, beat.activity, beat.stats, beat.clock, spans
+        )
         if updated != member:
             self._change(member, state=beat.state, serves=beat.serves)
             self._progress()
@@ -535,7 +537,7 @@ class Master(HandlesRequests):
         self._scored = self._scored or beat.stats.get("samples_scored", 0.0) > 0
         if fresh["tokens_generated"] or beat.stats.get("work_done", 0.0) > pulse.stats.get("work_done", 0.0):
             self._progress()
-        pulse.heard, pulse.counters, pulse.activity, pulse.stats = self._now(), counters, beat.activity, beat.stats
+        pulse.time, pulse.counters, pulse.activity, pulse.stats = self._now(), counters, beat.activity, beat.stats
         pulse.engagement, pulse.work = beat.engagement, beat.work
         pulse.sequences = sum(beat.engagement.sequences.values()) if beat.engagement else 0
 
@@ -566,7 +568,7 @@ class Master(HandlesRequests):
             elif self.state.members[identity].role == "evaluator":
                 self._note_loss(identity, hold[1].version)
         self.state.emit("left", identity=identity)
-        self.folder.heard(actor_name(identity), GONE, reason, {})
+        self.folder.record_heartbeat(actor_name(identity), GONE, reason, {})
         del self._pulses[identity], self._sizes[identity]
         released = self.ledger.release(identity)
         self._send_out(MembersChanged(gone=(identity,)))
@@ -620,7 +622,7 @@ class Master(HandlesRequests):
     @handles(GroupFailed)
     async def group_failed(self, request: Request[GroupFailed]) -> Done:
         owner, failed = self._member(request, "rollout_manager").identity, request.message
-        if self._fail(failed, owner) is Answer.ACCEPTED:
+        if self._fail(failed, owner) is ReportAnswer.ACCEPTED:
             if failed.cause == "long":
                 return self._left_out(failed.reason)
             self._long = 0
@@ -641,11 +643,11 @@ class Master(HandlesRequests):
         self._changed.notify()
         return Done()
 
-    def _fail(self, failed: GroupFailed, owner: str) -> Answer:
+    def _fail(self, failed: GroupFailed, owner: str) -> ReportAnswer:
         if failed.cause in ("row", "long"):  # another attempt would fail as well
             group = self.ledger.group(failed.group)
             if group is None or group.owner != owner:
-                return Answer.GONE
+                return ReportAnswer.GONE
             return self.ledger.discard(failed.group, failed.cause)
         if self._failures.in_a_row:
             return self.ledger.put_back(failed.group, owner, failed.cause)
@@ -692,7 +694,7 @@ class Master(HandlesRequests):
         ready = request.message
         self._trainer(request)
         answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
-        if answer in (Answer.ACCEPTED, Answer.FILTERED):
+        if answer in (ReportAnswer.ACCEPTED, ReportAnswer.FILTERED):
             self._scored = True
             self._failures.ready()
             self.state.emit(
@@ -701,8 +703,8 @@ class Master(HandlesRequests):
             )  # fmt: skip
             self._progress()
             self._changed.notify()
-            self._end_if_hopeless(answer is Answer.FILTERED)
-        return GroupAccepted(accepted=answer in (Answer.ACCEPTED, Answer.UNCHANGED))
+            self._end_if_hopeless(answer is ReportAnswer.FILTERED)
+        return GroupAccepted(accepted=answer in (ReportAnswer.ACCEPTED, ReportAnswer.UNCHANGED))
 
     def _end_if_hopeless(self, filtered: bool) -> None:
         self._filtered_in_a_row = self._filtered_in_a_row + 1 if filtered else 0

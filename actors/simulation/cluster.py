@@ -90,7 +90,7 @@ class _Folder:
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         self._cluster.stepped(metrics)
 
-    def heard(self, *args: Any) -> None:
+    def record_heartbeat(self, *args: Any) -> None:
         pass
 
     def write_summary(self, summary: dict[str, Any]) -> None:

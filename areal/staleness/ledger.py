@@ -51,7 +51,7 @@ class GroupState(StrEnum):
     BATCHED = "batched"
 
 
-class Answer(StrEnum):
+class ReportAnswer(StrEnum):
     """What a report about a group changed. A report may be repeated, arrive late, or be overtaken by others."""
 
     ACCEPTED = "accepted"
@@ -452,7 +452,7 @@ class Ledger:
         """Extend all leases. The master does this after its restart, so that its downtime lets no lease expire."""
         self._renew(self._groups, now + lease_seconds)
 
-    def started(self, group_id: str, owner: str, version: int) -> Answer:
+    def started(self, group_id: str, owner: str, version: int) -> ReportAnswer:
         """Report `version`, the lowest version that has sampled the first token of any of the group's samples.
 
         Report it once every sample has begun. A later report of a lower version moves the deadline earlier. With `wait`
@@ -462,14 +462,14 @@ class Ledger:
         """
         group = self._owned(group_id, owner)
         if group is None:
-            return Answer.GONE
+            return ReportAnswer.GONE
         self._check_start(group, version)
         start = group.start_version
         if group.state is not GroupState.ADMITTED or (start is not None and version >= start):
-            return Answer.UNCHANGED
+            return ReportAnswer.UNCHANGED
         return self._accept_start(group, Started(group_id, version), version)
 
-    def ready(self, group_id: str, start_version: int, signal: bool = True) -> Answer:
+    def ready(self, group_id: str, start_version: int, signal: bool = True) -> ReportAnswer:
         """Report that the trainer has spooled the group. `start_version`: the lowest version of its sampled tokens.
         `signal`: whether the rewards of its samples differ.
 
@@ -478,45 +478,45 @@ class Ledger:
         """
         group = self._groups.get(group_id)
         if group is None:
-            return Answer.UNCHANGED if group_id in self._redoable else Answer.GONE
+            return ReportAnswer.UNCHANGED if group_id in self._redoable else ReportAnswer.GONE
         if group.state is not GroupState.ADMITTED:
-            return Answer.UNCHANGED
+            return ReportAnswer.UNCHANGED
         self._check_start(group, start_version)
         if self.settings.filter_zero_signal and not signal:
             self._emit(Discarded(group_id, ZERO_SIGNAL))
-            return Answer.FILTERED
+            return ReportAnswer.FILTERED
         return self._accept_start(group, Ready(group_id, start_version), start_version)
 
-    def failed(self, group_id: str, owner: str, reason: str) -> Answer:
+    def failed(self, group_id: str, owner: str, reason: str) -> ReportAnswer:
         """Report that the group cannot be finished. `reason` is one of a few categories; groups are counted by reason,
         here and in `discard` and `put_back`."""
         group = self._owned(group_id, owner)
         if group is None:
-            return Answer.GONE
+            return ReportAnswer.GONE
         if group.state is not GroupState.ADMITTED:
-            return Answer.UNCHANGED
+            return ReportAnswer.UNCHANGED
         if self.settings.on_failed_sample == "discard":
             self._emit(Discarded(group_id, reason))
         else:
             self._fail(group, reason)
-        return Answer.ACCEPTED
+        return ReportAnswer.ACCEPTED
 
-    def put_back(self, group_id: str, owner: str, reason: str) -> Answer:
+    def put_back(self, group_id: str, owner: str, reason: str) -> ReportAnswer:
         """Report that the group cannot be finished, for a reason that does not count as a failure of its prompt."""
         group = self._owned(group_id, owner)
         if group is None:
-            return Answer.GONE
+            return ReportAnswer.GONE
         if group.state is not GroupState.ADMITTED:
-            return Answer.UNCHANGED
+            return ReportAnswer.UNCHANGED
         self._return_leases([group], reason)
-        return Answer.ACCEPTED
+        return ReportAnswer.ACCEPTED
 
-    def discard(self, group_id: str, reason: str) -> Answer:
+    def discard(self, group_id: str, reason: str) -> ReportAnswer:
         """Discard the group; its prompt is not trained. A logged batch never changes: LedgerError for its groups."""
         if group_id not in self._groups:
-            return Answer.GONE
+            return ReportAnswer.GONE
         self._emit(Discarded(group_id, reason))
-        return Answer.ACCEPTED
+        return ReportAnswer.ACCEPTED
 
     def expire(self, now: float) -> list[str]:
         """Re-queue the prompts of groups whose lease has expired. This does not count as a failure of the group."""
@@ -557,13 +557,13 @@ class Ledger:
             self._emit(Committed(version))
         return self._committed(version)
 
-    def checkpointed(self, version: int) -> Answer:
+    def checkpointed(self, version: int) -> ReportAnswer:
         """Record that a checkpoint has the weights of `version`. The steps before it are never redone, and the ledger
         forgets them."""
         if version <= self.version and not any(step < version for step in self._steps):
-            return Answer.UNCHANGED
+            return ReportAnswer.UNCHANGED
         self._emit(Checkpointed(version))
-        return Answer.ACCEPTED
+        return ReportAnswer.ACCEPTED
 
     # ---------------------------------------------------------------------------------------------------- decisions
 
@@ -647,12 +647,12 @@ class Ledger:
         if not low <= version <= self.version:
             raise self._error(f"start version {version} is not between {low} and {self.version}", group.group_id)
 
-    def _accept_start(self, group: LedgerGroup, event: Started | Ready, version: int) -> Answer:
+    def _accept_start(self, group: LedgerGroup, event: Started | Ready, version: int) -> ReportAnswer:
         if self._breaks_schedule(group, version):
             self._fail(group, START_VERSION_FELL)
-            return Answer.GONE
+            return ReportAnswer.GONE
         self._emit(event)
-        return Answer.ACCEPTED
+        return ReportAnswer.ACCEPTED
 
     def _breaks_schedule(self, group: LedgerGroup, version: int) -> bool:
         """True if `version` is below the start version reported before and leaves some group without a step in time."""

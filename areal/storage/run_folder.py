@@ -62,7 +62,7 @@ class RunFolder:
         self._evaluations = self.path / "evaluations.jsonl"
         self._evaluated: set[int] = set()
         events = EventLog(self.path)
-        self.heard = events.record_heartbeat
+        self.record_heartbeat = events.record_heartbeat
         self._flush_events = events.flush
 
     @classmethod

@@ -24,7 +24,7 @@ from runs import QUICKSTART
 
 from actors.parts.run_state import RunState
 from areal.config import Config, load_config
-from areal.staleness.ledger import Answer, Batch
+from areal.staleness.ledger import Batch, ReportAnswer
 from areal.storage.journal import Journal
 
 CHECKPOINT_EVERY = 50
@@ -84,7 +84,7 @@ def until_trained(state: RunState, chance: random.Random) -> None:
         for permit in ledger.admit("manager", ledger.capacity, 0.0, 60.0):
             if chance.random() < FAILING_SHARE:
                 ledger.failed(permit.group_id, "manager", "reward")
-            elif ledger.started(permit.group_id, "manager", ledger.version) is Answer.ACCEPTED:
+            elif ledger.started(permit.group_id, "manager", ledger.version) is ReportAnswer.ACCEPTED:
                 ledger.ready(permit.group_id, ledger.version)
                 state.emit(
                     "rewarded", group=permit.group_id, mean=0.5, parts={"addition": 0.5}, tokens=900, discarded=0

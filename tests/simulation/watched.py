@@ -172,7 +172,7 @@ class Folder:
 
     append_evaluation = append_metrics
 
-    def heard(self, actor: str, state: str, activity: str, *_: Any) -> None:
+    def record_heartbeat(self, actor: str, state: str, activity: str, *_: Any) -> None:
         if actor == "master/0":
             self.activity = activity
         if state == GONE:

@@ -22,7 +22,6 @@ from hypothesis.stateful import (
 
 from areal.staleness.ledger import (
     Admitted,
-    Answer,
     Batch,
     BatchLogged,
     Checkpointed,
@@ -36,6 +35,7 @@ from areal.staleness.ledger import (
     LedgerSettings,
     Ready,
     Renewed,
+    ReportAnswer,
     Requeued,
     RunEnded,
     Started,
@@ -73,7 +73,7 @@ def finish(ledger: Ledger, *group_ids: str, start: int | None = None) -> None:
     for group_id in group_ids:
         row = ledger.group(group_id)
         assert row is not None
-        assert ledger.ready(group_id, row.admission_version if start is None else start) is Answer.ACCEPTED
+        assert ledger.ready(group_id, row.admission_version if start is None else start) is ReportAnswer.ACCEPTED
 
 
 def train(ledger: Ledger) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ def test_a_permit_carries_the_version_of_its_admission():
 def test_discards_give_capacity_back_and_another_prompt_is_admitted():
     ledger = make()
     first = admit(ledger, 4)
-    assert ledger.discard(first[0], "all samples alike") is Answer.ACCEPTED
+    assert ledger.discard(first[0], "all samples alike") is ReportAnswer.ACCEPTED
     assert admit(ledger, 4) == ["g4.0"]
     assert ledger.counters.discarded == {"all samples alike": 1}
 
@@ -170,8 +170,8 @@ def test_the_last_batch_waits_for_all_that_are_alive_and_for_prompts_to_be_admit
 def test_a_group_without_signal_is_discarded_once_it_is_ready_and_its_place_is_free():
     ledger = make(filter_zero_signal=True)
     dull, *others = admit(ledger, 4)
-    assert ledger.ready(dull, 0, signal=False) is Answer.FILTERED
-    assert ledger.ready(dull, 0, signal=False) is Answer.GONE, "a repeat changes nothing"
+    assert ledger.ready(dull, 0, signal=False) is ReportAnswer.FILTERED
+    assert ledger.ready(dull, 0, signal=False) is ReportAnswer.GONE, "a repeat changes nothing"
     assert ledger.counters.discarded == {"zero signal": 1}
     assert not ledger.needs_payload(dull)
     assert admit(ledger, 4) == ["g4.0"]
@@ -183,7 +183,7 @@ def test_without_the_filter_a_group_without_signal_is_trained():
     ledger = make()
     groups = admit(ledger, 2)
     for group_id in groups:
-        assert ledger.ready(group_id, 0, signal=False) is Answer.ACCEPTED
+        assert ledger.ready(group_id, 0, signal=False) is ReportAnswer.ACCEPTED
     assert train(ledger) == tuple(groups)
 
 
@@ -195,7 +195,7 @@ def test_a_filter_that_is_turned_on_later_leaves_ready_groups_alone():
     ledger.next_batch(0)
     ledger = Ledger.load(ledger.dump(), replace(ledger.settings, filter_zero_signal=True))
     for group_id in groups:
-        assert ledger.ready(group_id, 0, signal=False) is Answer.UNCHANGED
+        assert ledger.ready(group_id, 0, signal=False) is ReportAnswer.UNCHANGED
     assert train(ledger) == tuple(groups[:2])
 
 
@@ -281,10 +281,10 @@ def test_reports_about_groups_that_are_gone_say_so():
     (group_id,) = admit(ledger, 1)
     ledger.discard(group_id, "filtered")
     for unknown in (group_id, "g77.0"):
-        assert ledger.started(unknown, "manager/0#1", 0) is Answer.GONE
-        assert ledger.ready(unknown, 0) is Answer.GONE
-        assert ledger.failed(unknown, "manager/0#1", "late") is Answer.GONE
-        assert ledger.discard(unknown, "late") is Answer.GONE
+        assert ledger.started(unknown, "manager/0#1", 0) is ReportAnswer.GONE
+        assert ledger.ready(unknown, 0) is ReportAnswer.GONE
+        assert ledger.failed(unknown, "manager/0#1", "late") is ReportAnswer.GONE
+        assert ledger.discard(unknown, "late") is ReportAnswer.GONE
 
 
 def test_a_trained_group_keeps_its_payload_until_a_checkpoint_covers_it():
@@ -292,11 +292,11 @@ def test_a_trained_group_keeps_its_payload_until_a_checkpoint_covers_it():
     groups = admit(ledger, 2)
     finish(ledger, *groups)
     train(ledger)
-    assert ledger.ready(groups[0], 0) is Answer.UNCHANGED
+    assert ledger.ready(groups[0], 0) is ReportAnswer.UNCHANGED
     assert ledger.needs_payload(groups[0])
-    assert ledger.checkpointed(1) is Answer.ACCEPTED
-    assert ledger.checkpointed(1) is Answer.UNCHANGED
-    assert ledger.ready(groups[0], 0) is Answer.GONE
+    assert ledger.checkpointed(1) is ReportAnswer.ACCEPTED
+    assert ledger.checkpointed(1) is ReportAnswer.UNCHANGED
+    assert ledger.ready(groups[0], 0) is ReportAnswer.GONE
     assert not ledger.needs_payload(groups[0])
 
 
@@ -313,8 +313,8 @@ def test_a_payload_is_needed_from_ready_on_while_the_group_is_alive():
 def test_only_the_owner_of_a_group_reports_on_it():
     ledger = make()
     (group_id,) = admit(ledger, 1, "a")
-    assert ledger.started(group_id, "b", 0) is Answer.GONE
-    assert ledger.failed(group_id, "b", "not mine") is Answer.GONE
+    assert ledger.started(group_id, "b", 0) is ReportAnswer.GONE
+    assert ledger.failed(group_id, "b", "not mine") is ReportAnswer.GONE
     assert ledger.group(group_id) is not None
 
 
@@ -322,7 +322,7 @@ def test_a_failure_reported_after_the_group_is_ready_changes_nothing():
     ledger = make()
     (group_id,) = admit(ledger, 1)
     finish(ledger, group_id)
-    assert ledger.failed(group_id, "manager/0#1", "no acknowledgement") is Answer.UNCHANGED
+    assert ledger.failed(group_id, "manager/0#1", "no acknowledgement") is ReportAnswer.UNCHANGED
     assert ledger.ready_count == 1
 
 
@@ -370,9 +370,9 @@ def test_the_least_start_version_counts():
     (slow, *rest) = admit(ledger, 5)
     finish(ledger, *rest)
     train(ledger)
-    assert ledger.started(slow, "manager/0#1", 1) is Answer.ACCEPTED
-    assert ledger.started(slow, "manager/0#1", 1) is Answer.UNCHANGED
-    assert ledger.started(slow, "manager/0#1", 0) is Answer.ACCEPTED
+    assert ledger.started(slow, "manager/0#1", 1) is ReportAnswer.ACCEPTED
+    assert ledger.started(slow, "manager/0#1", 1) is ReportAnswer.UNCHANGED
+    assert ledger.started(slow, "manager/0#1", 0) is ReportAnswer.ACCEPTED
     row = ledger.group(slow)
     assert row is not None and ledger.deadline(row) == 2
 
@@ -386,7 +386,7 @@ def test_a_start_version_that_falls_too_late_voids_the_attempt_instead_of_the_bo
     (newer,) = admit(ledger, 1)
     finish(ledger, newer)
     assert train(ledger) == (newer,), "the slow group has until version 2"
-    assert ledger.ready(slow, 0) is Answer.GONE
+    assert ledger.ready(slow, 0) is ReportAnswer.GONE
     assert ledger.counters.requeued == {"start version fell": 1}
 
 
@@ -506,7 +506,7 @@ def test_requeue_aborts_the_straggler_and_its_owner_hears_of_it():
     assert slow not in train(ledger)
     assert ledger.counters.requeued == {"straggler": 1}
     assert ledger.renew("manager/0#1", [slow], 0.0, LEASE) == [slow]
-    assert ledger.ready(slow, 0) is Answer.GONE
+    assert ledger.ready(slow, 0) is ReportAnswer.GONE
     assert admit(ledger, 1) == ["g0.1"]
 
 
@@ -594,7 +594,7 @@ class LedgerMachine(RuleBasedStateMachine):
         group_id = self.some_group(data)
         version = self.some_start(data, group_id)
         answer = self.ledger.started(group_id, self.leases.get(group_id, OWNERS[0]), version)
-        if answer is Answer.GONE:
+        if answer is ReportAnswer.GONE:
             self.leases.pop(group_id, None)
         elif group_id in self.leases:
             self.learn_start(group_id, version)
@@ -603,7 +603,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def all_begin(self) -> None:
         """Every deadline is as late as it gets; what starts report after this can only shorten it."""
         for group_id, owner in list(self.leases.items()):
-            if self.ledger.started(group_id, owner, self.ledger.version) is Answer.GONE:
+            if self.ledger.started(group_id, owner, self.ledger.version) is ReportAnswer.GONE:
                 del self.leases[group_id]
             else:
                 self.learn_start(group_id, self.ledger.version)
@@ -625,8 +625,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def report_ready(self, group_id: str, start: int, signal: bool = True) -> None:
         answer = self.ledger.ready(group_id, start, signal)
-        assert answer is not Answer.FILTERED or (self.settings.filter_zero_signal and not signal)
-        if answer is Answer.ACCEPTED:
+        assert answer is not ReportAnswer.FILTERED or (self.settings.filter_zero_signal and not signal)
+        if answer is ReportAnswer.ACCEPTED:
             assert signal or not self.settings.filter_zero_signal
             assert group_id in self.leases
             self.learn_start(group_id, start)
@@ -636,7 +636,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), owner=st.sampled_from(OWNERS))
     def fail(self, data: st.DataObject, owner: str) -> None:
         group_id = self.some_group(data)
-        if self.ledger.failed(group_id, owner, "cannot be scored") is Answer.ACCEPTED:
+        if self.ledger.failed(group_id, owner, "cannot be scored") is ReportAnswer.ACCEPTED:
             assert self.leases.pop(group_id) == owner
 
     @rule(data=st.data())
@@ -838,7 +838,7 @@ class CapacityFromWorkInProgress(Ledger):
 class LatestStartCounts(Ledger):
     """A start version that falls is ignored."""
 
-    def ready(self, group_id: str, start_version: int, signal: bool = True) -> Answer:
+    def ready(self, group_id: str, start_version: int, signal: bool = True) -> ReportAnswer:
         row = self.group(group_id)
         known = row.start_version if row is not None else None
         return super().ready(group_id, start_version if known is None else max(known, start_version), signal)
@@ -907,7 +907,7 @@ def test_without_the_check_a_start_version_that_falls_breaks_the_bound():
     (newer,) = admit(ledger, 1)
     finish(ledger, newer)
     train(ledger)
-    assert ledger.ready(slow, 0) is Answer.ACCEPTED
+    assert ledger.ready(slow, 0) is ReportAnswer.ACCEPTED
     assert isinstance(ledger.next_batch(2), Batch)
     assert ledger.commit(2).max_staleness == 2
 
