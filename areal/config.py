@@ -293,9 +293,7 @@ class RewardConfig(Section):
     cache_size: int = Field(4096, ge=0, description="scores that each reward actor caches; 0: off")
     credit: Credit = Field(
         "sample",
-        description="what sampled tokens are credited with. sample: the sample's reward, which includes those of all "
-        "calls. return_to_go: the rewards of their call and of later ones, and at the end that of the sample. call: "
-        "the reward of their call and that of the sample",
+        description="which rewards a sampled token is credited with (docs/agents.md)",
     )
     turn_discount: float = Field(
         1.0, ge=0, le=1, description="with return_to_go: factor on a reward for each call between"
