@@ -101,7 +101,7 @@ class RunView:
     def _alerts(self, config: dict[str, Any]) -> list[dict[str, Any]]:
         """For each alert its name, its sentence and the query of the page of its rollouts, None if none are kept."""
         found = self._digests.alerts(self._steps, self._evaluated, config, ROLLOUTS_SECONDS)
-        rollouts = self._digests.any
+        rollouts = self._digests.has_rollouts
         return [
             {"name": a.name, "text": a.sentence, "query": urlencode(a.filters) if rollouts else None} for a in found
         ]

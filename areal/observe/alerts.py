@@ -158,12 +158,12 @@ class Curve:
         """A metric, or with a dot a part of one, at the steps where it was measured."""
         name, _, part = key.partition(".")
         values = [(record.get(name) or {}).get(part) if part else record.get(name) for record in records]
-        found = [
+        points = [
             (record["step"], value)
             for record, value in zip(records, values, strict=True)
             if isinstance(value, int | float) and np.isfinite(value)
         ]
-        return cls([step for step, _ in found], [value for _, value in found])
+        return cls([step for step, _ in points], [value for _, value in points])
 
     @property
     def last(self) -> float:
@@ -204,16 +204,16 @@ def _alert(name: str, curve: Curve, first: int, sentence: str, **filters: str | 
 
 def _lengths(length: Curve, reward: Curve) -> Iterator[Alert]:
     unpaid = "" if reward.rose() else ", and the reward has not risen"
-    told = f"from {length.level:.0f} to {length.last:.0f} tokens"
+    change = f"from {length.level:.0f} to {length.last:.0f} tokens"
     if first := length.since(length.falls() & (length.means < length.level * (1 / FACTOR if unpaid else REMAINS))):
         sentence = (
-            f"Completions have shrunk {told} since step {first}{unpaid}: read whether they still do the task, and "
+            f"Completions have shrunk {change} since step {first}{unpaid}: read whether they still do the task, and "
             f"whether the reward pays for short ones."
         )
         yield _alert("length collapse", length, first, sentence, completion_tokens_max=round(length.level / FACTOR))
     if unpaid and (first := length.since(length.rises() & (length.means > length.level * FACTOR))):
         sentence = (
-            f"Completions have grown {told} since step {first}{unpaid}: read what fills them, and whether the reward "
+            f"Completions have grown {change} since step {first}{unpaid}: read what fills them, and whether the reward "
             f"pays for long ones; set reward.overlong_tokens."
         )
         yield _alert("length explosion", length, first, sentence, completion_tokens_min=round(length.level * FACTOR))
@@ -233,19 +233,19 @@ def _parts(records: Sequence[Mapping[str, Any]], reward: Curve) -> Iterator[Aler
     parts = {f"part {name}": Curve.of(records, f"reward_parts.{name}") for name in names}
 
     def since(curves: Mapping[str, Curve], wrong: Callable[[Curve], np.ndarray]) -> dict[str, int]:
-        found = {name: curve.since(wrong(curve) & curve.is_far()) for name, curve in curves.items()}
-        return {name: first for name, first in found.items() if first}
+        starts = {name: curve.since(wrong(curve) & curve.is_far()) for name, curve in curves.items()}
+        return {name: first for name, first in starts.items() if first}
 
     risen, fallen = since(parts, Curve.rises), since(parts | {"the reward": reward}, Curve.falls)
     if risen and fallen:
         first = max(min(risen.values()), min(fallen.values()))
-        told = [
+        changes = [
             ", ".join(f"{name} from {curve.level:.3g} to {curve.last:.3g}" for name in which if (curve := all_of[name]))
             for which, all_of in ((risen, parts), (fallen, parts | {"the reward": reward}))
         ]
         sentence = (
-            f"One aim has been served at the cost of another since step {first}: {told[0]} has risen, {told[1]} has "
-            f"fallen; read how the first is earned, and change its rule or its weight."
+            f"One aim has been served at the cost of another since step {first}: {changes[0]} has risen, {changes[1]} "
+            f"has fallen; read how the first is earned, and change its rule or its weight."
         )
         yield _alert("reward parts diverge", reward, first, sentence)
 
@@ -267,12 +267,12 @@ def _evaluations(evaluations: Sequence[Mapping[str, Any]], reward: Curve) -> Ite
 
 
 def _token(digests: Sequence[Digest], named: Callable[[int], str]) -> Iterator[Alert]:
-    known = [(digest.step, digest.tokens) for digest in digests if digest.tokens]
-    if not known:
+    points = [(digest.step, digest.tokens) for digest in digests if digest.tokens]
+    if not points:
         return
-    newest = known[-1][1]
-    token = max(newest, key=lambda each: newest[each])
-    share = Curve([step for step, _ in known], [tokens.get(token, 0.0) for _, tokens in known])
+    newest = points[-1][1]
+    token = max(newest, key=lambda candidate: newest[candidate])
+    share = Curve([step for step, _ in points], [tokens.get(token, 0.0) for _, tokens in points])
     if first := share.since(share.rises(TOKEN_RISE) & (share.means > TOKEN)):
         sentence = (
             f"Token {named(token)} has made up {share.last:.0%} of all sampled tokens since step {first}, at first "
@@ -282,8 +282,8 @@ def _token(digests: Sequence[Digest], named: Callable[[int], str]) -> Iterator[A
 
 
 def _copies(digests: Sequence[Digest], reward: Curve) -> Iterator[Alert]:
-    known = [(digest.step, digest.copies) for digest in digests if digest.copies is not None]
-    share = Curve([step for step, _ in known], [copies for _, copies in known])
+    points = [(digest.step, digest.copies) for digest in digests if digest.copies is not None]
+    share = Curve([step for step, _ in points], [copies for _, copies in points])
     if (first := share.since(share.rises(COPIES_RISE) & (share.means > COPIES))) and not reward.rose():
         sentence = (
             f"{share.last:.0%} of the samples have been copies of others in their group since step {first}, at first "
@@ -294,8 +294,8 @@ def _copies(digests: Sequence[Digest], reward: Curve) -> Iterator[Alert]:
 
 
 def _unanswered(digests: Sequence[Digest]) -> Iterator[Alert]:
-    known = [(digest.step, digest.unanswered) for digest in digests if digest.unanswered is not None]
-    share = Curve([step for step, _ in known], [absent for _, absent in known])
+    points = [(digest.step, digest.unanswered) for digest in digests if digest.unanswered is not None]
+    share = Curve([step for step, _ in points], [absent for _, absent in points])
     if first := share.since(share.means > UNANSWERED):
         sentence = (
             f"{share.last:.0%} of the rewarded samples have not contained the row's answer since step {first}: read "
@@ -315,11 +315,11 @@ def _no_signal(records: Sequence[Mapping[str, Any]], digests: Sequence[Digest], 
     for digest in newest:
         rewards.update(digest.flat)  # adds the shares
     if rewards and not filtered:
-        most = rewards.most_common(2)
-        shares = " and ".join(f"{share / len(newest):.0%} always {reward:.3g}" for reward, share in most)
+        frequent = rewards.most_common(2)
+        shares = " and ".join(f"{share / len(newest):.0%} always {reward:.3g}" for reward, share in frequent)
         prompts = [prompt for digest in reversed(newest) for prompt in digest.flat_prompts][:PROMPTS]
         sentence += f" ({shares}; the newest are of prompts {', '.join(map(str, prompts))})"
-        filters = {"reward_min": most[0][0], "reward_max": most[0][0]}
+        filters = {"reward_min": frequent[0][0], "reward_max": frequent[0][0]}
     sentence += ": the prompts are too easy or too hard; take other data"
     sentence += "." if filtered else ", or set filter_zero_signal."
     alert = _alert("no signal", mixed, first, sentence, **filters)

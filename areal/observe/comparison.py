@@ -50,14 +50,14 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Table:
         if not run.config or run.summary.get("accuracy_after") is None:
             raise UserError(f"The run in {folder} has no final held-out accuracy: leave it out, or let it finish.")
     values = _differing([yaml.safe_load(run.config) for run in runs])
-    numeric = [key for key in values[0] if all(_is_number(each[key]) for each in values)]
+    numeric = [key for key in values[0] if all(_is_number(config[key]) for config in values)]
     if not numeric:
         raise UserError("These runs differ in no setting that is a number: a figure of them has no axis.")
-    axis = max(numeric, key=lambda key: len({each[key] for each in values}))
+    axis = max(numeric, key=lambda key: len({config[key] for config in values}))
     lines: dict[str, dict[float, list[Run]]] = {}
-    for run, each in zip(runs, values, strict=True):
-        label = ", ".join(_text(key, value) for key, value in each.items() if key != axis)
-        lines.setdefault(label, {}).setdefault(each[axis], []).append(run)
+    for run, config in zip(runs, values, strict=True):
+        label = ", ".join(_text(key, value) for key, value in config.items() if key != axis)
+        lines.setdefault(label, {}).setdefault(config[axis], []).append(run)
     points = _points(lines)
     accuracies = {label: [(p.x, p.accuracy, p.error) for p in line] for label, line in points.items()}
     ages = {label: [(p.x, p.staleness, math.nan) for p in line] for label, line in points.items()}
@@ -69,13 +69,13 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Table:
 def _differing(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The settings in which the runs differ, by key, without those in LEFT_OUT. Of several that divide the runs alike,
     such as an objective and the settings that it brings along, only the first."""
-    kept: dict[tuple[int, ...], str] = {}
-    for key in dict.fromkeys(key for each in settings for key, *_ in differences(settings[0], each)):
+    keys: dict[tuple[int, ...], str] = {}
+    for key in dict.fromkeys(key for config in settings for key, *_ in differences(settings[0], config)):
         if within(key, LEFT_OUT):
             continue
-        texts = [json.dumps(value_of(each, key)) for each in settings]
-        kept.setdefault(tuple(map(texts.index, texts)), key)
-    return [{key: value_of(each, key) for key in kept.values()} for each in settings]
+        texts = [json.dumps(value_of(config, key)) for config in settings]
+        keys.setdefault(tuple(map(texts.index, texts)), key)
+    return [{key: value_of(config, key) for key in keys.values()} for config in settings]
 
 
 def value_of(settings: dict[str, Any], key: str) -> Any:
@@ -96,14 +96,14 @@ def _text(key: str, value: Any) -> str:
 def _points(lines: dict[str, dict[float, list[Run]]]) -> dict[str, list[Point]]:
     cells = [[run.summary["accuracy_after"] for run in runs] for line in lines.values() for runs in line.values()]
     deviation = pooled_deviation(cells)
-    found: dict[str, list[Point]] = {}
+    points: dict[str, list[Point]] = {}
     for label, line in lines.items():
         for x, runs in sorted(line.items()):
             accuracy = statistics.fmean(run.summary["accuracy_after"] for run in runs)
             error = half_width(deviation, len(runs))
             staleness = statistics.fmean(map(staleness_of, runs))
-            found.setdefault(label, []).append(Point(x, len(runs), accuracy, error, staleness))
-    return found
+            points.setdefault(label, []).append(Point(x, len(runs), accuracy, error, staleness))
+    return points
 
 
 def pooled_deviation(cells: Sequence[Sequence[float]]) -> float:

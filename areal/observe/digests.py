@@ -34,10 +34,10 @@ _WITHIN_NUMBERS = re.compile(r"(?<=\d)[,\s{}\\!]+(?=\d)")
 
 
 class Digests:
-    """The digests of the run in `folder`, read file by file. `any`: whether the run keeps rollouts."""
+    """The digests of the run in `folder`, read file by file. `has_rollouts`: whether the run keeps rollouts."""
 
     def __init__(self, folder: Path) -> None:
-        self.any = False
+        self.has_rollouts = False
         self._folder = folder / FOLDER
         self._steps: list[Digest] = []
         self._read: set[Path] = set()
@@ -70,9 +70,9 @@ class Digests:
 
     def _read_new(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        found = files(self._folder)
-        self.any = bool(found)
-        new = [path for path in found if path not in self._read]
+        paths = files(self._folder)
+        self.has_rollouts = bool(paths)
+        new = [path for path in paths if path not in self._read]
         while new:
             # The early level first, then the newest steps: what lies between takes long in a long run.
             path = new.pop(0 if len(self._steps) < EARLY else -1)
@@ -103,34 +103,34 @@ def digest(path: Path) -> list[Digest]:
         rows_of_texts = _trained(file.read_row_groups(some, ["step", "row", "completion", "reward", "reward_parts"]))
     unanswered = _unanswered_by_step(rows_of_texts)
     about_tokens = dict(_tokens_by_step(rows_of_tokens))
-    found = []
+    digests = []
     for step, rows in groupby(all_rows.to_pylist(), key=itemgetter("step")):
         flat: Counter[float] = Counter()
         prompts, groups = [], 0
         for _, of_group in groupby(rows, key=itemgetter("group")):
-            first, *others = of_group
+            first, *remaining = of_group
             groups += 1
-            if any(row["sample"] != first["sample"] for row in others) and all(
-                row["reward"] == first["reward"] for row in others
+            if any(row["sample"] != first["sample"] for row in remaining) and all(
+                row["reward"] == first["reward"] for row in remaining
             ):
                 flat[first["reward"]] += 1
                 prompts.append(first["prompt_index"])
         shares = {reward: n / groups for reward, n in flat.most_common()}
         tokens, copies = about_tokens.get(step, (None, None))
-        found.append(Digest(step, tokens, copies, shares, tuple(prompts[:PROMPTS]), unanswered.get(step)))
-    return found
+        digests.append(Digest(step, tokens, copies, shares, tuple(prompts[:PROMPTS]), unanswered.get(step)))
+    return digests
 
 
 def _unanswered_by_step(rows: pa.Table) -> dict[int, float]:
     """By step: of the rewarded samples whose row has an integer as its answer, the share that does not contain it."""
-    found: dict[int, list[bool]] = defaultdict(list)
-    for one in rows.to_pylist():
-        integer = _INTEGER.fullmatch(str(json.loads(one["row"]).get("answer")))
-        if integer and json.loads(one["reward_parts"]).get("math", one["reward"]) > 0:
+    absences: dict[int, list[bool]] = defaultdict(list)
+    for row in rows.to_pylist():
+        integer = _INTEGER.fullmatch(str(json.loads(row["row"]).get("answer")))
+        if integer and json.loads(row["reward_parts"]).get("math", row["reward"]) > 0:
             digits = integer[1].replace(",", "")
-            text = _WITHIN_NUMBERS.sub("", one["completion"])
-            found[one["step"]].append(not re.search(rf"(?<![0-9]){digits}(?![0-9])", text))
-    return {step: fmean(absent) for step, absent in found.items()}
+            text = _WITHIN_NUMBERS.sub("", row["completion"])
+            absences[row["step"]].append(not re.search(rf"(?<![0-9]){digits}(?![0-9])", text))
+    return {step: fmean(absent) for step, absent in absences.items()}
 
 
 def _every(file: pq.ParquetFile) -> int:
@@ -148,21 +148,21 @@ def _trained(table: pa.Table) -> pa.Table:
 
 def _tokens_by_step(rows: pa.Table) -> list[tuple[int, tuple[dict[int, float], float | None]]]:
     """By step: the most frequent tokens with their shares, and the share of copies (None without a pair)."""
-    found = []
+    by_step = []
     places = zip(*(rows[name].to_pylist() for name in ("step", "group", "sample")), _sampled(rows), strict=True)
     for step, of_step in groupby(places, key=itemgetter(0)):
         tokens, samples, distinct = [], 0, 0
         for _, of_group in groupby(of_step, key=itemgetter(1)):
-            answers = [np.concatenate([row[3] for row in own]) for _, own in groupby(of_group, key=itemgetter(2))]
+            answers = [np.concatenate([row[3] for row in parts]) for _, parts in groupby(of_group, key=itemgetter(2))]
             tokens += answers
             if len(answers) > 1:
                 samples += len(answers)
                 distinct += len({answer.tobytes() for answer in answers})
         ids, counts = np.unique(np.concatenate(tokens), return_counts=True)
-        most = np.argsort(-counts)[:TOKENS_KEPT]
-        shares = dict(zip(ids[most].tolist(), (counts[most] / max(1, counts.sum())).tolist(), strict=True))
-        found.append((step, (shares, 1 - distinct / samples if samples else None)))
-    return found
+        frequent = np.argsort(-counts)[:TOKENS_KEPT]
+        shares = dict(zip(ids[frequent].tolist(), (counts[frequent] / max(1, counts.sum())).tolist(), strict=True))
+        by_step.append((step, (shares, 1 - distinct / samples if samples else None)))
+    return by_step
 
 
 def _sampled(rows: pa.Table) -> Sequence[np.ndarray]:
@@ -170,6 +170,6 @@ def _sampled(rows: pa.Table) -> Sequence[np.ndarray]:
     lists = [rows[name].combine_chunks() for name in ("tokens", "versions")]
     tokens, versions = (column.flatten().to_numpy(zero_copy_only=False) for column in lists)
     ends = np.cumsum(pc.list_value_length(lists[0]).to_numpy(zero_copy_only=False), dtype=np.int64)
-    kept = np.concatenate([[0], np.cumsum(versions != NOT_SAMPLED)])[np.concatenate([[0], ends])]
-    own = tokens[versions != NOT_SAMPLED]
-    return [own[a:b] for a, b in zip(kept[:-1], kept[1:], strict=True)]
+    bounds = np.concatenate([[0], np.cumsum(versions != NOT_SAMPLED)])[np.concatenate([[0], ends])]
+    sampled = tokens[versions != NOT_SAMPLED]
+    return [sampled[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]

@@ -77,8 +77,8 @@ def table_of(folders: Sequence[Path]) -> Table:
     settings: list[dict[str, Any]] = [yaml.safe_load(run.config) or {} for run in runs]
     differing = differing_settings(settings)
     columns: dict[tuple[str, ...], list[int]] = {}
-    for n, each in enumerate(settings):
-        columns.setdefault(tuple(json.dumps(value_of(each, key)) for key in differing), []).append(n)
+    for n, config in enumerate(settings):
+        columns.setdefault(tuple(json.dumps(value_of(config, key)) for key in differing), []).append(n)
     table = Table("", *(_title([runs[n].name for n in numbers]) for numbers in columns.values()))
     for column in table.columns[1:]:
         column.justify, column.overflow = "right", "fold"
@@ -92,7 +92,7 @@ def table_of(folders: Sequence[Path]) -> Table:
 
 def differing_settings(settings: Sequence[dict[str, Any]]) -> list[str]:
     """The keys in which these configurations differ, without those in LEFT_OUT."""
-    keys = dict.fromkeys(key for each in settings for key, *_ in differences(settings[0], each))
+    keys = dict.fromkeys(key for config in settings for key, *_ in differences(settings[0], config))
     return [key for key in keys if not within(key, LEFT_OUT)]
 
 
@@ -114,10 +114,10 @@ def _cells(figure: Figure, columns: Sequence[Sequence[int]]) -> list[str]:
 def _to_reward(runs: Sequence[Run]) -> list[Figure]:
     """How long each run took to the highest reward that all of them have reached, as a mean of RECENT steps."""
     means = [Curve(run.steps, run.series("reward_mean")).means for run in runs]
-    if any(np.isnan(each).all() for each in means):
+    if any(np.isnan(curve).all() for curve in means):
         return []
-    level = min(float(np.nanmax(each)) for each in means)
-    ends = [int(np.argmax(each >= level)) + 1 for each in means]
+    level = min(float(np.nanmax(curve)) for curve in means)
+    ends = [int(np.argmax(curve >= level)) + 1 for curve in means]
     seconds = [sum(run.series("step_seconds")[:end]) for run, end in zip(runs, ends, strict=True)]
     return [
         Figure(f"steps to reward {level:.3f}", ".1f", list(map(float, ends))),
@@ -127,13 +127,13 @@ def _to_reward(runs: Sequence[Run]) -> list[Figure]:
 
 def _accuracy(run: Run, key: str, place: int) -> float:
     """Of the summary or, while there is none, of the first or the newest evaluation."""
-    known = [e["accuracy"] for e in run.evaluations if e.get("accuracy") is not None]
-    return _number(run.summary.get(key, known[place] if known else None))
+    accuracies = [e["accuracy"] for e in run.evaluations if e.get("accuracy") is not None]
+    return _number(run.summary.get(key, accuracies[place] if accuracies else None))
 
 
 def _benchmark(run: Run, name: str) -> float:
-    found = [e["benchmarks"][name]["accuracy"] for e in run.evaluations if name in (e.get("benchmarks") or ())]
-    return _number(found[-1] if found else None)
+    accuracies = [e["benchmarks"][name]["accuracy"] for e in run.evaluations if name in (e.get("benchmarks") or ())]
+    return _number(accuracies[-1] if accuracies else None)
 
 
 def _idle(run: Run) -> float:

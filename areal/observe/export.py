@@ -34,7 +34,7 @@ from areal.weights.folders import atomic_folder
 Format = Literal["sft", "preference"]
 ROWS_AT_ONCE = 1024
 DATA_FILE = "data/train-00000-of-00001.parquet"
-Asked = tuple[list[dict[str, str]], str]
+ChatPrompt = tuple[list[dict[str, str]], str]
 _CONTENT = "content-sampled-6f1d8a"  # text that no template changes
 _MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 
@@ -68,26 +68,28 @@ def export(options: Namespace) -> None:
     config: Config = load_config(run / "config.yaml")
     texts = Texts(load_tokenizer(str(last_checkpoint(run) or config.model), config.data), config)
     texts.chat = all(row["turns"] == 1 and not row["branch"] for row in read_rows(rollouts, ["turns", "branch"])) and (
-        texts.asked(next(read_rows(rollouts, ["row", "prompt"]))) is not None
+        texts.chat_prompt(next(read_rows(rollouts, ["row", "prompt"]))) is not None
     )
     groups = groups_of(read_rows(rollouts, [*COLUMNS, "row", "prompt", "turns", "tokens", "versions"]))
-    done, schema = Export(), _schema(kind, texts.chat)
+    counts, schema = Export(), _schema(kind, texts.chat)
     least = options.min_reward
-    rows = _pairs(groups, texts, done, least) if kind == "preference" else _answers(groups, texts, done, best, least)
+    rows = (
+        _pairs(groups, texts, counts, least) if kind == "preference" else _answers(groups, texts, counts, best, least)
+    )
     if output.suffix in (".jsonl", ".parquet"):
         output.parent.mkdir(parents=True, exist_ok=True)
         partial = output.with_name(f".{output.name}.tmp")
         try:
-            _write(rows, partial, schema, done, lines=output.suffix == ".jsonl")
+            _write(rows, partial, schema, counts, lines=output.suffix == ".jsonl")
             os.replace(partial, output)
         finally:
             partial.unlink(missing_ok=True)
     else:
         with atomic_folder(output, durable=False) as folder:
             (folder / DATA_FILE).parent.mkdir()
-            _write(rows, folder / DATA_FILE, schema, done)
-            _card(done, config, kind, best).save(folder / "README.md")
-    print(f"{output}: {done}")
+            _write(rows, folder / DATA_FILE, schema, counts)
+            _card(counts, config, kind, best).save(folder / "README.md")
+    print(f"{output}: {counts}")
 
 
 class Texts:
@@ -100,12 +102,12 @@ class Texts:
         self._first: list[int] = tokenizer.encode("")
         self._special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._systems = dict.fromkeys(part.system_prompt for part in config.data.parts)
-        self._asked = lru_cache(maxsize=16)(self._find)
+        self._chat_prompt = lru_cache(maxsize=16)(self._find)
 
     def prompt(self, row: dict[str, Any], start: int) -> Any:
         """What comes before token `start`. None: it is not what the chat template makes of the row's messages."""
         if self.chat:
-            return (self.asked(row) or (None,))[0]
+            return (self.chat_prompt(row) or (None,))[0]
         tokens, first = row["tokens"][:start].tolist(), self._first
         return self._tokenizer.decode(tokens[len(first) :] if tokens[: len(first)] == first else tokens)
 
@@ -113,20 +115,20 @@ class Texts:
         """The tokens from `start` to `end`, which were sampled."""
         tokens = row["tokens"][start:end].tolist()
         text = self._tokenizer.decode(tokens[:-1] if tokens[-1] in self._special else tokens)
-        asked = self.asked(row) if self.chat else None
-        return [{"role": "assistant", "content": asked[1] + text}] if asked else text
+        chat_prompt = self.chat_prompt(row) if self.chat else None
+        return [{"role": "assistant", "content": chat_prompt[1] + text}] if chat_prompt else text
 
-    def asked(self, row: dict[str, Any]) -> Asked | None:
+    def chat_prompt(self, row: dict[str, Any]) -> ChatPrompt | None:
         """The messages that the chat template has made the prompt of, and what the template has begun the answer with,
         such as <think>; None if these are not known."""
-        return self._asked(row["row"], row["prompt"])
+        return self._chat_prompt(row["row"], row["prompt"])
 
-    def _find(self, fields: str, prompt: str) -> Asked | None:
-        asked = json.loads(fields).get("prompt")
-        if not self._tokenizer.chat_template or not is_prompt(asked):
+    def _find(self, fields: str, prompt: str) -> ChatPrompt | None:
+        prompt_field = json.loads(fields).get("prompt")
+        if not self._tokenizer.chat_template or not is_prompt(prompt_field):
             return None
         for system in self._systems:
-            chat = with_system(asked, system)
+            chat = with_system(prompt_field, system)
             if isinstance(chat, list):
                 messages = [{"role": message["role"], "content": message["content"]} for message in chat]
                 if prompt == self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False):
@@ -137,36 +139,36 @@ class Texts:
 
 
 def _answers(
-    groups: Iterable[list[RolloutSample]], texts: Texts, done: Export, best: bool, least: float | None
+    groups: Iterable[list[RolloutSample]], texts: Texts, counts: Export, best: bool, least: float | None
 ) -> Iterator[dict[str, Any]]:
-    for group in _counted(groups, done):
+    for group in _counted(groups, counts):
         for sample in chosen(group, best=best, least=least):
             for row in sample.rows:
                 for start, end in _turns(row):
                     prompt = texts.prompt(row, start)
                     if prompt is None:
-                        done.left_out[_OTHER_PROMPT] += 1
+                        counts.left_out[_OTHER_PROMPT] += 1
                         continue
                     answer = texts.answer(row, start, end)
                     yield {"prompt": prompt, "completion": answer, "reward": sample.reward, "group": row["group"]}
 
 
 def _pairs(
-    groups: Iterable[list[RolloutSample]], texts: Texts, done: Export, least: float | None
+    groups: Iterable[list[RolloutSample]], texts: Texts, counts: Export, least: float | None
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    for group in _counted(groups, done):
+    for group in _counted(groups, counts):
         single = [sample for sample in group if len(sample.rows) == sample.rows[0]["turns"] == 1]
-        done.left_out[_SEVERAL_TURNS] += len(group) - len(single)
-        if not single or (found := pair(single, least=least)) is None:
+        counts.left_out[_SEVERAL_TURNS] += len(group) - len(single)
+        if not single or (samples := pair(single, least=least)) is None:
             continue
-        rows = [sample.rows[0] for sample in found]
+        rows = [sample.rows[0] for sample in samples]
         (start, _), _ = places = [next(_turns(row)) for row in rows]
         prompt = texts.prompt(rows[0], start)
         if prompt is None or rows[0]["prompt"] != rows[1]["prompt"]:
-            done.left_out[_OTHER_PROMPT] += len(rows)
+            counts.left_out[_OTHER_PROMPT] += len(rows)
             continue
         good, bad = (texts.answer(row, *place) for row, place in zip(rows, places, strict=True))
-        scores = {"score_chosen": found[0].reward, "score_rejected": found[1].reward}
+        scores = {"score_chosen": samples[0].reward, "score_rejected": samples[1].reward}
         yield {"prompt": prompt, "chosen": good, "rejected": bad, **scores, "group": rows[0]["group"]}
 
 
@@ -174,10 +176,10 @@ _SEVERAL_TURNS = "samples of several turns or branches"
 _OTHER_PROMPT = "answers to a prompt that is not what the chat template makes of the row's messages"
 
 
-def _counted(groups: Iterable[list[RolloutSample]], done: Export) -> Iterator[list[RolloutSample]]:
+def _counted(groups: Iterable[list[RolloutSample]], counts: Export) -> Iterator[list[RolloutSample]]:
     for group in groups:
-        done.groups += 1
-        done.samples += len(group)
+        counts.groups += 1
+        counts.samples += len(group)
         yield group
 
 
@@ -195,7 +197,9 @@ def _schema(kind: Format, chat: bool) -> pa.Schema:
     return pa.schema(names)
 
 
-def _write(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema, done: Export, *, lines: bool = False) -> None:
+def _write(
+    rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema, counts: Export, *, lines: bool = False
+) -> None:
     """Write the rows as lines of JSON, or as Parquet. Raises UserError if there are none."""
     with ExitStack() as opened:
         if lines:
@@ -203,28 +207,28 @@ def _write(rows: Iterable[dict[str, Any]], path: Path, schema: pa.Schema, done: 
         else:
             parquet = opened.enter_context(pq.ParquetWriter(path, schema, compression="zstd"))
         while some := list(islice(rows, ROWS_AT_ONCE)):
-            done.rows += len(some)
+            counts.rows += len(some)
             if lines:
                 text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in some)
             else:
                 parquet.write_table(pa.Table.from_pylist(some, schema))
-    if not done.rows:
+    if not counts.rows:
         raise UserError(
-            f"None of the {done.samples} samples was chosen, because of their rewards, or because they were cut at the "
-            f"limit of tokens: give a lower --min-reward."
+            f"None of the {counts.samples} samples was chosen, because of their rewards, or because they were cut at "
+            f"the limit of tokens: give a lower --min-reward."
         )
 
 
-def _card(done: Export, config: Config, kind: Format, best: bool) -> DatasetCard:
+def _card(counts: Export, config: Config, kind: Format, best: bool) -> DatasetCard:
     data = DatasetCardData(
         pretty_name=f"{config.name}, {kind}",
         task_categories=["text-generation"],
         tags=["reinforcement-learning", "trl", "areal-as-actors"],
-        size_categories=_SIZES[len(str(done.rows)) - 1],
+        size_categories=_SIZES[len(str(counts.rows)) - 1],
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": "data/*.parquet"}]}],
     )
     return DatasetCard.from_template(
-        data, template_str=_CARD, config=config, done=done, kind=kind, best=best, name_of=name_of,
+        data, template_str=_CARD, config=config, counts=counts, kind=kind, best=best, name_of=name_of,
         model=name_of(config.model),
         rewards=[name_of(reward) for reward in config.reward.functions],
         sources=[name_of(str(part.source)) for part in config.data.parts],
@@ -249,7 +253,7 @@ the same prompt, if its reward was high enough.
 
 | | |
 |---|---|
-| rows | {{ done.rows }}, of {{ done.samples }} samples in {{ done.groups }} groups |
+| rows | {{ counts.rows }}, of {{ counts.samples }} samples in {{ counts.groups }} groups |
 | model | {{ model }} |
 | prompts | {{ sources | join(", ") }} |
 | rewards | {{ rewards | join(", ") or "of each row" }} |

@@ -33,13 +33,13 @@ FIGURE = "training.svg"
 PAPER = "https://arxiv.org/abs/2505.24298"
 
 
-class Result(NamedTuple):
+class ModelScores(NamedTuple):
     """Scores of the model on a set of rows, and of the model before training (None: not evaluated)."""
 
     name: str
     rows: SourceConfig
-    before: dict[str, Any] | None
-    after: dict[str, Any]
+    untrained: dict[str, Any] | None
+    trained: dict[str, Any]
 
 
 def run(options: Namespace) -> None:
@@ -63,17 +63,17 @@ def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
         raise UserError(f"{folder} has no checkpoint: give the folder of a run that has trained until its first one.")
     config: Config = load_config(folder / "config.yaml")
     output = output or folder / "hub"
-    with atomic_folder(output, durable=False) as made:
-        _take_model(checkpoint, made, config)
-        (made / "config.yaml").write_text(yaml.safe_dump(_public(yaml.safe_load(run.config)), sort_keys=False))
+    with atomic_folder(output, durable=False) as target:
+        _take_model(checkpoint, target, config)
+        (target / "config.yaml").write_text(yaml.safe_dump(_public(yaml.safe_load(run.config)), sort_keys=False))
         summary = {key: value for key, value in run.summary.items() if key != "checkpoint"}
-        (made / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        (target / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             if (folder / name).is_file():
-                shutil.copyfile(folder / name, made / name)
-        write_figure(folder, made / FIGURE)
+                shutil.copyfile(folder / name, target / name)
+        write_figure(folder, target / FIGURE)
         version = int(checkpoint.name.removeprefix("step_"))
-        _card(run, config, version, repo or config.name, made).save(made / "README.md")
+        _card(run, config, version, repo or config.name, target).save(target / "README.md")
     return output
 
 
@@ -95,16 +95,16 @@ def upload(folder: Path, repo: str, *, public: bool) -> str:
     return str(address)
 
 
-def _take_model(checkpoint: Path, made: Path, config: Config) -> None:
+def _take_model(checkpoint: Path, target: Path, config: Config) -> None:
     folders = checkpoint, checkpoint / ADAPTER
     for path in (path for folder in folders for pattern in WANTED for path in folder.glob(pattern)):
-        to = made / path.relative_to(checkpoint)
+        to = target / path.relative_to(checkpoint)
         to.parent.mkdir(exist_ok=True)
         if fnmatch(path.name, LINKED):
             _link(path, to)
         else:
             shutil.copyfile(path, to)
-    described = made / ADAPTER / ADAPTER_CONFIG_FILE
+    described = target / ADAPTER / ADAPTER_CONFIG_FILE
     if described.is_file():
         base = {"base_model_name_or_path": hub_id(config.model)}
         described.write_text(json.dumps(json.loads(described.read_text()) | base, indent=2) + "\n")
@@ -130,24 +130,24 @@ def _public(values: Any) -> Any:
             return other
 
 
-def _results(run: Run, config: Config, version: int) -> Iterator[Result]:
+def _results(run: Run, config: Config, version: int) -> Iterator[ModelScores]:
     """Of the held-out rows and of each benchmark, if version `version` was evaluated on them."""
-    by_version = {done["version"]: done for done in run.evaluations}
-    before, after = by_version.get(0, {}), by_version.get(version, {})
-    if after.get("accuracy") is not None:
+    by_version = {evaluation["version"]: evaluation for evaluation in run.evaluations}
+    untrained, trained = by_version.get(0, {}), by_version.get(version, {})
+    if trained.get("accuracy") is not None:
         parts = config.data.parts
         rows = parts[0] if len(parts) == 1 else SourceConfig()
-        yield Result("held-out rows", rows, before if before.get("accuracy") is not None else None, after)
-    for name, scores in (after.get("benchmarks") or {}).items():
-        yield Result(
+        yield ModelScores("held-out rows", rows, untrained if untrained.get("accuracy") is not None else None, trained)
+    for name, scores in (trained.get("benchmarks") or {}).items():
+        yield ModelScores(
             name,
             config.evaluator.benchmarks.get(name, SourceConfig()),
-            (before.get("benchmarks") or {}).get(name),
+            (untrained.get("benchmarks") or {}).get(name),
             scores,
         )
 
 
-def _evaluations(results: list[Result]) -> Iterator[EvalResult]:
+def _evaluations(results: list[ModelScores]) -> Iterator[EvalResult]:
     for result in results:
         place = str(result.rows.eval_source or result.rows.source or "several sources")
         about: dict[str, Any] = {
@@ -155,14 +155,14 @@ def _evaluations(results: list[Result]) -> Iterator[EvalResult]:
             "dataset_split": (place.split(":")[2:] or [result.rows.split])[0] if place.startswith("hf:") else None,
         }  # fmt: skip
         yield EvalResult(
-            metric_type="accuracy", metric_name="mean score", metric_value=result.after["accuracy"], **about
+            metric_type="accuracy", metric_name="mean score", metric_value=result.trained["accuracy"], **about
         )
-        for k, share in (result.after.get("pass_at") or {}).items():
+        for k, share in (result.trained.get("pass_at") or {}).items():
             if k != "1":
                 yield EvalResult(metric_type=f"pass@{k}", metric_value=share, **about)
 
 
-def _card(run: Run, config: Config, version: int, name: str, made: Path) -> ModelCard:
+def _card(run: Run, config: Config, version: int, name: str, target: Path) -> ModelCard:
     results, base = list(_results(run, config, version)), hub_id(config.model)
     sources = [str(part.source) for part in config.data.parts]
     data = ModelCardData(
@@ -176,7 +176,7 @@ def _card(run: Run, config: Config, version: int, name: str, made: Path) -> Mode
     )
     return ModelCard.from_template(
         data, template_str=_CARD, name=name, config=config, version=version, results=results, figure=FIGURE,
-        base=name_of(config.model), hub_base=base, adapter=(made / ADAPTER).is_dir(), paper=PAPER, score=_score,
+        base=name_of(config.model), hub_base=base, adapter=(target / ADAPTER).is_dir(), paper=PAPER, score=_score,
         name_of=name_of, sources=list(map(name_of, sources)), summary=run.summary,
         rewards=[name_of(reward) for reward in config.reward.functions],
     )  # fmt: skip
@@ -188,8 +188,8 @@ def _score(scores: dict[str, Any] | None) -> str:
     error = scores.get("standard_error")
     mean = f"{100 * scores['accuracy']:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
     pass_at = {int(k): share for k, share in (scores.get("pass_at") or {}).items()}
-    most = max(pass_at, default=1)
-    return f"{mean}, pass@{most} {100 * pass_at[most]:.1f}" if most > 1 else mean
+    largest = max(pass_at, default=1)
+    return f"{mean}, pass@{largest} {100 * pass_at[largest]:.1f}" if largest > 1 else mean
 
 
 _CARD = """\
@@ -206,7 +206,7 @@ the same time; the method is AReaL's ([arXiv 2505.24298]({{ paper }})).
 | mean score, % | rows | before | after |
 |---|---|---|---|
 {% for result in results -%}
-| {{ result.name }} | {{ result.after.rows }} | {{ score(result.before) }} | {{ score(result.after) }} |
+| {{ result.name }} | {{ result.trained.rows }} | {{ score(result.untrained) }} | {{ score(result.trained) }} |
 {% endfor %}
 ± is the standard error over rows.
 {% endif %}

@@ -21,7 +21,7 @@ import yaml
 from areal.config import UserError
 from areal.observe.alerts import Alert
 from areal.observe.digests import Digests
-from areal.observe.timeline import Span, activities, measured, read_events
+from areal.observe.timeline import TimelineSpan, activities, measured, read_events
 from areal.text import shown
 
 # Placeholders in matplotlib's output, which the page replaces by its own text and line colours, in light and in dark.
@@ -60,8 +60,8 @@ class Run:
         """When each step was committed: in seconds since 1970 or, if that is not recorded, in seconds of training."""
         times: list[float] = []
         for record in self.records:
-            before = times[-1] if times else 0.0
-            times.append(record.get("time", before + record.get("step_seconds", 0.0)))
+            previous = times[-1] if times else 0.0
+            times.append(record.get("time", previous + record.get("step_seconds", 0.0)))
         return times
 
     @property
@@ -161,9 +161,9 @@ def read_run(folder: Path) -> Run:
 def alerts_of(folder: Path, run: Run) -> list[tuple[Alert, str]]:
     """The alerts of a run, each with the command that prints its rollouts; without one if the run keeps none."""
     digests = Digests(folder)
-    found = digests.alerts(run.records, run.evaluations, yaml.safe_load(run.config) or {}, ROLLOUTS_SECONDS)
+    alerts = digests.alerts(run.records, run.evaluations, yaml.safe_load(run.config) or {}, ROLLOUTS_SECONDS)
     shows = f"python -m areal rollouts {shlex.quote(str(folder))} --where"
-    return [(alert, f'{shows} "{alert.where}"' if digests.any else "") for alert in found]
+    return [(alert, f'{shows} "{alert.where}"' if digests.has_rollouts else "") for alert in alerts]
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -188,8 +188,8 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _headlines_of_benchmarks(evaluations: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     at: dict[str, list[str]] = {}
-    for done in sorted(evaluations, key=lambda done: done["version"]):
-        for name, scores in (done.get("benchmarks") or {}).items():
+    for evaluation in sorted(evaluations, key=lambda evaluation: evaluation["version"]):
+        for name, scores in (evaluation.get("benchmarks") or {}).items():
             at.setdefault(name, []).append(_shown(scores, "accuracy", ".1%"))
     return [(name, " → ".join(dict.fromkeys((shares[0], shares[-1])))) for name, shares in at.items()]
 
@@ -205,8 +205,8 @@ def panels(run: Run) -> list[Panel]:
     # The trainer measures the parts and the master the whole step, so the parts may exceed the step: they are cut.
     waits = [min(wait, step) for wait, step in zip(run.series("trainer_wait_seconds"), seconds, strict=True)]
     lefts = [step - wait for wait, step in zip(waits, seconds, strict=True)]
-    trains = [min(train, left) for train, left in zip(run.series("train_seconds"), lefts, strict=True)]
-    others = [left - train for train, left in zip(trains, lefts, strict=True)]
+    trains = [min(train, beyond) for train, beyond in zip(run.series("train_seconds"), lefts, strict=True)]
+    rests = [beyond - train for train, beyond in zip(trains, lefts, strict=True)]
 
     def plain(title: str, key: str, **options: Any) -> Panel:
         return Panel(title, lines=[("", steps, run.series(key))], **options)
@@ -246,7 +246,7 @@ def panels(run: Run) -> list[Panel]:
             "Step time",
             unit="s",
             steps=steps,
-            stack=[("training", trains), ("waiting for data", waits), ("other", others)],
+            stack=[("training", trains), ("waiting for data", waits), ("other", rests)],
         ),
         Panel(
             "Trainer idle, share",
@@ -299,18 +299,22 @@ def _accuracy(evaluations: Sequence[dict[str, Any]]) -> Panel:
     versions = [evaluation["version"] for evaluation in evaluations]
     lines = [("", versions, [_number(evaluation.get("accuracy")) for evaluation in evaluations])]
     ks = {int(k) for evaluation in evaluations for k in evaluation.get("pass_at") or ()}
-    if ks and (most := max(ks)) > 1:
-        solved = [_number((evaluation.get("pass_at") or {}).get(f"{most}")) for evaluation in evaluations]
-        lines = [("mean", *lines[0][1:]), (f"pass@{most}", versions, solved)]
+    if ks and (largest := max(ks)) > 1:
+        solved = [_number((evaluation.get("pass_at") or {}).get(f"{largest}")) for evaluation in evaluations]
+        lines = [("mean", *lines[0][1:]), (f"pass@{largest}", versions, solved)]
     return Panel("Held-out accuracy", lines=lines, limits=(-0.03, 1.03), colours=(GREEN, BLUE))
 
 
 def _benchmarks(evaluations: Sequence[dict[str, Any]]) -> Panel:
     """By version: the mean score of each benchmark."""
-    names = list(dict.fromkeys(name for done in evaluations for name in done.get("benchmarks") or ()))
+    names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.get("benchmarks") or ()))
     lines = []
     for name in names:
-        at = [(done["version"], done["benchmarks"][name]) for done in evaluations if name in done.get("benchmarks", {})]
+        at = [
+            (evaluation["version"], evaluation["benchmarks"][name])
+            for evaluation in evaluations
+            if name in evaluation.get("benchmarks", {})
+        ]
         lines.append((name, [version for version, _ in at], [_number(scores["accuracy"]) for _, scores in at]))
     return Panel("Benchmarks, mean score", lines=lines, limits=(-0.03, 1.03), colours=_ramp(len(names)))
 
@@ -326,21 +330,21 @@ def draw_timeline(run: Run) -> str:
     return _svg("timeline", lambda: timeline_figure(spans)) if spans else ""
 
 
-def timeline_of(run: Run) -> list[tuple[Span, bool]]:
+def timeline_of(run: Run) -> list[tuple[TimelineSpan, bool]]:
     """The spans in that time of all actors except the master, in the order of the actors' names: activities that an
     actor reported (False), and spans that it measured (True). `begin` is in seconds; 0 is the end of the last step."""
-    found = [(span, False) for span in activities(run.events)]
-    found += [(span, True) for span in measured(run.events, run.records, run.times)]
+    candidates = [(span, False) for span in activities(run.events)]
+    candidates += [(span, True) for span in measured(run.events, run.records, run.times)]
     end = run.times[-1] if run.times else 0.0
     spans = []
-    for span, is_measured in found:
+    for span, is_measured in candidates:
         begin, until = max(span.begin - end, -TIMELINE_SECONDS), min(span.end - end, 0.0)
         if until > begin and not span.actor.startswith("master"):
-            spans.append((Span(span.actor, span.kind, begin, until - begin), is_measured))
+            spans.append((TimelineSpan(span.actor, span.kind, begin, until - begin), is_measured))
     return sorted(spans, key=lambda pair: pair[0].actor)
 
 
-def timeline_figure(spans: Sequence[tuple[Span, bool]]) -> Any:
+def timeline_figure(spans: Sequence[tuple[TimelineSpan, bool]]) -> Any:
     """A row for each actor: its reported activities in pale colours and, on top of them, the spans that it measured."""
     from matplotlib import color_sequences
     from matplotlib.figure import Figure
@@ -474,13 +478,13 @@ def paired_samples(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shares(parts: Sequence[float], wholes: Sequence[float]) -> list[float]:
-    return [part / whole if whole > 0 else math.nan for part, whole in zip(parts, wholes, strict=True)]
+    return [part / total if total > 0 else math.nan for part, total in zip(parts, wholes, strict=True)]
 
 
 def _ages(run: Run) -> list[list[float]]:
     """For each staleness from 0 on: the number of groups that had it, at each step."""
-    found = [record.get("staleness_histogram") for record in run.records]
-    histograms = [histogram if isinstance(histogram, list) else [] for histogram in found]
+    counts = [record.get("staleness_histogram") for record in run.records]
+    histograms = [histogram if isinstance(histogram, list) else [] for histogram in counts]
     ages = range(max(map(len, histograms), default=0))
     return [[histogram[age] if age < len(histogram) else 0.0 for histogram in histograms] for age in ages]
 

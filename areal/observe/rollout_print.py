@@ -15,7 +15,7 @@ from rich.text import Text
 
 from areal.command_line import output
 from areal.config import UserError
-from areal.observe.rollouts import SORTED_BY, Rollouts, Stuck, Where, sql_condition, tokenizer_of
+from areal.observe.rollouts import SORTED_BY, QueryStuck, Rollouts, Where, sql_condition, tokenizer_of
 from areal.text import shown
 from areal.tokens import token_texts
 from areal.trajectory import pieces
@@ -29,16 +29,16 @@ def print_rollouts(options: Namespace) -> None:
     condition = Where() if options.where is None else sql_condition(options.where)
     order = (None if options.random else column or None), direction.strip().lower() == "desc"
     try:
-        found = Rollouts(options.folder).page(condition, *order, options.show, whole=True)
-    except Stuck as error:
+        page = Rollouts(options.folder).page(condition, *order, options.show, all_columns=True)
+    except QueryStuck as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(2)
     console = output(120)
-    total = sum(found.fates.values())
-    shares = ", ".join(f"{fate} {count / total:.1%}" for fate, count in found.fates.items())
-    console.print(f"{total:,} rollouts of {found.steps:,} steps{': ' * bool(shares)}{shares}", highlight=False)
-    tokenizer = tokenizer_of(options.folder) if any(len(pieces(row["versions"])) > 2 for row in found.rows) else None
-    for row in found.rows:
+    total = sum(page.fates.values())
+    shares = ", ".join(f"{fate} {count / total:.1%}" for fate, count in page.fates.items())
+    console.print(f"{total:,} rollouts of {page.steps:,} steps{': ' * bool(shares)}{shares}", highlight=False)
+    tokenizer = tokenizer_of(options.folder) if any(len(pieces(row["versions"])) > 2 for row in page.rows) else None
+    for row in page.rows:
         _print(row, tokenizer, console)
 
 

@@ -50,7 +50,7 @@ _FROM = "FROM read_parquet($files, union_by_name = true)"
 _CUT = f"left(prompt, {GLIMPSE}) AS prompt, left(completion, {GLIMPSE}) AS completion"
 
 
-class Stuck(UserError):
+class QueryStuck(UserError):
     """A query did not stop when it was told to. It runs on in a thread of this process, and would disturb its exit."""
 
 
@@ -62,7 +62,7 @@ class Where(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RolloutPage:
     """The rows that a condition has: how many of each fate, of how many steps; and those of one page."""
 
     fates: dict[str, int]
@@ -131,11 +131,11 @@ class Rollouts:
         self._connection.execute("SET lock_configuration = true")
 
     def page(
-        self, where: Where, sort: str | None, descending: bool, limit: int, offset: int = 0, whole: bool = False
-    ) -> Found:
+        self, where: Where, sort: str | None, descending: bool, limit: int, offset: int = 0, all_columns: bool = False
+    ) -> RolloutPage:
         """The rows number `offset` to `offset` + `limit` - 1, ordered by a column; at random if `sort` is None.
 
-        Rows with null come last; where they are equal, the order is that of the files. whole: the rows have all
+        Rows with null come last; where they are equal, the order is that of the files. all_columns: the rows have all
         columns; otherwise those of SORTED_BY and the first GLIMPSE characters of prompt and completion.
         """
         if sort not in (*SORTED_BY, None):
@@ -144,45 +144,45 @@ class Rollouts:
         order = f"key {'DESC' if descending else 'ASC'} NULLS LAST, file, number"
         # First the places of the rows, then these rows: sorting all texts would take a hundred times as long.
         places = f"""
-            WITH found AS MATERIALIZED (
+            WITH matches AS MATERIALIZED (
                 SELECT file_index AS file, file_row_number AS number, {key} AS key, step, fate {_FROM}
                 WHERE ({where.sql})
-            ), fates AS (SELECT fate, count(*) AS rows FROM found GROUP BY fate ORDER BY rows DESC),
-            chosen AS (SELECT file, number, key FROM found ORDER BY {order} LIMIT $limit OFFSET $offset)
-            SELECT (SELECT list([fate, rows::VARCHAR]) FROM fates), (SELECT count(DISTINCT step) FROM found),
+            ), fates AS (SELECT fate, count(*) AS rows FROM matches GROUP BY fate ORDER BY rows DESC),
+            chosen AS (SELECT file, number, key FROM matches ORDER BY {order} LIMIT $limit OFFSET $offset)
+            SELECT (SELECT list([fate, rows::VARCHAR]) FROM fates), (SELECT count(DISTINCT step) FROM matches),
                 (SELECT list([file, number] ORDER BY {order}) FROM chosen)
         """
-        columns = "*" if whole else ", ".join(f'"{name}"' for name in SORTED_BY) + f", {_CUT}"
+        columns = "*" if all_columns else ", ".join(f'"{name}"' for name in SORTED_BY) + f", {_CUT}"
         texts = f"""
             SELECT {columns}, file_row_number AS "row number" {_FROM}
             WHERE filename = $name AND file_row_number IN $numbers
         """
-        asked = {**where.values, "limit": limit, "offset": offset}
+        parameters = {**where.values, "limit": limit, "offset": offset}
 
-        def read(ask: _Ask, paths: list[str]) -> Found:
-            fates, steps, chosen = ask(places, {"files": paths, **asked})[0].values()
-            wanted: dict[str, list[int]] = {}
+        def read(ask: _Ask, paths: list[str]) -> RolloutPage:
+            fates, steps, chosen = ask(places, {"files": paths, **parameters})[0].values()
+            numbers_by_path: dict[str, list[int]] = {}
             for file, number in chosen or ():
-                wanted.setdefault(paths[file], []).append(number)
+                numbers_by_path.setdefault(paths[file], []).append(number)
             rows: dict[tuple[str, int], dict[str, Any]] = {}
             # File by file takes a fifth of the time of one query. The newest file may have columns that others lack.
-            for name, numbers in wanted.items():
+            for name, numbers in numbers_by_path.items():
                 values = {"files": list({name, paths[-1]}), "name": name, "numbers": numbers}
                 rows |= {(name, row.pop("row number")): row for row in ask(texts, values)}
-            found = [rows[paths[file], number] for file, number in chosen or ()]
-            return Found({fate: int(count) for fate, count in fates or ()}, steps, found)
+            ordered = [rows[paths[file], number] for file, number in chosen or ()]
+            return RolloutPage({fate: int(count) for fate, count in fates or ()}, steps, ordered)
 
         return self._answer(read)
 
     def row(self, group: str, sample: int, branch: int) -> dict[str, Any]:
         """All columns of one row. Raises UserError if there is no such row."""
-        found = self._select(
+        rows = self._select(
             "SELECT *", '"group" = $group AND sample = $sample AND branch = $branch LIMIT 1',
             {"group": group, "sample": sample, "branch": branch},
         )  # fmt: skip
-        if not found:
+        if not rows:
             raise UserError(f"There is no sample {sample} of group {group!r}, or no branch {branch} of it.")
-        return found[0]
+        return rows[0]
 
     def group(self, group: str) -> list[dict[str, Any]]:
         """The rows of a group, in order: sample, branch, reward, advantage, completion_tokens, finish, and the first
@@ -200,17 +200,18 @@ class Rollouts:
         These are the groups with the same row of the data and the same prompt text: an index comes once in a run, the
         row comes again in each epoch.
         """
-        own = self._select(
+        rows = self._select(
             'SELECT "row", prompt', '"group" = $group AND sample = 0 AND branch = 0 LIMIT 1', {"group": group}
         )
         return self._select(
             'SELECT "group", min(start_version) AS start_version, count(*) AS samples, avg(reward) AS mean, '
             "min(reward) AS low, max(reward) AS high",
-            'branch = 0 AND "row" = $row AND prompt = $prompt GROUP BY "group" ORDER BY start_version, "group"', own[0],
-        ) if own else []  # fmt: skip
+            'branch = 0 AND "row" = $row AND prompt = $prompt GROUP BY "group" ORDER BY start_version, "group"',
+            rows[0],
+        ) if rows else []  # fmt: skip
 
-    def _select(self, select: str, rest: str, values: dict[str, Any]) -> list[dict[str, Any]]:
-        return self._answer(lambda ask, paths: ask(f"{select} {_FROM} WHERE {rest}", {"files": paths, **values}))
+    def _select(self, select: str, clauses: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._answer(lambda ask, paths: ask(f"{select} {_FROM} WHERE {clauses}", {"files": paths, **values}))
 
     def _answer(self, read: Callable[[_Ask, list[str]], T]) -> T:
         """What `read` returns, which may ask several queries on a list of files."""
@@ -238,7 +239,7 @@ class Rollouts:
         try:
             return answer.result(0)
         except (duckdb.InterruptException, TimeoutError) as error:
-            kind = Stuck if isinstance(error, TimeoutError) else UserError
+            kind = QueryStuck if isinstance(error, TimeoutError) else UserError
             raise kind(f"The query took longer than {SECONDS:g} s and was stopped: ask for less, for example for "
                        f"fewer steps.") from None  # fmt: skip
         except duckdb.Error as error:

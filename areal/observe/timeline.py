@@ -16,7 +16,7 @@ PHASES = ("save_wait", "save", "trainer_wait", "fetch", "train", "publish_wait",
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """A period in which an actor did something. begin: seconds since 1970."""
 
     actor: str
@@ -49,30 +49,32 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: event["time"])
 
 
-def spans(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
+def spans(events: Iterable[dict[str, Any]]) -> Iterator[TimelineSpan]:
     """The spans that actors measured themselves."""
     for event in events:
         if "span" in event:
-            yield Span(event["actor"], event["span"], event["time"], event["seconds"])
+            yield TimelineSpan(event["actor"], event["span"], event["time"], event["seconds"])
 
 
-def measured(events: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], times: Sequence[float]) -> list[Span]:
+def measured(
+    events: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], times: Sequence[float]
+) -> list[TimelineSpan]:
     """The spans that actors measured themselves. If those of the trainer are not recorded, they are reconstructed from
     the seconds of each phase in `steps`, such that the last phase of a step ends at its commit."""
-    found = list(spans(events))
-    if any(span.actor.startswith("trainer") for span in found):
-        return found
+    recorded = list(spans(events))
+    if any(span.actor.startswith("trainer") for span in recorded):
+        return recorded
     for step, end in zip(steps, times, strict=True):
         seconds = [(phase, step.get(f"{phase}_seconds") or 0.0) for phase in PHASES]
         begin = end - sum(spent for _, spent in seconds)
         for phase, spent in seconds:
             if spent:
-                found.append(Span("trainer/0", phase, begin, spent))
+                recorded.append(TimelineSpan("trainer/0", phase, begin, spent))
             begin += spent
-    return found
+    return recorded
 
 
-def activities(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
+def activities(events: Iterable[dict[str, Any]]) -> Iterator[TimelineSpan]:
     """The activities that actors reported. Each lasts from its first report until the actor reports another."""
     since: dict[str, tuple[float, str]] = {}
     end = 0.0
@@ -82,10 +84,10 @@ def activities(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
         actor, end = event["actor"], event["time"]
         begin, name = since.get(actor, (end, None))
         if name not in (None, event["activity"]):
-            yield Span(actor, name, begin, end - begin)
+            yield TimelineSpan(actor, name, begin, end - begin)
         if event["state"] == GONE:
             since.pop(actor, None)
         elif name != event["activity"]:
             since[actor] = (end, event["activity"])
     for actor, (begin, name) in since.items():
-        yield Span(actor, name, begin, end - begin)
+        yield TimelineSpan(actor, name, begin, end - begin)

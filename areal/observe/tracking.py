@@ -47,8 +47,8 @@ def check(config: ObserveConfig) -> None:
 def start(config: Config) -> subprocess.Popen[bytes] | None:
     """Starts the process that follows the run in `config.folder`. Returns None if no tracker is configured, or if the
     process cannot be started, which does not fail the run."""
-    own = config.observe
-    if not (own.tensorboard or own.wandb or own.trackio):
+    observe = config.observe
+    if not (observe.tensorboard or observe.wandb or observe.trackio):
         return None
     try:
         with (config.folder / "logs" / "track.out").open("a") as out:
@@ -85,7 +85,7 @@ class Tracker:
         self._sinks = sinks
         self._new = {file: NewRecords(folder / file) for file in FILES}
         self._state = folder / "tracked.json"
-        self._told = json.loads(self._state.read_text()) if self._state.exists() else dict.fromkeys(FILES, -1)
+        self._newest = json.loads(self._state.read_text()) if self._state.exists() else dict.fromkeys(FILES, -1)
 
     def run(self) -> None:
         while self._sinks:
@@ -97,22 +97,22 @@ class Tracker:
 
     def look(self) -> None:
         """Pass on the new records."""
-        told = dict(self._told)
+        newest = dict(self._newest)
         for file, key in FILES.items():
             for record in self._new[file].read():
-                if record[key] > told[file]:
-                    self._tell(key, record)
-                    told[file] = record[key]
-        if told != self._told:
-            self._told = told
-            replace(self._state, json.dumps(told))
+                if record[key] > newest[file]:
+                    self._send(key, record)
+                    newest[file] = record[key]
+        if newest != self._newest:
+            self._newest = newest
+            replace(self._state, json.dumps(newest))
 
-    def _tell(self, key: str, record: dict[str, Any]) -> None:
+    def _send(self, key: str, record: dict[str, Any]) -> None:
         prefix = "step" if key == "step" else "evaluation"
         # Each benchmark is named eval/NAME, and its other numbers eval/NAME/KEY.
         benchmarks = record.get("benchmarks", {})
-        own = {name: value for name, value in record.items() if name not in (key, "time", "benchmarks")}
-        numbers = {f"{prefix}/{name}": value for name, value in flat(own).items()}
+        values = {name: value for name, value in record.items() if name not in (key, "time", "benchmarks")}
+        numbers = {f"{prefix}/{name}": value for name, value in flat(values).items()}
         numbers |= {f"eval/{name}": value for name, value in flat(benchmarks).items()}
         numbers |= flat({f"eval/{name}": scores["accuracy"] for name, scores in benchmarks.items()})
         for name, sink in list(self._sinks.items()):
@@ -125,13 +125,13 @@ class Tracker:
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
     """The numbers of a record. Those of an object in it are named NAME/KEY."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, dict):
-            found |= {f"{name}/{key}": inner for key, inner in flat(value).items()}
+            numbers |= {f"{name}/{key}": inner for key, inner in flat(value).items()}
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = float(value)
-    return found
+            numbers[name] = float(value)
+    return numbers
 
 
 def open_sinks(config: Config, folder: Path) -> dict[str, Sink]:
@@ -152,12 +152,12 @@ def _tensorboard(config: Config, folder: Path) -> Sink:
 
     writer = Writer(str(folder / "tensorboard"))
 
-    def tell(step: int, numbers: dict[str, float], at: float) -> None:
+    def send(step: int, numbers: dict[str, float], at: float) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step, wall_time=at)
         writer.flush()
 
-    return tell
+    return send
 
 
 def _wandb(config: Config, folder: Path) -> Sink:

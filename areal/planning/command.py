@@ -13,7 +13,7 @@ from areal.command_line import output
 from areal.config import Config, LoraConfig, UserError, load_config
 from areal.observe.report import read_run
 from areal.planning.activations import measure_activations
-from areal.planning.split import GIB, PAPER_STALENESS, Lengths, ModelSizes, Plan, Rates, balanced_share, plan
+from areal.planning.split import GIB, PAPER_STALENESS, ModelSizes, Plan, Rates, TokenLengths, balanced_share, plan
 from areal.storage.run_folder import STEADY
 
 STARVED = 0.05
@@ -42,7 +42,7 @@ def plan_run(options: Namespace) -> None:
         value = numbers.get(name, getattr(options, name))
         if not (math.isfinite(value) and value > 0):
             raise UserError(f"--{name.replace('_', '-')} is {value:g}, but must be more than 0.")
-    lengths = Lengths(options.prompt_tokens, numbers["mean_tokens"], config.sampling.max_new_tokens)
+    lengths = TokenLengths(options.prompt_tokens, numbers["mean_tokens"], config.sampling.max_new_tokens)
     if lengths.mean > lengths.longest:
         raise UserError(
             f"The mean completion of {lengths.mean:g} tokens is longer than sampling.max_new_tokens, "

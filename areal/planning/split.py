@@ -59,8 +59,8 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Lengths in tokens: the longest prompt, the mean completion and the longest completion."""
+class TokenLengths:
+    """TokenLengths in tokens: the longest prompt, the mean completion and the longest completion."""
 
     prompt: int
     mean: float
@@ -211,7 +211,9 @@ def training_memory(
     )
 
 
-def generation_memory(config: Config, model: ModelSizes, lengths: Lengths, device_bytes: float) -> GenerationMemory:
+def generation_memory(
+    config: Config, model: ModelSizes, lengths: TokenLengths, device_bytes: float
+) -> GenerationMemory:
     """The memory of one device of a generator. The KV of a token is divided among at most as many devices as it has
     heads.
 
@@ -233,7 +235,9 @@ def generation_memory(config: Config, model: ModelSizes, lengths: Lengths, devic
     return GenerationMemory(weights, room, full_kv, min(generator.max_concurrent_rollouts, fitting), longest)
 
 
-def plan(config: Config, model: ModelSizes, rates: Rates, lengths: Lengths, devices: int, device_bytes: float) -> Plan:
+def plan(
+    config: Config, model: ModelSizes, rates: Rates, lengths: TokenLengths, devices: int, device_bytes: float
+) -> Plan:
     """The split with the highest throughput among those in which training fits.
 
     Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. For training, the lowest ZeRO
@@ -307,7 +311,7 @@ def plan(config: Config, model: ModelSizes, rates: Rates, lengths: Lengths, devi
 
 
 def _fitting(
-    config: Config, model: ModelSizes, ranks: int, lengths: Lengths, device_bytes: float
+    config: Config, model: ModelSizes, ranks: int, lengths: TokenLengths, device_bytes: float
 ) -> tuple[int, bool, TrainingMemory] | None:
     """The ZeRO stage, checkpointing and memory of the cheapest training that fits; None if none fits."""
     first = 1 if config.trainer.dtype == "bfloat16" else 0  # areal.training.optimizer explains why

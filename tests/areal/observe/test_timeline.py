@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from areal.observe.timeline import Span, activities, read_events, spans
+from areal.observe.timeline import TimelineSpan, activities, read_events, spans
 from areal.storage import events as event_log
 from areal.storage.events import GONE, EventLog
 
@@ -52,7 +52,7 @@ def test_spans_are_recorded_at_the_time_they_began_however_late_one_hears_of_the
     events.record_heartbeat("generator/0", "healthy", "generating", {}, 71.0, [("load", 70.5, 0.25)])
     events.flush()
     assert list(spans(read_events(tmp_path))) == [
-        Span("generator/0", "load", 998.0, 0.5), Span("generator/0", "load", 1000.5, 0.25),
+        TimelineSpan("generator/0", "load", 998.0, 0.5), TimelineSpan("generator/0", "load", 1000.5, 0.25),
     ]  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_an_actor_that_comes_back_may_have_another_clock(events, tmp_path):
     events.record_heartbeat("generator/0", GONE, "killed", {})
     events.record_heartbeat("generator/0", "healthy", "generating", {}, 5000.0, [("load", 4999.0, 0.5)])
     events.flush()
-    assert list(spans(read_events(tmp_path))) == [Span("generator/0", "load", 999.0, 0.5)]
+    assert list(spans(read_events(tmp_path))) == [TimelineSpan("generator/0", "load", 999.0, 0.5)]
 
 
 def test_the_newest_events_are_kept_and_the_files_are_bounded(events, clock, tmp_path, monkeypatch):
@@ -105,8 +105,8 @@ def test_an_activity_lasts_until_the_next_one_the_departure_or_the_end():
         said(9.0, "waiting"),
     ]
     assert list(activities(heard)) == [
-        Span("trainer/0", "waiting", 1.0, 3.0),
-        Span("trainer/0", "training", 4.0, 1.0),
-        Span("trainer/0", "waiting", 7.0, 2.0),
-        Span("reward/0", "scoring", 8.0, 1.0),
+        TimelineSpan("trainer/0", "waiting", 1.0, 3.0),
+        TimelineSpan("trainer/0", "training", 4.0, 1.0),
+        TimelineSpan("trainer/0", "waiting", 7.0, 2.0),
+        TimelineSpan("reward/0", "scoring", 8.0, 1.0),
     ]

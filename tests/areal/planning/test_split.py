@@ -12,10 +12,10 @@ from areal.config import Config, UserError, dump_config, load_config
 from areal.planning.activations import Activations
 from areal.planning.split import (
     GIB,
-    Lengths,
     ModelSizes,
     Plan,
     Rates,
+    TokenLengths,
     balanced_share,
     generation_memory,
     plan,
@@ -27,7 +27,7 @@ SMALL_ACTIVATIONS = Activations(3_139_628, 3_181_352), Activations(95_760, 249_1
 SMALL = ModelSizes(1_777_088_000, 1_777_088_000, 28, 1536, 151_936, 2, 128, *SMALL_ACTIVATIONS)
 LARGE_ACTIVATIONS = Activations(6_885_164, 7_048_488), Activations(222_736, 630_916)
 LARGE = ModelSizes(7_615_616_512, 7_615_616_512, 28, 3584, 152_064, 4, 128, *LARGE_ACTIVATIONS)
-PAPER_LENGTHS = Lengths(prompt=1024, mean=9300, longest=27 * 1024)
+PAPER_LENGTHS = TokenLengths(prompt=1024, mean=9300, longest=27 * 1024)
 # 371.7 k tokens/s on 128 devices of which 96 generate: the paper's throughput, if neither pool ever waited.
 PAPER_RATES = Rates(generating=371_700 / 96, training=371_700 / 32)
 
@@ -75,7 +75,7 @@ def test_no_other_split_is_faster(tensor_parallel, rates):
 
 def test_a_split_whose_training_does_not_fit_is_not_taken():
     fast_trainer = Rates(generating=100, training=10_000)
-    found = plan(config(), LARGE, fast_trainer, Lengths(1024, 2000, 8192), 8, 80 * GIB)
+    found = plan(config(), LARGE, fast_trainer, TokenLengths(1024, 2000, 8192), 8, 80 * GIB)
     assert found.ranks > 1  # one alone has no room for 18 bytes a parameter
     assert found.training.total <= 0.9 * 80 * GIB
 
@@ -148,7 +148,7 @@ def test_one_of_a_fixed_number_of_microbatches_may_hold_nothing_but_the_longest(
 
 def test_a_generators_kv_is_what_its_sequences_take_at_full_length():
     wanted = config(generator={"tensor_parallel": 2, "max_concurrent_rollouts": 10})
-    memory = generation_memory(wanted, LARGE, Lengths(1024, 5000, 15 * 1024), 80 * GIB)
+    memory = generation_memory(wanted, LARGE, TokenLengths(1024, 5000, 15 * 1024), 80 * GIB)
     assert memory.full_kv == 10 * 16384 * 57_344 / 2
     assert memory.weights == LARGE.parameters
     assert memory.weights + memory.room + memory.overhead == pytest.approx(0.9 * 80 * GIB)
@@ -159,14 +159,14 @@ def test_a_generators_kv_is_what_its_sequences_take_at_full_length():
 def test_a_token_is_on_every_device_where_there_are_fewer_heads_than_devices():
     def wanted(tensor_parallel: int) -> float:
         generator = {"tensor_parallel": tensor_parallel}
-        return generation_memory(config(generator=generator), LARGE, Lengths(1, 1, 1), 80 * GIB).full_kv
+        return generation_memory(config(generator=generator), LARGE, TokenLengths(1, 1, 1), 80 * GIB).full_kv
 
     assert wanted(8) == wanted(4) == wanted(1) / 4
 
 
 @pytest.mark.parametrize("longest", [9300, 27 * 1024, 64 * 1024])
 def test_at_the_bound_no_group_is_waited_for_and_generators_are_full(longest):
-    lengths = Lengths(1024, 9300, longest)
+    lengths = TokenLengths(1024, 9300, longest)
     found = plan(config(), SMALL, PAPER_RATES, lengths, 128, 80 * GIB)
     assert found.longest_seconds <= found.max_staleness * found.step_seconds
     assert found.generators * found.generation.sequences <= found.max_staleness * found.samples_a_step
@@ -186,7 +186,7 @@ def test_two_devices_are_enough_and_one_is_not():
 )
 def test_what_does_not_fit_is_told_with_what_to_do(memory, sentence):
     with pytest.raises(UserError, match=sentence):
-        plan(config(), LARGE, Rates(1, 1), Lengths(512, 500, 1024), 2, memory * GIB)
+        plan(config(), LARGE, Rates(1, 1), TokenLengths(512, 500, 1024), 2, memory * GIB)
 
 
 # --- the tool
