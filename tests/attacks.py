@@ -604,7 +604,7 @@ CHEATS |= {
 LINK = """
 import gc, json, os, sys
 def link():
-    return next(o for o in gc.get_objects() if type(o).__name__ == 'Link')
+    return next(o for o in gc.get_objects() if type(o).__name__ == 'JudgeLink')
 def answer_with(make):
     l = link()
     send = type(l).send
@@ -702,7 +702,7 @@ CHEATS |= {
     "types: an enum of numbers": "import enum\nclass E(enum.IntEnum):\n    A = 1\n    __eq__ = lambda *a: True\n    __hash__ = lambda s: 0\ndef f(x): return E.A",
     "types: a named tuple": "import collections\nclass P(collections.namedtuple('P', 'x')):\n    __eq__ = __contains__ = lambda *a: True\n    __getitem__ = lambda *a: P(1)\ndef f(x): return P(1)",
     "types: a class called int": "class int_(float):\n    __eq__ = lambda *a: True\nint_.__name__ = int_.__qualname__ = 'int'\nint_.__module__ = 'builtins'\ndef f(x): return int_(1)",
-    "types: a class called Function of the judge": "import assert_runner\nclass C(assert_runner.Handle): pass\ndef f(x): return assert_runner.Opaque(0, 'int')",
+    "types: a class called Function of the judge": "import assert_runner\nclass C(assert_runner.ObjectHandle): pass\ndef f(x): return assert_runner.Opaque(0, 'int')",
     "types: made by type": EVERYTHING + "C = type('C', (Any,), {'__slots__': (), '__module__': 'solution'})\nf = C()",
     "types: an error class as the function": "class f(BaseException):\n    __eq__ = lambda *a: True\nC = f",
     "types: a function without a name": EVERYTHING + "class F(Any):\n    __name__ = __doc__ = property(lambda s: 1 / 0)\nf = C = F()",

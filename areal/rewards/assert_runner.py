@@ -5,8 +5,8 @@ read, so its memory does not contain them. The parent runs the tests; the child 
 nothing that the child can write is on the parent's path of modules. Only plain data cross (`areal.rewards.plain_data`):
 
 * A function of the program is a `Function` in the tests. Its result is data, or an `Opaque`, which equals nothing.
-* What the tests make by calling a class with a capitalised name is a `Handle`. Its methods and attributes are used by
-  name; their results are data or handles. It has no operators, and equals itself alone.
+* What the tests make by calling a class with a capitalised name is an `ObjectHandle`. Its methods and attributes are
+  used by name; their results are data or handles. It has no operators, and equals itself alone.
 * Functions of the tests that are given to the program are called back with data.
 
 Tests that need more raise Unsupported, which makes the row an error and never a score. Whether they do depends on the
@@ -98,8 +98,8 @@ def set_dumpable(value):
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
-class Link:
-    """One end of the connection. An end that waits for an answer carries out requests meanwhile.
+class JudgeLink:
+    """One end of the connection between a program and its tests. While it waits for an answer, it carries out requests.
 
     end: it has `serve(*request)`, `encode_other`, `decode_other` and `errors`.
     """
@@ -142,7 +142,7 @@ class Link:
     def answer(self, request):
         decoder = plain_data.Decoder(self.end.decode_other, objects="object")
         request = self.read(decoder.items, request)
-        given = [(container, plain_data.contents(container)) for container in decoder.containers]
+        originals = [(container, plain_data.contents(container)) for container in decoder.containers]
         encoder = plain_data.Encoder(self.end.encode_other, decoder.containers)
         try:
             kind, value = "return", encoder.encode(self.end.serve(*request))
@@ -151,7 +151,7 @@ class Link:
         except BaseException as error:  # the other end may have asked for anything
             kind, value = "raise", self.end.errors.encode(error, encoder)
         changes = []
-        for number, (container, items) in enumerate(given):
+        for number, (container, items) in enumerate(originals):
             now = plain_data.contents(container)
             if len(now) != len(items) or not all(map(operator.is_, now, items)):
                 changes.append([number, encoder.items(now)])
@@ -216,13 +216,13 @@ class Objects(typing.NamedTuple):
     value: object
 
 
-class Host:
+class ProgramEnd:
     """Runs the program, then carries out the requests of the tests."""
 
     def __init__(self, connection):
         self.errors, self.failure = plain_data.Errors({}), None
         self.objects, self.numbers, self.made, self.callbacks = [], {}, set(), {}
-        self.link = Link(connection, self)
+        self.link = JudgeLink(connection, self)
         self.link.heavy = True  # only the tests' end has to find out
         with open(os.devnull, "w") as self.nowhere, contextlib.suppress(ProgramError):
             while True:
@@ -273,9 +273,9 @@ class Host:
                 return thing(*arguments, **keywords)
             case "make":
                 self.made.add(thing)
-                made = thing(*arguments, **keywords)
-                self.number_of(made)
-                return Objects(made)
+                instance = thing(*arguments, **keywords)
+                self.number_of(instance)
+                return Objects(instance)
             case "method":
                 return Objects(getattr(thing, name)(*arguments, **keywords))
             case "special":
@@ -434,7 +434,7 @@ class HandleClass(type):
         return super().__instancecheck__(value)
 
 
-class Handle:
+class ObjectHandle:
     """An object that the tests made by calling a class of the program, or that a method has returned.
 
     _judge_returned: the program has returned it. Else what is done to it is decided by the tests alone.
@@ -465,8 +465,8 @@ class Handle:
     def __bool__(self):
         return not type(self)._judge_truth or refuse_use(self, "bool")
 
-    def __eq__(self, other):
-        return other is self or (other is not None and refuse_use(self, "=="))
+    def __eq__(self, value):
+        return value is self or (value is not None and refuse_use(self, "=="))
 
     def __hash__(self):
         return refuse_use(self, "hash") or id(self)
@@ -499,13 +499,13 @@ def define(kind, names, method):
         setattr(kind, name, functools.partialmethod(method, name))
 
 
-define(Handle, REFUSED, lambda self, name, *_: refuse_use(self, name))
-define(Handle, SPECIAL, Handle._judge_ask)
+define(ObjectHandle, REFUSED, lambda self, name, *_: refuse_use(self, name))
+define(ObjectHandle, SPECIAL, ObjectHandle._judge_ask)
 define(HandleClass, ("iter", "len", "contains"), lambda cls, name, *_: refuse(f"{name} of the class {cls.__name__}"))
 define(Opaque, NO_DATA_HAVE, Opaque.refuse)
 
 
-class Tests:
+class TestsEnd:
     """The tests' end of the link."""
 
     def __init__(self, connection):
@@ -513,7 +513,7 @@ class Tests:
         self.streams = sys.stdin, sys.stdout, sys.stderr
         self.originals = [getattr(*place) for place in REPLACED]
         self.handles, self.kinds, self.made, self.callbacks, self.numbers = {}, {}, set(), [], {}
-        self.link = Link(connection, self)
+        self.link = JudgeLink(connection, self)
 
     def ask(self, what, number, name, *details, objects=""):
         return self.link.ask(self.context(), what, number, name, *details, objects=objects)
@@ -554,13 +554,13 @@ class Tests:
 
     def kind(self, number, name, text, bases, truth):
         if number not in self.kinds:
-            parents = tuple(self.kind(*base) for base in bases) or (Handle,)
+            parents = tuple(self.kind(*base) for base in bases) or (ObjectHandle,)
             namespace = {"__slots__": (), "__doc__": text, "__module__": "solution"}
             namespace |= {"_judge_class": (number, self), "_judge_truth": truth}
             try:
                 self.kinds[number] = type.__new__(HandleClass, name, parents, namespace)
             except TypeError:  # the bases do not fit together
-                self.kinds[number] = type.__new__(HandleClass, name, (Handle,), namespace)
+                self.kinds[number] = type.__new__(HandleClass, name, (ObjectHandle,), namespace)
         return self.kinds[number]
 
     def make_error(self, error, arguments, keywords):
@@ -582,7 +582,7 @@ class Tests:
         return self.callbacks[number](*arguments, **keywords)
 
     def encode_other(self, value, encoder):
-        if isinstance(value, (Opaque, Handle)):
+        if isinstance(value, (Opaque, ObjectHandle)):
             return {"object": value._judge_number}
         if type(value) is HandleClass:
             return {"object": value._judge_class[0]}
@@ -659,28 +659,28 @@ class Solution(types.ModuleType):
 def judge(job, cpu_seconds, connection, verdict):
     """Runs the tests one by one, and writes a line for each to `verdict`."""
 
-    def tell(*words):
+    def report(*words):
         print(" ".join(map(str, (job["nonce"], *words))) + "\n", end="", file=verdict, flush=True)
 
-    tests = Tests(connection)
+    tests = TestsEnd(connection)
     solution = sys.modules["solution"] = Solution(tests, job["names"])
     sys.modules["pytest"] = pytest_standin
     missing = [name for name in job["modules"] if name not in sys.modules and importlib.util.find_spec(name) is None]
     if missing:
-        tell("unusable they import what cannot be imported here:", ", ".join(missing))
+        report("unusable they import what cannot be imported here:", ", ".join(missing))
         return
     limits = cpu_seconds, job["wall_seconds"]
-    threading.Thread(target=watch, args=(*limits, tests.link, tell, verdict), daemon=True).start()
+    threading.Thread(target=watch, args=(*limits, tests.link, report, verdict), daemon=True).start()
     try:
         cases = cases_of(job, solution)
-        tell("tests", len(cases))
+        report("tests", len(cases))
         for index, case in enumerate(cases):
-            tell(index, int(passes(case)))
+            report(index, int(passes(case)))
     except Unsupported as reason:
-        tell("unusable they need what is not supported here:", reason)
+        report("unusable they need what is not supported here:", reason)
 
 
-def watch(cpu_seconds, wall_seconds, link, tell, verdict):
+def watch(cpu_seconds, wall_seconds, link, report, verdict):
     """Ends the tests once they have used up the time by themselves, apart from what their requests took. It is no fault
     of the tests if what the program has returned may take them long."""
     began, busy = CPU_SECONDS(), 0.0
@@ -695,7 +695,7 @@ def watch(cpu_seconds, wall_seconds, link, tell, verdict):
         cpu = CPU_SECONDS() - began - link.cpu_seconds
         if cpu > cpu_seconds or busy > LATE * wall_seconds:
             if not link.heavy:
-                tell(f"unusable they take longer than a program may: {cpu:.1f} s of CPU time, {busy:.1f} s in all")
+                report(f"unusable they take longer than a program may: {cpu:.1f} s of CPU time, {busy:.1f} s in all")
             os._exit(0)
 
 
@@ -745,26 +745,26 @@ def main(cpu_seconds):
     """cpu_seconds: what the program may use, and what the tests may use besides."""
     sys.set_int_max_str_digits(plain_data.MOST_DIGITS)
     set_dumpable(0)
-    ours, theirs = socket.socketpair()
+    tests_socket, program_socket = socket.socketpair()
     with open(os.dup(1), "w") as verdict, open(os.devnull, "r+b") as nothing:
         os.dup2(nothing.fileno(), 1)
         if os.fork() == 0:
             verdict.close()
-            ours.close()
+            tests_socket.close()
             os.dup2(nothing.fileno(), 0)
             set_dumpable(1)
             sys.setrecursionlimit(RECURSION)
-            _, most = resource.getrlimit(resource.RLIMIT_CPU)
+            _, hard_limit = resource.getrlimit(resource.RLIMIT_CPU)
             seconds = math.ceil(cpu_seconds)
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds if most < 0 else min(seconds, most),) * 2)
-            Host(theirs)
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds if hard_limit < 0 else min(seconds, hard_limit),) * 2)
+            ProgramEnd(program_socket)
             os._exit(0)
-        theirs.close()
+        program_socket.close()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.setrecursionlimit(DEEP)
         # Nothing is imported from where the program can write.
         sys.path[:] = [path for path in sys.path if is_safe(path)]
         job = json.load(sys.stdin)
         os.dup2(nothing.fileno(), 0)
-        judge(job, cpu_seconds, ours, verdict)
+        judge(job, cpu_seconds, tests_socket, verdict)
     os._exit(0)

@@ -47,8 +47,8 @@ def check_file(config: ScoringConfig, file: Path, output: TextIO, console: Conso
     results, seconds = judge_rows(config, read_rows(file), output, console, "checking", _check)
     bad = [result for result in results if result["status"] == "bad"]
     for result in bad[:SHOWN]:
-        told = shown(f"line {result['line']}: {result['reason']}")
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        line = shown(f"line {result['line']}: {result['reason']}")
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if len(bad) > SHOWN:
         console.print(f"and {len(bad) - SHOWN} more")
     solutions = Counter(result["solution"] for result in results)
@@ -69,9 +69,9 @@ async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     except (RewardError, RewardFailed) as error:
         return {"status": "bad", "reason": str(error), "solution": None}
     reasons = [f"if {what}, the score is full" for what, result in trivial.items() if result.score >= 1][:1]
-    passed, told = await _best(pool, name, prompt, solutions, row)
+    passed, reason = await _best(pool, name, prompt, solutions, row)
     if solutions and not passed:
-        reasons.append(f"its own solution does not pass: {told}")
+        reasons.append(f"its own solution does not pass: {reason}")
     solution = ("passed" if passed else "failed") if solutions else None
     if reasons:
         return {"status": "bad", "reason": "; ".join(reasons), "solution": solution}
@@ -96,14 +96,14 @@ async def _best(
     pool: RewardPool, name: str, prompt: str, solutions: list[str], row: dict[str, Any]
 ) -> tuple[bool, str]:
     """Whether one of the solutions gets the full score, and else what the last one got."""
-    told = ""
+    reason = ""
     for solution in solutions:
         try:
             result = await pool.score(name, prompt, solution, row)
         except RewardFailed as error:
-            told = str(error)
+            reason = str(error)
             continue
         if result.score >= 1:
             return True, ""
-        told = ", ".join(f"{part} {score:.3g}" for part, score in {"score": result.score, **result.parts}.items())
-    return False, told
+        reason = ", ".join(f"{part} {score:.3g}" for part, score in {"score": result.score, **result.parts}.items())
+    return False, reason

@@ -91,19 +91,19 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """`function` is called with each list of `arguments`. `wanted`: for each call, the values that are right.
+    """`function` is called with each list of `arguments`. `expected`: for each call, the values that are right.
 
     int_keys: a dict as first argument gets int keys, where its keys are digits.
     """
 
     function: str
     arguments: list[list[Any]]
-    wanted: list[list[Any]]
+    expected: list[list[Any]]
     int_keys: bool = False
     language: str = "python"
 
     def __len__(self) -> int:
-        return len(self.wanted)
+        return len(self.expected)
 
     def trivial_programs(self) -> dict[str, str]:
         return _trivial_programs([self.function])
@@ -154,7 +154,7 @@ def read_tests(row: Row) -> Tests:
 
 def solutions_of(row: Row) -> list[str]:
     """The row's own solutions, as text that could be a completion."""
-    found: list[str] = []
+    solutions: list[str] = []
     for name in "canonical_solution", "gold_standard_solution", "solution", "solutions", "code":
         value = row.get(name)
         if isinstance(value, str) and value.lstrip().startswith("["):
@@ -162,8 +162,8 @@ def solutions_of(row: Row) -> list[str]:
         if isinstance(value, Mapping):  # CodeContests
             pairs = zip(value.get("language", []), value.get("solution", []), strict=False)
             value = [solution for language, solution in pairs if language == CODE_CONTESTS_PYTHON]
-        found += [value] if isinstance(value, str) else value or []
-    return [solution for solution in found if isinstance(solution, str) and solution.strip()]
+        solutions += [value] if isinstance(value, str) else value or []
+    return [solution for solution in solutions if isinstance(solution, str) and solution.strip()]
 
 
 # --- the formats
@@ -203,8 +203,8 @@ def _of_cases(cases: list[Mapping[str, Any]], row: Row) -> Tests:
     pairs = [(case["input"], case["output"]) for case in cases]
     functions = {_function(case, row) for case in cases}
     if len(functions) > 1:
-        told = ", ".join(sorted(name or "stdin" for name in functions))
-        raise RewardError(f"the row's tests are of several kinds ({told}): keep to one")
+        kinds = ", ".join(sorted(name or "stdin" for name in functions))
+        raise RewardError(f"the row's tests are of several kinds ({kinds}): keep to one")
     if (function := functions.pop()) is None:
         return _outputs(pairs, row)
     functional = any(case.get("testtype") == "functional" for case in cases)
@@ -224,10 +224,10 @@ def _of_live_code_bench(_: Any, row: Row) -> Tests:
         value = row.get(name) or []
         if isinstance(value, str) and not value.lstrip().startswith("["):
             value = _unpacked(value)
-        found = _parsed(value)
-        if not isinstance(found, list):
-            raise RewardError(f"the row's {name} are a {type(found).__name__}, not a list")
-        cases += found
+        part = _parsed(value)
+        if not isinstance(part, list):
+            raise RewardError(f"the row's {name} are a {type(part).__name__}, not a list")
+        cases += part
     return _of_any(cases, row)
 
 
@@ -287,8 +287,8 @@ FORMATS: Mapping[str, Callable[[Any, Row], Tests]] = {
 
 
 def _outputs(pairs: Sequence[tuple[Any, Any]], row: Row) -> Outputs:
-    texts = [(_text(given), _text(wanted)) for given, wanted in pairs]
-    if not any(wanted.strip() for _, wanted in texts):
+    texts = [(_text(stdin), _text(stdout)) for stdin, stdout in pairs]
+    if not any(stdout.strip() for _, stdout in texts):
         raise RewardError("the row's tests cannot fail: none of them expects any output")
     return Outputs(texts, _language(row))
 
@@ -299,24 +299,24 @@ def _calls(
     """in_lists: if each result is a list of one value, as often in TACO and APPS, that value is right, too."""
     if (language := _language(row)) != "python":
         raise RewardError(f"the row's tests call {function}, which needs Python, but its language is {language}")
-    wanted = [[value] for _, value in calls]
+    expected = [[value] for _, value in calls]
     if in_lists and all(isinstance(value, list) and len(value) == 1 for _, value in calls):
-        wanted = [[value, *value] for _, value in calls]
-    if all(None in values for values in wanted):
+        expected = [[value, *value] for _, value in calls]
+    if all(None in values for values in expected):
         raise RewardError(f"the row's tests cannot fail: each expects {function} to return None")
-    return Calls(function, [arguments for arguments, _ in calls], wanted, int_keys)
+    return Calls(function, [arguments for arguments, _ in calls], expected, int_keys)
 
 
-def _call(given: Any, wanted: Any, a_line_each: bool) -> tuple[list[Any], Any]:
+def _call(arguments: Any, result: Any, a_line_each: bool) -> tuple[list[Any], Any]:
     """The arguments and the result of a call. They are values, or both are the text of JSON: of the list of arguments,
     or of one argument a line."""
-    if isinstance(given, str):
-        lines = [line for line in given.split("\n") if line.strip()]
-        given = [_parsed(line) for line in lines] if a_line_each else _parsed(given)
-        wanted = _parsed(wanted)
-    if not isinstance(given, list):
-        raise RewardError(f"the row's tests call a function with a {type(given).__name__}, not a list of arguments")
-    return given, wanted
+    if isinstance(arguments, str):
+        lines = [line for line in arguments.split("\n") if line.strip()]
+        arguments = [_parsed(line) for line in lines] if a_line_each else _parsed(arguments)
+        result = _parsed(result)
+    if not isinstance(arguments, list):
+        raise RewardError(f"the row's tests call a function with a {type(arguments).__name__}, not a list of arguments")
+    return arguments, result
 
 
 def _function(case: Mapping[str, Any], row: Row) -> str | None:
@@ -332,8 +332,8 @@ def _function(case: Mapping[str, Any], row: Row) -> str | None:
 
 
 def _metadata(owner: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = _parsed(owner.get("metadata") or {})
-    return found if isinstance(found, Mapping) else {}
+    metadata = _parsed(owner.get("metadata") or {})
+    return metadata if isinstance(metadata, Mapping) else {}
 
 
 def _language(row: Row) -> str:

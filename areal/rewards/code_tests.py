@@ -46,8 +46,8 @@ _SOURCES = {
 }
 _ASSERTER = "import assert_runner\nassert_runner.main({})\n"
 # How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
-_TOLERANCE, _NOTHING = 1e-6, 1e-12
-_FEW = 6
+_RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-6, 1e-12
+_FEW_DECIMALS = 6
 _NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})(e[+-]?\d{1,3})?", re.IGNORECASE)
 
 
@@ -142,9 +142,9 @@ class CodeTests:
             await self._run_asserts(code, tests, results)
 
     async def _run_outputs(self, code: str, tests: Outputs, results: list[bool]) -> None:
-        for i, (given, wanted) in enumerate(tests.pairs):
-            outcome = await self._sandbox.run(code, tests.language, stdin=given, expected=len(wanted.encode()))
-            results[i] = outcome.succeeded and same_output(outcome.stdout, wanted)
+        for i, (stdin, expected) in enumerate(tests.pairs):
+            outcome = await self._sandbox.run(code, tests.language, stdin=stdin, expected=len(expected.encode()))
+            results[i] = outcome.succeeded and same_output(outcome.stdout, expected)
             if outcome.status in _GIVE_UP:
                 break
 
@@ -154,17 +154,17 @@ class CodeTests:
         files = {"program.py": code.encode(errors="replace")}
         job = json.dumps({"function": tests.function, "int_keys": tests.int_keys})
         calls = [json.dumps(arguments) for arguments in tests.arguments]
-        done = 0
-        while done < len(tests):
-            expected = len(json.dumps(tests.wanted[done:]))
-            given = "\n".join([job, *calls[done:]])
-            outcome = await self._sandbox.run(_SOURCES["call_runner"], stdin=given, files=files, expected=expected)
-            answers = outcome.stdout.split("\n")[:-1][: len(tests) - done]
+        position = 0
+        while position < len(tests):
+            size = len(json.dumps(tests.expected[position:]))
+            stdin = "\n".join([job, *calls[position:]])
+            outcome = await self._sandbox.run(_SOURCES["call_runner"], stdin=stdin, files=files, expected=size)
+            answers = outcome.stdout.split("\n")[:-1][: len(tests) - position]
             if not answers:
                 break
             for answer in answers:
-                results[done] = any(same_result(answer, wanted) for wanted in tests.wanted[done])
-                done += 1
+                results[position] = any(same_result(answer, expected) for expected in tests.expected[position])
+                position += 1
 
     async def _run_asserts(self, code: str, tests: Asserts, results: list[bool]) -> None:
         """All tests in one run, in which the program and the tests may each use `cpu_seconds`."""
@@ -220,35 +220,35 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     valid Python, because programs have fences in their texts. Any other block ends at the first fence on a line of its
     own or, if there is none, at the first fence."""
     fences = [(match.start(), match.end()) for match in _FENCE.finditer(text)]
-    left = _MOST_CHARACTERS
+    budget = _MOST_CHARACTERS
     position = 0
-    for index, (_, after) in enumerate(fences):
-        line_end = text.find("\n", after)
+    for index, (_, fence_end) in enumerate(fences):
+        line_end = text.find("\n", fence_end)
         if line_end < 0:
             return
-        if after <= position:
+        if fence_end <= position:
             continue
-        match = _LABEL.match(text, after)
+        match = _LABEL.match(text, fence_end)
         label = match[1].lower() if match else ""
         ends = [fence for fence in fences[index + 1 : index + 1 + _MOST_ENDS] if fence[0] > line_end]
-        found = None
+        closing = None
         if not label or label in LANGUAGES["python"]:
             for end in ends:
-                left -= end[0] - line_end
-                if left < 0:
+                budget -= end[0] - line_end
+                if budget < 0:
                     break
                 if is_python(text[line_end + 1 : end[0]]):
-                    found = end
+                    closing = end
                     break
-        found = found or next((end for end in ends if _is_alone(text, *end)), ends[0] if ends else None)
-        start, position = found or (len(text), len(text))
+        closing = closing or next((end for end in ends if _is_alone(text, *end)), ends[0] if ends else None)
+        start, position = closing or (len(text), len(text))
         yield label, text[line_end + 1 : start]
 
 
 def _is_alone(text: str, start: int, end: int) -> bool:
     line_end = text.find("\n", end)
-    before = text[text.rfind("\n", 0, start) + 1 : start]
-    return not before.strip() and not text[end : line_end if line_end >= 0 else len(text)].strip()
+    prefix = text[text.rfind("\n", 0, start) + 1 : start]
+    return not prefix.strip() and not text[end : line_end if line_end >= 0 else len(text)].strip()
 
 
 def continued(prompt: str, code: str, function: str) -> str:
@@ -264,58 +264,62 @@ def continued(prompt: str, code: str, function: str) -> str:
     return prompt + "\n".join(lines[:end]) + "\n"
 
 
-def same_output(printed: str, wanted: str) -> bool:
+def same_output(printed: str, expected: str) -> bool:
     """True if the texts have the same lines, without the white space around the text and around each line. A line that
     has other words may pass, too: if each word equals the one wanted or is a number close to it (`_same_word`), and the
     white space between them is the same or all words are numbers."""
-    given, expected = _lines(printed), _lines(wanted)
-    return len(given) == len(expected) and all(map(_same_line, given, expected))
+    printed_lines, expected_lines = _lines(printed), _lines(expected)
+    return len(printed_lines) == len(expected_lines) and all(map(_same_line, printed_lines, expected_lines))
 
 
-def same_result(answer: str, wanted: Any) -> bool:
+def same_result(answer: str, expected: Any) -> bool:
     """True if the text is the JSON of `wanted`; a number that is close to a float in `wanted` agrees with it."""
     try:
-        return _same_value(json.loads(answer), wanted)
+        return _same_value(json.loads(answer), expected)
     except (ValueError, RecursionError):
         return False
 
 
-def _same_value(given: Any, wanted: Any) -> bool:
-    match given, wanted:
+def _same_value(value: Any, expected: Any) -> bool:
+    match value, expected:
         case list(), list():
-            return len(given) == len(wanted) and all(map(_same_value, given, wanted))
+            return len(value) == len(expected) and all(map(_same_value, value, expected))
         case dict(), dict():
-            return given.keys() == wanted.keys() and all(_same_value(given[key], wanted[key]) for key in wanted)
+            return value.keys() == expected.keys() and all(_same_value(value[key], expected[key]) for key in expected)
         case int() | float(), float():
-            return given == wanted or math.isclose(given, wanted, rel_tol=_TOLERANCE, abs_tol=_NOTHING)
-    return bool(given == wanted)
+            return value == expected or math.isclose(
+                value, expected, rel_tol=_RELATIVE_TOLERANCE, abs_tol=_ABSOLUTE_TOLERANCE
+            )
+    return bool(value == expected)
 
 
-def _same_line(given: str, wanted: str) -> bool:
-    if given == wanted:
+def _same_line(line: str, expected: str) -> bool:
+    if line == expected:
         return True
     # Words, and between them the white space that separates them.
-    words, expected = re.split(r"(\s+)", given), re.split(r"(\s+)", wanted)
-    if len(words) != len(expected) or not all(map(_same_word, words[::2], expected[::2])):
+    words, expected_words = re.split(r"(\s+)", line), re.split(r"(\s+)", expected)
+    if len(words) != len(expected_words) or not all(map(_same_word, words[::2], expected_words[::2])):
         return False
-    return words[1::2] == expected[1::2] or all(_number(word) is not None for word in expected[::2])
+    return words[1::2] == expected_words[1::2] or all(_number(word) is not None for word in expected_words[::2])
 
 
-def _same_word(given: str, wanted: str) -> bool:
+def _same_word(word: str, expected: str) -> bool:
     """True if the words are equal, but for a point and zeros behind an integer; or if the wanted one is a number with
     decimals, and the given one a number that differs by at most a millionth of it, and by at most one in the last
     decimal if those are fewer than six."""
-    if given == wanted or (wanted.lstrip("+-").isdecimal() and re.fullmatch(rf"{re.escape(wanted)}\.0*", given)):
+    if word == expected or (expected.lstrip("+-").isdecimal() and re.fullmatch(rf"{re.escape(expected)}\.0*", word)):
         return True
-    one, other = _number(given), _number(wanted)
-    if one is None or other is None:
+    number, expected_number = _number(word), _number(expected)
+    if number is None or expected_number is None:
         return False
-    decimals = -other.exponent
-    if decimals <= 0 and "." not in wanted:
+    decimals = -expected_number.exponent
+    if decimals <= 0 and "." not in expected:
         return False
-    difference = abs(one.value - other.value)
-    allowed = abs(other.value) * _TOLERANCE if decimals >= _FEW else min(abs(other.value) * _TOLERANCE, 10**-decimals)
-    return difference <= max(allowed, _NOTHING)
+    difference = abs(number.value - expected_number.value)
+    allowed = abs(expected_number.value) * _RELATIVE_TOLERANCE
+    if decimals < _FEW_DECIMALS:
+        allowed = min(allowed, 10**-decimals)
+    return difference <= max(allowed, _ABSOLUTE_TOLERANCE)
 
 
 class _Number(NamedTuple):

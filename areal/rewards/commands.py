@@ -33,8 +33,8 @@ def score(options: Namespace) -> int:
     from areal.rewards.functions import check
     from areal.rewards.score import score_file
 
-    given = [f"reward.workers={os.cpu_count()}", f"reward.functions={json.dumps(options.reward)}"]
-    config = load_config(None, [*given, *options.overrides], ScoringConfig)
+    defaults = [f"reward.workers={os.cpu_count()}", f"reward.functions={json.dumps(options.reward)}"]
+    config = load_config(None, [*defaults, *options.overrides], ScoringConfig)
     for name in config.reward.functions:
         check(name, config.served_rewards.options.get(name, {}))
     console = Console(stderr=True)

@@ -60,7 +60,7 @@ _BETWEEN_BOXES = re.compile(r"(?:[^.!?\n]{0,40}\b(?:and|or)|,|;)?\s*(?:[\w_{}]{1
 _AFTER_BOX = re.compile(rf"[\s$\\)\]]{{0,9}}{_PERCENT}", _FLAGS)
 
 
-class Span(NamedTuple):
+class Candidate(NamedTuple):
     """A formula or a run of numbers and signs. `content`: as LaTeX; None if it is no answer."""
 
     start: int
@@ -69,7 +69,7 @@ class Span(NamedTuple):
     is_formula: bool
 
 
-def given(text: str, prompt: str = "") -> str | None:
+def extract(text: str, prompt: str = "") -> str | None:
     """The final answer of a text, as LaTeX; None if it gives none."""
     text = _DOUBLED.sub("", text)
     boxes = [box for box in _boxes(text) if box[2].strip()]
@@ -77,47 +77,49 @@ def given(text: str, prompt: str = "") -> str | None:
         text, boxes = text[later.start() :], []
     if boxes:
         return _last_boxes(text, boxes)
-    spans = list(_joined(text, list(_spans(text))))
-    if not spans:
+    candidates = list(_joined(text, list(_candidates(text))))
+    if not candidates:
         return None
-    starts = [span.start for span in spans]
+    starts = [candidate.start for candidate in candidates]
     for anchor in reversed(list(_ANCHOR.finditer(text))):
         first = bisect_left(starts, anchor.end())
-        between = text[anchor.end() : starts[first]] if first < len(spans) else None
+        between = text[anchor.end() : starts[first]] if first < len(candidates) else None
         if between is None or len(between) > _REACH:
             continue
         if _DIRECT.fullmatch(between):
-            return _list(text, spans[first:])
+            return _list(text, candidates[first:])
         # A heading may begin with #### too.
         if anchor[0] != MARK and not _SENTENCE_END.search(between.strip()):
-            return _unless_in(prompt, text, _last_of_sentence(text, spans[first:]))
-    is_all = not re.search(r"\w", text[: spans[-1].start] + text[spans[-1].end :])
-    return spans[-1].content if is_all else _unless_in(prompt, text, spans[-1])
+            return _unless_in(prompt, text, _last_of_sentence(text, candidates[first:]))
+    is_all = not re.search(r"\w", text[: candidates[-1].start] + text[candidates[-1].end :])
+    return candidates[-1].content if is_all else _unless_in(prompt, text, candidates[-1])
 
 
-def _last_of_sentence(text: str, spans: Sequence[Span]) -> Span:
-    last = spans[0]
-    for span in spans[1:]:
-        if _SENTENCE_END.search(text, last.end, span.start):
+def _last_of_sentence(text: str, candidates: Sequence[Candidate]) -> Candidate:
+    last = candidates[0]
+    for candidate in candidates[1:]:
+        if _SENTENCE_END.search(text, last.end, candidate.start):
             break
-        last = span
+        last = candidate
     return last
 
 
-def _list(text: str, spans: Sequence[Span]) -> str | None:
-    """What the first span says, with those that follow it after a comma each."""
+def _list(text: str, candidates: Sequence[Candidate]) -> str | None:
+    """What the first candidate says, with those that follow it after a comma each."""
     count = 1
-    while count < len(spans) and _BETWEEN_FORMULAS.fullmatch(text, spans[count - 1].end, spans[count].start):
+    while count < len(candidates) and _BETWEEN_FORMULAS.fullmatch(
+        text, candidates[count - 1].end, candidates[count].start
+    ):
         count += 1
-    contents = [span.content for span in spans[:count]]
+    contents = [candidate.content for candidate in candidates[:count]]
     return None if None in contents else ", ".join(map(str, contents))
 
 
-def _unless_in(prompt: str, text: str, span: Span) -> str | None:
-    return None if stands_in(prompt, text[span.start : span.end]) else span.content
+def _unless_in(prompt: str, text: str, candidate: Candidate) -> str | None:
+    return None if stands_in(prompt, text[candidate.start : candidate.end]) else candidate.content
 
 
-def _spans(text: str) -> Iterator[Span]:
+def _candidates(text: str) -> Iterator[Candidate]:
     run: list[re.Match[str]] = []
     for token in _TOKEN.finditer(text):
         if run and (token["formula"] or token["broken"] or text[run[-1].end() : token.start()].strip(" \t*\u00a0")):
@@ -125,15 +127,15 @@ def _spans(text: str) -> Iterator[Span]:
             run = []
         if token["formula"]:
             inside = token["a"] or token["b"] or token["c"] or token["d"]
-            yield Span(token.start(), token.end(), inside.strip() + "\\%" * bool(token["percent"]), True)
+            yield Candidate(token.start(), token.end(), inside.strip() + "\\%" * bool(token["percent"]), True)
         elif token["broken"]:
-            yield Span(token.start(), token.end(), None, True)
+            yield Candidate(token.start(), token.end(), None, True)
         else:
             run.append(token)
     yield from _run(text, run)
 
 
-def _run(text: str, tokens: Sequence[re.Match[str]]) -> Iterator[Span]:
+def _run(text: str, tokens: Sequence[re.Match[str]]) -> Iterator[Candidate]:
     """A run of numbers and signs: what it says after its last `=`, if that is a number."""
     if not any(token["number"] for token in tokens):
         return
@@ -141,9 +143,9 @@ def _run(text: str, tokens: Sequence[re.Match[str]]) -> Iterator[Span]:
     run = text[start:end]
     if start == 0 or text[start - 1] == "\n":
         run = re.sub(r"^[-*+] ", "", run)  # an item of a list
-    said = re.split(r"[=≈]", re.sub(r"(?<!\d)\*\*|\*\*(?!\d)|[$€£¥]", "", run))[-1]
-    said = re.sub(r"^\*(?=\S)|\*$", "", said.strip(" \t\u00a0")).replace("−", "-").strip("()")
-    yield Span(start, end, _number_as_latex(said) if _PLAIN.fullmatch(said) else None, False)
+    value = re.split(r"[=≈]", re.sub(r"(?<!\d)\*\*|\*\*(?!\d)|[$€£¥]", "", run))[-1]
+    value = re.sub(r"^\*(?=\S)|\*$", "", value.strip(" \t\u00a0")).replace("−", "-").strip("()")
+    yield Candidate(start, end, _number_as_latex(value) if _PLAIN.fullmatch(value) else None, False)
 
 
 def _number_as_latex(number: str) -> str:
@@ -155,18 +157,19 @@ def _number_as_latex(number: str) -> str:
     return number.replace(",", ".")
 
 
-def _joined(text: str, spans: Sequence[Span]) -> Iterator[Span]:
-    """The spans, where those that "and" or "or" joins are one: several answers."""
-    joined: Span | None = None
-    for span in spans:
+def _joined(text: str, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The candidates, where those that "and" or "or" joins are one: several answers."""
+    joined: Candidate | None = None
+    for candidate in candidates:
         if joined:
-            between = _BETWEEN_FORMULAS if joined.is_formula and span.is_formula else _BETWEEN_NUMBERS
-            if joined.is_formula == span.is_formula and between.fullmatch(text, joined.end, span.start):
-                both = None if joined.content is None or span.content is None else f"{joined.content}, {span.content}"
-                joined = Span(joined.start, span.end, both, span.is_formula)
+            between = _BETWEEN_FORMULAS if joined.is_formula and candidate.is_formula else _BETWEEN_NUMBERS
+            if joined.is_formula == candidate.is_formula and between.fullmatch(text, joined.end, candidate.start):
+                contents = joined.content, candidate.content
+                content = None if None in contents else ", ".join(map(str, contents))
+                joined = Candidate(joined.start, candidate.end, content, candidate.is_formula)
                 continue
             yield joined
-        joined = span
+        joined = candidate
     if joined:
         yield joined
 
@@ -237,7 +240,7 @@ def _words(latex: str) -> str:
 
 
 def _fractions(latex: str) -> str:
-    return re.sub(_FRACTION, lambda found: " {}/{} ".format(*filter(None, found.groups())), latex)
+    return re.sub(_FRACTION, lambda match: " {}/{} ".format(*filter(None, match.groups())), latex)
 
 
 def numbers(latex: str) -> list[str] | None:
@@ -246,10 +249,10 @@ def numbers(latex: str) -> list[str] | None:
     text = re.sub(r"10\^\{(-?\d+)\}", r"10^\1", _words(_fractions(latex)))
     if _PRODUCT.search(_ENVIRONMENT.sub(r"\1", text)):
         return None
-    is_relation, found = bool(_RELATION.search(text)), []
+    is_relation, literals = bool(_RELATION.search(text)), []
     for piece in filter(str.strip, _SEPARATOR.split(text)):
-        *left, value = piece.split("=")
-        if not all(_LEFT_SIDE.fullmatch(side.strip()) for side in left):
+        *left_sides, value = piece.split("=")
+        if not all(_LEFT_SIDE.fullmatch(side.strip()) for side in left_sides):
             return None
         literal = _LITERAL.fullmatch(value.strip())
         if literal is None and _NAME.fullmatch(value.strip()):
@@ -258,8 +261,8 @@ def numbers(latex: str) -> list[str] | None:
             return None
         if literal["under"] and (not int(literal["under"]) or int(literal["over"]) % int(literal["under"]) == 0):
             return None
-        found.append(literal["number"])
-    return found or None
+        literals.append(literal["number"])
+    return literals or None
 
 
 def is_answered(latex: str, gold: str, prompt: str = "") -> bool:
@@ -268,22 +271,22 @@ def is_answered(latex: str, gold: str, prompt: str = "") -> bool:
     row's answer is."""
     if _bare(latex) == _bare(gold):
         return True
-    found, wanted = numbers(latex), numbers(gold)
-    unfinished = found is None or any(re.search("[/:^]", number) for number in found)
+    values, gold_values = numbers(latex), numbers(gold)
+    unfinished = values is None or any(re.search("[/:^]", number) for number in values)
     sides = [part.rpartition("=")[2].strip(" ()") for part in re.split(r"≈|\\approx", latex)]
     if unfinished and any(_EXPRESSION.search(side) and stands_in(prompt, side) for side in sides):
         return False
-    if wanted is None:
+    if gold_values is None:
         return bool(_OPERATION.search(gold)) or not _OPERATION.search(latex)
-    if found is None and len(wanted) == 1 and re.fullmatch(r"\d*\.\d{6,}", wanted[0]):
+    if values is None and len(gold_values) == 1 and re.fullmatch(r"\d*\.\d{6,}", gold_values[0]):
         # A decimal that stands for a root.
         return bool(_ROOT.fullmatch(latex.strip())) and _values(latex).isdisjoint(_values(prompt))
-    return found is not None
+    return values is not None
 
 
 def rounded(latex: str, gold: str) -> str:
     """An answer in which the row's fractions stand for their decimals, which have no end: 1/3 for 0.33, not for 0.3."""
-    fractions = [Fraction(*map(int, re.split("[/:]", each))) for each in numbers(gold) or () if _is_endless(each)]
+    fractions = [Fraction(*map(int, re.split("[/:]", number))) for number in numbers(gold) or () if _is_endless(number)]
 
     def exact(decimal: re.Match[str]) -> str:
         for fraction in fractions:

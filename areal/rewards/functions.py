@@ -38,7 +38,7 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Reward:
+class RewardFunction:
     """A resolved reward, ready to be called."""
 
     function: Callable[..., Any | Awaitable[Any]]
@@ -47,50 +47,50 @@ class Reward:
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], tokens: Sequence[int] = ()) -> Any:
         """The return value of the reward, or an awaitable of it."""
-        more = {"tokens": tokens} if self.takes_tokens else {}
-        return self.function(prompt, completion, row, **more)
+        extra = {"tokens": tokens} if self.takes_tokens else {}
+        return self.function(prompt, completion, row, **extra)
 
 
-def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Reward:
+def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
     """The reward called `name`. A class is instantiated with `options`. Raises UserError.
 
     Slow imports of the reward are done here, so that its first call is not slower than the others.
     """
-    found = check(name, options)
-    made: Any = _make(name, found, options) if inspect.isclass(found) else found
-    function = made.score if inspect.isclass(found) else made
+    target = check(name, options)
+    instance: Any = _make(name, target, options) if inspect.isclass(target) else target
+    function = instance.score if inspect.isclass(target) else instance
     if name in WARMING:
         WARMING[name]()
-    return Reward(function, "tokens" in _parameters(function), getattr(made, "deterministic", True))
+    return RewardFunction(function, "tokens" in _parameters(function), getattr(instance, "deterministic", True))
 
 
 def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., Any]:
     """The function or class called `name`. Raises UserError if it cannot be called, or instantiated with `options`."""
-    found = _find(name)
-    is_class = inspect.isclass(found)
-    if not callable(getattr(found, "score", None) if is_class else found):
-        kind = "class without a method score" if is_class else type(found).__name__
+    target = _find(name)
+    is_class = inspect.isclass(target)
+    if not callable(getattr(target, "score", None) if is_class else target):
+        kind = "class without a method score" if is_class else type(target).__name__
         raise UserError(f"reward {name!r} is a {kind}: name a function, or a class with score(prompt, completion, row)")
     if options and not is_class:
         raise UserError(f"reward {name!r} has reward.options, but is a function: make it a class that takes them")
     if is_class:
         try:
-            inspect.signature(found).bind(**options)
+            inspect.signature(target).bind(**options)
         except TypeError as error:
             raise UserError(f"reward {name!r}: {error}: correct reward.options, which are {dict(options)}") from None
-    _check_call(name, found, is_class)
-    return found
+    _check_call(name, target, is_class)
+    return target
 
 
-def _check_call(name: str, found: Any, is_class: bool) -> None:
-    function = found.score if is_class else found
+def _check_call(name: str, target: Any, is_class: bool) -> None:
+    function = target.score if is_class else target
     parameters = _parameters(function)
     if not parameters:  # no signature, or no parameters: the first call will show which
         return
-    bound = is_class and not isinstance(inspect.getattr_static(found, "score"), staticmethod | classmethod)
-    more = {"tokens": ()} if "tokens" in parameters else {}
+    bound = is_class and not isinstance(inspect.getattr_static(target, "score"), staticmethod | classmethod)
+    extra = {"tokens": ()} if "tokens" in parameters else {}
     try:
-        inspect.signature(function).bind(*[None] * bound, "", "", {}, **more)
+        inspect.signature(function).bind(*[None] * bound, "", "", {}, **extra)
     except TypeError as error:
         raise UserError(
             f"reward {name!r}: {error}: it is called with prompt, completion and row, and with tokens if it has a "
@@ -128,9 +128,9 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     """1.0 if the completion or its last line equals the row's answer, else 0.0. Surrounding white space is ignored."""
-    wanted = _answer(row)
+    answer = _answer(row)
     completion = completion.strip()
-    return float(wanted in (completion, completion.rpartition("\n")[2].strip()))
+    return float(answer in (completion, completion.rpartition("\n")[2].strip()))
 
 
 def reasoning_gym(prompt: str, completion: str, row: Mapping[str, Any]) -> float:

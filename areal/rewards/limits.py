@@ -38,13 +38,13 @@ def all_limited(questions: Sequence[Callable[[], bool]]) -> list[bool | None]:
     keeps what it has learned; the limit of time is that of one question."""
     answers: list[bool | None] = []
     while len(answers) < len(questions):
-        answers += _asked(questions[len(answers) :])
+        answers += _ask_child(questions[len(answers) :])
         if len(answers) < len(questions):
             answers.append(None)
     return answers
 
 
-def _asked(questions: Sequence[Callable[[], bool]]) -> list[bool]:
+def _ask_child(questions: Sequence[Callable[[], bool]]) -> list[bool]:
     """The answers of the questions up to the first that ends its process."""
     reading, writing = os.pipe()
     parent = os.getpid()
@@ -53,13 +53,13 @@ def _asked(questions: Sequence[Callable[[], bool]]) -> list[bool]:
         _answer(questions, writing, parent)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
+        output = pipe.read()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
         raise TimeoutError(f"a comparison got less than {CPU_SECONDS} s of the processor in {WALL_SECONDS} s")
-    if not said.startswith(_READY):
+    if not output.startswith(_READY):
         raise ChildProcessError("the child process of a comparison did not start")
-    return [answer == ord("1") for answer in said.removeprefix(_READY)]
+    return [answer == ord("1") for answer in output.removeprefix(_READY)]
 
 
 def _answer(questions: Sequence[Callable[[], bool]], pipe: int, parent: int) -> None:
@@ -70,11 +70,10 @@ def _answer(questions: Sequence[Callable[[], bool]], pipe: int, parent: int) -> 
         faulthandler.disable()  # a deep enough formula ends the child, which is no news
         with open("/proc/self/statm") as sizes:
             used = int(sizes.read().split()[0]) * resource.getpagesize()
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
         allowed = used + MEMORY_BYTES
-        resource.setrlimit(
-            resource.RLIMIT_AS, (allowed if most == resource.RLIM_INFINITY else min(allowed, most), most)
-        )
+        soft_limit = allowed if hard_limit == resource.RLIM_INFINITY else min(allowed, hard_limit)
+        resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard_limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)

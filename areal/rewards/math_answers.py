@@ -61,12 +61,12 @@ def warm() -> None:
 def answers_of(row: Mapping[str, Any]) -> list[str]:
     """The answers of a row, of which one suffices: its `answer`, or else its `solutions`; either may be a list. Raises
     RewardError if there is none."""
-    found = row.get("answer") if row.get("answer") is not None else row.get("solutions")
-    answers = found if isinstance(found, list) else [found]
+    value = row.get("answer") if row.get("answer") is not None else row.get("solutions")
+    answers = value if isinstance(value, list) else [value]
     if not answers or None in answers:
         raise RewardError("the row has no answer to compare with")
     # Plain digits, not 1e-07.
-    return [f"{Decimal(str(each)):f}" if isinstance(each, float) else str(each) for each in answers]
+    return [f"{Decimal(str(answer)):f}" if isinstance(answer, float) else str(answer) for answer in answers]
 
 
 def score(answers: Sequence[str], completion: str, prompt: str = "") -> float:
@@ -75,13 +75,13 @@ def score(answers: Sequence[str], completion: str, prompt: str = "") -> float:
     A completion whose answer cannot be read, or cannot be compared within the limits, scores 0.0. Raises RewardError if
     one of the row's answers cannot be read, and TimeoutError if the machine is too busy for a comparison.
     """
-    given = final_answer.given(completion, prompt)
-    number = None if given is None else _number(given)
+    latex = final_answer.extract(completion, prompt)
+    number = None if latex is None else _number(latex)
     numbers = [_number(_after_mark(answer)) for answer in answers]
     if number is not None and None not in numbers:
         return float(number in numbers)
     golds = [(answer, _gold(answer)) for answer in answers]
-    return float(given is not None and (limited(lambda: _same(golds, given, prompt)) or False))
+    return float(latex is not None and (limited(lambda: _same(golds, latex, prompt)) or False))
 
 
 def unreadable(answers: Sequence[str]) -> list[str]:
@@ -125,10 +125,10 @@ def _readable(answer: str) -> bool:
 
 
 def _meaning(answer: str) -> list[Any]:
-    found = _read(_gold_text(answer))
-    if not found and "\\boxed" in answer:  # not closed, or escaped once too often
-        found = _read(_boxed(final_answer.given(answer) or ""))
-    return found
+    expressions = _read(_gold_text(answer))
+    if not expressions and "\\boxed" in answer:  # not closed, or escaped once too often
+        expressions = _read(_boxed(final_answer.extract(answer) or ""))
+    return expressions
 
 
 def _gold_text(answer: str) -> str:
@@ -140,20 +140,20 @@ def _gold_text(answer: str) -> str:
     return _boxed(f"\\text{{{text}}}" if _WORDS.fullmatch(text) else text)
 
 
-def _same(golds: Sequence[tuple[str, list[Any]]], given: str, prompt: str = "") -> bool:
+def _same(golds: Sequence[tuple[str, list[Any]]], latex: str, prompt: str = "") -> bool:
     """Only for texts of this file, or within `limited`."""
     for answer, gold in golds:
-        text = final_answer.given(_gold_text(answer)) or answer
-        if final_answer.is_answered(given, text, prompt) and _equal(gold, _read(_boxed(rounded(given, text)))):
+        text = final_answer.extract(_gold_text(answer)) or answer
+        if final_answer.is_answered(latex, text, prompt) and _equal(gold, _read(_boxed(rounded(latex, text)))):
             return True
     return False
 
 
-def _equal(golds: Sequence[Any], given: Sequence[Any]) -> bool:
+def _equal(golds: Sequence[Any], expressions: Sequence[Any]) -> bool:
     """Whether one of the expressions equals one of those given."""
     from math_verify import verify
 
-    return verify(golds, given, numeric_precision=DIGITS, timeout_seconds=None)
+    return verify(golds, expressions, numeric_precision=DIGITS, timeout_seconds=None)
 
 
 def _read(text: str) -> list[Any]:
@@ -162,13 +162,13 @@ def _read(text: str) -> list[Any]:
 
     text = re.sub(r"\\mathrm\{(\w)\}", r"\1", text)
     target = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor="\\boxed" not in text)
-    found: list[Any] = parse(text, [target], fallback_mode="no_fallback", parsing_timeout=None)
-    if found or "\\pm" not in text:
-        return found
+    expressions: list[Any] = parse(text, [target], fallback_mode="no_fallback", parsing_timeout=None)
+    if expressions or "\\pm" not in text:
+        return expressions
     # A \pm within a fraction is not read: both values, one after the other.
-    both = re.sub(
+    alternatives = re.sub(
         r"[^,;{}]*\{[^,;]*\\pm[^,;]*",
         lambda part: part[0].replace("\\pm", "+") + "," + part[0].replace("\\pm", "-"),
         text,
     )
-    return _read(both)
+    return _read(alternatives)

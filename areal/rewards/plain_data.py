@@ -158,7 +158,7 @@ class Encoder:
             return items
         extra = value.maxlen if kind is collections.deque else None
         if kind is collections.defaultdict:
-            extra = next((name for name, made in FACTORIES.items() if value.default_factory is made), None)
+            extra = next((name for name, factory in FACTORIES.items() if value.default_factory is factory), None)
         return {kind.__name__: [extra, items]}
 
     def encode_array(self, value):

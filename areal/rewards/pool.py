@@ -88,10 +88,10 @@ class Recent(Generic[T]):
 
 
 class Quarantine:
-    """Refuses inputs (by digest) on which at least `after` workers were lost."""
+    """Refuses inputs (by digest) on which at least `limit` workers were lost."""
 
-    def __init__(self, after: int) -> None:
-        self._after = after
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._losses = Recent[int](SUSPECTS)
 
     def __bool__(self) -> bool:
@@ -104,13 +104,13 @@ class Quarantine:
 
     def check(self, key: bytes) -> None:
         """Raises RewardFailed if the input is refused."""
-        if (losses := self._losses.get(key) or 0) >= self._after:
+        if (losses := self._losses.get(key) or 0) >= self._limit:
             raise RewardFailed(f"workers died or timed out on this completion ({losses}): it is refused", "quarantined")
 
 
-def digest(*asked: Any) -> bytes:
+def digest(*values: Any) -> bytes:
     """A digest of msgpack values; equal values have equal digests."""
-    return hashlib.blake2b(msgpack.packb(asked), digest_size=16).digest()
+    return hashlib.blake2b(msgpack.packb(values), digest_size=16).digest()
 
 
 @dataclass(eq=False, slots=True)
@@ -170,15 +170,15 @@ class RewardPool:
         takes_tokens, deterministic = self._traits[name]
         if takes_tokens and tokens is None:
             raise RewardFailed("it takes tokens: the workflow must call session.score(completion, tokens)", "raised")
-        asked = name, prompt, completion, row, [*map(int, tokens)] if takes_tokens and tokens is not None else None
+        request = name, prompt, completion, row, [*map(int, tokens)] if takes_tokens and tokens is not None else None
         try:
-            key = digest(*asked)
+            key = digest(*request)
         except (TypeError, ValueError) as error:  # an array, or a value that is nested too deeply
             raise RewardFailed(f"the row cannot be passed to a worker: {error}", "raised") from None
-        if known := self._results.get(key):
-            return known
+        if cached := self._results.get(key):
+            return cached
         self._quarantine.check(key)
-        job = self._shared.get(key) or self._queue(_Job(msgpack.packb(asked), key, deterministic, _future()))
+        job = self._shared.get(key) or self._queue(_Job(msgpack.packb(request), key, deterministic, _future()))
         job.callers += 1
         try:
             return await asyncio.shield(job.answer)

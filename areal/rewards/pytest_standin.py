@@ -120,7 +120,7 @@ def fixture(function=None, *, autouse=False, params=None, **_):
     return function
 
 
-class Mark:
+class Marks:
     def parametrize(self, names, values, ids=None):
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
         rows = [value if isinstance(value, Param) or len(names) > 1 else (value,) for value in values]
@@ -138,7 +138,7 @@ class Mark:
         return lambda *details, **_: details[0] if details and callable(details[0]) else lambda test: test
 
 
-mark = Mark()
+mark = Marks()
 
 
 # --- fixtures that pytest has

@@ -38,10 +38,10 @@ def score_file(config: ScoringConfig, file: Path, output: TextIO, console: Conso
     rows = _read(file)
     results, seconds = judge_rows(config, rows, output, console, "scoring", _score)
     scores = [result["score"] for result in results if result["status"] == "ok"]
-    told = f"{len(scores)} of {len(rows)} completions scored in {seconds:.1f} s ({len(rows) / seconds:.1f}/s)"
+    summary = f"{len(scores)} of {len(rows)} completions scored in {seconds:.1f} s ({len(rows) / seconds:.1f}/s)"
     if scores:
-        told += f", mean score {sum(scores) / len(scores):.4f}, {sum(s >= 1 for s in scores)} of them 1 or more"
-    console.print(told, soft_wrap=True)
+        summary += f", mean score {sum(scores) / len(scores):.4f}, {sum(s >= 1 for s in scores)} of them 1 or more"
+    console.print(summary, soft_wrap=True)
     for status, count in Counter(result["status"] for result in results if result["status"] != "ok").items():
         console.print(f"{status}: {count}")
 
@@ -86,7 +86,7 @@ async def _judge_all(
         # At most as many calls as workers: `seconds` of a call would otherwise include the time in the queue.
         free = asyncio.Semaphore(config.reward.workers)
 
-        async def one(number: int, row: dict[str, Any]) -> dict[str, Any]:
+        async def judge_row(number: int, row: dict[str, Any]) -> dict[str, Any]:
             async with free:
                 result = {"line": number, **await judge(pool, config, row)}
             judged()
@@ -94,7 +94,7 @@ async def _judge_all(
 
         async with asyncio.TaskGroup() as tasks:
             results = []
-            for task in [tasks.create_task(one(*line)) for line in rows]:
+            for task in [tasks.create_task(judge_row(*line)) for line in rows]:
                 results.append(await task)
                 print(json.dumps(results[-1]), file=output, flush=True)
         return results, time.monotonic() - began
@@ -106,8 +106,8 @@ async def _score(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     try:
         results = {name: await pool.score(name, prompt_text(row["prompt"]), row["completion"], row) for name in weights}
     except RewardFailed as failure:
-        told: dict[str, Any] = {"score": None, "status": failure.kind, "reason": failure.reason}
+        outcome: dict[str, Any] = {"score": None, "status": failure.kind, "reason": failure.reason}
     else:
         score, parts = combined(weights, results)
-        told = {"score": score, "status": "ok", "parts": parts}
-    return told | {"seconds": round(time.monotonic() - began, 6)}
+        outcome = {"score": score, "status": "ok", "parts": parts}
+    return outcome | {"seconds": round(time.monotonic() - began, 6)}

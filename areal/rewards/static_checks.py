@@ -183,11 +183,11 @@ def _undefined(sources: Iterable[str]) -> set[str]:
 
 
 def _modules(nodes: Iterable[ast.AST]) -> tuple[str, ...]:
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in nodes:
         match node:
             case ast.Import(names=names):
-                found.update(alias.name.partition(".")[0] for alias in names)
+                modules.update(alias.name.partition(".")[0] for alias in names)
             case ast.ImportFrom(module=str(module), level=0):
-                found.add(module.partition(".")[0])
-    return tuple(sorted(found - {PROGRAM}))
+                modules.add(module.partition(".")[0])
+    return tuple(sorted(modules - {PROGRAM}))

@@ -23,7 +23,7 @@ import msgpack
 
 from areal.config import UserError
 from areal.processes import die_with_parent
-from areal.rewards.functions import Reward, resolve
+from areal.rewards.functions import RewardFunction, resolve
 from areal.rewards.result import RewardError, as_result
 
 LENGTH = struct.Struct(">I")
@@ -41,18 +41,18 @@ def main() -> None:
         # RLIMIT_DATA, not the address space: libraries reserve far more address space than they use.
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     try:
-        rewards = {name: resolve(name, own) for name, own in options.items()}
+        rewards = {name: resolve(name, keywords) for name, keywords in options.items()}
     except UserError as error:
         send(answers, ["refused", str(error)])
         return
-    send(answers, ["ready", {name: [one.takes_tokens, one.deterministic] for name, one in rewards.items()}])
+    send(answers, ["ready", {name: [reward.takes_tokens, reward.deterministic] for name, reward in rewards.items()}])
     with asyncio.Runner() as runner:
         while (request := receive(requests)) is not None:
             name, *arguments = request
             send(answers, answer(runner, rewards[name], arguments))
 
 
-def answer(runner: asyncio.Runner, reward: Reward, arguments: list[Any]) -> list[Any]:
+def answer(runner: asyncio.Runner, reward: RewardFunction, arguments: list[Any]) -> list[Any]:
     """The answer to one request."""
     try:
         value = reward(*arguments)

@@ -395,7 +395,7 @@ class ProgramRunner:
         try:
             for name, content in job["files"].items():
                 write_program_file(folder, name, base64.b64decode(content))
-            usage = Looks(job, self.plain) if self.groups is None else ControlGroup(self.groups, job)
+            usage = PolledUsage(job, self.plain) if self.groups is None else ControlGroup(self.groups, job)
             program = usage.fork()
             if program == 0:
                 self.become(job, folder, (stdin, stdout, stderr))
@@ -597,7 +597,7 @@ class ControlGroup:
         os.rmdir(self.name, dir_fd=self.groups)
 
 
-class Looks:
+class PolledUsage:
     """What a program uses, by regular looks at all its processes."""
 
     def __init__(self, job, plain):

@@ -314,11 +314,11 @@ class RemoteSandbox:
         request = urllib.request.Request(self._address, data, {"Content-Type": "application/json"})
         seconds = COMPILE_SECONDS + self._config.wall_seconds + GRACE_SECONDS
         limit = self._config.output_kib * 1024 + expected
-        most = MIB + 12 * limit  # both outputs; JSON writes a character in up to six bytes
+        most_bytes = MIB + 12 * limit  # both outputs; JSON writes a character in up to six bytes
         try:
             with urllib.request.urlopen(request, timeout=seconds) as response:
-                answer = response.read(most + 1)
-            if len(answer) > most:
+                answer = response.read(most_bytes + 1)
+            if len(answer) > most_bytes:
                 return Outcome("output", None, "", "", 0.0)
             return self._outcome(json.loads(answer), limit)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -33,9 +33,9 @@ def test_arguments_of_live_code_bench_are_one_a_line(name):
 
 def test_results_that_are_all_in_a_list_may_be_given_without_it():
     found = read_tests(SETS["DeepCoder, taco, calls"][0])
-    assert found.wanted == [[[True], True], [[False], False]]
+    assert found.expected == [[[True], True], [[False], False]]
     found = read_tests({"tests": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [1, 2]]}})
-    assert found.wanted == [[[1]], [[1, 2]]]
+    assert found.expected == [[[1]], [[1, 2]]]
 
 
 def test_the_language_of_a_row_is_its_own_or_that_of_its_verification():

@@ -625,12 +625,12 @@ NOT_GIVEN = [
 
 @pytest.mark.parametrize(("text", "answer"), pairs(GIVEN))
 def test_an_answer_is_found_where_it_is_given_as_one(text, answer):
-    assert final_answer.given(text) == answer
+    assert final_answer.extract(text) == answer
 
 
 @pytest.mark.parametrize("text", NOT_GIVEN)
 def test_a_text_without_a_number_or_formula_at_its_end_gives_no_answer(text):
-    assert final_answer.given(text) is None
+    assert final_answer.extract(text) is None
 
 
 NUMBERS = st.one_of(
@@ -658,7 +658,7 @@ FORMULAS = [("", ""), ("$", "$"), ("$$", "$$"), ("\\(", "\\)"), ("\\[\n", "\n\\]
 def test_a_number_that_is_compared_without_math_verify_gets_its_verdict(before, formula, number, after, other):
     opening, closing = formula or ("", "")
     middle = f"{opening}\\boxed{{{number}}}{closing}" if formula else f"#### {number}"
-    given, gold = final_answer.given(before + middle + after), other or number
+    given, gold = final_answer.extract(before + middle + after), other or number
     found, wanted = math_answers._number(given or ""), math_answers._number(gold)
     assume(found is not None and wanted is not None)
     math_answers.warm()
