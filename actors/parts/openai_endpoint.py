@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import secrets
+import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +97,7 @@ class OpenAIEndpoint:
             if self._runner is None:
                 runner = web.AppRunner(
                     self._app(), handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS, access_log=None,
-                    logger=_log,
+                    logger=_log, auto_decompress=False,
                 )  # fmt: skip
                 await runner.setup()
                 await web.TCPSite(runner, self._host, 0).start()
@@ -188,11 +189,29 @@ def _error(request: web.Request, status: int, message: str, code: str | None) ->
 
 
 async def _body(request: web.Request) -> bytes:
-    """The body of the request. Raises ApiError if it does not match its declared encoding."""
+    """The unpacked body of the request. Raises ApiError if it does not match its declared encoding."""
     try:
-        return await request.read()
+        body = await request.read()
     except web.RequestPayloadError as error:
         raise ApiError(f"the body cannot be read: {error}") from None
+    encoding = request.headers.get("Content-Encoding", "identity").lower()
+    return body if encoding == "identity" else _unpacked(body, encoding)
+
+
+def _unpacked(body: bytes, encoding: str) -> bytes:
+    """aiohttp would inflate a body of any length, also one that nobody reads. Raises ApiError and HTTPException."""
+    if encoding not in ("gzip", "deflate"):
+        raise ApiError(f"the Content-Encoding {encoding!r} is not known: use gzip or deflate", status=415)
+    inflating = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # 32: either format
+    try:
+        unpacked = inflating.decompress(body, MAX_BODY_BYTES)
+    except zlib.error as error:
+        raise ApiError(f"the body cannot be read: {error}") from None
+    if inflating.unconsumed_tail:
+        raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, len(body))
+    if not inflating.eof or inflating.unused_data:
+        raise ApiError(f"the body cannot be read: it is not one {encoding} stream")
+    return unpacked
 
 
 def _parse(kind: type[BaseModel], body: bytes) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import math
 import os
 import re
 import sys
+import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -304,6 +306,31 @@ async def test_a_body_that_is_too_large_is_refused(opened, monkeypatch):
     with pytest.raises(clients.openai.APIStatusError) as refused:
         await chat.create(model="m", messages=[user("x" * 1000)])
     assert refused.value.status_code == 413
+
+
+async def test_a_compressed_body_is_unpacked_up_to_the_limit_and_for_nobody_without_a_key(opened, monkeypatch):
+    monkeypatch.setattr(openai_endpoint, "MAX_BODY_BYTES", 1 << 20)
+    _, access, _ = await opened("4")
+    request = json.dumps({"model": "m", "messages": [user("2+2=")]}).encode()
+    bomb = gzip.compress(bytes(64 << 20), 1)
+    bodies = {
+        (access.api_key, "gzip", gzip.compress(request)): 200,
+        (access.api_key, "gzip", bomb): 413,
+        ("sample-0", "gzip", bomb): 401,
+        (access.api_key, "gzip", gzip.compress(request)[:-9]): 400,
+        (access.api_key, "gzip", gzip.compress(b"{}") * 2): 400,
+        (access.api_key, "deflate", request): 400,
+        (access.api_key, "zstd", request): 415,
+    }
+    async with aiohttp.ClientSession() as client:
+        tracemalloc.start()
+        for (key, encoding, body), status in bodies.items():
+            headers = {"Authorization": f"Bearer {key}", "Content-Encoding": encoding}
+            async with client.post(f"{access.base_url}/chat/completions", data=body, headers=headers) as answer:
+                assert answer.status == status, await answer.text()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 16 << 20
 
 
 async def test_a_client_that_goes_away_stops_its_generation_and_may_call_again(opened):
