@@ -549,7 +549,9 @@ class TrainerConfig(Section):
         "k3", description="k1 and k3 are unbiased, k3 is never negative, k2 has a low variance"
     )
     kl_in: Literal["loss", "reward"] = Field("loss", description="the penalty is part of the loss, or of the reward")
-    reference: str | None = Field(None, description="folder of the reference model; null: the run's model")
+    reference: str | None = Field(
+        None, description="folder of the reference model; null: the run's model (with adapters, without a second copy)"
+    )
     checkpoint_every: int = Field(
         20, ge=1, description="steps between checkpoints; a restarted trainer redoes the steps since the last one"
     )
