@@ -94,16 +94,6 @@ FAREWELL_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.2
 # Size of the range of event sequence numbers of one master. A restarted master uses the next range.
 EVENTS_OF_ONE_MASTER = 1 << 32
-# The run ends after more than this many batches' worth of groups were filtered in a row, without any other ready group.
-FILTERED_LIMIT = 100
-# The run ends after this many prompts in a row that are longer than data.max_prompt_tokens.
-LONG_LIMIT = 1000
-# While no completion at all has been scored, the run ends after UNSCORED_LIMIT failures, or after UNSCORED_LEAST
-# failures once UNSCORED_SECONDS have passed since the first one. A few early failures do not end it: the first
-# completions to finish are the shortest and often the least typical.
-UNSCORED_LIMIT = 20
-UNSCORED_SECONDS = 30.0
-UNSCORED_LEAST = 3
 # The evaluator itself keeps `evaluator.timeout_seconds`. Beyond it, the master gives it this long to report.
 EVALUATION_GRACE_SECONDS = 60.0
 # All members have to fit into one snapshot, which is one message, and so do the changes that one event tells.
@@ -175,18 +165,14 @@ class Master(HandlesRequests):
         self._events: Publisher
         self._meter = StepMeter(self.state)
         self._numbers: dict[str, float] = {}  # for Prometheus, updated every second
-        self._long = 0  # prompts in a row that were too long
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self._progressed = 0.0
         self._remedies = 0
-        # Not journaled: a resumed run, perhaps with other settings, starts this count at 0.
-        self._filtered_in_a_row = 0
         self._held_since = 0.0
         self._evaluator_seen = 0.0
         self._rows_at_loss: tuple[int, int] | None = None  # (version, scored rows) when an evaluator was lost
+        # Not journaled: a resumed run, perhaps with other settings, starts all counts at 0.
         self._failures = Failures(config.batch_size, config.outage_seconds, config.max_failed_share)
-        self._scored = False
-        self._unscored: list[float] = []  # times of failed scorings
 
     @property
     def ledger(self) -> Ledger:
@@ -309,6 +295,10 @@ class Master(HandlesRequests):
         if not self._end.done():
             self._end.set_result(Ending(ok, reason, stopped=stopped))
 
+    def _finish_if(self, failure: str | None) -> None:
+        if failure:
+            self._finish(False, failure)
+
     async def _say_farewell(self, ending: Ending) -> None:
         self.folder.write_summary(summary(self.config, self.state, ending))
         self._send_out(_shutdown(ending))
@@ -339,8 +329,7 @@ class Master(HandlesRequests):
             self._changed.notify()
             if self._at_work():
                 self._progress()
-            if verdict := self._failures.verdict(self.ledger.counters.discarded, self.ledger.counters.trained, now):
-                self._finish(False, f"{verdict}.")
+            self._finish_if(self._failures.verdict(self.ledger.counters.discarded, self.ledger.counters.trained, now))
             self.state.compact_if_due()
             counts = self._counts()
             delay = delays.longest()
@@ -534,7 +523,8 @@ class Master(HandlesRequests):
 
     def _listen(self, pulse: _Pulse, beat: Heartbeat) -> None:
         counters, fresh = self._meter.count(beat.stats, pulse.counters)
-        self._scored = self._scored or beat.stats.get("samples_scored", 0.0) > 0
+        if beat.stats.get("samples_scored", 0.0) > 0:
+            self._failures.any_scored = True
         if fresh["tokens_generated"] or beat.stats.get("work_done", 0.0) > pulse.stats.get("work_done", 0.0):
             self._progress()
         pulse.time, pulse.counters, pulse.activity, pulse.stats = self._now(), counters, beat.activity, beat.stats
@@ -624,24 +614,19 @@ class Master(HandlesRequests):
         owner, failed = self._member(request, "rollout_manager").identity, request.message
         if self._fail(failed, owner) is ReportAnswer.ACCEPTED:
             if failed.cause == "long":
-                return self._left_out(failed.reason)
-            self._long = 0
-            log.warning("group failed", group=failed.group, cause=failed.cause, reason=failed.reason)
-            self.state.emit("tokens_discarded", count=failed.discarded)
-            paused, now = self._failures.outage, self._now()
-            self._failures.failed(failed.cause, failed.reason, now)
-            if self._failures.outage and not paused:
-                log.error("admission pauses: no group can be finished", why=self._failures.story(now))
+                self._finish_if(self._failures.too_long(failed.reason))
+            else:
+                self._count_failure(failed)
         self._changed.notify()
         return Done()
 
-    def _left_out(self, reason: str) -> Done:
-        """A prompt was too long, which is no failure, unless all are."""
-        self._long += 1
-        if self._long >= LONG_LIMIT:
-            self._finish(False, f"{self._long} prompts in a row were too long, the last one: {reason}; raise it.")
-        self._changed.notify()
-        return Done()
+    def _count_failure(self, failed: GroupFailed) -> None:
+        log.warning("group failed", group=failed.group, cause=failed.cause, reason=failed.reason)
+        self.state.emit("tokens_discarded", count=failed.discarded)
+        paused, now = self._failures.outage, self._now()
+        self._failures.failed(failed.cause, failed.reason, now)
+        if self._failures.outage and not paused:
+            log.error("admission pauses: no group can be finished", why=self._failures.story(now))
 
     def _fail(self, failed: GroupFailed, owner: str) -> ReportAnswer:
         if failed.cause in ("row", "long"):  # another attempt would fail as well
@@ -655,20 +640,8 @@ class Master(HandlesRequests):
 
     @handles(ScoringFailed)
     async def scoring_failed(self, request: Request[ScoringFailed]) -> Done:
-        """End the run early if scoring has failed several times and no completion has been scored yet: the reward or
-        the workflow is then probably wrong."""
         self._member(request)
-        if self._scored:
-            return Done()
-        self._unscored.append(self._now())
-        failed, seconds = len(self._unscored), self._now() - self._unscored[0]
-        if failed >= UNSCORED_LIMIT or (failed >= UNSCORED_LEAST and seconds >= UNSCORED_SECONDS):
-            because = " ".join(request.message.reason.split())
-            self._finish(
-                False,
-                f"No completion has been scored, and {failed} have failed. The last failure: {because}. Correct "
-                f"that and start again.",
-            )
+        self._finish_if(self._failures.scoring_failed(request.message.reason, self._now()))
         return Done()
 
     # --- training
@@ -695,7 +668,6 @@ class Master(HandlesRequests):
         self._trainer(request)
         answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
         if answer in (ReportAnswer.ACCEPTED, ReportAnswer.FILTERED):
-            self._scored = True
             self._failures.ready()
             self.state.emit(
                 "rewarded", group=ready.group, mean=ready.reward_mean, parts=ready.reward_parts, tokens=ready.tokens,
@@ -703,19 +675,11 @@ class Master(HandlesRequests):
             )  # fmt: skip
             self._progress()
             self._changed.notify()
-            self._end_if_hopeless(answer is ReportAnswer.FILTERED)
+        if answer is ReportAnswer.ACCEPTED:
+            self._failures.unfiltered()
+        elif answer is ReportAnswer.FILTERED and (why := self._failures.filtered(self.state.score / self.state.scored)):
+            self._finish(False, f"{why}, or resume with --resume {self.folder.path} filter_zero_signal=false.")
         return GroupAccepted(accepted=answer in (ReportAnswer.ACCEPTED, ReportAnswer.UNCHANGED))
-
-    def _end_if_hopeless(self, filtered: bool) -> None:
-        self._filtered_in_a_row = self._filtered_in_a_row + 1 if filtered else 0
-        if self._filtered_in_a_row > FILTERED_LIMIT * self.config.batch_size:
-            self._finish(
-                False,
-                f"filter_zero_signal has discarded {self._filtered_in_a_row} groups in a row, so no batch can be "
-                f"formed: in each group all samples had the same reward ({self.state.score / self.state.scored:.3f} on "
-                f"average). Use prompts that are neither always nor never solved, or a larger group_size, or "
-                f"resume with --resume {self.folder.path} filter_zero_signal=false.",
-            )
 
     @handles(AskBatch)
     async def ask_batch(self, request: Request[AskBatch]) -> BatchAnswer:
@@ -753,7 +717,7 @@ class Master(HandlesRequests):
         metrics = self._meter.metrics(commit, record, self._now())
         self.state.emit("stepped", metrics=metrics, groups=list(record.batch.group_ids))
         self.state.compact_if_due()
-        self._filtered_in_a_row = 0
+        self._failures.unfiltered()
         self._progress()
         self._changed.notify()
         await self.journal.durable()

@@ -1,4 +1,4 @@
-"""Groups that fail: admission pauses while all of them do, and the run ends if that does not stop.
+"""Groups that fail: admission pauses while all of them do, and a run that nothing comes of ends.
 
 A reward that is down makes every group fail, which is not the fault of the prompts. So a failure counts against its
 prompt only if a group became ready since the failure before. After some failures in a row there is an *outage*: one
@@ -15,13 +15,24 @@ LEAST_IN_A_ROW = 8
 TRY_SECONDS = 10.0
 # So many prompts may be discarded for failures whatever their share is.
 LEAST_DISCARDED = 20
+# The run ends after more than this many batches' worth of groups were filtered in a row, without any other ready group.
+FILTERED_LIMIT = 100
+# The run ends after this many prompts in a row that are longer than data.max_prompt_tokens.
+LONG_LIMIT = 1000
+# While no completion at all has been scored, the run ends after UNSCORED_LIMIT failures, or after UNSCORED_LEAST
+# failures once UNSCORED_SECONDS have passed since the first one. A few early failures do not end it: the first
+# completions to finish are the shortest and often the least typical.
+UNSCORED_LIMIT = 20
+UNSCORED_SECONDS = 30.0
+UNSCORED_LEAST = 3
 
 
 class Failures:
     """The failures of a run. `outage_seconds`: how long an outage may last. `max_share`: the largest share of the
-    finished prompts that may be discarded for failures."""
+    finished prompts that may be discarded for failures. Sentences returned say why the run has to end."""
 
     def __init__(self, batch_size: int, outage_seconds: float, max_share: float) -> None:
+        self._batch_size = batch_size
         self._limit = max(LEAST_IN_A_ROW, batch_size)
         self._outage_seconds = outage_seconds
         self._max_share = max_share
@@ -31,17 +42,59 @@ class Failures:
         self._next_try = 0.0
         self.last: dict[str, str] = {}
         """The last reason, by cause."""
+        self.any_scored = False
+        """True once a completion was scored."""
+        self._unscored: list[float] = []  # times of failed scorings
+        self._long = self._filtered = 0  # in a row
 
     @property
     def outage(self) -> bool:
         return self.in_a_row >= self._limit
 
     def ready(self) -> None:
-        """A group became ready."""
-        self.in_a_row = 0
+        """A group became ready, or was filtered."""
+        self.in_a_row = self._long = 0
+        self.any_scored = True
+
+    def unfiltered(self) -> None:
+        """A group became ready and was not filtered, or a step was committed."""
+        self._filtered = 0
+
+    def filtered(self, mean: float) -> str | None:
+        """A group was filtered. `mean`: the mean reward of the last groups."""
+        self._filtered += 1
+        if self._filtered <= FILTERED_LIMIT * self._batch_size:
+            return None
+        return (
+            f"filter_zero_signal has discarded {self._filtered} groups in a row, so no batch can be formed: in each "
+            f"group all samples had the same reward ({mean:.3f} on average). Use prompts that are neither always nor "
+            f"never solved, or a larger group_size"
+        )
+
+    def too_long(self, reason: str) -> str | None:
+        """A prompt was too long, which is no failure, unless all are."""
+        self._long += 1
+        if self._long < LONG_LIMIT:
+            return None
+        return f"{self._long} prompts in a row were too long, the last one: {reason}; raise it."
+
+    def scoring_failed(self, reason: str, now: float) -> str | None:
+        """A completion could not be scored. If none at all was, the reward or the workflow is probably wrong."""
+        if self.any_scored:
+            return None
+        self._unscored.append(now)
+        failed, seconds = len(self._unscored), now - self._unscored[0]
+        if failed < UNSCORED_LIMIT and (failed < UNSCORED_LEAST or seconds < UNSCORED_SECONDS):
+            return None
+        because = " ".join(reason.split())
+        return (
+            f"No completion has been scored, and {failed} have failed. The last failure: {because}. Correct that and "
+            f"start again."
+        )
 
     def failed(self, cause: str, reason: str, now: float) -> None:
         """A group failed."""
+        self._long = 0
         if not self.in_a_row:
             self._since = now
         self.in_a_row += 1
@@ -59,9 +112,9 @@ class Failures:
         return f"all {self.in_a_row} groups of the last {now - self._since:.0f} s failed, the last because {reason}"
 
     def verdict(self, discarded: Counter[str], trained: int, now: float) -> str | None:
-        """Why the run has to end, or None. `discarded`: groups by cause; `trained`: groups."""
+        """An outage lasts too long, or too many prompts fail. `discarded`: groups by cause; `trained`: groups."""
         if self.outage and now - self._since > self._outage_seconds:
-            return f"{self.story(now)}; that has lasted longer than outage_seconds ({self._outage_seconds:g} s)"
+            return f"{self.story(now)}; that has lasted longer than outage_seconds ({self._outage_seconds:g} s)."
         lost = {cause: discarded[cause] for cause in self.last if discarded[cause]}
         failed = sum(lost.values())
         if failed <= LEAST_DISCARDED or failed <= self._max_share * (trained + discarded.total()):
@@ -69,5 +122,5 @@ class Failures:
         cause = max(lost, key=lambda cause: lost[cause])
         return (
             f"{failed} of {trained + discarded.total()} prompts were discarded because their groups failed, more than "
-            f"max_failed_share ({self._max_share:g}) allows; the last one with the cause {cause!r}: {self.last[cause]}"
+            f"max_failed_share ({self._max_share:g}) allows; the last one with the cause {cause!r}: {self.last[cause]}."
         )

@@ -16,9 +16,10 @@ from helpers import dealer, network
 from pydantic import ValidationError
 
 from actors import master as master_module
-from actors.master import EVENTS_OF_ONE_MASTER, UNSCORED_LIMIT, Master
+from actors.master import EVENTS_OF_ONE_MASTER, Master
 from areal.config import Config
 from areal.observe.timeline import read_events, spans
+from areal.staleness.failures import UNSCORED_LIMIT
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
 from protocols.codec import Header, decode_body, decode_header, encode, encode_body
@@ -464,7 +465,7 @@ async def test_a_run_ends_where_no_completion_at_all_can_be_scored(config):
 
 
 async def test_a_reward_that_hangs_needs_fewer_failures_to_end_the_run_but_some_time(config, monkeypatch):
-    monkeypatch.setattr("actors.master.UNSCORED_SECONDS", 0.3)
+    monkeypatch.setattr("areal.staleness.failures.UNSCORED_SECONDS", 0.3)
     async with master_of(config) as running, callers(config, "evaluator") as (evaluator,):
         for _ in range(4):
             await evaluator.ask(ScoringFailed(reason="no score within 10 s"))
@@ -527,7 +528,7 @@ async def test_a_filtered_group_is_replaced_and_still_counts_in_the_reward_of_al
 
 
 async def test_a_run_that_filters_nothing_but_dull_groups_ends_and_says_so(config, monkeypatch):
-    monkeypatch.setattr("actors.master.FILTERED_LIMIT", 2)
+    monkeypatch.setattr("areal.staleness.failures.FILTERED_LIMIT", 2)
     config = filtering(config)
     async with master_of(config) as running, callers(config, "trainer", "rollout_manager") as (trainer, manager):
         await recover(trainer)

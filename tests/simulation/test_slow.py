@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from actors import master
 from actors.simulation.engines import ModelTokenizer
 from areal.config import UserError
 from areal.generation.engine import EngineError, WeightLoadError
 from areal.rewards.pool import RewardFailed
 from areal.rewards.result import Result
+from areal.staleness import failures
 from simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource
 from simulation.faults import Kill, Plan
 from simulation.model import Model
@@ -194,7 +194,7 @@ def long_from(monkeypatch: pytest.MonkeyPatch, every: int) -> World:
         return tokens * 5 if held_out == 5 or (held_out < 0 and int(text) % every == 0) else tokens
 
     monkeypatch.setattr(ModelTokenizer, "encode", longer)
-    monkeypatch.setattr(master, "LONG_LIMIT", 30)
+    monkeypatch.setattr(failures, "LONG_LIMIT", 30)
     world = World(1, model(steps=20, managers=2, eval_size=6), Plan())
     data = world.config.data.model_copy(update={"max_prompt_tokens": 10})
     world.config = world.config.model_copy(update={"data": data})
