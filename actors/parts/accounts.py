@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +13,13 @@ from areal.rewards.result import mean_parts
 from areal.staleness.ledger import ZERO_SIGNAL, Batch, RunEnded, StepRecord, Waiting
 from areal.storage.events import COUNTERS
 from protocols.messages import CommitStep, EvaluationDone
+
+# Number of recent steps kept for monitors that connect late, and the metrics kept of each step.
+RECENT_STEPS = 512
+RECENT = (
+    "step", "reward_mean", "reward_mean_all", "groups_filtered", "groups_ready", "staleness_mean", "staleness_max",
+    "tokens_generated", "tokens_trained", "step_seconds", "trainer_wait_seconds",
+)  # fmt: skip
 
 
 class StepMeter:
@@ -25,22 +32,23 @@ class StepMeter:
         self._hungry_since: float | None = None
         self._left_over: int | None = None
         self._begun: float | None = None
+        self._recent = deque([_main_metrics(state.last_step)] if state.last_step else [], RECENT_STEPS)
 
     def begin(self, now: float) -> None:
         """Start the clock of this master's first step. Further calls change nothing."""
         self._begun = now if self._begun is None else self._begun
 
-    def count(self, stats: Mapping[str, float], previous: Counter[str] | None) -> tuple[Counter[str], Counter[str]]:
-        """Add what a member has counted since its last heartbeat to the step.
+    def count(self, stats: Mapping[str, float], previous: Mapping[str, float] | None) -> Counter[str]:
+        """Add what a member has counted since its last heartbeat to the step, and return that.
 
-        stats: of the new heartbeat. previous: the counters at the last one; None for the first heartbeat that this
-        master hears from a member of an earlier master, which adds nothing. Returns the member's COUNTERS now, and how
-        much they have grown since `previous`.
+        stats: of the new heartbeat. previous: of the last one; None for the first heartbeat that this master hears from
+        a member of an earlier master, which adds nothing.
         """
-        counters = Counter({name: stats.get(name, 0.0) for name in COUNTERS})
-        fresh: Counter[str] = Counter() if previous is None else counters - previous
+        fresh: Counter[str] = Counter()
+        if previous is not None:
+            fresh.update({name: stats.get(name, 0.0) - previous.get(name, 0.0) for name in COUNTERS})
         self._counted += fresh
-        return counters, fresh
+        return fresh
 
     def note(self, answer: Batch | Waiting | RunEnded, now: float) -> None:
         """Take note of the ledger's answer to a trainer that asks for a batch: for how long fewer groups than a batch
@@ -86,7 +94,16 @@ class StepMeter:
         metrics["trainer_wait_seconds"] = min(waited, metrics["step_seconds"])
         self._counted, self._begun = Counter(), now
         self._starved, self._left_over = 0.0, None
+        self._recent.append(_main_metrics(metrics))
         return metrics
+
+    def recent(self, since: int) -> list[dict[str, Any]]:
+        """The main metrics of the recent steps after step `since`."""
+        return [metrics for metrics in self._recent if metrics["step"] > since]
+
+
+def _main_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: metrics[name] for name in RECENT if name in metrics}
 
 
 def summary(config: Config, state: RunState, ending: Ending) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Decisions only, without I/O; the caller hands in the time, in seconds.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 LEAST_IN_A_ROW = 8
 TRY_SECONDS = 10.0
@@ -29,13 +30,15 @@ UNSCORED_LEAST = 3
 
 class Failures:
     """The failures of a run. `outage_seconds`: how long an outage may last. `max_share`: the largest share of the
-    finished prompts that may be discarded for failures. Sentences returned say why the run has to end."""
+    finished prompts that may be discarded for failures. `folder`: the run's. Sentences returned say why the run has to
+    end."""
 
-    def __init__(self, batch_size: int, outage_seconds: float, max_share: float) -> None:
+    def __init__(self, batch_size: int, outage_seconds: float, max_share: float, folder: Path) -> None:
         self._batch_size = batch_size
         self._limit = max(LEAST_IN_A_ROW, batch_size)
         self._outage_seconds = outage_seconds
         self._max_share = max_share
+        self._folder = folder
         self.in_a_row = 0
         """Failures since the last group that became ready."""
         self._since = 0.0
@@ -45,30 +48,24 @@ class Failures:
         self.any_scored = False
         """True once a completion was scored."""
         self._unscored: list[float] = []  # times of failed scorings
-        self._long = self._filtered = 0  # in a row
+        self._long = self.filtered_in_a_row = 0
 
     @property
     def outage(self) -> bool:
         return self.in_a_row >= self._limit
 
-    def ready(self) -> None:
-        """A group became ready, or was filtered."""
+    def ready(self, filtered: bool, mean: float) -> str | None:
+        """A group became ready, or was filtered. `mean`: the mean reward of the last groups."""
         self.in_a_row = self._long = 0
         self.any_scored = True
-
-    def unfiltered(self) -> None:
-        """A group became ready and was not filtered, or a step was committed."""
-        self._filtered = 0
-
-    def filtered(self, mean: float) -> str | None:
-        """A group was filtered. `mean`: the mean reward of the last groups."""
-        self._filtered += 1
-        if self._filtered <= FILTERED_LIMIT * self._batch_size:
+        self.filtered_in_a_row = self.filtered_in_a_row + 1 if filtered else 0
+        if self.filtered_in_a_row <= FILTERED_LIMIT * self._batch_size:
             return None
         return (
-            f"filter_zero_signal has discarded {self._filtered} groups in a row, so no batch can be formed: in each "
-            f"group all samples had the same reward ({mean:.3f} on average). Use prompts that are neither always nor "
-            f"never solved, or a larger group_size"
+            f"filter_zero_signal has discarded {self.filtered_in_a_row} groups in a row, so no batch can be formed: in "
+            f"each group all samples had the same reward ({mean:.3f} on average). Use prompts that are neither always "
+            f"nor never solved, or a larger group_size, or resume with --resume {self._folder} "
+            f"filter_zero_signal=false."
         )
 
     def too_long(self, reason: str) -> str | None:

@@ -7,7 +7,6 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -17,6 +16,8 @@ from pydantic import ValidationError
 
 from actors import master as master_module
 from actors.master import EVENTS_OF_ONE_MASTER, Master
+from actors.parts import members as members_module
+from actors.parts.members import next_event
 from areal.config import Config
 from areal.observe.timeline import read_events, spans
 from areal.staleness.failures import UNSCORED_LIMIT
@@ -136,8 +137,8 @@ FULL = tuple(f"{n:0256}" for n in range(32))
 
 
 async def test_what_members_tell_of_themselves_cannot_make_a_message_too_large_to_send(config, monkeypatch):
-    monkeypatch.setattr(master_module, "MAX_DIRECTORY_BYTES", 50_000)
-    monkeypatch.setattr(master_module, "MAX_STATUS_BYTES", 5_000)
+    monkeypatch.setattr(members_module, "MAX_DIRECTORY_BYTES", 50_000)
+    monkeypatch.setattr(members_module, "MAX_STATUS_BYTES", 5_000)
     async with master_of(without_evaluation(config)), callers(config, *["generator"] * 8) as members:
         stats = {f"{n:0256}": 1e100 for n in range(256)}
         beat = Heartbeat(state="healthy", serves=FULL, activity="\u2028" * 512, stats=stats)
@@ -163,7 +164,7 @@ def test_events_are_merged_only_while_they_fit_into_one_message():
     outbox = deque(MembersChanged(changed=(joined(n),), gone=("generator/0#x",)) for n in range(300))
     merged = []
     while outbox:
-        merged.append(Master._gathered(SimpleNamespace(_outbox=outbox), outbox.popleft()))
+        merged.append(next_event(outbox))
         encode_body(merged[-1])  # it can be sent
     assert len(merged) == 4
     assert [m.index for event in merged for m in event.changed] == list(range(300))
@@ -905,7 +906,7 @@ async def test_nothing_is_held_where_nobody_could_evaluate(config):
 
 
 async def test_no_generator_is_held_beyond_the_deadline(config, monkeypatch):
-    monkeypatch.setattr("actors.master.EVALUATION_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("actors.parts.evaluations.GRACE_SECONDS", 0.0)
     config = evaluating(config, timeout_seconds=0.5)
     async with evaluated_at_0(config) as actors:
         await step(actors, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,27 +11,26 @@ from areal.staleness.failures import FILTERED_LIMIT, LONG_LIMIT, UNSCORED_LEAST,
 
 @pytest.fixture
 def failures() -> Failures:
-    return Failures(batch_size=2, outage_seconds=60.0, max_share=0.1)
+    return Failures(batch_size=2, outage_seconds=60.0, max_share=0.1, folder=Path("runs/x"))
 
 
 def test_only_prompts_in_a_row_that_are_too_long_end_a_run(failures):
-    ways_out: list[Callable[[], None]] = [failures.ready, lambda: failures.failed("reward", "no score", 0.0)]
-    for other in ways_out:
+    for another in (lambda: failures.ready(False, 1.0), lambda: failures.failed("reward", "no score", 0.0)):
         assert all(failures.too_long("11 tokens") is None for _ in range(LONG_LIMIT - 1))
-        other()
+        another()
     assert all(failures.too_long("11 tokens") is None for _ in range(LONG_LIMIT - 1))
     assert "1000 prompts in a row were too long, the last one: 11 tokens" in str(failures.too_long("11 tokens"))
 
 
 def test_only_groups_in_a_row_without_signal_end_a_run(failures):
     for _ in range(2):
-        failures.unfiltered()
-        assert all(failures.filtered(0.5) is None for _ in range(2 * FILTERED_LIMIT))
-    assert "201 groups in a row" in str(failures.filtered(0.25))
+        assert failures.ready(False, 0.5) is None
+        assert all(failures.ready(True, 0.5) is None for _ in range(2 * FILTERED_LIMIT))
+    assert "201 groups in a row" in str(failures.ready(True, 0.25))
 
 
 def test_scoring_that_fails_from_the_beginning_ends_a_run_once_it_had_some_time(failures):
     assert all(failures.scoring_failed("no\nscore", 0.0) is None for _ in range(UNSCORED_LEAST))
     assert "4 have failed. The last failure: no score." in str(failures.scoring_failed("no\nscore", UNSCORED_SECONDS))
-    failures.ready()
+    failures.ready(True, 0.0)
     assert failures.scoring_failed("no\nscore", UNSCORED_SECONDS) is None

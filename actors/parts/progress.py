@@ -1,0 +1,118 @@
+"""Who waits for whom in a run, for how long nothing has moved, and what is done about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from actors.parts.members import Members
+from actors.parts.run_state import RunState
+from areal.config import Config
+from areal.staleness.failures import Failures
+from protocols.messages import actor_name
+
+ROLES = ("trainer", "generator", "reward", "rollout_manager")
+
+
+class Progress:
+    """`free`: the number of groups that may start now. `clock` is the master's."""
+
+    def __init__(
+        self, config: Config, state: RunState, members: Members, failures: Failures, free: Callable[[], int],
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._state = state
+        self._members = members
+        self._failures = failures
+        self._free = free
+        self._clock = clock
+        self.made()
+
+    def made(self) -> None:
+        """An actor has worked, or what it did has moved the run."""
+        self._last = self._clock()
+        self._remedies = 0
+
+    def excuse(self, absent: float) -> None:
+        """The master was suspended for so many seconds."""
+        self._last += absent
+
+    # --- stalls
+
+    def stall(self) -> str:
+        return f"the run has made no progress for {self._clock() - self._last:.0f} s: {self.describe()}"
+
+    def remedy(self) -> Literal["end", "requeue", "fence"] | None:
+        """What to do now because nothing has moved. After a third of `stall_seconds`, re-queue the unfinished groups.
+        After two thirds, fence the `suspects`, so that they are restarted. After all of it, end the run. While a role
+        has no healthy member, only the last one is done."""
+        limit, idle = self._config.master.stall_seconds, self._clock() - self._last
+        if idle > limit:
+            return "end"
+        if self._remedies == 2 or idle <= limit * (self._remedies + 1) / 3 or self.missing():
+            return None
+        self._remedies += 1
+        return "requeue" if self._remedies == 1 else "fence"
+
+    def suspects(self) -> list[str]:
+        """Healthy members of the roles that the run waits for. Members that are still starting are left alone."""
+        if self._state.ledger.version == self._config.steps:
+            roles = {"evaluator", "generator", "reward", "trainer"}
+        elif self._state.unpublished or not self._state.ledger.waiting:
+            roles = {"trainer"}
+        else:
+            roles = {"rollout_manager", "generator", "reward"} | ({"evaluator"} if self._state.holder else set())
+        return [i for i, m in self._state.members.items() if m.role in roles and m.state == "healthy"]
+
+    # --- in words
+
+    def describe(self) -> str:
+        """Which actor waits for which, and since when, in one line; and which actor has been at work for longest."""
+        if work := self.work():
+            return f"{self.waits()}; {work}"
+        return f"{self.waits()} (for {self._clock() - self._last:.0f} s)"
+
+    def work(self) -> str:
+        """The member that has been at its present work for longest, what that is, and for how long; empty if every
+        member only waits. Work has no deadline: while a member works, the run does not stall."""
+        pulses = self._members.pulses.items()
+        working = [(pulse.beat.work.seconds, i, pulse.beat.work.what) for i, pulse in pulses if pulse.beat.work]
+        if not working:
+            return ""
+        seconds, identity, what = max(working)
+        return f"{actor_name(identity)} is {what} (for {seconds:.0f} s)"
+
+    def waits(self) -> str:
+        """Which actor waits for which."""
+        last = self._state.ledger.version == self._config.steps
+        if missing := [role for role in self.missing() if last or role != "evaluator"]:
+            return f"everyone waits for a {' and a '.join(missing)} to be ready"
+        if self._failures.outage:
+            return f"one group at a time is tried, because {self._failures.story(self._clock())}"
+        if last:
+            return f"everyone waits for the {'last checkpoint and ' if self._config.steps else ''}evaluation"
+        if waiting := self._state.ledger.waiting:
+            late = ", and the trainer has not published its last version yet" if self._state.unpublished else ""
+            return f"the trainer waits for a batch: {waiting}{late}{self._held_back()}"
+        if not self._free():
+            return f"the rollout managers wait for the trainer, which is {self._members.activity('trainer')}"
+        return "nobody waits"
+
+    def _held_back(self) -> str:
+        """If the only generator holds a version, so that no group of a newer version begins: why."""
+        hold = self._state.holder
+        if hold is None or len(self._members.with_role("generator")) > 1:
+            return ""
+        alone = "" if self._members.with_role("evaluator") else ", but there is no evaluator"
+        return f"; the only generator holds version {hold[1].version} until it is evaluated{alone}"
+
+    def missing(self) -> list[str]:
+        """The roles that the run needs and no healthy member has, and the rewards that none serves."""
+        roles = ROLES if self._config.steps else ("generator", "reward")
+        roles = (*roles, "evaluator") if self._config.evaluates else roles
+        missing = [role for role in roles if not self._members.with_role(role)]
+        if "reward" not in missing:
+            served = {name for m in self._state.members.values() if m.state == "healthy" for name in m.serves}
+            missing += [f"reward that serves {name!r}" for name in self._config.rewards if name not in served]
+        return missing
