@@ -21,7 +21,7 @@ import functools
 import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -127,9 +127,9 @@ def open_rollouts(config: Config) -> RolloutWriter:
 
 class Trainer(Actor):
     role = "trainer"
-    _started: Learner | None = None
-    _opened: Spool | None = None
-    _writer: RolloutWriter | None = None
+    _learner: Learner = None  # type: ignore[assignment]  # set by `setup`, like the two below
+    _spool: Spool
+    _rollouts: RolloutWriter
     _takes_groups = False
 
     def __init__(
@@ -144,21 +144,26 @@ class Trainer(Actor):
         self._weight_server = WeightServer(VERSIONS_KEPT)
         self._direct = DirectSender(self, VERSIONS_KEPT)
         self._lineage = 0
-        self._trained: dict[int, tuple[str, ...]] = {}  # group ids by step, for the steps that no checkpoint covers
+        self.steps_to_redo: dict[int, tuple[str, ...]] = {}
+        """The ids of the groups of each step that no checkpoint covers."""
         self._fresh: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
         self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
+        self._to_close = AsyncExitStack()
         self._in_turn = True  # the shared devices are this trainer's
         self._seconds: defaultdict[str, float] = defaultdict(float)  # time spent since the last commit, by phase
 
     async def setup(self) -> None:
         self.activity = "starting DeepSpeed"
-        self._opened = await asyncio.to_thread(self._open_spool, self.config.folder / "spool.db")
-        self._writer = await asyncio.to_thread(self._open_rollouts, self.config)
+        self._spool = await asyncio.to_thread(self._open_spool, self.config.folder / "spool.db")
+        self._to_close.callback(self._spool.close)
+        self._rollouts = await asyncio.to_thread(self._open_rollouts, self.config)
+        self._to_close.push_async_callback(self._write_rollouts)
         self.spawn(self._keep_rollouts(), "keep rollouts")
         self._guard = Guard(self.config.guard)
         async with self._turn():
-            self._started = await self._start_learner(self.config)
+            self._learner = await self._start_learner(self.config)
+            self._to_close.callback(self._learner.close)
             await self._direct.start()
             await self._recover()
             await self._save_if_due()
@@ -187,36 +192,21 @@ class Trainer(Actor):
 
     async def teardown(self) -> None:
         self._direct.close()
-        if self._started is not None:
-            self._started.close()
-        if self._writer is not None:
-            await self._write_rollouts()
-        if self._opened is not None:
-            self._opened.close()
+        await self._to_close.aclose()
         if self.config and self.config.weights.folder and self._stop.done() and self._stop.result().ok:
             # The run has ended, so its published weights are not needed. The folder is often in memory.
             await asyncio.to_thread(shutil.rmtree, self.config.weights_folder, ignore_errors=True)
 
     def stats(self) -> dict[str, float]:
-        if self._started is None:
+        if self._learner is None:
             return {}
         bytes_sent = self._weight_server.bytes_sent + self._direct.bytes_sent
-        return {"work_done": self._started.work_done, "weight_bytes_sent": bytes_sent}
+        return {"work_done": self._learner.work_done, "weight_bytes_sent": bytes_sent}
 
     @property
-    def _learner(self) -> Learner:
-        assert self._started is not None  # `setup` runs first and sets it
-        return self._started
-
-    @property
-    def _spool(self) -> Spool:
-        assert self._opened is not None
-        return self._opened
-
-    @property
-    def _rollouts(self) -> RolloutWriter:
-        assert self._writer is not None
-        return self._writer
+    def saving(self) -> bool:
+        """True until the last checkpoint is written, and the groups that it covers have left the spool."""
+        return self._saving is not None and not self._saving.done()
 
     # --- devices that generators share
 
@@ -242,7 +232,7 @@ class Trainer(Actor):
         with self._clock("trainer_wait"):
             self.activity = "waiting for the generators to leave the devices"
             await asyncio.gather(*map(self._have_yield, self.with_role("generator", healthy=False)))
-        if self._started is not None and self.config.colocate:
+        if self._learner is not None and self.config.colocate:
             with self._clock("offload"):
                 await self._learner.reload()
         yield
@@ -382,7 +372,7 @@ class Trainer(Actor):
             )
         if verdict := self._guard.check(metrics):
             await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
-        self._trained[self._version] = batch.groups
+        self.steps_to_redo[self._version] = batch.groups
         self._version += 1
         return metrics | _metrics(groups), groups
 
@@ -495,10 +485,10 @@ class Trainer(Actor):
         await self._write_rollouts()  # before the master counts the checkpoint: no trainer redoes its steps after that
         await self.ask_master(CheckpointSaved(version=version, folder=str(folder)), Done)
         self._saved = version
-        covered = [step for step in self._trained if step < version]
-        await asyncio.to_thread(self._spool.forget, [group for step in covered for group in self._trained[step]])
+        covered = [step for step in self.steps_to_redo if step < version]
+        await asyncio.to_thread(self._spool.forget, [group for step in covered for group in self.steps_to_redo[step]])
         for step in covered:
-            del self._trained[step]
+            del self.steps_to_redo[step]
         oldest = (version - 1) // every * every - (limit - 1) * every
         await self._learner.forget(checkpoint_of(self.config.folder, oldest))
         return None

@@ -29,6 +29,11 @@ from protocols.messages import EvaluationDone, Member, Policy
 
 # Number of events after which a snapshot replaces them. It bounds the journal, and the replay at a restart.
 COMPACT_EVENTS = 10_000
+# The attributes of `RunState` that a snapshot has as they are.
+PLAIN = (
+    "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "reward_parts",
+    "scored", "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
+)  # fmt: skip
 
 
 class RunState:
@@ -216,28 +221,14 @@ class RunState:
         return {
             "ledger": self.ledger.dump(),
             "run_ahead": self.run_ahead.dump(),
-            "masters": self.masters,
-            "lineage": self.lineage,
-            "trainer": self.trainer,
             "policy": self.policy.model_dump(),
-            "checkpoint_version": self.checkpoint_version,
-            "checkpoint": self.checkpoint,
-            "finished": self.finished,
             "members": [member.model_dump() for member in self.members.values()],
             "evaluations": [evaluation.model_dump() for evaluation in self.evaluations.values()],
             "not_evaluated": list(self.not_evaluated.items()),
             "partial": self._partial,
             "row_scores": [[row, tokens, *scores] for row, (scores, tokens) in self._row_scores.items()],
-            "rewards": self.rewards,
-            "reward_parts": self.reward_parts,
-            "tokens": self.tokens,
-            "tokens_trained": self.tokens_trained,
-            "tokens_discarded": self.tokens_discarded,
-            "scored": self.scored,
-            "score": self.score,
             "discarded": self.discarded,
-            "seconds": self.seconds,
-            "last_step": self.last_step,
+            **{name: getattr(self, name) for name in PLAIN},
         }
 
     def _load(self, dump: dict[str, Any]) -> None:
@@ -253,10 +244,7 @@ class RunState:
             version, conditions = dump["partial"]
             self._apply_rows_scored({"version": version, "conditions": conditions, "rows": dump["row_scores"]})
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
-        for name in (
-            "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards",
-            "reward_parts", "scored", "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
-        ):  # fmt: skip
+        for name in PLAIN:
             setattr(self, name, dump[name])
 
 

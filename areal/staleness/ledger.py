@@ -315,17 +315,6 @@ class Ledger:
         self._story: deque[Event] = deque(maxlen=STORY_EVENTS)
 
     @classmethod
-    def replay(
-        cls, events: Iterable[Event], settings: LedgerSettings, journal: Callable[[Event], None] | None = None
-    ) -> Ledger:
-        """Return the ledger that emitted `events`. `journal` receives only the events after these."""
-        ledger = cls(settings)
-        for event in events:
-            ledger.apply(event)
-        ledger.journal = journal
-        return ledger
-
-    @classmethod
     def load(
         cls, dump: dict[str, Any], settings: LedgerSettings, journal: Callable[[Event], None] | None = None
     ) -> Ledger:
@@ -423,11 +412,6 @@ class Ledger:
         start version until that is known."""
         start = group.admission_version if group.start_version is None else group.start_version
         return start + self.settings.max_staleness
-
-    def oldest(self, n: int) -> list[LedgerGroup]:
-        """The n groups with the earliest deadlines among those that are in no batch."""
-        places = sorted(self._lines[GroupState.ADMITTED] + self._lines[GroupState.READY])
-        return [self._groups[group_id] for _, _, group_id in places[:n]]
 
     def story(self, group_id: str) -> list[Event]:
         """The recent events of a group, oldest first, without renewals of its lease."""

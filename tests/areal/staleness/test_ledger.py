@@ -76,6 +76,21 @@ def finish(ledger: Ledger, *group_ids: str, start: int | None = None) -> None:
         assert ledger.ready(group_id, row.admission_version if start is None else start) is ReportAnswer.ACCEPTED
 
 
+def replay(kind: type[Ledger], events: list[Event], settings: LedgerSettings) -> Ledger:
+    """The ledger that emitted `events`."""
+    ledger = kind(settings)
+    for event in events:
+        ledger.apply(event)
+    return ledger
+
+
+def unbatched(ledger: Ledger) -> list[LedgerGroup]:
+    """The groups that are in no batch, earliest deadline first."""
+    groups = [group for row in ledger.dump()["groups"] if (group := ledger.group(row["group_id"]))]
+    groups = [group for group in groups if group.state is not GroupState.BATCHED]
+    return sorted(groups, key=lambda group: (ledger.deadline(group), group.prompt_index, group.group_id))
+
+
 def train(ledger: Ledger) -> tuple[str, ...]:
     batch = ledger.next_batch(ledger.version)
     assert isinstance(batch, Batch), batch
@@ -440,7 +455,7 @@ def test_a_replay_rebuilds_the_story_too_and_a_dump_starts_it_anew():
     ledger = Ledger(make_settings(), journal=events.append)
     finish(ledger, *admit(ledger, 2))
     ledger.next_batch(0)
-    assert Ledger.replay(events, ledger.settings) == ledger
+    assert replay(Ledger, events, ledger.settings) == ledger
     loaded = Ledger.load(ledger.dump(), ledger.settings)
     assert ledger.story("g0.0") and not loaded.story("g0.0")
     loaded.commit(0)
@@ -463,7 +478,7 @@ def test_memory_does_not_grow_with_the_run():
 def overtake(ledger: Ledger, slow: str) -> Batch | Waiting | RunEnded:
     """Train all but `slow` until it is `eta + 1` versions old or the ledger waits for it."""
     for _ in range(ledger.settings.max_staleness + 1):
-        for group in ledger.oldest(100) + [g for i in admit(ledger, 100) if (g := ledger.group(i))]:
+        for group in unbatched(ledger) + [g for i in admit(ledger, 100) if (g := ledger.group(i))]:
             if group.group_id != slow and group.state is GroupState.ADMITTED:
                 finish(ledger, group.group_id)
         batch = ledger.next_batch(ledger.version)
@@ -499,10 +514,10 @@ def test_requeue_aborts_the_straggler_and_its_owner_hears_of_it():
     ledger = make(on_straggler="requeue", max_staleness=3)
     slow = admit(ledger, 100)[0]
     for _ in range(3):
-        finish(ledger, *(g.group_id for g in ledger.oldest(100)[1:] if g.state is GroupState.ADMITTED))
+        finish(ledger, *(g.group_id for g in unbatched(ledger)[1:] if g.state is GroupState.ADMITTED))
         train(ledger)
         admit(ledger, 100)
-    finish(ledger, *(g.group_id for g in ledger.oldest(100)[1:] if g.state is GroupState.ADMITTED))
+    finish(ledger, *(g.group_id for g in unbatched(ledger)[1:] if g.state is GroupState.ADMITTED))
     assert slow not in train(ledger)
     assert ledger.counters.requeued == {"straggler": 1}
     assert ledger.renew("manager/0#1", [slow], 0.0, LEASE) == [slow]
@@ -713,7 +728,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def master_restarts(self) -> None:
         """Whoever goes on from a dump is where the events, from the first one on, lead to."""
-        again = self.ledger_class.replay(self.events, self.settings)
+        again = replay(self.ledger_class, self.events, self.settings)
         assert all_but_the_story(again) == all_but_the_story(self.ledger)
         self.ledger = self.from_a_dump()
 
