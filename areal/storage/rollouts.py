@@ -111,15 +111,20 @@ class RolloutWriter:
         self._added: list[Rollout] = []
         self._newest_ids: deque[str] = deque(maxlen=KNOWN)
         self._number = self.step = self.waiting = 0
-        for path in files(folder) if self._one_of else ():  # of an earlier trainer of the run
+        for step, ids in self.earlier() if self._one_of else ():
+            self.step = max(self.step, step)
+            self._newest_ids.extend(ids)
+
+    def earlier(self) -> Iterator[tuple[int, list[str]]]:
+        """What earlier trainers of the run have stored: the newest step and the ids of the groups of each file."""
+        for path in files(self._folder):
             self._number = int(path.stem)
             try:
                 table = _read(path, ["step", "group"])
             except UserError as error:
                 log.error(str(error))
                 continue
-            self.step = max(self.step, pc.max(table["step"]).as_py() or 0)
-            self._newest_ids.extend(table["group"].unique().to_pylist())
+            yield pc.max(table["step"]).as_py() or 0, table["group"].unique().to_pylist()
 
     def add_trained(self, step: int, groups: Sequence[Group], values: TokenValues | None) -> None:
         """Add the groups that a step has trained, unless the files have this step."""
@@ -146,7 +151,7 @@ class RolloutWriter:
             with self._lock:  # not while the file is written: an event loop adds rollouts meanwhile
                 added, self._added, self.waiting = self._added, [], 0
             if added:
-                self._write(added)
+                self.store(added)
 
     def _add(self, rollout: Rollout) -> None:
         with self._lock:
@@ -155,13 +160,14 @@ class RolloutWriter:
                 self._added.append(rollout)
                 self.waiting += 12 * sum(map(len, rollout.group.trajectories)) + len(rollout.group.notes)
 
-    def _write(self, added: Sequence[Rollout]) -> None:
+    def store(self, rollouts: Sequence[Rollout]) -> None:
+        """Write the rollouts into a new file."""
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"{self._number + 1:06}.parquet"
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:
             with pq.ParquetWriter(file, SCHEMA, compression="zstd", use_dictionary=_DICTIONARY) as parquet:
-                for portion in _portions(_branches(added)):
+                for portion in _portions(_branches(rollouts)):
                     parquet.write_table(_table(portion, self._texts))
             file.flush()
             os.fsync(file.fileno())

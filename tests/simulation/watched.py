@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +110,15 @@ class WatchedRollouts(RolloutWriter):
     """The real writer of rollouts, which writes into `written`. `may_write`: whether no other has opened them since."""
 
     def __init__(self, written: list[Rollout], may_write: Callable[[WatchedRollouts], bool]) -> None:
-        super().__init__(Path(), "none", 0, lambda sequences: [])
-        self._one_of = 1
         self._written, self._may_write = written, may_write
-        self.step = max((rollout.step or 0 for rollout in written), default=0)
-        self._newest_ids.extend(rollout.group.id for rollout in written)
+        super().__init__(Path(), "all", 0, lambda sequences: [])
 
-    def _write(self, added: Sequence[Rollout]) -> None:
+    def earlier(self) -> Iterator[tuple[int, list[str]]]:
+        return ((rollout.step or 0, [rollout.group.id]) for rollout in self._written)
+
+    def store(self, rollouts: Sequence[Rollout]) -> None:
         if self._may_write(self):
-            self._written += added
+            self._written += rollouts
 
 
 class WatchedManager(RolloutManager):
