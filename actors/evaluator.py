@@ -59,7 +59,7 @@ class NotExact(SampleFailed):
         super().__init__("workflow", why)
 
 
-class Holder(Router):
+class HolderRouter(Router):
     """Sends every sequence to the generator that holds the version under evaluation; routes other roles as usual."""
 
     def __init__(self, evaluator: Evaluator, holder: Member) -> None:
@@ -92,7 +92,7 @@ class Evaluation:
         self.tokens = [0] * len(rows)
         self.unfinished = [samples] * len(rows)
         self.first: dict[int, Trajectory] = {}
-        self._news: dict[int, tuple[list[float], int]] = {}
+        self._finished_rows: dict[int, tuple[list[float], int]] = {}
         for number, (scores, tokens) in (due.scored.by_row() if due.scored else {}).items():
             self.scores[number], self.tokens[number], self.unfinished[number] = scores, tokens, 0
 
@@ -104,12 +104,12 @@ class Evaluation:
             self.scores[number].append(sample.reward)
             self.tokens[number] += int(sample.sampled.sum())
         if number >= ROWS_SHOWN and self.scores[number] and not self.unfinished[number]:
-            self._news[number] = self.scores[number], self.tokens[number]
+            self._finished_rows[number] = self.scores[number], self.tokens[number]
 
-    def news(self) -> dict[int, tuple[list[float], int]]:
+    def take_finished_rows(self) -> dict[int, tuple[list[float], int]]:
         """The rows that are done since the previous call."""
-        news, self._news = self._news, {}
-        return news
+        rows, self._finished_rows = self._finished_rows, {}
+        return rows
 
 
 class Benchmark:
@@ -204,7 +204,7 @@ class Evaluator(Sampler):
         self._rows = [row for row in rows if not self.too_long(row)]
         if len(self._rows) < len(rows):
             log.warning("held-out rows are left out, as their prompts are too long", count=len(rows) - len(self._rows))
-        self._problems = {
+        self._benchmark_rows = {
             name: await asyncio.to_thread(open_benchmark, name, benchmark, self.config.seed)
             for name, benchmark in settings.benchmarks.items()
         }
@@ -237,7 +237,7 @@ class Evaluator(Sampler):
         """The benchmarks that are due at a version."""
         return {
             name: Benchmark(name, self.config, rows, version)
-            for name, rows in self._problems.items()
+            for name, rows in self._benchmark_rows.items()
             if version == self.config.steps or not version % self.config.evaluator.benchmarks[name].every
         }
 
@@ -266,7 +266,7 @@ class Evaluator(Sampler):
         """Sample and score all samples that are unfinished, and tell the master which rows are done. Raises
         NotExact."""
         home = evaluation.holder
-        router = Holder(self, home) if home else self._router
+        router = HolderRouter(self, home) if home else self._router
         # Generators that have not joined yet take their share later.
         generators = 1 if home else max(len(self.with_role("generator")), self.config.generator.count)
         gate = asyncio.Semaphore(generators * self.config.generator.max_concurrent_rollouts)
@@ -301,8 +301,8 @@ class Evaluator(Sampler):
     async def _report(self, evaluation: Evaluation) -> None:
         while True:
             await asyncio.sleep(REPORT_SECONDS)
-            if news := evaluation.news():
-                await self.ask_master(RowsScored(version=evaluation.version, scored=RowScores.of(news)), Done)
+            if rows := evaluation.take_finished_rows():
+                await self.ask_master(RowsScored(version=evaluation.version, scored=RowScores.of(rows)), Done)
 
     async def _sample(
         self, row: Row, sampling: SamplingConfig, version: int, router: Router, home: Member | None
@@ -339,11 +339,11 @@ class Evaluator(Sampler):
             failed=card.failed if card else 0,
             unfinished=sum(evaluation.unfinished),
             completion_tokens_mean=sum(evaluation.tokens) / scored if scored else None,
-            samples=tuple(self._shown(rows[n], evaluation.first[n]) for n in sorted(evaluation.first)[:ROWS_SHOWN]),
+            samples=tuple(self._example(rows[n], evaluation.first[n]) for n in sorted(evaluation.first)[:ROWS_SHOWN]),
             benchmarks=solved,
         )
 
-    def _shown(self, row: Row, sample: Trajectory) -> Sample:
+    def _example(self, row: Row, sample: Trajectory) -> Sample:
         prompt, completion = self._texts(sample)
         return Sample(prompt=prompt, completion=completion, answer=row.answer, score=sample.reward)
 

@@ -531,7 +531,7 @@ class Master(HandlesRequests):
                 return None
             answer = self.ledger.next_batch(version)
             if version == self.ledger.version:
-                self._meter.note(answer, self._now())
+                self._meter.record_wait(answer, self._now())
             return answer if isinstance(answer, Batch | RunEnded) else None
 
         version = request.message.version

@@ -104,9 +104,9 @@ class Learner(Protocol):
         self, groups: list[Group], *, version: int, temperature: float, mask_older_than: int | None
     ) -> dict[str, float | None]: ...
     async def snapshot(self, folder: Path) -> None: ...
-    async def written(self) -> Manifest | None: ...
+    async def finish_snapshot(self) -> Manifest | None: ...
     async def save(self, folder: Path) -> None: ...
-    async def saved(self) -> None: ...
+    async def finish_save(self) -> None: ...
     async def load(self, folder: Path) -> None: ...
     async def offload(self) -> None: ...
     async def reload(self) -> None: ...
@@ -146,7 +146,7 @@ class Trainer(Actor):
         self._lineage = 0
         self.steps_to_redo: dict[int, tuple[str, ...]] = {}
         """The ids of the groups of each step that no checkpoint covers."""
-        self._fresh: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
+        self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
         self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
         self._to_close = AsyncExitStack()
@@ -159,7 +159,7 @@ class Trainer(Actor):
         self._to_close.callback(self._spool.close)
         self._rollouts = await asyncio.to_thread(self._open_rollouts, self.config)
         self._to_close.push_async_callback(self._write_rollouts)
-        self.spawn(self._keep_rollouts(), "keep rollouts")
+        self.spawn(self._write_rollouts_regularly(), "keep rollouts")
         self._guard = Guard(self.config.guard)
         async with self._turn():
             self._learner = await self._start_learner(self.config)
@@ -171,21 +171,21 @@ class Trainer(Actor):
     async def main(self) -> None:
         await self.become_healthy()
         while True:
-            if self._version - self._saved >= 2 * self.config.trainer.checkpoint_every:  # only after a restart
-                await self._save_ended()  # so that each kill adds no more steps to redo
+            if self._version - self._checkpoint_version >= 2 * self.config.trainer.checkpoint_every:
+                await self._wait_for_checkpoint()  # only after a restart, so that each kill adds no more steps to redo
             batch = await self._next_batch()
             if batch is None:
                 break
             async with self._turn():
                 self.activity = f"training step {self._version + 1}"
-                await self._hand_out(*await self._train(batch))
+                await self._commit_and_publish(*await self._train(batch))
                 await self._save_if_due()
-        await self._published()
-        await self._save_ended()
-        if self._saved < self._version:
+        await self._wait_for_publication()
+        await self._wait_for_checkpoint()
+        if self._checkpoint_version < self._version:
             async with self._turn():
                 await self._save()
-            if error := await self._save_ended():
+            if error := await self._wait_for_checkpoint():
                 raise error
         self.activity = "finished"
         await self.ask_master(TrainingFinished(), Done)
@@ -229,20 +229,20 @@ class Trainer(Actor):
             yield
             return
         self._in_turn = True
-        with self._clock("trainer_wait"):
+        with self._timed("trainer_wait"):
             self.activity = "waiting for the generators to leave the devices"
-            await asyncio.gather(*map(self._have_yield, self.with_role("generator", healthy=False)))
+            await asyncio.gather(*map(self._ask_to_yield, self.with_role("generator", healthy=False)))
         if self._learner is not None and self.config.colocate:
-            with self._clock("offload"):
+            with self._timed("offload"):
                 await self._learner.reload()
         yield
         if self.config.colocate:
-            with self._clock("offload"):
+            with self._timed("offload"):
                 await self._learner.offload()
         self._in_turn = False
         self._changed.notify()
 
-    async def _have_yield(self, generator: Member) -> None:
+    async def _ask_to_yield(self, generator: Member) -> None:
         """Returns once the generator has yielded the devices or left the run."""
         while generator.identity in self.directory:
             try:
@@ -267,7 +267,7 @@ class Trainer(Actor):
         except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
         await asyncio.to_thread(self._spool.put, group)
-        self._remember(group)
+        self._keep_in_memory(group)
         ready = GroupReady(
             group=group.id,
             start_version=start_version,
@@ -285,29 +285,29 @@ class Trainer(Actor):
             await self._forget(group)
             raise
         if not accepted:
-            self._left(group)
+            self._add_untrained(group)
             await self._forget(group)
         return Done()
 
-    def _left(self, group: Group) -> None:
+    def _add_untrained(self, group: Group) -> None:
         if self.config.filter_zero_signal and not group.has_signal:
             self._rollouts.add_untrained(group, "filtered", "all its samples had the same reward")
         else:
             self._rollouts.add_untrained(group, "discarded", "its lease had ended, or it had become too old")
 
     async def _forget(self, group: Group) -> None:
-        self._fresh.pop(group.id, None)
+        self._in_memory.pop(group.id, None)
         await asyncio.to_thread(self._spool.forget, [group.id])
 
-    def _remember(self, group: Group) -> None:
+    def _keep_in_memory(self, group: Group) -> None:
         """Keep the group in memory, so that the next steps need not read it from disk. At most as many groups are kept
         as may be alive, even if groups are stored twice."""
-        self._fresh.setdefault(group.id, group)
-        while len(self._fresh) > (self.config.max_staleness + 1) * self.config.batch_size:
-            del self._fresh[next(iter(self._fresh))]
+        self._in_memory.setdefault(group.id, group)
+        while len(self._in_memory) > (self.config.max_staleness + 1) * self.config.batch_size:
+            del self._in_memory[next(iter(self._in_memory))]
 
-    async def _fetch(self, ids: Sequence[str]) -> list[Group]:
-        fresh = {group: self._fresh.pop(group) for group in ids if group in self._fresh}
+    async def _load_groups(self, ids: Sequence[str]) -> list[Group]:
+        fresh = {group: self._in_memory.pop(group) for group in ids if group in self._in_memory}
         if missing := [group for group in ids if group not in fresh]:
             fresh |= {group.id: group for group in await asyncio.to_thread(self._spool.get, missing)}
         return [fresh[group] for group in ids]
@@ -321,7 +321,7 @@ class Trainer(Actor):
         await asyncio.to_thread(self._spool.forget, recovery.drop.splitlines())
         self._takes_groups = True  # not before: one that the master did not know to be ready then would be dropped
         self._lineage = recovery.lineage
-        self._version = self._saved = recovery.checkpoint_version
+        self._version = self._checkpoint_version = recovery.checkpoint_version
         if recovery.checkpoint is not None:
             self.activity = f"loading {recovery.checkpoint}"
             await self._learner.load(Path(recovery.checkpoint))
@@ -331,10 +331,10 @@ class Trainer(Actor):
             _, groups = await self._train(batch)
             self._rollouts.add_trained(self._version, groups, self._learner.values)
         if recovery.lineage:
-            await self._publish_restored(self.policy)
+            await self._publish_again(self.policy)
         self._seconds.clear()
 
-    async def _publish_restored(self, replaced: Policy) -> None:
+    async def _publish_again(self, replaced: Policy) -> None:
         policy = self._policy()
         if self._version:
             await self._learner.snapshot(Path(policy.folder))
@@ -350,7 +350,7 @@ class Trainer(Actor):
     async def _next_batch(self) -> BatchAnswer | None:
         """Wait for the next batch. Returns None if the run has reached its end."""
         self.activity = f"waiting for the batch of step {self._version + 1}"
-        with self._clock("trainer_wait"):
+        with self._timed("trainer_wait"):
             while True:
                 batch = await self.ask_master(AskBatch(version=self._version), BatchAnswer, ASK_BATCH_SECONDS)
                 if batch.status == "ended":
@@ -361,9 +361,9 @@ class Trainer(Actor):
     async def _train(self, batch: BatchAnswer) -> tuple[dict[str, Any], list[Group]]:
         """Do a training step, or redo it after a restart. Returns its metrics and its groups. If the guard rejects the
         step, the run ends: the step is not published, committed or saved."""
-        with self._clock("fetch"):
-            groups = await self._fetch(batch.groups)
-        with self._clock("train"):
+        with self._timed("fetch"):
+            groups = await self._load_groups(batch.groups)
+        with self._timed("train"):
             metrics = await self._learner.step(
                 groups,
                 version=self._version,
@@ -378,30 +378,30 @@ class Trainer(Actor):
 
     async def _give_up(self, reason: str) -> NoReturn:
         """Report the failure to the master repeatedly, until the master ends the run."""
-        await self._save_ended()
+        await self._wait_for_checkpoint()
         self.activity = "stopped by the guard; the master ends the run"
         log.error(reason)
         while True:
             await self.ask_master(TrainingFailed(reason=reason), Done)
             await asyncio.sleep(REPEAT_SECONDS)
 
-    async def _hand_out(self, metrics: dict[str, Any], groups: list[Group]) -> None:
+    async def _commit_and_publish(self, metrics: dict[str, Any], groups: list[Group]) -> None:
         """Start to commit the step and publish its weights, while the next step is computed.
 
         The snapshot overwrites the one before, so that version has to be published first. Therefore the published
         version is at most one behind the committed one, and at most one version is being written at a time.
         """
-        await self._published()
-        with self._clock("snapshot"):
+        await self._wait_for_publication()
+        with self._timed("snapshot"):
             await self._learner.snapshot(Path(self._policy().folder))
         spent = {f"{what}_seconds": self._seconds[what] for what in CLOCKS}
         self._seconds.clear()
         trained = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
         self._publication = self.spawn(self._publish(metrics | spent, trained), "publish")
 
-    async def _published(self) -> None:
+    async def _wait_for_publication(self) -> None:
         if self._publication is not None:
-            with self._clock("publish_wait"):
+            with self._timed("publish_wait"):
                 await self._publication
 
     async def _publish(self, metrics: dict[str, Any], committed: Callable[[], None]) -> None:
@@ -414,8 +414,8 @@ class Trainer(Actor):
 
     async def _write(self, policy: Policy) -> Policy:
         """Wait until the snapshot is written. Returns the policy with the stamp of its files."""
-        with self._clock("write"):
-            manifest = await self._learner.written()
+        with self._timed("write"):
+            manifest = await self._learner.finish_snapshot()
         if manifest is None:
             return policy
         if self.config.weights.transport != "folder":
@@ -445,27 +445,27 @@ class Trainer(Actor):
         return self.config.weights_folder / f"l{lineage}-v{version:06}"
 
     async def _save_if_due(self) -> None:
-        due = self._version > self._saved and self._version % self.config.trainer.checkpoint_every == 0
+        due = self._version > self._checkpoint_version and self._version % self.config.trainer.checkpoint_every == 0
         if due and not self._guard.suspicious:
             await self._save()
 
     async def _save(self) -> None:
         """Begin to save a checkpoint of the current version, once the one before is written."""
-        await self._save_ended()
+        await self._wait_for_checkpoint()
         self.activity = f"saving a checkpoint of version {self._version}"
         folder = checkpoint_of(self.config.folder, self._version)
-        with self._clock("save"):
+        with self._timed("save"):
             await self._learner.save(folder)
-        self._saving = self.spawn(self._finish_save(self._version, folder, self._publication), "save")
+        self._saving = self.spawn(self._complete_checkpoint(self._version, folder, self._publication), "save")
 
-    async def _save_ended(self) -> UserError | None:
+    async def _wait_for_checkpoint(self) -> UserError | None:
         """Wait for the last checkpoint. Returns why it could not be written."""
         if self._saving is None:
             return None
-        with self._clock("save_wait"):
+        with self._timed("save_wait"):
             return await self._saving
 
-    async def _finish_save(
+    async def _complete_checkpoint(
         self, version: int, folder: Path, publication: asyncio.Task[None] | None
     ) -> UserError | None:
         """Wait until the checkpoint is on disk and its version is published. Then remove the spooled groups that it
@@ -475,7 +475,7 @@ class Trainer(Actor):
         began = asyncio.get_running_loop().time()
         try:
             with self.working(f"writing a checkpoint of version {version}"):
-                await self._learner.saved()
+                await self._learner.finish_save()
         except UserError as error:
             log.error(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
             return error
@@ -484,7 +484,7 @@ class Trainer(Actor):
             await publication
         await self._write_rollouts()  # before the master counts the checkpoint: no trainer redoes its steps after that
         await self.ask_master(CheckpointSaved(version=version, folder=str(folder)), Done)
-        self._saved = version
+        self._checkpoint_version = version
         covered = [step for step in self.steps_to_redo if step < version]
         await asyncio.to_thread(self._spool.forget, [group for step in covered for group in self.steps_to_redo[step]])
         for step in covered:
@@ -495,7 +495,7 @@ class Trainer(Actor):
 
     # --- rollouts
 
-    async def _keep_rollouts(self) -> None:
+    async def _write_rollouts_regularly(self) -> None:
         """Write the rollouts now and then."""
         loop = asyncio.get_running_loop()
         written = loop.time()
@@ -512,7 +512,7 @@ class Trainer(Actor):
             log.error("rollouts are lost, because they cannot be written", exc_info=error)
 
     @contextmanager
-    def _clock(self, what: str) -> Iterator[None]:
+    def _timed(self, what: str) -> Iterator[None]:
         began = asyncio.get_running_loop().time()
         with nullcontext() if what in WAITS else self.working(f"{WORDS[what]} version {self._version}"):
             yield

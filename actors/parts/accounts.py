@@ -29,7 +29,7 @@ class StepMeter:
         self._state = state
         self._counted: Counter[str] = Counter()
         self._starved = 0.0
-        self._hungry_since: float | None = None
+        self._starving_since: float | None = None
         self._left_over: int | None = None
         self._begun: float | None = None
         self._recent = deque([_main_metrics(state.last_step)] if state.last_step else [], RECENT_STEPS)
@@ -50,14 +50,14 @@ class StepMeter:
         self._counted += fresh
         return fresh
 
-    def note(self, answer: Batch | Waiting | RunEnded, now: float) -> None:
-        """Take note of the ledger's answer to a trainer that asks for a batch: for how long fewer groups than a batch
-        were ready, and how many ready groups were left over when the batch was formed."""
+    def record_wait(self, answer: Batch | Waiting | RunEnded, now: float) -> None:
+        """Count the ledger's answer to a trainer that asks for a batch: for how long fewer groups than a batch were
+        ready, and how many ready groups were left over when the batch was formed."""
         if isinstance(answer, Waiting) and answer.ready < answer.needed:
-            self._hungry_since = now if self._hungry_since is None else self._hungry_since
-        elif self._hungry_since is not None:
-            self._starved += now - self._hungry_since
-            self._hungry_since = None
+            self._starving_since = now if self._starving_since is None else self._starving_since
+        elif self._starving_since is not None:
+            self._starved += now - self._starving_since
+            self._starving_since = None
         if isinstance(answer, Batch) and self._left_over is None:
             self._left_over = self._state.ledger.ready_count
 

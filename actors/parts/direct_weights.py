@@ -141,21 +141,21 @@ class _Link:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._sender: Sender | None = None
-        self._sent: asyncio.Future[int] | None = None
+        self._sending: asyncio.Future[int] | None = None
         self._pending: dict[int, concurrent.futures.Future[None]] = {}
         self._number = 0
         self._closed = False
 
     @property
     def busy(self) -> bool:
-        return self._sent is not None and not self._sent.done()
+        return self._sending is not None and not self._sending.done()
 
     def send(self, folder: Path) -> asyncio.Future[int]:
         """Begin to send the version in `folder`: `calls` then has the calls to make, and None at the end. Returns the
         bytes sent, once they are."""
-        self._sent = self._loop.run_in_executor(self._thread, self._send, folder)
-        self._sent.add_done_callback(lambda _: self.calls.put_nowait(None))
-        return self._sent
+        self._sending = self._loop.run_in_executor(self._thread, self._send, folder)
+        self._sending.add_done_callback(lambda _: self.calls.put_nowait(None))
+        return self._sending
 
     def acknowledge(self, number: int) -> None:
         if future := self._pending.pop(number, None):
@@ -183,10 +183,10 @@ class _Link:
         """Called in threads of the sender."""
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         text = json.dumps(info)
-        self._loop.call_soon_threadsafe(self._ask, call, text, future)
+        self._loop.call_soon_threadsafe(self._queue_call, call, text, future)
         future.result(TRANSFER_SECONDS)
 
-    def _ask(self, call: Any, info: str, future: concurrent.futures.Future[None]) -> None:
+    def _queue_call(self, call: Any, info: str, future: concurrent.futures.Future[None]) -> None:
         if self._closed:
             return future.set_exception(StreamBrokenError("the generator ended the transfer"))
         self._number += 1

@@ -30,8 +30,8 @@ FAREWELL_SECONDS = 1.0
 class Ranks:
     """The model under training, on all ranks. Create it with `start`, once the processes of all ranks are running."""
 
-    _written: Future[Manifest]
-    _saved: Future[None]
+    _snapshot_written: Future[Manifest]
+    _checkpoint_written: Future[None]
 
     def __init__(self, engine: TrainingEngine, thread: ThreadPoolExecutor) -> None:
         self._engine = engine
@@ -70,20 +70,20 @@ class Ranks:
     async def snapshot(self, folder: Path) -> None:
         """Copy the current weights. They are written to `folder`, for generators, beside what is done next. The last
         snapshot has to be written before."""
-        self._written = await self._on_all_ranks({"do": "snapshot", "folder": str(folder)})
+        self._snapshot_written = await self._on_all_ranks({"do": "snapshot", "folder": str(folder)})
 
-    async def written(self) -> Manifest:
+    async def finish_snapshot(self) -> Manifest:
         """Wait until the last snapshot is on disk. Returns the manifest of the files, with their checksums. Raises
         UserError if it cannot be written."""
-        return await asyncio.wrap_future(self._written)
+        return await asyncio.wrap_future(self._snapshot_written)
 
     async def save(self, folder: Path) -> None:
         """Copy everything that `load` needs. It is written to `folder`, a model folder, beside what is done next."""
-        self._saved = await self._on_all_ranks({"do": "save", "folder": str(folder)})
+        self._checkpoint_written = await self._on_all_ranks({"do": "save", "folder": str(folder)})
 
-    async def saved(self) -> None:
+    async def finish_save(self) -> None:
         """Wait until the last checkpoint is on disk. Raises UserError if it cannot be written."""
-        await asyncio.wrap_future(self._saved)
+        await asyncio.wrap_future(self._checkpoint_written)
 
     async def load(self, folder: Path) -> None:
         """Restore the state of a checkpoint."""

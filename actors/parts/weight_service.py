@@ -37,7 +37,7 @@ RETRY_SECONDS = 1.0
 # Timeout of one stream. A stream without any message breaks much earlier.
 FETCH_SECONDS = 24 * 3600.0
 # The most chunks that are read, compared, checked or written together, in a thread: so many are few hand-overs.
-TOGETHER = 8
+CHUNKS_AT_ONCE = 8
 PACKERS = ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="packer")
 # Versions that a generator keeps: the one in use, and the one that arrives as a difference from it.
 KEPT_BY_GENERATOR = 2
@@ -72,13 +72,13 @@ class WeightServer:
         message = request.message
         holding = await self._holding((message.lineage, message.version))
         base = self._base(message.base, holding)
-        yield WeightFiles(files=tuple(_described(file) for file in holding.manifest.files))
+        yield WeightFiles(files=tuple(_file_message(file) for file in holding.manifest.files))
         first = message.first
         while first < holding.chunks:
             await self._progress.until(lambda: holding.ready > first or holding.given_up)  # noqa: B023 - awaited here
             if holding.ready <= first:
                 raise StreamBrokenError(f"this actor has given up receiving version {message.version}")
-            numbers = range(first, min(holding.ready, first + TOGETHER))
+            numbers = range(first, min(holding.ready, first + CHUNKS_AT_ONCE))
             try:
                 chunks = await asyncio.to_thread(_packed, holding, base, numbers)
             except (TornWeights, OSError) as error:
@@ -126,8 +126,8 @@ class WeightFetcher(WeightServer):
         # With the incarnation in its name, because a replaced generator of the same index may still be running.
         self._folder = generator.config.weights_folder / f"generator-{generator.index}-{mark}"
         if self._config.transport != "folder":
-            for left_behind in self._folder.parent.glob(f"generator-{generator.index}-*"):
-                shutil.rmtree(left_behind, ignore_errors=True)
+            for leftover in self._folder.parent.glob(f"generator-{generator.index}-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
 
     async def fetch(self, policy: Policy) -> Path:
         """The folder with the policy's weights, after their checksums were checked. Raises TornWeights if the complete
@@ -135,7 +135,7 @@ class WeightFetcher(WeightServer):
         if not policy.stamp:
             return Path(policy.folder)
         started = time.perf_counter()
-        folder = await (self._pull(policy) if self._streams else self._look(policy))
+        folder = await (self._fetch_files(policy) if self._streams else self._read_shared(policy))
         self.seconds += time.perf_counter() - started
         return folder
 
@@ -147,24 +147,24 @@ class WeightFetcher(WeightServer):
     def _streams(self) -> bool:
         return self._config.transport == "stream"
 
-    async def _look(self, policy: Policy) -> Path:
+    async def _read_shared(self, policy: Policy) -> Path:
         """The trainer's folder or, after a direct transfer that failed, a copy of it if it is not shared."""
         try:
             return await _checked(policy)
         except TornWeights:
             if self._config.backend is None:
                 raise
-        return await self._pull(policy)
+        return await self._fetch_files(policy)
 
-    async def _pull(self, policy: Policy) -> Path:
+    async def _fetch_files(self, policy: Policy) -> Path:
         version = policy.identity
-        folder = self._place(version)
+        folder = self._folder_of(version)
         if version in self._holdings:
             return folder
         try:
             with atomic_folder(folder, durable=False) as partial:
                 try:
-                    await self._pull_into(partial, policy)
+                    await self._fetch_into(partial, policy)
                 finally:
                     if version in self._holdings and not self._holdings[version].complete:
                         self._drop(version)
@@ -173,7 +173,7 @@ class WeightFetcher(WeightServer):
             self._removals.clear()
         return folder
 
-    async def _pull_into(self, partial: Path, policy: Policy) -> None:
+    async def _fetch_into(self, partial: Path, policy: Policy) -> None:
         version = policy.identity
         base = max(self._holdings, default=None) if self._config.delta else None
         while version not in self._holdings or not self._holdings[version].complete:
@@ -218,7 +218,7 @@ class WeightFetcher(WeightServer):
             if holding is None:
                 holding = Holding(partial, manifest, arriving=True)
                 self.offer(version, holding)
-            intake = _Intake(holding, older, self._progress)
+            intake = _ChunkIntake(holding, older, self._progress)
             try:
                 for _ in range(holding.chunks - holding.ready):
                     part = await _next(parts, WeightChunk)
@@ -235,13 +235,13 @@ class WeightFetcher(WeightServer):
             return trainers[0].address
         raise BusyError("the run has no trainer now")
 
-    def _place(self, version: Version) -> Path:
+    def _folder_of(self, version: Version) -> Path:
         return self._folder / f"l{version[0]}-v{version[1]:06}"
 
     def _drop(self, version: Version) -> None:
         super()._drop(version)
         # In a thread: to free the memory or the blocks of many gigabytes takes seconds.
-        removal = asyncio.to_thread(remove_folder, self._place(version))
+        removal = asyncio.to_thread(remove_folder, self._folder_of(version))
         self._removals.append(asyncio.ensure_future(removal))
 
 
@@ -267,35 +267,35 @@ async def _next(parts: AsyncIterator[Message], kind: type[M]) -> M:
     return part
 
 
-class _Intake:
+class _ChunkIntake:
     """Adds received chunks to `holding`, in a thread, while further ones arrive. base: what differences are from."""
 
     def __init__(self, holding: Holding, base: Holding | None, progress: Signal) -> None:
         self._holding = holding
         self._base = base
         self._progress = progress
-        self._arrived: list[WeightChunk] = []
-        self._taking: asyncio.Task[None] | None = None
+        self._waiting: list[WeightChunk] = []
+        self._adding: asyncio.Task[None] | None = None
 
     async def add(self, part: WeightChunk) -> None:
         """Take a chunk over; waits while too many are not added yet. Raises TornWeights if one that came before it, or
         itself, is not as published, and OSError."""
-        self._arrived.append(part)
-        if self._taking is None or self._taking.done():
+        self._waiting.append(part)
+        if self._adding is None or self._adding.done():
             await self.end()
-            self._taking = asyncio.create_task(self._take())
-        elif len(self._arrived) >= TOGETHER:
-            await self._taking
+            self._adding = asyncio.create_task(self._add_waiting())
+        elif len(self._waiting) >= CHUNKS_AT_ONCE:
+            await self._adding
 
     async def end(self) -> None:
         """Wait until all are added. Raises as `add` does."""
-        if self._taking is not None:
-            await self._taking
+        if self._adding is not None:
+            await self._adding
 
-    async def _take(self) -> None:
-        while self._arrived:
-            parts, self._arrived = self._arrived, []
-            await asyncio.to_thread(_take, self._holding, self._base, parts)
+    async def _add_waiting(self) -> None:
+        while self._waiting:
+            parts, self._waiting = self._waiting, []
+            await asyncio.to_thread(_add, self._holding, self._base, parts)
             self._progress.notify()
 
 
@@ -309,7 +309,7 @@ def _packed(holding: Holding, base: Holding | None, numbers: Sequence[int]) -> l
     return list((PACKERS.map if base else map)(chunk, numbers))
 
 
-def _take(holding: Holding, base: Holding | None, parts: Sequence[WeightChunk]) -> None:
+def _add(holding: Holding, base: Holding | None, parts: Sequence[WeightChunk]) -> None:
     """Add received chunks to `holding`. Raises TornWeights."""
     for part in parts:
         data: Data = part.data.data
@@ -320,7 +320,7 @@ def _take(holding: Holding, base: Holding | None, parts: Sequence[WeightChunk]) 
         holding.put(part.number, data)
 
 
-def _described(file: FileSums) -> WeightFile:
+def _file_message(file: FileSums) -> WeightFile:
     return WeightFile(name=file.name, size=file.size, checksums=np.array(file.checksums, np.int64))
 
 

@@ -287,7 +287,7 @@ class ModelLearner:
         await asyncio.sleep(self._costs.snapshot)
         self.shares.update({"publishing": self._costs.snapshot})
 
-    async def written(self) -> None:
+    async def finish_snapshot(self) -> None:
         await asyncio.sleep(self._costs.write)
 
     async def forget(self, folder: Path) -> None:

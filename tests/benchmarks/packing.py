@@ -126,7 +126,7 @@ async def shares(model: Path, batches: Sequence[list[Group]], rounds: int, folde
             groups = await asyncio.to_thread(spool.get, [group.id for group in batch])
             await ranks.step(groups, version=VERSION, temperature=1.0, mask_older_than=None)
             await ranks.snapshot(folder / "weights" / str(version))
-            await ranks.written()
+            await ranks.finish_snapshot()
             await ranks.forget(folder / "weights" / str(version - 4))
             found.append(sum(seconds) / (time.perf_counter() - begun))
     ranks.close()

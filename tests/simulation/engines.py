@@ -452,7 +452,7 @@ class SimLearner:
         await self._take(self._pace.snapshot, "a snapshot")
         self._snapshot, self._folder = self._content, folder
 
-    async def written(self) -> None:
+    async def finish_snapshot(self) -> None:
         folder = self._folder
         await self._take(self._pace.write, f"writing {folder}")
         # If another snapshot has replaced this one meanwhile, the file contains the newer one.
@@ -463,7 +463,7 @@ class SimLearner:
         await self._take(self._pace.snapshot, "a copy for a checkpoint")
         self._checkpoint = folder, self._content
 
-    async def saved(self) -> None:
+    async def finish_save(self) -> None:
         folder, content = self._checkpoint
         await self._take(self._pace.save, f"saving {folder}")
         self._files.write(str(folder), content, self._writer)

@@ -204,17 +204,17 @@ def no_wait_for_the_write() -> AbstractContextManager[None]:
     async def at_once(trainer: Trainer) -> None:
         pass
 
-    return patch.multiple(Trainer, _published=at_once)
+    return patch.multiple(Trainer, _wait_for_publication=at_once)
 
 
 def checkpoint_reported_before_it_is_written() -> AbstractContextManager[None]:
     """The trainer reports a checkpoint as soon as it is copied, before its files are on disk."""
-    saved = SimLearner.saved
+    saved = SimLearner.finish_save
 
     async def at_once(learner: SimLearner) -> None:
         learner.writing = asyncio.create_task(saved(learner))  # type: ignore[attr-defined]
 
-    return patch.multiple(SimLearner, saved=at_once)
+    return patch.multiple(SimLearner, finish_save=at_once)
 
 
 def start_versions_not_reported() -> AbstractContextManager[None]:

@@ -425,7 +425,7 @@ def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_befo
 
 
 def test_a_checkpoint_that_cannot_be_written_is_made_up_for_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved, failed = SimLearner.saved, []
+    saved, failed = SimLearner.finish_save, []
 
     async def disk_is_full_at_first(learner: SimLearner) -> None:
         if not failed:
@@ -433,7 +433,7 @@ def test_a_checkpoint_that_cannot_be_written_is_made_up_for_by_the_next(monkeypa
             raise UserError("the disk is full.")
         await saved(learner)
 
-    monkeypatch.setattr(SimLearner, "saved", disk_is_full_at_first)
+    monkeypatch.setattr(SimLearner, "finish_save", disk_is_full_at_first)
     world = World(1, Model(steps=6, checkpoint_every=2), Plan())
     result = world.run()
     assert result.ok, result.story
