@@ -7,9 +7,8 @@ import contextlib
 from collections import Counter
 
 import pytest
-import zmq
-from flood_http import flood_http
-from helpers import dealer, network
+from fuzz import Caller, flood_codec, flood_http
+from helpers import network
 from malformed import Malformed
 
 from actors.generator import Generator
@@ -74,15 +73,13 @@ async def running(*actors):
 
 
 async def flood(address: str, malformed: Malformed) -> None:
-    """Over one connection; what comes back is thrown away."""
-    with zmq.Context() as context, dealer(context, address) as socket:
-        socket.linger = 1000
-        for i in range(FRAMES):
-            socket.send_multipart(malformed.frames())
-            if not i % 50:
-                await asyncio.sleep(0.01)
-                while socket.poll(0):
-                    socket.recv_multipart()
+    """Over one connection, beside the actors: they share this loop."""
+
+    def send() -> bool:
+        with Caller(address, Counter()) as caller:
+            return caller.flood(malformed, FRAMES)
+
+    assert await asyncio.to_thread(send)
 
 
 def master_of(config: Config) -> Master:
@@ -131,3 +128,8 @@ async def test_the_http_endpoint_answers_malformed_requests_with_4xx_and_logs_no
     assert seen["400"] > 200 and seen["200"] > 10
     assert not seen["hung"] and not [status for status in seen if status.startswith("5")]
     assert not [record for record in caplog.records if record.name == "actors.parts.openai_endpoint"]
+
+
+def test_what_the_codec_does_not_refuse_comes_out_the_same_when_it_is_sent_on():
+    seen = flood_codec(FRAMES, seed=1)
+    assert seen["refused"] > FRAMES // 2 and seen["decoded"] > FRAMES // 20
