@@ -26,9 +26,8 @@ from actors.watching.answers import answer, finite, page
 from actors.watching.rollouts import RolloutPages
 from areal.config import UserError
 from areal.observe import timeline
-from areal.observe.comparison import value_of
+from areal.observe.comparison import differing_settings, end_figures, value_of
 from areal.observe.digests import Digests
-from areal.observe.end_figures import differing_settings, end_figures
 from areal.observe.report import FILES_OF_A_RUN, Run
 from areal.storage.events import FILE, GONE
 from areal.storage.run_folder import NewRecords, read_summary

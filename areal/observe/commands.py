@@ -8,7 +8,7 @@ from areal.command_line import RUN, Tools
 
 
 def declare(tools: Tools) -> None:
-    compare = tools.add("compare", "end_figures:compare", "print in what runs differ, and the figures they end with")
+    compare = tools.add("compare", "comparison:compare", "print in what runs differ, and the figures they end with")
     compare.add_argument("folders", nargs="+", **RUN)
 
     rollouts = tools.add("rollouts", "rollout_print:print_rollouts", "print rollouts of a run (docs/observe.md)")

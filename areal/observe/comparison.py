@@ -1,7 +1,7 @@
-"""Draws the results of several runs by a setting in which they differ: `python -m areal report RUNS --figure FILE`.
+"""Runs side by side: the settings in which they differ, and their figures, as means over seeds.
 
-The horizontal axis is the setting with the most numeric values, each combination of the other settings is a line, and
-runs that differ in their seed alone are one point.
+`python -m areal compare RUN RUN ...` prints them, the page of several runs shows them, and `python -m areal report RUNS
+--figure FILE` draws them by a setting. Of a run that goes on, they are the figures so far.
 """
 
 from __future__ import annotations
@@ -9,27 +9,40 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import yaml
+import numpy as np
 from rich.table import Table
 
+from areal.command_line import output
 from areal.config import UserError
-from areal.observe.report import BLUE, GREEN, ORANGE, Run, figure_of_points, read_run, write_svg
-from areal.storage.run_folder import SPEED_ONLY, STEADY, differences, within
+from areal.observe.alerts import Curve
+from areal.observe.report import BLUE, GREEN, ORANGE, Run, figure_of_points, number_or_nan, read_run, write_svg
+from areal.storage.run_folder import SPEED_ONLY, differences, within
 
-# Keys that do not change what a run learns, and the seed, over which results are averaged.
-LEFT_OUT = ("name", "run_dir", "seed", "master", "network", "observe", *SPEED_ONLY)
+# Keys that say only where a run is and what it is called, and the seed, over which figures are averaged.
+LEFT_OUT = ("name", "run_dir", "seed", "master", "network", "observe")
+LAST_STEPS = 10
 COLOURS = (ORANGE, BLUE, GREEN, "#a05bd6", "#c4a000", "#d64f7b")
 
 
-@dataclass(frozen=True)
-class Point:
+class Figure(NamedTuple):
+    """A figure of each run (nan where it is unknown), and the format of its values."""
+
+    name: str
+    form: str
+    values: list[float]
+
+    def shown(self, n: int) -> str:
+        return mean_text(self.values[n], math.nan, self.form)
+
+
+class Point(NamedTuple):
     """The runs with one value x of the axis: how many, their mean held-out accuracy at the end with the half width of
-    its interval (nan where there are no seeds to tell it by), and their mean staleness."""
+    its interval, and their mean staleness."""
 
     x: float
     runs: int
@@ -38,51 +51,150 @@ class Point:
     staleness: float
 
 
+def compare(options: Namespace) -> None:
+    """`areal compare`."""
+    output(200).print(table_of(options.folders))
+
+
+def table_of(folders: Sequence[Path]) -> Table:
+    """A table of these runs: the settings in which they differ, then their figures.
+
+    Runs that differ in their seed alone are one column, with the mean of each figure and its interval (`means`). Raises
+    UserError if a folder holds no run.
+    """
+    runs = [read_run(folder) for folder in folders]
+    settings = [run.settings for run in runs]
+    keys = differing_settings(settings)
+    groups = by_settings(settings, keys)
+    table = Table("", *(_title([runs[n].name for n in numbers]) for numbers in groups.values()))
+    for column in table.columns[1:]:
+        column.justify, column.overflow = "right", "fold"
+    for place, key in enumerate(keys):
+        table.add_row(key, *(texts[place] for texts in groups), style="dim")
+    table.add_section()
+    for figure in end_figures(runs):
+        cells = means([figure.values[n] for n in numbers] for numbers in groups.values())
+        table.add_row(figure.name, *(mean_text(mean, 2 * error, figure.form) for mean, error in cells))
+    return table
+
+
 def write_comparison(folders: Sequence[Path], path: Path) -> Table:
     """Draw the runs in `folders` into the SVG file `path`. Returns the numbers as a table.
 
-    The interval of a point is two standard errors to either side, which is about 95 %. The standard deviation is
-    pooled over all points, since a few seeds tell little about that of one. Raises UserError if a folder holds no
-    finished run, or if the runs differ in no setting with numeric values.
+    The horizontal axis is the setting with the most numeric values, each combination of the other settings is a line,
+    and runs that differ in their seed alone are one point, with its interval (`means`). Raises UserError if a folder
+    holds no finished run, or if the runs differ in no setting with numeric values.
     """
     runs = [read_run(folder) for folder in folders]
     for folder, run in zip(folders, runs, strict=True):
         if not run.config or run.summary.get("accuracy_after") is None:
             raise UserError(f"The run in {folder} has no final held-out accuracy: leave it out, or let it finish.")
-    values = _differing([yaml.safe_load(run.config) for run in runs])
-    numeric = [key for key in values[0] if all(_is_number(config[key]) for config in values)]
+    settings = [run.settings for run in runs]
+    keys = _dividing(settings, differing_settings(settings, (*LEFT_OUT, *SPEED_ONLY)))
+    numeric = [key for key in keys if all(_is_number(value_of(config, key)) for config in settings)]
     if not numeric:
         raise UserError("These runs differ in no setting that is a number: a figure of them has no axis.")
-    axis = max(numeric, key=lambda key: len({config[key] for config in values}))
-    lines: dict[str, dict[float, list[Run]]] = {}
-    for run, config in zip(runs, values, strict=True):
-        label = ", ".join(_text(key, value) for key, value in config.items() if key != axis)
-        lines.setdefault(label, {}).setdefault(config[axis], []).append(run)
-    points = _points(lines)
-    accuracies = {label: [(p.x, p.accuracy, p.error) for p in line] for label, line in points.items()}
-    ages = {label: [(p.x, p.staleness, math.nan) for p in line] for label, line in points.items()}
-    panels = (("Held-out accuracy at the end", accuracies), ("Staleness, mean", ages))
+    axis = max(numeric, key=lambda key: len({value_of(config, key) for config in settings}))
+    groups = list(by_settings(settings, keys).values())
+    accuracies = means([runs[n].summary["accuracy_after"] for n in numbers] for numbers in groups)
+    lines: dict[str, list[Point]] = {}
+    for numbers, (accuracy, error) in zip(groups, accuracies, strict=True):
+        values = {key: value_of(settings[numbers[0]], key) for key in keys}
+        label = ", ".join(_text(key, value) for key, value in values.items() if key != axis)
+        staleness = statistics.fmean(staleness_of(runs[n]) for n in numbers)
+        lines.setdefault(label, []).append(Point(values[axis], len(numbers), accuracy, 2 * error, staleness))
+        lines[label].sort()
+    accurate = {label: [(p.x, p.accuracy, p.error) for p in line] for label, line in lines.items()}
+    stale = {label: [(p.x, p.staleness, math.nan) for p in line] for label, line in lines.items()}
+    panels = ("Held-out accuracy at the end", accurate), ("Staleness, mean", stale)
     write_svg(path, "comparison", lambda: figure_of_points(panels, axis, COLOURS))
-    return _table(axis, points)
+    table = Table("", axis, "runs", "held-out accuracy", "staleness")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for label, line in lines.items():
+        for p in line:
+            table.add_row(label, f"{p.x:g}", f"{p.runs}", mean_text(p.accuracy, p.error, ".3f"), f"{p.staleness:.2f}")
+    return table
 
 
-def _differing(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The settings in which the runs differ, by key, without those in LEFT_OUT. Of several that divide the runs alike,
-    such as an objective and the settings that it brings along, only the first."""
-    keys: dict[tuple[int, ...], str] = {}
-    for key in dict.fromkeys(key for config in settings for key, *_ in differences(settings[0], config)):
-        if within(key, LEFT_OUT):
-            continue
-        texts = [json.dumps(value_of(config, key)) for config in settings]
-        keys.setdefault(tuple(map(texts.index, texts)), key)
-    return [{key: value_of(config, key) for key in keys.values()} for config in settings]
-
-
-def value_of(settings: dict[str, Any], key: str) -> Any:
+def value_of(settings: Mapping[str, Any], key: str) -> Any:
     value: Any = settings
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def differing_settings(settings: Sequence[dict[str, Any]], left_out: Sequence[str] = LEFT_OUT) -> list[str]:
+    """The keys in which these configurations differ, without those in `left_out`."""
+    keys = dict.fromkeys(key for config in settings for key, *_ in differences(settings[0], config))
+    return [key for key in keys if not within(key, left_out)]
+
+
+def by_settings(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
+    """By the values of `keys`, as JSON: the numbers of the configurations that have them."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for n, config in enumerate(settings):
+        groups.setdefault(tuple(json.dumps(value_of(config, key)) for key in keys), []).append(n)
+    return groups
+
+
+def means(cells: Iterable[Sequence[float]]) -> list[tuple[float, float]]:
+    """Of the values of each cell, such as runs that differ in their seed alone: the mean and its standard error. The
+    interval of two standard errors to either side is about 95 %.
+
+    The standard deviation is pooled over all cells, since a few seeds tell little about that of one. nan: of no values,
+    and the error if no cell has two values. Values that are nan do not count.
+    """
+    finite = [[value for value in cell if not math.isnan(value)] for cell in cells]
+    freedom = sum(len(cell) - 1 for cell in finite if cell)
+    squares = sum((value - statistics.fmean(cell)) ** 2 for cell in finite for value in cell)
+    deviation = math.sqrt(squares / freedom) if freedom else math.nan
+    return [(_mean(cell), deviation / math.sqrt(len(cell)) if cell else math.nan) for cell in finite]
+
+
+def mean_text(mean: float, error: float, form: str) -> str:
+    return "–" if math.isnan(mean) else f"{mean:{form}}" + ("" if math.isnan(error) else f" ± {error:{form}}")
+
+
+def end_figures(runs: Sequence[Run]) -> list[Figure]:
+    """The figures of these runs. Those that no run has are left out."""
+    names = dict.fromkeys(name for run in runs for e in run.evaluations for name in e.get("benchmarks") or ())
+    kinds: list[tuple[str, str, Callable[[Run], float]]] = [
+        ("held-out accuracy, before", ".3f", lambda run: _accuracy(run, "accuracy_before", 0)),
+        ("held-out accuracy", ".3f", lambda run: _accuracy(run, "accuracy_after", -1)),
+        *((name, ".3f", lambda run, name=name: _benchmark(run, name)) for name in names),
+        (f"reward, last {LAST_STEPS} steps", ".3f", lambda run: _mean(run.series("reward_mean")[-LAST_STEPS:])),
+        ("staleness, mean", ".2f", staleness_of),
+        ("staleness, max", ".1f", lambda run: max(run.series("staleness_max"), default=math.nan)),
+        ("samples a second", ",.1f", lambda run: number_or_nan(run.summary.get("samples_per_second"))),
+        ("effective tokens a second", ",.0f", lambda run: number_or_nan(run.summary.get("effective_throughput"))),
+        ("trainer idle", ".1%", _idle),
+        ("log-prob gap, max", ".1e", lambda run: max(Curve.of(run.records, "logprob_gap").values, default=math.nan)),
+        ("steps", ",.0f", lambda run: max(run.steps, default=0)),
+        ("seconds", ",.0f", lambda run: sum(run.series("step_seconds"))),
+    ]
+    figures = [Figure(name, form, [float(value(run)) for run in runs]) for name, form, value in kinds]
+    figures += _to_reward(runs)
+    return [figure for figure in figures if not all(map(math.isnan, figure.values))]
+
+
+def staleness_of(run: Run) -> float:
+    """The mean over the steps, without the first, in which generation has just begun."""
+    return _mean([number_or_nan(record.get("staleness_mean")) for record in run.steady])
+
+
+def _dividing(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:
+    """Of several keys that divide the runs alike, such as an objective and the settings that it brings along, only the
+    first."""
+    by_division: dict[tuple[int, ...], str] = {}
+    for key in keys:
+        texts = [json.dumps(value_of(config, key)) for config in settings]
+        by_division.setdefault(tuple(map(texts.index, texts)), key)
+    return list(by_division.values())
+
+
+def _title(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}\n{len(names)} seeds"
 
 
 def _is_number(value: Any) -> bool:
@@ -93,43 +205,37 @@ def _text(key: str, value: Any) -> str:
     return value if isinstance(value, str) else f"{key.rpartition('.')[2]} {json.dumps(value)}"
 
 
-def _points(lines: dict[str, dict[float, list[Run]]]) -> dict[str, list[Point]]:
-    cells = [[run.summary["accuracy_after"] for run in runs] for line in lines.values() for runs in line.values()]
-    deviation = pooled_deviation(cells)
-    points: dict[str, list[Point]] = {}
-    for label, line in lines.items():
-        for x, runs in sorted(line.items()):
-            accuracy = statistics.fmean(run.summary["accuracy_after"] for run in runs)
-            error = half_width(deviation, len(runs))
-            staleness = statistics.fmean(map(staleness_of, runs))
-            points.setdefault(label, []).append(Point(x, len(runs), accuracy, error, staleness))
-    return points
+def _to_reward(runs: Sequence[Run]) -> list[Figure]:
+    """How long each run took to the highest reward that all of them have reached, as a mean of RECENT steps."""
+    curves = [Curve(run.steps, run.series("reward_mean")).means for run in runs]
+    if any(np.isnan(curve).all() for curve in curves):
+        return []
+    level = min(float(np.nanmax(curve)) for curve in curves)
+    ends = [int(np.argmax(curve >= level)) + 1 for curve in curves]
+    seconds = [sum(run.series("step_seconds")[:end]) for run, end in zip(runs, ends, strict=True)]
+    return [
+        Figure(f"steps to reward {level:.3f}", ".1f", list(map(float, ends))),
+        Figure(f"seconds to reward {level:.3f}", ",.0f", seconds),
+    ]
 
 
-def pooled_deviation(cells: Sequence[Sequence[float]]) -> float:
-    """The standard deviation within cells of values that differ in the seed alone; nan if no cell has two values."""
-    freedom = sum(len(cell) - 1 for cell in cells)
-    squares = sum((value - statistics.fmean(cell)) ** 2 for cell in cells for value in cell)
-    return math.sqrt(squares / freedom) if freedom else math.nan
+def _accuracy(run: Run, key: str, place: int) -> float:
+    """Of the summary or, while there is none, of the first or the newest evaluation."""
+    accuracies = [e["accuracy"] for e in run.evaluations if e.get("accuracy") is not None]
+    return number_or_nan(run.summary.get(key, accuracies[place] if accuracies else None))
 
 
-def half_width(deviation: float, runs: int) -> float:
-    """Of the interval of a mean over so many runs: two standard errors, about 95 %."""
-    return 2 * deviation / math.sqrt(runs)
+def _benchmark(run: Run, name: str) -> float:
+    accuracies = [e["benchmarks"][name]["accuracy"] for e in run.evaluations if name in (e.get("benchmarks") or ())]
+    return number_or_nan(accuracies[-1] if accuracies else None)
 
 
-def staleness_of(run: Run) -> float:
-    """The mean over the steps, without the first, in which generation has just begun."""
-    steady = [age for step, age in zip(run.steps, run.series("staleness_mean"), strict=True) if step >= STEADY]
-    return statistics.fmean(steady) if steady else math.nan
+def _idle(run: Run) -> float:
+    """The share of time that the trainer waited, as in summary.json."""
+    seconds = sum(record.get("step_seconds") or 0.0 for record in run.steady)
+    waits = ("trainer_wait_seconds", "publish_wait_seconds")
+    return sum(record.get(wait) or 0.0 for record in run.steady for wait in waits) / seconds if seconds else math.nan
 
 
-def _table(axis: str, points: dict[str, list[Point]]) -> Table:
-    table = Table("", axis, "runs", "held-out accuracy", "staleness")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for label, line in points.items():
-        for p in line:
-            error = "" if math.isnan(p.error) else f" ± {p.error:.3f}"
-            table.add_row(label, f"{p.x:g}", str(p.runs), f"{p.accuracy:.3f}{error}", f"{p.staleness:.2f}")
-    return table
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan

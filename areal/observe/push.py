@@ -65,7 +65,7 @@ def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
     output = output or folder / "hub"
     with atomic_folder(output, durable=False) as target:
         _take_model(checkpoint, target, config)
-        (target / "config.yaml").write_text(yaml.safe_dump(_public(yaml.safe_load(run.config)), sort_keys=False))
+        (target / "config.yaml").write_text(yaml.safe_dump(_public(run.settings), sort_keys=False))
         summary = {key: value for key, value in run.summary.items() if key != "checkpoint"}
         (target / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         for name in ("metrics.jsonl", "evaluations.jsonl"):

@@ -22,6 +22,7 @@ from areal.config import UserError
 from areal.observe.alerts import Alert
 from areal.observe.digests import Digests
 from areal.observe.timeline import TimelineSpan, activities, measured, read_events
+from areal.storage.run_folder import STEADY
 from areal.text import shown
 
 # Placeholders in matplotlib's output, which the page replaces by its own text and line colours, in light and in dark.
@@ -65,12 +66,22 @@ class Run:
         return times
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The values of the configuration; empty if there is none."""
+        return yaml.safe_load(self.config) or {}
+
+    @property
+    def steady(self) -> list[dict[str, Any]]:
+        """The records from step STEADY on."""
+        return [record for record in self.records if record["step"] >= STEADY]
+
+    @property
     def steps(self) -> list[int]:
         return [record["step"] for record in self.records]
 
     def series(self, key: str) -> list[float]:
         """A metric at every step; nan where it is missing or null."""
-        return [_number(record.get(key)) for record in self.records]
+        return [number_or_nan(record.get(key)) for record in self.records]
 
     def rate(self, key: str) -> list[float]:
         """A count per step as a rate per second."""
@@ -161,7 +172,7 @@ def read_run(folder: Path) -> Run:
 def alerts_of(folder: Path, run: Run) -> list[tuple[Alert, str]]:
     """The alerts of a run, each with the command that prints its rollouts; without one if the run keeps none."""
     digests = Digests(folder)
-    alerts = digests.alerts(run.records, run.evaluations, yaml.safe_load(run.config) or {}, ROLLOUTS_SECONDS)
+    alerts = digests.alerts(run.records, run.evaluations, run.settings, ROLLOUTS_SECONDS)
     shows = f"python -m areal rollouts {shlex.quote(str(folder))} --where"
     return [(alert, f'{shows} "{alert.where}"' if digests.has_rollouts else "") for alert in alerts]
 
@@ -197,7 +208,7 @@ def _headlines_of_benchmarks(evaluations: Sequence[dict[str, Any]]) -> list[tupl
 def panels(run: Run) -> list[Panel]:
     """The figures of a run, in this order: learning, staleness, speed, stability."""
     steps = run.steps
-    bound = _number(run.summary.get("max_staleness"))
+    bound = number_or_nan(run.summary.get("max_staleness"))
     ages = _ages(run)
     filtered = run.series("groups_filtered")
     filters = any(n > 0 for n in filtered)
@@ -297,10 +308,10 @@ def panels(run: Run) -> list[Panel]:
 def _accuracy(evaluations: Sequence[dict[str, Any]]) -> Panel:
     """By version: the mean score and, if rows have several samples, the share of rows that one of them solves."""
     versions = [evaluation["version"] for evaluation in evaluations]
-    lines = [("", versions, [_number(evaluation.get("accuracy")) for evaluation in evaluations])]
+    lines = [("", versions, [number_or_nan(evaluation.get("accuracy")) for evaluation in evaluations])]
     ks = {int(k) for evaluation in evaluations for k in evaluation.get("pass_at") or ()}
     if ks and (largest := max(ks)) > 1:
-        solved = [_number((evaluation.get("pass_at") or {}).get(f"{largest}")) for evaluation in evaluations]
+        solved = [number_or_nan((evaluation.get("pass_at") or {}).get(f"{largest}")) for evaluation in evaluations]
         lines = [("mean", *lines[0][1:]), (f"pass@{largest}", versions, solved)]
     return Panel("Held-out accuracy", lines=lines, limits=(-0.03, 1.03), colours=(GREEN, BLUE))
 
@@ -315,7 +326,7 @@ def _benchmarks(evaluations: Sequence[dict[str, Any]]) -> Panel:
             for evaluation in evaluations
             if name in evaluation.get("benchmarks", {})
         ]
-        lines.append((name, [version for version, _ in at], [_number(scores["accuracy"]) for _, scores in at]))
+        lines.append((name, [version for version, _ in at], [number_or_nan(scores["accuracy"]) for _, scores in at]))
     return Panel("Benchmarks, mean score", lines=lines, limits=(-0.03, 1.03), colours=_ramp(len(names)))
 
 
@@ -520,7 +531,7 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
-def _number(value: Any) -> float:
+def number_or_nan(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 

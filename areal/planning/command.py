@@ -14,7 +14,6 @@ from areal.config import Config, LoraConfig, UserError, load_config
 from areal.observe.report import read_run
 from areal.planning.activations import measure_activations
 from areal.planning.split import GIB, PAPER_STALENESS, ModelSizes, Plan, Rates, TokenLengths, balanced_share, plan
-from areal.storage.run_folder import STEADY
 
 STARVED = 0.05
 """If the trainer waited for generation less than this share of the time, generators may have waited for the trainer."""
@@ -61,9 +60,9 @@ def plan_run(options: Namespace) -> None:
 
 def measure(folder: Path, config: Config) -> dict[str, float]:
     """The rates and the mean completion length of the run in `folder`, and the share of the time that its trainer was
-    starved, over its steps from step STEADY on (over all steps if it ended before). Raises UserError."""
-    records = read_run(folder).records
-    steps = [record for record in records if record["step"] >= STEADY] or records
+    starved, over its steady steps (over all steps if it ended before them). Raises UserError."""
+    run = read_run(folder)
+    steps = run.steady or run.records
     seconds, training = (sum(step[key] for step in steps) for key in ("step_seconds", "train_seconds"))
     if not seconds or not training:
         raise UserError(f"{folder} holds no finished training step to measure: let the run take a few, such as 20.")

@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from areal.config import Config, UserError, checked, load_config, overridden, read_values
+from areal.observe.comparison import differing_settings, mean_text, means, value_of
 from areal.observe.report import read_run
 from areal.planning.command import count_parameters
 from areal.processes import ROOT
-from areal.storage.run_folder import SPEED_ONLY, STEADY, differences, within
+from areal.storage.run_folder import SPEED_ONLY, within
 
 PUBLISHED = ROOT / "configs" / "paper" / "published.yaml"
 # Names of a measure: in general, of the paper's number and of the run's.
@@ -89,7 +90,8 @@ class TableRow:
 
     def fits(self, config: Config) -> bool:
         """Whether a configuration has the keys of this row."""
-        return all(_value(config, key) == value for key, value in self.keys.items())
+        settings = config.model_dump(mode="json")
+        return all(value_of(settings, key) == value for key, value in self.keys.items())
 
 
 def _read_measures(folder: Path) -> RunMeasures:
@@ -97,8 +99,7 @@ def _read_measures(folder: Path) -> RunMeasures:
     if not run.config:
         raise UserError(f"{folder} has no config.yaml, so it is not known what it ran: give the folder of a run.")
     config: Config = load_config(folder / "config.yaml")
-    steps = [record for record in run.records if record["step"] >= STEADY] or run.records
-    tflops = [record["tflops"] for record in steps if record.get("tflops")]
+    tflops = [record["tflops"] for record in run.steady or run.records if record.get("tflops")]
     measures = {
         "base": _times(run.summary.get("accuracy_before"), 100),
         "accuracy": _times(run.summary.get("accuracy_after"), 100),
@@ -119,15 +120,9 @@ def _model_name(model: str) -> str:
     return cached.group(1) if cached else Path(model).name
 
 
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _keys(rows: Sequence[TableRow], run: RunMeasures) -> str:
-    return "".join(f", {key}={_shown(_value(run.config, key))}" for key in _key_names(rows))
+    settings = run.config.model_dump(mode="json")
+    return "".join(f", {key}={_shown(value_of(settings, key))}" for key in _key_names(rows))
 
 
 def _key_names(rows: Sequence[TableRow]) -> list[str]:
@@ -179,9 +174,8 @@ def _number(value: float | None) -> str:
 
 def _mean(values: Sequence[float]) -> str:
     """The mean, and from two values on its standard error."""
-    if len(values) < 2:
-        return _number(values[0] if values else None)
-    return f"{statistics.fmean(values):,.1f} ± {statistics.stdev(values) / len(values) ** 0.5:.1f}"
+    (mean, error), *_ = means([values])
+    return mean_text(mean, error, ",.1f") if len(values) > 1 else _number(mean if values else None)
 
 
 def _ratio(value: float | None, base: float | None) -> str:
@@ -235,5 +229,6 @@ def _size(parameters: float, run: RunMeasures) -> list[tuple[str, str, str]]:
 
 def _apart(row: TableRow, run: RunMeasures) -> list[tuple[str, Any, Any]]:
     """The settings in which a run differs from its row: key, the row's value, the run's value."""
-    paper_settings, run_settings = row.config.model_dump(mode="json"), run.config.model_dump(mode="json")
-    return [triple for triple in differences(paper_settings, run_settings) if not within(triple[0], OTHERWISE)]
+    settings = [row.config.model_dump(mode="json"), run.config.model_dump(mode="json")]
+    keys = differing_settings(settings, OTHERWISE)
+    return [(key, value_of(settings[0], key), value_of(settings[1], key)) for key in keys]
