@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ import uvloop
 
 from areal.config import Config, UserError, dump_config, load_config
 from areal.processes import KEYS, SUPERVISED, die_with_parent, importing, raise_open_files, torchrun
-from areal.storage.run_folder import configuration_to_resume
+from areal.storage.run_folder import config_of_run, configuration_to_resume
 from areal.text import shown
 
 if TYPE_CHECKING:
@@ -124,10 +123,12 @@ def start(arguments: argparse.Namespace) -> int:
         sign = signal.SIGKILL if "RANK" in os.environ else signal.SIGTERM
         die_with_parent(sign, int(os.environ[SUPERVISED]))
     roles = arguments.role or []
+    if roles == ["master"] and SUPERVISED in os.environ:
+        return run_master(config_of_run(arguments.resume, secrets=True))
     if arguments.dry_run or roles in ([], ["master"]):
         config = configuration(arguments)
         if not roles:
-            config = on_this_machine(config, arguments)
+            config = on_this_machine(config)
         if arguments.dry_run:
             print(dump_config(config), end="")
             return 0
@@ -172,17 +173,16 @@ def configuration(arguments: argparse.Namespace) -> Config:
     return load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
 
 
-def on_this_machine(config: Config, arguments: argparse.Namespace) -> Config:
-    """`config` with the values that `auto` stands for on the devices of this machine, also for the master to come."""
+def on_this_machine(config: Config) -> Config:
+    """`config` with the values that `auto` stands for on the devices of this machine."""
     from areal.devices import visible_devices
 
-    automatic = config.trainer.automatic(cuda=bool(visible_devices()))
-    arguments.overrides += [f"trainer.{key}={json.dumps(value)}" for key, value in automatic.items()]
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=automatic)})
+    return config.model_copy(update={"trainer": config.trainer.on(cuda=bool(visible_devices()))})
 
 
 def run_everything(config: Config, arguments: argparse.Namespace) -> int:
-    """Check everything that can be checked in advance, then start the whole run on this machine."""
+    """Check everything that can be checked in advance, then start the whole run on this machine. Its master gets the
+    configuration by the run folder."""
     from rich.console import Console
 
     from actors.parts.direct_weights import check_transport
@@ -192,6 +192,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from actors.watching.monitor import print_summary
     from areal.devices import deal_out
     from areal.observe.report import write_report
+    from areal.storage.run_folder import store_configuration
 
     before = config.master.address
     config = with_own_port(config, arguments)
@@ -200,17 +201,15 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     roles = [role for role, count in roles_of(config) for _ in range(count)]
     environments = deal_out(config, roles)
     network = take_folder(config, bool(arguments.resume))
+    store_configuration(config)
     console = Console()
     if config.master.address != before:
         print(f"{before} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
 
     async def run() -> int:
         supervisor = stoppable(Supervisor(console, environments=environments))
-        resume = ["--resume", str(arguments.resume.resolve())] if arguments.resume else []
-        file = arguments.config or (None if resume else DEFAULT_CONFIG)
-        master = [*resume, *(["--config", str(file)] if file else []), *arguments.overrides]
         options = role_options(arguments, config.network.ports_text)
-        ending = await supervisor.run_everything(config, master, options, network)
+        ending = await supervisor.run_everything(config, options, network)
         if not ending.ok:
             print(shown(ending.reason), file=sys.stderr)
             return 2 if supervisor.user_error else 1
@@ -233,10 +232,8 @@ def with_own_port(config: Config, arguments: argparse.Namespace) -> Config:
     asked = in_file or any(override.startswith("master.address=") for override in arguments.overrides)
     if asked or not is_loopback(host_of(config.master.address)):
         return config
-    address = with_free_port(config.master.address)
-    if address != config.master.address:
-        arguments.overrides.append(f"master.address={address}")
-    return config.model_copy(update={"master": config.master.model_copy(update={"address": address})})
+    master = config.master.model_copy(update={"address": with_free_port(config.master.address)})
+    return config.model_copy(update={"master": master})
 
 
 def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
@@ -245,7 +242,7 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     from actors.runtime.supervisor import Supervisor
     from areal.devices import deal_out
 
-    config = config_of_run(arguments)  # waits for the master here, where the wait is visible
+    config = ask_config(arguments)  # waits for the master here, where the wait is visible
     environments = deal_out(config, roles)
     rest = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
     rest += role_options(arguments, arguments.ports)
@@ -274,7 +271,8 @@ def stoppable(supervisor: Supervisor) -> Supervisor:
     return supervisor
 
 
-def run_master(config: Config, resume: bool) -> int:
+def run_master(config: Config, resume: bool = False) -> int:
+    """Run the master of a new run, or of one that goes on."""
     from actors.master import Master
     from actors.runtime import delays
     from actors.runtime.actor import incarnation
@@ -294,9 +292,8 @@ def run_master(config: Config, resume: bool) -> int:
     # The supervisor, if there is one, has claimed the folder.
     network = open_network(host_of(config.master.address)) if SUPERVISED in os.environ else take_folder(config, resume)
     config = uvloop.run(prepare(config)).model_copy(update={"run_dir": config.run_dir.resolve()})
-    new = None if resume else RunFolder.create(config)
     journal = Journal.open(config.folder / "journal.db")  # the lock on the journal also guards the run folder
-    folder = new or RunFolder.resume(config)
+    folder = RunFolder(config)
     write_log_file(folder.path / "logs" / "master-0.jsonl")
 
     async def run() -> Ending:
@@ -398,7 +395,7 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         if role == "generator":
             from areal.generation.engine import prepare
 
-            prepare(config_of_run(arguments).generator)
+            prepare(ask_config(arguments).generator)
         # The runner is never closed: closing waits for threads inside an engine, which cannot be cancelled.
         ending = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
     except UserError as error:
@@ -433,7 +430,7 @@ def build(role: str, arguments: argparse.Namespace) -> Actor:
 def join_ranks(arguments: argparse.Namespace) -> None:
     """Become one of the trainer's ranks. In rank 0 this function returns, and the process becomes the actor; in other
     ranks it does not return. Without torchrun, if there are several ranks, this process is replaced by torchrun."""
-    config = config_of_run(arguments)
+    config = ask_config(arguments)
     if "RANK" in os.environ:
         if os.environ["RANK"] != "0":
             from actors.parts.ranks import follow
@@ -446,7 +443,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
         os.execv(sys.executable, [*torchrun(config.trainer.ranks), "--", *sys.argv])
 
 
-def config_of_run(arguments: argparse.Namespace) -> Config:
+def ask_config(arguments: argparse.Namespace) -> Config:
     """The configuration of the master. Waits until the master answers. Raises UserError."""
     from actors.runtime.actor import first_answer, incarnation
     from actors.runtime.addresses import host_towards, open_network

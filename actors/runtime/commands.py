@@ -47,7 +47,7 @@ def evaluate(options: Namespace) -> None:
 
     from actors.watching.monitor import print_summary
     from areal.models import with_folders
-    from areal.storage.run_folder import read_summary
+    from areal.storage.run_folder import config_of_run, read_summary
 
     chosen = {Path(name).stem: {"base": name} for name in options.benchmarks.split(",")}
     for given in options.source:
@@ -71,7 +71,7 @@ def evaluate(options: Namespace) -> None:
     config: Config = load_config(file, overrides)
     folder = config.folder
     if (read_summary(folder) or {}).get("ok"):
-        done: Config = load_config(folder / "config.yaml")
+        done = config_of_run(folder)
         if (done.evaluator.benchmarks, done.model) != (config.evaluator.benchmarks, with_folders(config).model):
             raise UserError(f"{folder} has an evaluation with other settings: give this one a name, name=NAME.")
         return print_summary(folder, Console())

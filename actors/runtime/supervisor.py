@@ -94,7 +94,7 @@ class Child:
 
     role: str
     index: int
-    arguments: Callable[[], list[str]]
+    arguments: list[str]
     process: asyncio.subprocess.Process | None = None
     pump: asyncio.Task[None] | None = None
     starts: int = 0
@@ -138,33 +138,24 @@ class Supervisor:
         self._folder: Path | None = None  # the run's, once the master has made it
         self._over: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
-    async def run_everything(
-        self, config: Config, arguments: list[str], options: list[str], network: Network
-    ) -> Ending:
-        """Run all roles of a configuration on this machine. Returns how the run ended.
+    async def run_everything(self, config: Config, options: list[str], network: Network) -> Ending:
+        """Run all roles of a run on this machine. Its folder has the configuration. Returns how the run ended.
 
-        arguments: of the master, for its first start. options: further arguments of all other roles.
+        options: further arguments of all roles but the master.
         """
         folder = config.folder.resolve()
-        before = _file_id(folder / "journal.db")
-        skipped = sum(1 for _ in read_metrics(folder / "metrics.jsonl")) if "--resume" in arguments else 0
-
-        def master_arguments() -> list[str]:
-            # Until this run's master has moved it aside, the journal in the folder may be that of an earlier run.
-            if _file_id(folder / "journal.db") in (None, before):
-                return arguments
-            return ["--resume", str(folder)]
+        skipped = sum(1 for _ in read_metrics(folder / "metrics.jsonl"))
 
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
-                self._master = master = self._add("master", 0, master_arguments)
+                self._master = master = self._add("master", 0, ["--resume", str(folder)])
                 tasks.create_task(self._keep(master), name="master/0")
                 await self._until_answers(master, bus, address)
                 self._folder = folder
                 for role, count in roles_of(config):
                     for index in range(count):
                         words = ["--index", str(index), "--master", address, *options]
-                        child = self._add(role, index, words.copy)
+                        child = self._add(role, index, words)
                         tasks.create_task(self._keep(child), name=child.name)
                 await self._view(bus, address, config, skipped)
 
@@ -183,7 +174,7 @@ class Supervisor:
                 for role in roles:
                     more = arguments + rewards if role == "reward" else arguments
                     index = sum(child.role == role for child in self.children)
-                    child = self._add(role, index, more.copy)
+                    child = self._add(role, index, more)
                     tasks.create_task(self._keep(child), name=child.name)
             self._finish(Ending(True, "every role reached its end"))
 
@@ -260,7 +251,7 @@ class Supervisor:
 
     # --- children
 
-    def _add(self, role: str, index: int, arguments: Callable[[], list[str]]) -> Child:
+    def _add(self, role: str, index: int, arguments: list[str]) -> Child:
         self.children.append(Child(role, index, arguments))
         return self.children[-1]
 
@@ -293,7 +284,7 @@ class Supervisor:
         child.pump = asyncio.create_task(self._pump(child, os.fdopen(ours, "rb")), name=f"output of {child.name}")
         try:
             child.process = await asyncio.create_subprocess_exec(
-                *self._command(child.role, child.arguments()),
+                *self._command(child.role, child.arguments),
                 stdin=asyncio.subprocess.DEVNULL, stdout=theirs, stderr=asyncio.subprocess.STDOUT,
                 # Some tasks of reasoning_gym give the same rows in two processes only with the same hash seed.
                 env={
@@ -398,11 +389,3 @@ def _how(code: int) -> str:
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
-
-
-def _file_id(file: Path) -> tuple[int, int] | None:
-    """Device and inode of the file, which another file with the same name does not have. None if there is no file."""
-    if not file.exists():
-        return None
-    status = file.stat()
-    return status.st_dev, status.st_ino

@@ -22,10 +22,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from areal.config import Config, UserError, load_config
+from areal.config import Config, UserError
 from areal.data.sources import is_prompt, with_system
 from areal.models import name_of
-from areal.storage.run_folder import last_checkpoint
+from areal.storage.run_folder import config_of_run, last_checkpoint
 from areal.storage.selection import COLUMNS, RolloutSample, chosen, groups_of, pair, read_rows, rollouts_in
 from areal.tokens import load_tokenizer
 from areal.trajectory import pieces
@@ -65,7 +65,7 @@ def export(options: Namespace) -> None:
     if output.exists():
         raise UserError(f"{output} already exists: name another file or folder for the data set.")
     run = rollouts.parent
-    config: Config = load_config(run / "config.yaml")
+    config = config_of_run(run)
     texts = Texts(load_tokenizer(str(last_checkpoint(run) or config.model), config.data), config)
     texts.chat = all(row["turns"] == 1 and not row["branch"] for row in read_rows(rollouts, ["turns", "branch"])) and (
         texts.chat_prompt(next(read_rows(rollouts, ["row", "prompt"]))) is not None

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import yaml
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
-from areal.config import Config, SourceConfig, UserError, load_config, without_secrets
+from areal.config import Config, SourceConfig, UserError, without_secrets
 from areal.models import hub_id, name_of
 from areal.observe.report import Run, read_run, write_figure
-from areal.storage.run_folder import last_checkpoint
+from areal.storage.run_folder import config_of_run, last_checkpoint
 from areal.weights.folders import ADAPTER_CONFIG_FILE, atomic_folder
 
 # Files of a checkpoint that are the model's. Large ones are hard links.
@@ -61,7 +61,7 @@ def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
     checkpoint = last_checkpoint(folder)
     if checkpoint is None or not run.config:
         raise UserError(f"{folder} has no checkpoint: give the folder of a run that has trained until its first one.")
-    config: Config = load_config(folder / "config.yaml")
+    config = config_of_run(folder)
     output = output or folder / "hub"
     with atomic_folder(output, durable=False) as target:
         _take_model(checkpoint, target, config)

@@ -20,9 +20,9 @@ from typing import Any
 
 import structlog
 
-from areal.config import Config, ObserveConfig, UserError, load_config
+from areal.config import Config, ObserveConfig, UserError
 from areal.processes import ROOT, tied
-from areal.storage.run_folder import NewRecords, read_summary, replace
+from areal.storage.run_folder import NewRecords, config_of_run, read_summary, replace
 
 POLL_SECONDS = 1.0
 # How long the process may take to end after the end of the run.
@@ -74,7 +74,7 @@ def finish(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
 def track(options: Namespace) -> None:
     """`areal track`: follow the run in a folder until its summary is written."""
     os.nice(NICENESS)
-    Tracker(options.folder, open_sinks(load_config(options.folder / "config.yaml"), options.folder)).run()
+    Tracker(options.folder, open_sinks(config_of_run(options.folder), options.folder)).run()
 
 
 class Tracker:

@@ -14,6 +14,7 @@ from areal.config import Config, LoraConfig, UserError, load_config
 from areal.observe.report import read_run
 from areal.planning.activations import measure_activations
 from areal.planning.split import GIB, PAPER_STALENESS, ModelSizes, Plan, Rates, TokenLengths, balanced_share, plan
+from areal.storage.run_folder import config_of_run
 
 STARVED = 0.05
 """If the trainer waited for generation less than this share of the time, generators may have waited for the trainer."""
@@ -25,13 +26,13 @@ def plan_run(options: Namespace) -> None:
         raise UserError(
             "Say which run to plan: give --config FILE.yaml, or --from RUN_FOLDER, which also supplies the rates."
         )
-    config: Config = load_config(options.config or options.run / "config.yaml", options.overrides)
+    read: Any = load_config if options.config else config_of_run
+    config: Config = read(options.config or options.run, options.overrides)
     if config.colocate:
         raise UserError("A plan divides devices between trainer and generators, which colocate shares: colocate=false.")
     dtype = config.trainer.on(cuda=True).dtype  # whether to checkpoint is for the plan to say
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"dtype": dtype})})
-    run: Config | None = load_config(options.run / "config.yaml") if options.run else None
-    measured: dict[str, float] = measure(options.run, run) if run else {}
+    measured = measure(options.run, config_of_run(options.run)) if options.run else {}
     arguments = {name: getattr(options, name) for name in ("generation_rate", "training_rate", "mean_tokens")}
     numbers = measured | {name: value for name, value in arguments.items() if value is not None}
     for name in arguments:

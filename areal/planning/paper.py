@@ -16,12 +16,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal.config import Config, UserError, checked, load_config, overridden, read_values
+from areal.config import Config, UserError, checked, overridden, read_values
 from areal.observe.comparison import differing_settings, mean_text, means, value_of
 from areal.observe.report import read_run
 from areal.planning.command import count_parameters
 from areal.processes import ROOT
-from areal.storage.run_folder import SPEED_ONLY, within
+from areal.storage.run_folder import SPEED_ONLY, config_of_run, within
 
 PUBLISHED = ROOT / "configs" / "paper" / "published.yaml"
 # Names of a measure: in general, of the paper's number and of the run's.
@@ -95,10 +95,7 @@ class TableRow:
 
 
 def _read_measures(folder: Path) -> RunMeasures:
-    run = read_run(folder)
-    if not run.config:
-        raise UserError(f"{folder} has no config.yaml, so it is not known what it ran: give the folder of a run.")
-    config: Config = load_config(folder / "config.yaml")
+    run, config = read_run(folder), config_of_run(folder)
     tflops = [record["tflops"] for record in run.steady or run.records if record.get("tflops")]
     measures = {
         "base": _times(run.summary.get("accuracy_before"), 100),

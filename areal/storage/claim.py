@@ -41,7 +41,7 @@ def claim(folder: Path, resume: bool = False) -> int:
             raise UserError(
                 f"The run in {folder} is in progress: wait for its end, or give this run another name, name=NAME."
             )
-        if resume or not (folder / "config.yaml").exists():
+        if resume or not (folder / "metrics.jsonl").exists():  # without it no run has begun here
             break
         folder.rename(_aside(folder))
         os.close(lock)

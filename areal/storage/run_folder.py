@@ -47,7 +47,8 @@ STEADY = 3
 
 
 class RunFolder:
-    """The folder of a run's results. The master writes it."""
+    """The folder of a run's results. The master writes it. Of a run that goes on, summary.json and report.html are
+    removed, and an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off."""
 
     def __init__(self, config: Config) -> None:
         self.path = config.folder
@@ -55,33 +56,17 @@ class RunFolder:
         self._staleness_max = 0
         self._logprob_gap_max: float | None = None
         self._seconds = self._idle = 0.0  # of the trainer, from step STEADY on
-        if secrets := secrets_in(config.model_dump(mode="json")):
-            replace(self.path / SECRETS, json.dumps(secrets), mode=0o600)
-        replace(self.path / "config.yaml", dump_config(config))
+        for name in ("summary.json", "report.html"):
+            (self.path / name).unlink(missing_ok=True)
+        store_configuration(config)
+        for record in whole_records(self.path / "metrics.jsonl"):
+            self._update_totals(record)
         self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
         self._evaluations = self.path / "evaluations.jsonl"
-        self._evaluated: set[int] = set()
+        self._evaluated = {record["version"] for record in whole_records(self._evaluations)}
         events = EventLog(self.path)
         self.record_heartbeat = events.record_heartbeat
         self._flush_events = events.flush
-
-    @classmethod
-    def create(cls, config: Config) -> RunFolder:
-        """Begin a new run in its folder, which `areal.storage.claim` has made."""
-        config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return cls(config)
-
-    @classmethod
-    def resume(cls, config: Config) -> RunFolder:
-        """Open the folder of a run that is resumed. Its summary.json and report.html are removed, and an incomplete
-        last record of metrics.jsonl and evaluations.jsonl is cut off."""
-        for name in ("summary.json", "report.html"):
-            (config.folder / name).unlink(missing_ok=True)
-        folder = cls(config)
-        for record in whole_records(config.folder / "metrics.jsonl"):
-            folder._update_totals(record)
-        folder._evaluated = {record["version"] for record in whole_records(config.folder / "evaluations.jsonl")}
-        return folder
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Append one step's record and the time as a line of JSON. It is on disk on return. A record is skipped if its
@@ -203,27 +188,45 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(folder.glob("checkpoints/step_*"), key=lambda path: path.name, default=None)
 
 
+def store_configuration(config: Config) -> None:
+    """Write config.yaml into the folder of a run, which is made if it is missing. What config.yaml hides goes into a
+    file of its own."""
+    config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if secrets := secrets_in(config.model_dump(mode="json")):
+        replace(config.folder / SECRETS, json.dumps(secrets), mode=0o600)
+    else:
+        (config.folder / SECRETS).unlink(missing_ok=True)
+    replace(config.folder / "config.yaml", dump_config(config))
+
+
+def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool = False) -> Config:
+    """Return the configuration of the run in `folder`, with `overrides`. secrets: also what config.yaml hides. Raises
+    UserError if there is no run."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"There is no run in {folder}, it has no config.yaml: give its folder, runs/NAME.")
+    return load_config(file, overrides, secrets=_secrets(folder) if secrets else None)
+
+
 def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence[str]) -> Config:
     """Return the configuration for resuming the run in `folder`: its own, or the one in `file`, with `overrides`.
 
     Raises UserError if there is no run, if its folder was moved, if the run has reached its end or has trained more
     than `steps`, or if the configuration differs in a key that may not change.
     """
-    stored_file = folder / "config.yaml"
-    if not stored_file.is_file() or not (folder / "journal.db").is_file():
+    if not all((folder / name).is_file() for name in ("config.yaml", "journal.db")):
         raise UserError(f"There is no run in {folder} that could be continued: give its folder, runs/NAME.")
-    secrets = _secrets(folder)
-    stored: Config = load_config(stored_file, secrets=secrets)
+    stored = config_of_run(folder, secrets=True)
     if stored.folder.resolve() != folder.resolve():
         raise UserError(f"The run in {folder} was made in {stored.folder}: move it back there to continue it.")
     summary = read_summary(folder)
     if summary and summary["ok"]:
         raise UserError(f"The run in {folder} is complete: it has reached the end of its {summary['steps']} steps.")
-    config: Config = load_config(file or stored_file, overrides, secrets=None if file else secrets)
+    config: Config = load_config(file, overrides) if file else config_of_run(folder, overrides, secrets=True)
     if hidden := hidden_in(config.model_dump(mode="json")):
         raise UserError(
-            f"{hidden} is hidden in {file or stored_file}, and {folder / SECRETS} does not have it: give it again, "
-            f"{hidden}=VALUE."
+            f"{hidden} is hidden in {file or folder / 'config.yaml'}, and {folder / SECRETS} does not have it: give it "
+            f"again, {hidden}=VALUE."
         )
     trained = steps_trained(folder)
     if config.steps < trained:

@@ -41,7 +41,6 @@ from areal.config import (
     UserError,
     checked,
     dump_config,
-    load_config,
     name_of,
     overridden,
     read_values,
@@ -50,7 +49,15 @@ from areal.devices import visible_devices
 from areal.processes import die_with_parent, torchrun
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage import rollouts
-from areal.storage.run_folder import checkpoint_of, differences, read_summary, replace, steps_trained, within
+from areal.storage.run_folder import (
+    checkpoint_of,
+    config_of_run,
+    differences,
+    read_summary,
+    replace,
+    steps_trained,
+    within,
+)
 from areal.training.guard import Guard
 from areal.trajectory import Group
 from areal.weights.chunks import Manifest
@@ -144,10 +151,7 @@ def plan(
     B; by default all. output: folder for the trained model, or with `sweep` for a folder for each. Raises UserError if
     a replay is not possible.
     """
-    file = run / "config.yaml"
-    if not file.is_file():
-        raise UserError(f"There is no run in {run}: give its folder, runs/NAME.")
-    config: Config = load_config(file)
+    config = config_of_run(run)
     first, last = _range(run, config, steps)
     _check_rollouts(run, config, first, last)
     if output and output.exists():
@@ -158,7 +162,7 @@ def plan(
     replays: dict[str, Replay] = {}
     for point in itertools.product(*grid.values()):
         changes = common | dict(zip(grid, point, strict=True))
-        changed = _changed(file, config, changes)
+        changed = _changed(run / "config.yaml", config, changes)
         variant = Replay(run, changed, changes, changed != config, first, last, all_steps)
         variant = altered(variant, output=output / variant.name if output and grid else output)
         if variant.name in replays:

@@ -83,7 +83,7 @@ async def flood(address: str, malformed: Malformed) -> None:
 
 
 def master_of(config: Config) -> Master:
-    folder = RunFolder.create(config)
+    folder = RunFolder(config)
     journal = Journal.open(folder.path / "journal.db")
     return Master(Bus("master/0#m", network()), config, journal=journal, folder=folder)
 

@@ -106,8 +106,8 @@ class Caller:
 
 
 @contextlib.asynccontextmanager
-async def master_of(config: Config, resume: bool = False) -> AsyncIterator[asyncio.Task]:
-    folder = RunFolder.resume(config) if resume else RunFolder.create(config)
+async def master_of(config: Config) -> AsyncIterator[asyncio.Task]:
+    folder = RunFolder(config)
     journal = Journal.open(folder.path / "journal.db")
     running = asyncio.create_task(Master(Bus("master/0#m", network()), config, journal=journal, folder=folder).run())
     try:
@@ -346,9 +346,9 @@ async def reconnect(caller: Caller) -> None:
 async def test_a_request_in_the_name_of_another_member_is_refused_and_counted(config):
     config = without_evaluation(config)
     async with callers_of_several_masters("trainer", "reward", config=config) as (trainer, reward):
-        for resume in (False, True):  # and by the next master, before the owner has said a word to it
-            async with master_of(config, resume) as running:
-                if not resume:
+        for first in (True, False):  # and by the next master, before the owner has said a word to it
+            async with master_of(config) as running:
+                if first:
                     await trainer.join()
                     await reward.join()
                 async with thief_of(trainer) as thief:
@@ -446,7 +446,7 @@ async def test_the_parts_of_rewards_are_averaged_over_the_groups_of_a_step(confi
                     group=permit.group, start_version=0, reward_mean=0.5, signal=True, reward_parts=parts
                 )
                 assert (await trainer.ask(ready)).accepted
-        async with master_of(config, resume=True):
+        async with master_of(config):
             await train(trainer, 0, "weights")
     (step,) = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
     assert step["reward_parts"] == {"math": 0.5, "format": 0.5}
@@ -515,7 +515,7 @@ async def test_a_filtered_group_is_replaced_and_still_counts_in_the_reward_of_al
             for permit in permits[1:3]:
                 ready = GroupReady(group=permit.group, start_version=0, reward_mean=0.75, signal=True)
                 assert (await trainer.ask(ready)).accepted
-        async with master_of(config, resume=True):
+        async with master_of(config):
             assert not (await trainer.ask(dull)).accepted, "a repeat is no second group"
             await train(trainer, 0, "weights")
             for permit in (permits[3], replacement):
@@ -677,7 +677,7 @@ async def test_an_evaluation_alone_ends_with_its_result_and_without_a_trainer(co
         assert (await asyncio.wait_for(running, SECONDS)).ok
     summary = json.loads((config.folder / "summary.json").read_text())
     assert summary["evaluations"][0]["benchmarks"]["sums"]["accuracy"] == 0.5
-    async with master_of(config, resume=True) as again:
+    async with master_of(config) as again:
         assert (await asyncio.wait_for(again, SECONDS)).ok
 
 
@@ -687,7 +687,7 @@ async def test_an_evaluation_alone_that_is_given_up_fails_and_may_be_started_aga
         await evaluator.ask(EvaluationAbandoned(version=0, reason="none of the rows of sums could be scored"))
         ending = await asyncio.wait_for(running, SECONDS)
         assert not ending.ok and "none of the rows of sums could be scored" in ending.reason
-    async with master_of(config, resume=True), callers(config, "evaluator") as (evaluator,):
+    async with master_of(config), callers(config, "evaluator") as (evaluator,):
         assert (await evaluator.ask(AskEvaluation())).version == 0
 
 
@@ -886,11 +886,11 @@ async def test_scores_outlive_the_master_but_not_a_change_of_how_rows_are_sample
             await score_rows(evaluator, 0, {2: ([0.5, 1.0], 9)})
         monkeypatch.setattr("actors.parts.run_state.COMPACT_EVENTS", 1)
         for _ in range(2):  # from events, and from a snapshot
-            async with master_of(config, resume=True):
+            async with master_of(config):
                 assert await known(evaluator) == {2: ([0.5, 1.0], 9)}
                 await asyncio.sleep(1.5)  # the journal is compacted
         greedy = config.model_copy(update={"evaluator": config.evaluator.model_copy(update={"top_p": 0.5})})
-        async with master_of(greedy, resume=True):
+        async with master_of(greedy):
             assert await known(evaluator) == {}
             await score_rows(evaluator, 0, {3: ([0.0, 1.0], 9)})
             assert await known(evaluator) == {3: ([0.0, 1.0], 9)}
@@ -927,11 +927,11 @@ async def test_a_master_started_again_knows_what_is_held_and_has_each_result_onc
             await recover(actors[0])
             await evaluate(evaluator, 0, 0.25)
             await step(actors, 0)
-        async with master_of(config, resume=True):
+        async with master_of(config):
             assert list((await holds(evaluator)).values()) == [1]
             await evaluator.ask(result(1))
             assert await holds(evaluator) == {}
-        async with master_of(config, resume=True):
+        async with master_of(config):
             await evaluator.ask(result(1, accuracy=0.75))  # an answer that was lost is asked for again
             assert (await evaluator.ask(AskStatus())).values["accuracy"] == {"0": 0.25, "1": 0.5}
     records = [json.loads(line) for line in (config.folder / "evaluations.jsonl").read_text().splitlines()]
@@ -991,7 +991,7 @@ async def test_a_master_started_again_goes_on_where_the_killed_one_was(config):
             late = (await manager.ask(AskPermits(count=100))).permits
             batchless = [permit.group for permit in late]
             status = (await trainer.ask(AskStatus())).values
-        async with master_of(config, resume=True):
+        async with master_of(config):
             again = (await trainer.ask(AskStatus())).values
             for key in ("version", "alive", "ready", "capacity", "metrics", "lineage"):
                 assert again[key] == status[key]
@@ -1019,7 +1019,7 @@ async def test_a_long_journal_is_replaced_by_what_it_has_led_to(config, monkeypa
         journal = Journal.open(config.folder / "journal.db")
         assert journal.size == 1  # the publication, which comes after what was replaced
         journal.close()
-        async with master_of(config, resume=True):
+        async with master_of(config):
             again = (await trainer.ask(AskStatus())).values
             assert {k: again[k] for k in ("version", "alive", "metrics")} == {
                 k: status[k] for k in ("version", "alive", "metrics")

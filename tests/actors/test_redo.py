@@ -95,7 +95,7 @@ class Manager:
 
 
 def start_master(config: Config) -> asyncio.Task[Ending]:
-    folder = RunFolder.create(config)
+    folder = RunFolder(config)
     journal = Journal.open(folder.path / "journal.db")
     return asyncio.create_task(
         Master(Bus(f"master/0#{config.name}", network()), config, journal=journal, folder=folder).run()

@@ -82,7 +82,7 @@ def test_options_that_cannot_be_are_refused_with_the_usage(command, told, capsys
         ("compare missing", "missing is not the folder of a run"),
         ("rollouts missing", "has no rollouts"),
         ("trace missing", "missing is not the folder of a run"),
-        ("track missing", "no configuration file missing/config.yaml"),
+        ("track missing", "There is no run in missing"),
         ("dashboard missing", "missing is not the folder of a run"),
         ("quickstart-model file", "file cannot hold a model (File exists)"),
         ("sft --model missing --data missing.jsonl --output out", "no model folder missing"),

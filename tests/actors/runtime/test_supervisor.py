@@ -254,7 +254,7 @@ async def test_a_child_with_a_very_long_line_is_heard(stage):
 
 async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_path):
     play = whole()
-    running = asyncio.create_task(play.supervisor.run_everything(config, ["--config", "FILE"], [], network()))
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
     await until(play.everybody_has_started)
     assert play.starts("generator") == [f"--index 0 --master {config.master.address}"]
     (tmp_path / "end").write_text("0")
@@ -266,7 +266,7 @@ async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_pa
 async def test_a_master_that_says_why_the_run_failed_is_not_started_again(whole, config, tmp_path):
     play = whole()
     (tmp_path / "end").write_text("1")
-    ending = await play.supervisor.run_everything(config, [], [], network())
+    ending = await play.supervisor.run_everything(config, [], network())
     assert not ending.ok
     assert ending.reason == "the master's last line"
     assert len(play.starts("master")) == 1
@@ -276,31 +276,26 @@ async def test_a_master_that_says_why_the_run_failed_is_not_started_again(whole,
 async def test_a_master_that_dies_goes_on_with_its_journal(whole, config, tmp_path, at_once, death):
     dies = f"import threading\nif start == 2: {death}\n"
     play = whole(master=dies)
-    running = asyncio.create_task(
-        play.supervisor.run_everything(config, ["--config", "FILE", "steps=2"], [], network())
-    )
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
     await until(play.everybody_has_started)
     os.kill(play.pid("master"), signal.SIGKILL)
     await until(lambda: len(play.starts("master")) == 3)
     (tmp_path / "end").write_text("0")
     assert (await running).ok
-    assert play.starts("master") == ["--config FILE steps=2"] + [f"--resume {tmp_path / 'run'}"] * 2
+    assert play.starts("master") == [f"--resume {tmp_path / 'run'}"] * 3
     assert len(play.starts("generator")) == 1
 
 
 async def test_a_master_that_died_before_it_had_a_journal_starts_as_before(whole, config, tmp_path, at_once):
-    # The journal that lies there is an earlier run's.
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "journal.db").touch()
     play = whole(master="if start == 1: sys.exit(4)\n")
     (tmp_path / "end").write_text("0")
-    assert (await play.supervisor.run_everything(config, ["--config", "FILE"], [], network())).ok
-    assert play.starts("master") == ["--config FILE"] * 2
+    assert (await play.supervisor.run_everything(config, [], network())).ok
+    assert play.starts("master") == [f"--resume {tmp_path / 'run'}"] * 2
 
 
 async def test_a_master_that_died_after_the_summary_has_ended_the_run(whole, config, tmp_path):
     play = whole()
-    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], network()))
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
     await until(play.everybody_has_started)
     (tmp_path / "run" / "summary.json").write_text(json.dumps({"ok": True, "reason": "the run reached its end"}))
     os.kill(play.pid("generator"), signal.SIGKILL)
@@ -312,7 +307,7 @@ async def test_a_master_that_died_after_the_summary_has_ended_the_run(whole, con
 
 async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, config, tmp_path):
     play = whole()
-    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], network()))
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
     await until(play.everybody_is_up)
     os.kill(play.pid("generator"), signal.SIGTERM)
     await until(lambda: "generator/0 has left and is not started again" in play.output)
@@ -329,7 +324,7 @@ async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_p
     hears = "print('up', flush=True)\nwait_for(Path('stopped'))\nprint('heard')"
     play = whole(trainer=slow, reward=hears)
     monkeypatch.setattr(supervisor, "FAREWELL_SECONDS", 4.0)
-    running = asyncio.create_task(play.supervisor.run_everything(config, [], [], network()))
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
     await until(play.everybody_is_up)
     play.supervisor.interrupt(signal.SIGTERM)
     assert not (await running).ok

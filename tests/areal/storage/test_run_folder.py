@@ -13,7 +13,15 @@ from helpers import read_jsonl
 
 from areal.config import Config, UserError, dump_config, load_config, secrets_in, without_secrets
 from areal.storage.claim import announce, claim, claimed
-from areal.storage.run_folder import NewRecords, RunFolder, configuration_to_resume, read_metrics, read_summary
+from areal.storage.run_folder import (
+    NewRecords,
+    RunFolder,
+    config_of_run,
+    configuration_to_resume,
+    read_metrics,
+    read_summary,
+    store_configuration,
+)
 
 VALUES = """\
 name: mine
@@ -54,7 +62,7 @@ def config(file) -> Config:
 @pytest.fixture
 def begun(config) -> Path:
     """The folder of a run that has begun."""
-    folder = RunFolder.create(config).path
+    folder = RunFolder(config).path
     (folder / "journal.db").touch()
     return folder
 
@@ -67,11 +75,11 @@ def record(step: int, staleness: int = 0, gap: float | None = 0.0, wait: float =
 def test_a_new_run_moves_an_old_one_of_its_name_aside(config):
     for _ in range(3):
         lock = claim(config.folder)
-        RunFolder.create(config).append_metrics(record(1))
+        RunFolder(config).append_metrics(record(1))
         os.close(lock)
     names = sorted(path.name for path in config.run_dir.iterdir())
     assert names == ["mine", "mine.1", "mine.2"]
-    assert load_config(config.folder / "config.yaml") == config
+    assert config_of_run(config.folder) == config
 
 
 SECRET = "s3cr3t"
@@ -87,18 +95,26 @@ def secretive(file) -> Config:
 
 
 def test_secrets_are_in_a_file_of_their_own_and_in_no_other(secretive):
-    folder = RunFolder.create(secretive).path
+    folder = RunFolder(secretive).path
     (folder / "journal.db").touch()
     holds = {path.name for path in folder.rglob("*") if path.is_file() and SECRET in path.read_text()}
     assert holds == {"secrets.json"}
     assert stat.S_IMODE((folder / "secrets.json").stat().st_mode) == 0o600
     assert SECRET not in dump_config(secretive)
     assert configuration_to_resume(folder, None, []) == secretive
-    assert load_config(folder / "config.yaml").rollout_manager.workflow_options["stop"] == 3
+    assert config_of_run(folder, secrets=True) == secretive
+    shown = config_of_run(folder).rollout_manager.workflow_options
+    assert (shown["api_key"], shown["stop"]) == ("(hidden)", 3)
+
+
+def test_a_secret_that_the_configuration_has_no_more_is_on_no_disk(config, secretive):
+    store_configuration(secretive)
+    store_configuration(config)
+    assert [path.name for path in config.folder.iterdir()] == ["config.yaml"]
 
 
 def test_a_secret_that_is_lost_has_to_be_given_again(secretive):
-    folder = RunFolder.create(secretive).path
+    folder = RunFolder(secretive).path
     (folder / "journal.db").touch()
     (folder / "secrets.json").unlink()
     with pytest.raises(UserError, match="is hidden in .*config.yaml.*give it again"):
@@ -126,7 +142,7 @@ def test_no_message_shows_a_secret(file, begun):
     with pytest.raises(UserError, match=r"prometheus_token is '\(hidden\)'"):
         load_config(file, ["observe.prometheus_token=1234"])
     given = load_config(file, ["reward.options={addition: {pwd: before}}"])
-    RunFolder.create(given)
+    RunFolder(given)
     with pytest.raises(UserError, match=r"options.addition.pwd was '\(hidden\)'.* cannot become '\(hidden\)'"):
         configuration_to_resume(begun, None, ["reward.options.addition.pwd=after"])
 
@@ -145,6 +161,7 @@ def test_any_other_name_is_a_name(file, name):
 def test_a_start_that_came_to_nothing_leaves_its_folder_to_the_next(config):
     for _ in range(2):
         os.close(claim(config.folder))
+        store_configuration(config)
     assert [path.name for path in config.run_dir.iterdir()] == ["mine"]
 
 
@@ -152,7 +169,7 @@ def test_a_start_that_came_to_nothing_leaves_its_folder_to_the_next(config):
 def test_a_run_in_progress_keeps_its_folder(config, monkeypatch, resume):
     monkeypatch.setattr("areal.storage.claim.LOCK_ATTEMPTS", 2)
     lock = claim(config.folder)
-    RunFolder.create(config)
+    RunFolder(config)
     with pytest.raises(UserError, match=r"The run in .*mine is in progress: .* another name, name=NAME"):
         claim(config.folder, resume)
     assert [path.name for path in config.run_dir.iterdir()] == ["mine"]
@@ -182,22 +199,22 @@ def test_the_master_is_found_by_the_folder_while_the_run_is_in_progress(config):
 
 
 def test_a_step_has_one_record_however_often_it_is_handed_in(config):
-    folder = RunFolder.create(config)
+    folder = RunFolder(config)
     for step in (1, 1, 2):
         folder.append_metrics(record(step))
-    again = RunFolder.resume(config)
+    again = RunFolder(config)
     for step in (2, 3):
         again.append_metrics(record(step))
     assert [m["step"] for m in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_an_evaluated_version_has_one_record_however_often_it_is_handed_in(config):
-    folder = RunFolder.create(config)
+    folder = RunFolder(config)
     for version in (0, 0, 3):
         folder.append_evaluation({"version": version, "accuracy": 0.5})
     with (config.folder / "evaluations.jsonl").open("a") as evaluations:
         evaluations.write('{"version": 6, "accu')
-    again = RunFolder.resume(config)
+    again = RunFolder(config)
     for version in (0, 3, 6):
         again.append_evaluation({"version": version, "accuracy": 0.75})
     records = read_jsonl(config.folder / "evaluations.jsonl")
@@ -206,11 +223,11 @@ def test_an_evaluated_version_has_one_record_however_often_it_is_handed_in(confi
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "stal', '{"step": 2}', "\0\0\0\0", "\n", '{"st\n'])
 def test_a_record_that_was_not_written_to_its_end_is_written_anew(config, torn):
-    RunFolder.create(config).append_metrics(record(1))
+    RunFolder(config).append_metrics(record(1))
     with (config.folder / "metrics.jsonl").open("a") as metrics:
         metrics.write(torn)
     assert [m["step"] for m, _ in read_metrics(config.folder / "metrics.jsonl")] == [1]
-    RunFolder.resume(config).append_metrics(record(2))
+    RunFolder(config).append_metrics(record(2))
     assert [m["step"] for m in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2]
 
 
@@ -218,7 +235,7 @@ def test_the_memory_of_a_restart_does_not_grow_with_the_steps(begun, config):
     lines = [json.dumps(record(step) | {"more": "." * 500}) + "\n" for step in range(1, 4001)]
     (begun / "metrics.jsonl").write_text("".join(lines))
     tracemalloc.start()
-    folder = RunFolder.resume(config)
+    folder = RunFolder(config)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert folder._step == 4000
@@ -226,9 +243,9 @@ def test_the_memory_of_a_restart_does_not_grow_with_the_steps(begun, config):
 
 
 def test_the_extremes_of_a_summary_are_those_of_all_steps_also_of_earlier_starts(config):
-    first = RunFolder.create(config)
+    first = RunFolder(config)
     first.append_metrics(record(1, staleness=3, gap=0.5))
-    second = RunFolder.resume(config)
+    second = RunFolder(config)
     second.append_metrics(record(2, staleness=1, gap=None))
     second.write_summary({"ok": True})
     extremes = {"staleness_max": 3, "logprob_gap_max": 0.5, "trainer_idle": None}
@@ -236,21 +253,21 @@ def test_the_extremes_of_a_summary_are_those_of_all_steps_also_of_earlier_starts
 
 
 def test_the_trainer_was_idle_where_it_waited_for_a_batch_or_a_write_the_first_two_steps_apart(config):
-    first = RunFolder.create(config)
+    first = RunFolder(config)
     for step in (1, 2):
         first.append_metrics(record(step, wait=2.0))
     first.append_metrics(record(3, wait=0.5))
-    second = RunFolder.resume(config)
+    second = RunFolder(config)
     second.append_metrics(record(4, write=0.5))
     second.write_summary({"ok": True})
     assert read_summary(config.folder)["trainer_idle"] == 0.25
 
 
 def test_a_run_that_goes_on_is_not_over(config):
-    folder = RunFolder.create(config)
+    folder = RunFolder(config)
     folder.write_summary({"ok": False})
     (config.folder / "report.html").touch()
-    RunFolder.resume(config)
+    RunFolder(config)
     assert read_summary(config.folder) is None
     assert not (config.folder / "report.html").exists()
 
@@ -272,7 +289,7 @@ def test_a_run_may_go_on_with_more_steps_and_other_machines(begun, config, file)
     changed = configuration_to_resume(begun, None, overrides)
     assert (changed.steps, changed.generator.count, changed.reward.workers, changed.trainer.lr) == (9, 3, 2, 1e-6)
     assert configuration_to_resume(begun, file, overrides) == changed
-    RunFolder.resume(changed)
+    RunFolder(changed)
     assert configuration_to_resume(begun, None, []) == changed
 
 
@@ -304,13 +321,13 @@ def test_another_model_is_refused_and_the_same_one_by_another_name_is_not(begun,
 
 
 def test_a_complete_run_says_so(begun, config):
-    RunFolder.resume(config).write_summary({"ok": True, "steps": 4})
+    RunFolder(config).write_summary({"ok": True, "steps": 4})
     with pytest.raises(UserError, match="is complete: it has reached the end of its 4 steps"):
         configuration_to_resume(begun, None, [])
 
 
 def test_a_run_that_failed_may_go_on(begun, config):
-    RunFolder.resume(config).write_summary({"ok": False, "steps": 4})
+    RunFolder(config).write_summary({"ok": False, "steps": 4})
     assert configuration_to_resume(begun, None, []) == config
 
 
