@@ -27,6 +27,8 @@ NAMES = {
     Path: "path",
     Any: "any value",
 }
+# Counts, durations and shares are not negative: nobody has to read that of each.
+OBVIOUS = (("ge", 0), ("ge", 1), ("gt", 0))
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 INTRODUCTION = """\
@@ -41,7 +43,7 @@ Unknown keys and wrong values are reported before anything is started. `--dry-ru
 run also writes it to `config.yaml` in the run folder.
 
 The column *value* begins with the default, or with *required*. Other values, the type where the default does not show
-it, and limits follow.
+it, and limits follow, but not the obvious ones: no count, size or time is negative.
 """
 
 FINE_TUNING = """\
@@ -117,7 +119,7 @@ def _value(field: FieldInfo) -> str:
         f"{sign} {getattr(bound, name):g}"
         for bound in field.metadata
         for name, sign in BOUNDS.items()
-        if hasattr(bound, name)
+        if hasattr(bound, name) and (name, getattr(bound, name)) not in OBVIOUS
     ]
     if default is PydanticUndefined:
         return ", ".join(["required", _name(field.annotation), *limits])
