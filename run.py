@@ -194,7 +194,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from areal.observe.report import write_report
     from areal.storage.run_folder import store_configuration
 
-    before = config.master.address
+    address = config.master.address
     config = with_own_port(config, arguments)
     check_transport(config)
     check(config)
@@ -203,8 +203,8 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     network = take_folder(config, bool(arguments.resume))
     store_configuration(config)
     console = Console()
-    if config.master.address != before:
-        print(f"{before} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
+    if config.master.address != address:
+        print(f"{address} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
 
     async def run() -> int:
         supervisor = stoppable(Supervisor(console, environments=environments))
@@ -229,8 +229,8 @@ def with_own_port(config: Config, arguments: argparse.Namespace) -> Config:
 
     # The configuration of a run that is resumed has all keys.
     in_file = "address" in config.master.model_fields_set and not (arguments.resume and not arguments.config)
-    asked = in_file or any(override.startswith("master.address=") for override in arguments.overrides)
-    if asked or not is_loopback(host_of(config.master.address)):
+    named_by_user = in_file or any(override.startswith("master.address=") for override in arguments.overrides)
+    if named_by_user or not is_loopback(host_of(config.master.address)):
         return config
     master = config.master.model_copy(update={"address": with_free_port(config.master.address)})
     return config.model_copy(update={"master": master})
@@ -244,13 +244,13 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
 
     config = ask_config(arguments)  # waits for the master here, where the wait is visible
     environments = deal_out(config, roles)
-    rest = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
-    rest += role_options(arguments, arguments.ports)
+    options = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
+    options += role_options(arguments, arguments.ports)
     rewards = [word for name in arguments.reward or [] for word in ("--reward", name)]
 
     async def run() -> int:
         supervisor = stoppable(Supervisor(Console(), environments=environments))
-        ending = await supervisor.run_roles(roles, rest, rewards)
+        ending = await supervisor.run_roles(roles, options, rewards)
         if not ending.ok:
             print(shown(ending.reason), file=sys.stderr)
             return 2 if supervisor.user_error else 1
@@ -422,9 +422,9 @@ def build(role: str, arguments: argparse.Namespace) -> Actor:
     with importing():
         module = import_module(f"actors.{role}")
     kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
-    more = {"functions": tuple(arguments.reward or ())} if role == "reward" else {}
+    arguments_of_role = {"functions": tuple(arguments.reward or ())} if role == "reward" else {}
     bus = Bus(f"{role}/{'?' if arguments.index is None else arguments.index}#{incarnation()}", network)
-    return kind(bus, arguments.master, arguments.index, door, patience=arguments.wait, **more)
+    return kind(bus, arguments.master, arguments.index, door, patience=arguments.wait, **arguments_of_role)
 
 
 def join_ranks(arguments: argparse.Namespace) -> None:

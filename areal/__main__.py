@@ -20,12 +20,12 @@ ROOMS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one tool. Returns the exit status, 2 for a user error."""
     parser = command_line()
-    options, rest = parser.parse_known_args(arguments)
+    options, words = parser.parse_known_args(arguments)
     # argparse takes positional arguments only once, so what follows `MODEL --option` is left over.
-    if any(word.startswith("-") for word in rest) or (rest and "overrides" not in options):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.overrides += rest
+    if any(word.startswith("-") for word in words) or (words and "overrides" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    if words:
+        options.overrides += words
     try:
         module, _, function = options.tool.partition(":")
         return getattr(import_module(module), function)(options) or 0

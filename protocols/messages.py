@@ -70,10 +70,10 @@ Vector = np.ndarray[Any, Any]
 
 def _vector(dtype: str) -> AfterValidator:
     """A validator that accepts arrays [n] of this dtype only: others would fail far inside an actor."""
-    wanted = np.dtype(dtype)
+    expected = np.dtype(dtype)
 
     def check(array: Vector) -> Vector:
-        if array.dtype != wanted or array.ndim != 1:
+        if array.dtype != expected or array.ndim != 1:
             raise ValueError(f"an array of {array.dtype} with {array.ndim} dimensions, not of {dtype} with one")
         return array
 
@@ -526,11 +526,11 @@ class StoreGroup(Message):
             raise ValueError("a reward is out of range")
         if self.returns is not None and len(self.returns) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens and {len(self.returns)} returns")
-        counts, shared, own = self.branch_counts, self.branch_shared, self.branch_own
-        if counts is None or shared is None or own is None:
-            if not counts is shared is own is None:
+        counts, shared, tails = self.branch_counts, self.branch_shared, self.branch_own
+        if counts is None or shared is None or tails is None:
+            if not counts is shared is tails is None:
                 raise ValueError("the branches are not complete")
-        elif (counts < 0).any() or not len(shared) == len(own) == counts.sum(dtype=np.int64):
+        elif (counts < 0).any() or not len(shared) == len(tails) == counts.sum(dtype=np.int64):
             raise ValueError("the branches are not as many as the counts say")
         return self
 
@@ -725,7 +725,7 @@ class RowScores(Part):
 
     def by_row(self) -> dict[int, tuple[list[float], int]]:
         """The scores and the number of tokens of each row."""
-        scores = [self.scores[own].tolist() for own in slices(self.counts)]
+        scores = [self.scores[part].tolist() for part in slices(self.counts)]
         return dict(zip(self.rows.tolist(), zip(scores, self.tokens.tolist(), strict=True), strict=True))
 
 

@@ -271,8 +271,8 @@ class Approach(Handshakes):
 
 def _next_after(tried: Generation, generations: Sequence[Generation]) -> Generation:
     """The generation after `tried`, in turn; the newest if `tried` is no longer one of them."""
-    after = generations.index(tried) + 1 if tried in generations else 0
-    return generations[after % len(generations)]
+    place = generations.index(tried) + 1 if tried in generations else 0
+    return generations[place % len(generations)]
 
 
 class ZmqLink:

@@ -198,8 +198,8 @@ class Doorkeeper:
     def asked(self, frames: list[bytes]) -> None:
         """Answer one ZAP request. `frames` begin with the route of the answer."""
         route, empty, version, number, domain, address, _, mechanism, *credentials = frames
-        known = domain == DOMAIN and mechanism == b"CURVE" and self._keys.lets_in(credentials[0])
-        if not known:
+        admitted = domain == DOMAIN and mechanism == b"CURVE" and self._keys.lets_in(credentials[0])
+        if not admitted:
             self._refusals.add(address.decode(errors="replace"), "unknown key")
-        status = ACCEPTED if known else REFUSED_SILENTLY
+        status = ACCEPTED if admitted else REFUSED_SILENTLY
         self._answer([route, empty, version, number, status, b"", b"", b""])

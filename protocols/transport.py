@@ -624,7 +624,7 @@ class Bus:
 
     def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> Subscriber:
         """Call `on_event(sequence, event)` for each event published at `address`, until the subscriber is closed."""
-        self._others = [other for other in self._others if not other.closed]
+        self._others = [end for end in self._others if not end.closed]
         subscriber = Subscriber(self._network, self.run, address, on_event, self._on_crash)
         self._others.append(subscriber)
         return subscriber

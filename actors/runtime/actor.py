@@ -94,8 +94,8 @@ class HandlesRequests:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        found = {m.handled_kind: name for name, m in vars(cls).items() if hasattr(m, "handled_kind")}
-        cls._handlers = cls._handlers | found
+        handlers = {m.handled_kind: name for name, m in vars(cls).items() if hasattr(m, "handled_kind")}
+        cls._handlers = cls._handlers | handlers
 
     def dispatch(self, request: Request[Message]) -> Any:
         """The coroutine or async generator that answers the request. Raises RefusedError for a kind not served."""
@@ -228,14 +228,14 @@ class Actor(HandlesRequests):
         MasterLostError after `master.lost_seconds` of silence.
         """
         loop = asyncio.get_running_loop()
-        asked = loop.time()
+        began = loop.time()
         while True:
             try:
                 return await self.ask(self.master, message, answer, park + CONTROL_SECONDS)
             except DeadlineError:
-                if loop.time() - asked - park >= self.config.master.lost_seconds:
+                if loop.time() - began - park >= self.config.master.lost_seconds:
                     raise MasterLostError(
-                        f"the master at {self.master} has been silent for {loop.time() - asked:.0f} s"
+                        f"the master at {self.master} has been silent for {loop.time() - began:.0f} s"
                     ) from None
 
     async def ask(self, address: str, message: Message, answer: type[M], timeout: float = CONTROL_SECONDS) -> M:
@@ -322,9 +322,9 @@ class Actor(HandlesRequests):
     async def _join_unless_stopped(self, address: str) -> bool:
         """Join the run. Returns False if the actor was told to leave before a master answered."""
         joining = asyncio.create_task(self._join(address), name="join")
-        either: list[asyncio.Future[Any]] = [joining, self._stop]
+        ends: list[asyncio.Future[Any]] = [joining, self._stop]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
                 await joining
                 return True
@@ -473,15 +473,15 @@ async def first_answer(bus: Bus, master: str, message: Message, patience: float)
     telling = loop.call_later(
         SILENCE_SECONDS, lambda: log.warning("waiting for the master", address=master, seconds=patience)
     )
-    told = -PREPARING_TOLD_SECONDS
+    last_logged = -PREPARING_TOLD_SECONDS
     try:
         while True:
             try:
                 return await bus.peer(master).ask(message, patience)
             except PreparingError as error:
                 telling.cancel()
-                if loop.time() - told >= PREPARING_TOLD_SECONDS:
-                    told = loop.time()
+                if loop.time() - last_logged >= PREPARING_TOLD_SECONDS:
+                    last_logged = loop.time()
                     log.info("waiting for the master", address=master, why=str(error))
                 await asyncio.sleep(PREPARING_ASK_SECONDS)
     except DeadlineError:

@@ -49,7 +49,7 @@ class Door:
         """The door of an actor of this master's run. By default, `host` and `bind` are the address of the interface
         that leads to the master. Raises UserError for an invalid address or range."""
         if ports != "*" and not (
-            re.fullmatch(r"\d+-\d+", ports) and 0 < (found := port_range(ports))[0] <= found[1] < 65536
+            re.fullmatch(r"\d+-\d+", ports) and 0 < (limits := port_range(ports))[0] <= limits[1] < 65536
         ):
             raise UserError(f"--ports {ports!r} is not a range of ports: write FIRST-LAST, such as 20000-20100.")
         nearest = host_towards(master)
@@ -92,11 +92,11 @@ def take_folder(config: Config, resume: bool) -> ZmqNetwork:
     which AREAL_KEYS names from then on. Raises UserError.
     """
     host = host_of(config.master.address)
-    own = is_loopback(host) and not os.environ.get(KEYS)
-    if not own:
+    makes_keys = is_loopback(host) and not os.environ.get(KEYS)
+    if not makes_keys:
         open_network(host).close()  # whether there are keys is checked before anything is changed
     lock = claim(config.folder, resume)
-    if own:
+    if makes_keys:
         keys = config.folder.absolute() / OWN_KEYS
         if not (keys / FILE_NAME).exists():
             make_keys(keys)
@@ -105,15 +105,15 @@ def take_folder(config: Config, resume: bool) -> ZmqNetwork:
     return open_network(host)
 
 
-def find_master(given: str, patience: float) -> str:
+def find_master(master: str, patience: float) -> str:
     """The address of the master that the user has given: an address, or the folder of a run on this machine. For a
     folder, wait for a run to begin there, and take that run's own keys, unless the user has given others. Raises
     UserError if none begins within `patience` seconds."""
-    folder = Path(given)
-    if given.startswith("tcp://") or not ("/" in given or folder.is_dir()):
-        return given
+    folder = Path(master)
+    if master.startswith("tcp://") or not ("/" in master or folder.is_dir()):
+        return master
     begun = time.monotonic()
-    told = False
+    logged = False
     while (address := claimed(folder)) is None:
         waited = time.monotonic() - begun
         if waited > patience:
@@ -121,9 +121,9 @@ def find_master(given: str, patience: float) -> str:
                 f"No run is in progress in {folder} (waited {patience:g} s): start one with "
                 f"`python run.py --role master --config FILE`, or give the address of a master, tcp://HOST:PORT."
             )
-        if waited > SILENCE_SECONDS and not told:
-            told = True
-            log.warning("waiting for the run", folder=given, seconds=patience)
+        if waited > SILENCE_SECONDS and not logged:
+            logged = True
+            log.warning("waiting for the run", folder=master, seconds=patience)
         time.sleep(LOOK_SECONDS)
     if not os.environ.get(KEYS) and is_loopback(host_of(address)):
         keys = folder.absolute() / OWN_KEYS

@@ -50,11 +50,11 @@ def evaluate(options: Namespace) -> None:
     from areal.storage.run_folder import config_of_run, read_summary
 
     chosen = {Path(name).stem: {"base": name} for name in options.benchmarks.split(",")}
-    for given in options.source:
-        name, equals, source = given.partition("=")
+    for assignment in options.source:
+        name, equals, source = assignment.partition("=")
         if not equals or name not in chosen:
             raise UserError(
-                f"--source {given!r} is not of the form NAME=SOURCE with a name of --benchmarks, such as "
+                f"--source {assignment!r} is not of the form NAME=SOURCE with a name of --benchmarks, such as "
                 f"{next(iter(chosen))}=FILE.jsonl."
             )
         chosen[name]["source"] = source
@@ -71,8 +71,8 @@ def evaluate(options: Namespace) -> None:
     config: Config = load_config(file, overrides)
     folder = config.folder
     if (read_summary(folder) or {}).get("ok"):
-        done = config_of_run(folder)
-        if (done.evaluator.benchmarks, done.model) != (config.evaluator.benchmarks, with_folders(config).model):
+        finished = config_of_run(folder)
+        if (finished.evaluator.benchmarks, finished.model) != (config.evaluator.benchmarks, with_folders(config).model):
             raise UserError(f"{folder} has an evaluation with other settings: give this one a name, name=NAME.")
         return print_summary(folder, Console())
     start = ["--resume", str(folder)] if (folder / "journal.db").exists() else ["--config", str(file)]

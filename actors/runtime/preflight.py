@@ -94,19 +94,23 @@ def check(config: Config) -> None:
 
 def check_parsers(config: Config) -> None:
     """Raises UserError if the model's tokenizer lacks what the parsers need."""
-    own = config.rollout_manager
+    section = config.rollout_manager
     folder = str(resolve_model(config))
     # A process of its own: vLLM would stay in the memory of this one.
-    command = tied(sys.executable, "-c", _LOAD_PARSERS, folder, own.tool_call_parser, own.reasoning_parser or "")
+    command = tied(
+        sys.executable, "-c", _LOAD_PARSERS, folder, section.tool_call_parser, section.reasoning_parser or ""
+    )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PARSERS_SECONDS)
+        process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PARSERS_SECONDS)
     except subprocess.TimeoutExpired:
         raise UserError(
             f"vLLM's parsers did not load within {PARSERS_SECONDS:g} s: leave out rollout_manager.tool_call_parser and "
             f"reasoning_parser, or start the run on a machine that is less busy."
         ) from None
-    if done.returncode:
-        raise UserError((done.stderr.strip() or f"vLLM's parsers exited with {done.returncode}.").splitlines()[-1])
+    if process.returncode:
+        raise UserError(
+            (process.stderr.strip() or f"vLLM's parsers exited with {process.returncode}.").splitlines()[-1]
+        )
 
 
 def check_rows(config: Config, source: PromptSource) -> None:
@@ -179,20 +183,20 @@ def _check_answers(config: Config, rows: Iterator[Row], named: str, fate: str) -
         flaws += _flaws_of_answers(scored)
     if not flaws:
         return
-    told = (
+    sentence = (
         f"the reward math cannot read the answers of {len(flaws)} of the {checked} rows of {named} that were checked, "
         f"such as {flaws[0]}"
     )
     if len(flaws) > config.max_failed_share * checked:
-        raise UserError(f"{told}: correct or remove these rows, or name another reward (docs/rewards.md).")
-    print(f"Note: {told}; {fate}.", file=sys.stderr)
+        raise UserError(f"{sentence}: correct or remove these rows, or name another reward (docs/rewards.md).")
+    print(f"Note: {sentence}; {fate}.", file=sys.stderr)
 
 
 def _rows(config: Config, source: PromptSource) -> Iterator[Row]:
     yield from map(source.heldout, range(config.data.eval_size))
     count = FEW_ROWS if source.size is None else source.size
-    most = count if "math" in config.rewards else min(count, FEW_ROWS)
-    for index in random.Random(config.seed).sample(range(count), most):
+    limit = count if "math" in config.rewards else min(count, FEW_ROWS)
+    for index in random.Random(config.seed).sample(range(count), limit):
         with contextlib.suppress(UserError):  # a row that is not usable is discarded when it is met
             yield source.row(index)
 
@@ -205,9 +209,9 @@ def _flaws_of_answers(rows: list[Row]) -> list[str]:
             answers.append(math_answers.answers_of(row.fields))
         except RewardError as error:
             flaws.append(f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({error})")
-    bad = math_answers.unreadable([answer for each in answers for answer in each])
-    for each in answers:
-        flaws += [repr(answer[-80:]) for answer in each if answer in bad][:1]
+    bad = math_answers.unreadable([answer for row_answers in answers for answer in row_answers])
+    for row_answers in answers:
+        flaws += [repr(answer[-80:]) for answer in row_answers if answer in bad][:1]
     return flaws
 
 

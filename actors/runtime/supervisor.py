@@ -172,9 +172,9 @@ class Supervisor:
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
                 for role in roles:
-                    more = arguments + rewards if role == "reward" else arguments
+                    options = arguments + rewards if role == "reward" else arguments
                     index = sum(child.role == role for child in self.children)
-                    child = self._add(role, index, more)
+                    child = self._add(role, index, options)
                     tasks.create_task(self._keep(child), name=child.name)
             self._finish(Ending(True, "every role reached its end"))
 
@@ -189,9 +189,9 @@ class Supervisor:
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> Ending:
         """Do `work` until `_finish` is called, then stop all children. Raises what `work` raises."""
         working = asyncio.create_task(work, name="supervision")
-        either: list[asyncio.Future[Any]] = [working, self._over]
+        ends: list[asyncio.Future[Any]] = [working, self._over]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 await working
             return await self._over
@@ -280,12 +280,12 @@ class Supervisor:
         child.starts += 1
         child.tail.clear()
         # With asyncio's own pipe, `wait` would also wait for processes that a dead child has left behind.
-        ours, theirs = os.pipe()
-        child.pump = asyncio.create_task(self._pump(child, os.fdopen(ours, "rb")), name=f"output of {child.name}")
+        reading, writing = os.pipe()
+        child.pump = asyncio.create_task(self._pump(child, os.fdopen(reading, "rb")), name=f"output of {child.name}")
         try:
             child.process = await asyncio.create_subprocess_exec(
                 *self._command(child.role, child.arguments),
-                stdin=asyncio.subprocess.DEVNULL, stdout=theirs, stderr=asyncio.subprocess.STDOUT,
+                stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=asyncio.subprocess.STDOUT,
                 # Some tasks of reasoning_gym give the same rows in two processes only with the same hash seed.
                 env={
                     **os.environ, SUPERVISED: str(os.getpid()), "PYTHONHASHSEED": "0",
@@ -294,7 +294,7 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C reaches only the supervisor, which stops the children in order
             )  # fmt: skip
         finally:
-            os.close(theirs)
+            os.close(writing)
 
     async def _end_of(self, child: Child) -> int:
         """Wait until a child has ended, and kill the processes that it left behind. Returns its exit code."""

@@ -99,10 +99,10 @@ class RunView:
 
     def _alerts(self, config: dict[str, Any]) -> list[dict[str, Any]]:
         """For each alert its name, its sentence and the query of the page of its rollouts, None if none are kept."""
-        found = self._digests.alerts(self._steps, self._evaluated, config, ROLLOUTS_SECONDS)
+        alerts = self._digests.alerts(self._steps, self._evaluated, config, ROLLOUTS_SECONDS)
         rollouts = self._digests.has_rollouts
         return [
-            {"name": a.name, "text": a.sentence, "query": urlencode(a.filters) if rollouts else None} for a in found
+            {"name": a.name, "text": a.sentence, "query": urlencode(a.filters) if rollouts else None} for a in alerts
         ]
 
     def _lanes(self) -> list[dict[str, Any]]:
@@ -112,10 +112,10 @@ class RunView:
             return []
         end = max(event["time"] + event.get("seconds", 0.0) for event in self._events)
         ordered = sorted(self._events, key=lambda event: event["time"])
-        found = [(span, False) for span in timeline.activities(ordered)]
-        found += [(span, True) for span in timeline.spans(ordered)]
+        spans = [(span, False) for span in timeline.activities(ordered)]
+        spans += [(span, True) for span in timeline.spans(ordered)]
         lanes: dict[str, list[tuple[str, float, float, bool]]] = {}
-        for span, measured in found:
+        for span, measured in spans:
             if span.end >= end - WINDOW_SECONDS:
                 lanes.setdefault(span.actor, []).append((span.name, end - span.begin, span.seconds, measured))
         return [{"actor": actor, "spans": lanes[actor]} for actor in sorted(lanes)]

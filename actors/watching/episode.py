@@ -77,19 +77,19 @@ def show(episode: Episode, decode: Decode, parser: str, console: Console) -> Non
 
 def tree(title: str, sample: Trajectory, turns: Sequence[Turn], decode: Decode) -> Tree:
     """The sample's conversations and branches with their turns, which are in the order of its tokens."""
-    root, left = Tree(Text(shown(title), style="bold")), iter(turns)
+    root, remaining = Tree(Text(shown(title), style="bold")), iter(turns)
     branches = sample.branches or (Branch(0, len(sample)),)
     every = [np.zeros(0, np.int64), *paths(branches)]
     start = 0
-    for (before, path), branch in zip(pairwise(every), branches, strict=True):
-        calls, end = root.add(Text(_place(branch, sample.tokens[before], decode), style="bold")), start + branch.new
+    for (parent, path), branch in zip(pairwise(every), branches, strict=True):
+        calls, end = root.add(Text(_place(branch, sample.tokens[parent], decode), style="bold")), start + branch.new
         while start < end:
-            turn = next(left)
+            turn = next(remaining)
             begin = start + int(sample.sampled[start:end].argmax())
             stop = begin + len(turn.sampled.tokens)
             if begin > start:
-                told = Text(f"not sampled: {_tokens(begin - start)}\n")
-                calls.add(told.append(_cut(decode(sample.tokens[start:begin])), style="dim"))
+                text = Text(f"not sampled: {_tokens(begin - start)}\n")
+                calls.add(text.append(_cut(decode(sample.tokens[start:begin])), style="dim"))
             credit = None if sample.returns is None else float(sample.returns[begin])
             calls.add(_turn(turn, credit, decode))
             start = stop
@@ -99,23 +99,23 @@ def tree(title: str, sample: Trajectory, turns: Sequence[Turn], decode: Decode) 
 
 def warnings(turns: Sequence[Turn], sample: Trajectory | None, decode: Decode, parser: str) -> list[str]:
     """What may be wrong with the calls."""
-    found = []
+    sentences = []
     if sample is not None and any(branch.shared for branch in sample.branches):
-        found.append(
+        sentences.append(
             "There are branches. If the agent only appends to its messages, it has changed what it was told: compare "
             "the beginnings of the branches."
         )
     for turn in sorted(turns, key=lambda turn: turn.number):
         if turn.sampled.finish == "length":
-            found.append(
+            sentences.append(
                 f"Call {turn.number} was cut: by its own limit of tokens, sampling.max_new_tokens (of the whole "
                 f"sample) or generator.max_model_len."
             )
         text = decode(turn.sampled.tokens)
         if turn.read is not None and not turn.read.calls and any(mark in text for mark in _OF_CALLS):
             why = f"rollout_manager.tool_call_parser={parser} reads none" if turn.tools else "no tools were offered"
-            found.append(f"Call {turn.number} looks like a tool call, but {why}.")
-    return found
+            sentences.append(f"Call {turn.number} looks like a tool call, but {why}.")
+    return sentences
 
 
 def _place(branch: Branch, above: np.ndarray, decode: Decode) -> str:
@@ -132,21 +132,23 @@ def _turn(turn: Turn, credit: float | None, decode: Decode) -> Text:
     facts = [f"call {turn.number}: {_tokens(len(sampled.tokens))} of {of}", f"finish {sampled.finish}"]
     facts += [] if turn.reward is None else [f"reward {turn.reward:g}"]
     facts += [] if credit is None else [f"credited with {credit:g}"]
-    told = Text(f"{', '.join(facts)}\n", style="bold").append(_cut(decode(sampled.tokens)), style="not bold green")
+    label = Text(f"{', '.join(facts)}\n", style="bold").append(_cut(decode(sampled.tokens)), style="not bold green")
     if read is None:
-        return told
+        return label
     parts = [f"reasoning: {_cut(read.reasoning)}"] if read.reasoning else []
     parts += [f"content: {_cut(read.content)}"] if read.content and (read.reasoning or read.calls) else []
     parts += [_cut(f"tool call: {c['function']['name']}({c['function']['arguments']})") for c in read.calls]
     parts += ["ended by a stop text"] if read.stopped else []
-    return told.append("".join(f"\n{part}" for part in parts), style="not bold cyan")
+    return label.append("".join(f"\n{part}" for part in parts), style="not bold cyan")
 
 
 def _result(episode: Episode) -> list[str]:
     by = [f"{s.name} {s.result.score:g} of {_cut(s.completion, QUOTED)!r}" for s in episode.scores]
     parts = [f"{s.name}/{part} {value:g}" for s in episode.scores for part, value in s.result.parts.items()]
-    own = [f"call {turn.number} {turn.reward:g}" for turn in episode.turns if turn.reward is not None]
-    source = [f"scored: {', '.join([*by, *parts])}"] * bool(by) + [f"rewards of calls: {', '.join(own)}"] * bool(own)
+    of_calls = [f"call {turn.number} {turn.reward:g}" for turn in episode.turns if turn.reward is not None]
+    source = [f"scored: {', '.join([*by, *parts])}"] * bool(by) + [f"rewards of calls: {', '.join(of_calls)}"] * bool(
+        of_calls
+    )
     lines = []
     if episode.reward is not None:
         lines.append(f"reward {episode.reward:g} ({'; '.join(source) or 'the workflow or its agent gave it'})")
@@ -164,8 +166,8 @@ def _tokens(count: int) -> str:
     return "1 token" if count == 1 else f"{count} tokens"
 
 
-def _cut(text: str, most: int = LONGEST) -> str:
-    if len(text) > most:
-        half = most // 2
+def _cut(text: str, limit: int = LONGEST) -> str:
+    if len(text) > limit:
+        half = limit // 2
         text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
     return shown(text)

@@ -38,8 +38,8 @@ async def until_healthy(bus: Bus, master: str, actor: str | None, seconds: float
     while True:
         missing = f"No master answers at {master}"
         try:
-            left = max(0.0, deadline - loop.time())
-            run = await status_of(bus, master, min(left, ASK_SECONDS))
+            remaining = max(0.0, deadline - loop.time())
+            run = await status_of(bus, master, min(remaining, ASK_SECONDS))
         except BusError:
             pass
         else:

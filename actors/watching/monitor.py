@@ -223,14 +223,14 @@ def print_summary(folder: Path, console: Console) -> None:
         console.print(Text.assemble((alert.name, "bold red"), f": {alert.sentence}"))
         if command:
             console.print(Text(f"  {command}"), soft_wrap=True)
-    results = [done for done in summary["evaluations"] if done["benchmarks"]]
+    results = [evaluation for evaluation in summary["evaluations"] if evaluation["benchmarks"]]
     if results:
         console.print(_benchmarks_table(results))
     for when in ("before", "after"):
         for sample in summary[f"samples_{when}"]:
             console.print(f"[bold]{when}[/] (score {sample['score']:g})")
-            told = f"  {sample['prompt']} → {sample['completion']}   [answer: {sample['answer']}]"
-            console.print(Text(shown(told)))
+            line = f"  {sample['prompt']} → {sample['completion']}   [answer: {sample['answer']}]"
+            console.print(Text(shown(line)))
     console.print(f"Everything is in {folder}", highlight=False, soft_wrap=True)
 
 
@@ -240,22 +240,22 @@ def _number(value: float | None, form: str) -> str:
 
 def _benchmarks_table(results: list[dict[str, Any]]) -> Table:
     """The scores of each benchmark at its last version; if there are several versions, also at the first one."""
-    versions = sorted(results, key=lambda done: done["version"])
-    before: dict[str, Any] = {}
-    after: dict[str, Any] = {}
-    for done in versions:
-        before, after = done["benchmarks"] | before, after | done["benchmarks"]
+    versions = sorted(results, key=lambda evaluation: evaluation["version"])
+    first: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    for evaluation in versions:
+        first, last = evaluation["benchmarks"] | first, last | evaluation["benchmarks"]
     table = Table(title="Benchmarks", title_justify="left", box=SIMPLE)
     table.add_column("benchmark")
     means = ["before, %", "after, %"] if len(versions) > 1 else ["mean, %"]
     for column in ["samples", *means, "pass@k", "cut", "failed"]:
         table.add_column(column, justify="right")
-    for name, s in after.items():
+    for name, s in last.items():
         k = max(s["pass_at"], key=int, default=None)
         table.add_row(
             name,
             f"{s['rows']:,} × {s['samples']}",
-            *[_mean(each) for each in ([before[name], s] if len(versions) > 1 else [s])],
+            *[_mean(scores) for scores in ([first[name], s] if len(versions) > 1 else [s])],
             f"pass@{k} {s['pass_at'][k]:.1%}" if k else "–",
             _number(s["cut_share"], ".1%"),
             f"{s['rows'] * s['samples'] - s['scored']:,}",

@@ -55,8 +55,8 @@ class RolloutPages:
         start = ROWS * _number(request, "page")
 
         def found() -> dict[str, Any]:
-            one = self._rollouts.page(condition(filters), sort, descending, ROWS, start)
-            return {"fates": one.fates, "steps": one.steps, "rows": one.rows, "start": start}
+            page = self._rollouts.page(condition(filters), sort, descending, ROWS, start)
+            return {"fates": page.fates, "steps": page.steps, "rows": page.rows, "start": start}
 
         return await self._answer(found)
 
@@ -83,10 +83,10 @@ class RolloutPages:
 
     async def _answer(self, query: Callable[[], Any]) -> web.Response:
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: all_shown(finite(query())))
+            result = await asyncio.get_running_loop().run_in_executor(self._threads, lambda: all_shown(finite(query())))
         except UserError as error:
             raise web.HTTPBadRequest(text=shown(str(error))) from None
-        return answer(found)
+        return answer(result)
 
 
 def _number(request: web.Request, name: str) -> int:
