@@ -81,7 +81,7 @@ class RolloutManager(Sampler):
 
     def told(self, loads: LoadColumns) -> None:
         if self.state != "stale":
-            columns = (loads.sequences, loads.own, loads.limits, loads.versions)
+            columns = (loads.sequences, loads.asker_sequences, loads.limits, loads.versions)
             each = map(Load, *(column.tolist() for column in columns))
             self._router.told = dict(zip(loads.names, each, strict=True))
             self._router.room.notify()

@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
 
-from areal.command_line import Tools
+from areal.command_line import RoomTools
 from areal.config import UserError
 from areal.text import shown
 
@@ -38,7 +38,7 @@ def command_line() -> ArgumentParser:
     parser = ArgumentParser(prog="areal", description="The command-line tools besides run.py (docs/running.md).")
     parsers = parser.add_subparsers(metavar="TOOL", required=True)
     for room in ROOMS:
-        import_module(f"{room}.commands").declare(Tools(room, parsers))
+        import_module(f"{room}.commands").declare(RoomTools(room, parsers))
     return parser
 
 

@@ -15,7 +15,7 @@ CONFIG: dict[str, Any] = {"type": Path, "metavar": "FILE.yaml"}
 OVERRIDES: dict[str, Any] = {"nargs": "*", "metavar": "key=value"}
 
 
-class Tools(NamedTuple):
+class RoomTools(NamedTuple):
     """The tools of a room. parsers: what `add_subparsers` returns."""
 
     room: str

@@ -49,7 +49,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -211,17 +211,18 @@ class Engagement(Part):
 
 class LoadColumns(Part):
     """The loads of generators (areal.generation.routing.Load), as the master passes them on: `names` are identities,
-    and entry i of the columns, int64 [generators], is about generator i."""
+    and entry i of the columns, int64 [generators], is about generator i. `asker_sequences`: those of
+    `sequences` that the receiver began."""
 
     names: Several[Name]
     sequences: Int64s
-    own: Int64s
+    asker_sequences: Int64s
     limits: Int64s
     versions: Int64s
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if {len(self.sequences), len(self.own), len(self.limits), len(self.versions)} != {len(self.names)}:
+        if {len(self.sequences), len(self.asker_sequences), len(self.limits), len(self.versions)} != {len(self.names)}:
             raise ValueError("the columns are not as long as the names")
         if (self.limits < 1).any():
             raise ValueError("a limit is below 1")

@@ -27,7 +27,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from protocols.codec import MAX_FRAME_BYTES, Frame
-from protocols.security import ANSWERS, HANDSHAKE_MS, Doorkeeper, Generation, Keys, Refusals
+from protocols.security import ANSWERS, HANDSHAKE_MS, Doorkeeper, KeyGeneration, Keys, Refusals
 
 # After this many messages the reader lets other tasks run, so that a flood does not block the event loop.
 DRAIN = 256
@@ -263,13 +263,13 @@ class Approach(Handshakes):
         self._watched.disconnect(self._address)
         self._connect(_next_after(self._tried, self._keys.generations))
 
-    def _connect(self, generation: Generation) -> None:
+    def _connect(self, generation: KeyGeneration) -> None:
         self._tried = generation
         self._keys.connect(self._watched, generation)
         self._watched.connect(self._address)
 
 
-def _next_after(tried: Generation, generations: Sequence[Generation]) -> Generation:
+def _next_after(tried: KeyGeneration, generations: Sequence[KeyGeneration]) -> KeyGeneration:
     """The generation after `tried`, in turn; the newest if `tried` is no longer one of them."""
     place = generations.index(tried) + 1 if tried in generations else 0
     return generations[place % len(generations)]

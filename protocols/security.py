@@ -39,7 +39,7 @@ class KeysError(Exception):
     """A folder of keys is unusable; the message is one sentence that says why and what to do."""
 
 
-class Generation(BaseModel):
+class KeyGeneration(BaseModel):
     """Secret keys in Z85; the public keys are computed from them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,11 +56,11 @@ class Generation(BaseModel):
         return value
 
     @classmethod
-    def make(cls) -> Generation:
+    def make(cls) -> KeyGeneration:
         return cls(server=zmq.curve_keypair()[1].decode(), client=zmq.curve_keypair()[1].decode())
 
 
-_GENERATIONS = TypeAdapter(list[Generation])
+_GENERATIONS = TypeAdapter(list[KeyGeneration])
 
 
 class Keys:
@@ -72,7 +72,7 @@ class Keys:
         self._generations = _load(self._file)
 
     @property
-    def generations(self) -> Sequence[Generation]:
+    def generations(self) -> Sequence[KeyGeneration]:
         """Newest first, at least one. If the file can no longer be read, the keys read last stay valid."""
         version = _version(self._file)
         if version != self._version:
@@ -95,7 +95,7 @@ class Keys:
         socket.curve_server = True
         socket.curve_secretkey = self.generations[0].server.encode()
 
-    def connect(self, socket: zmq.Socket[bytes], generation: Generation) -> None:
+    def connect(self, socket: zmq.Socket[bytes], generation: KeyGeneration) -> None:
         """Restrict what `socket` connects next to servers that hold this generation's server key."""
         client = generation.client.encode()
         socket.curve_serverkey = zmq.curve_public(generation.server.encode())
@@ -108,13 +108,13 @@ def make_keys(folder: Path) -> Path:
     if file.exists():
         raise KeysError(f"There are keys in {folder} already: --rotate adds new ones, --retire drops the old ones.")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return _write(file, [Generation.make()])
+    return _write(file, [KeyGeneration.make()])
 
 
 def rotate_keys(folder: Path) -> Path:
     """Put a new generation before the others, which stay valid; returns the file's path. Raises KeysError."""
     file = folder / FILE_NAME
-    return _write(file, [Generation.make(), *_load(file)])
+    return _write(file, [KeyGeneration.make(), *_load(file)])
 
 
 def retire_keys(folder: Path) -> Path:
@@ -123,7 +123,7 @@ def retire_keys(folder: Path) -> Path:
     return _write(file, _load(file)[:1])
 
 
-def _load(file: Path) -> list[Generation]:
+def _load(file: Path) -> list[KeyGeneration]:
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())
@@ -149,7 +149,7 @@ def _load(file: Path) -> list[Generation]:
     return generations
 
 
-def _write(file: Path, generations: list[Generation]) -> Path:
+def _write(file: Path, generations: list[KeyGeneration]) -> Path:
     partial = file.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:

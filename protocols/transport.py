@@ -1,8 +1,9 @@
 """The bus on top of any `Network`: requests, streams with credit, events.
 
-A `Server` receives the requests to an actor. A `Peer` is a separate link to one server, so that bulk data on one link
-cannot delay control messages on another. A send confirms nothing; only an answer does. So a request is sent again under
-the same id until it is answered or its deadline passes, and a server answers a repeated request with its first answer.
+A `RequestServer` receives the requests to an actor. A `Peer` is a separate link to one server, so that bulk data on one
+link cannot delay control messages on another. A send confirms nothing; only an answer does. So a request is sent again
+under the same id until it is answered or its deadline passes, and a server answers a repeated request with its first
+answer.
 
 The name of a sender is only what it says. Each bus shares a secret token with each server that it asks, over all
 connections to it. What a server keeps for a request belongs to the token that came with it: the answer, the stream, the
@@ -94,7 +95,7 @@ _Parts = AsyncGeneratorType[Message, None]
 Handler = Callable[[Request[Message]], Awaitable[Message] | _Parts]
 
 
-class Server:
+class RequestServer:
     """Answers the requests to an actor, each with one message or with a stream.
 
     `handle` returns an awaitable of the answer, or an async generator of a stream's parts. A `BusError` that it raises
@@ -579,7 +580,7 @@ class Bus:
     def __init__(self, identity: str, network: Network, run: str = "", secret: bytes = b"") -> None:
         self.identity = Identity(identity)
         self.run = run
-        self.server: Server | None = None
+        self.server: RequestServer | None = None
         self._network = network
         self._secret = secret or secrets.token_bytes(32)
         self._ids = itertools.count()
@@ -594,7 +595,7 @@ class Bus:
         Raises OSError (address in use).
         """
         self._on_crash = on_crash
-        self.server = Server(self._network, address, self.identity, self.run, handle, on_crash)
+        self.server = RequestServer(self._network, address, self.identity, self.run, handle, on_crash)
         return self.server.address
 
     def peer(self, address: str) -> Peer:
@@ -631,7 +632,7 @@ class Bus:
 
     async def close(self) -> None:
         """Cancel what is being answered, fail what waits for answers, and close the network."""
-        parts: list[Publisher | Subscriber | Peer | Server] = [*self._others, *self._peers.values()]
+        parts: list[Publisher | Subscriber | Peer | RequestServer] = [*self._others, *self._peers.values()]
         for part in [*parts, self.server] if self.server else parts:
             await part.close()
         await asyncio.gather(*self._closing)

@@ -8,7 +8,7 @@ from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
 
-from areal.command_line import CONFIG, OVERRIDES, Tools, output
+from areal.command_line import CONFIG, OVERRIDES, RoomTools, output
 
 PARTS = {
     "trainer": "areal.selftest.training:TrainingChecks",
@@ -18,7 +18,7 @@ PARTS = {
 """What the self-test starts in processes of their own."""
 
 
-def declare(tools: Tools) -> None:
+def declare(tools: RoomTools) -> None:
     agent = tools.add("agent", "trial:try_agent", "try an agent before a run (docs/agents.md)")
     attempts = tools._replace(parsers=agent.add_subparsers(metavar="try", required=True))
     summary = "do one episode with a real engine, and print it; exit code 1 if it fails"

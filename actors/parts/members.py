@@ -130,7 +130,7 @@ class Members:
         return LoadColumns(
             names=tuple(loads),
             sequences=np.array([self.pulses[name].sequences for name in loads], np.int64),
-            own=np.array([load.sequences.get(asker, 0) for load in loads.values()], np.int64),
+            asker_sequences=np.array([load.sequences.get(asker, 0) for load in loads.values()], np.int64),
             limits=np.array([load.limit for load in loads.values()], np.int64),
             versions=np.array([load.version for load in loads.values()], np.int64),
         )

@@ -30,7 +30,7 @@ from actors.parts.sessions import SampleFailed, Sampler, SampleSession
 from actors.runtime.actor import incarnation
 from actors.runtime.addresses import Door
 from actors.runtime.logs import configure_logging
-from actors.watching.episode import Episode, Score, Turn, show
+from actors.watching.episode import CompletionScore, Episode, Turn, show
 from areal.command_line import output
 from areal.config import Config, UserError, checked, merged, overridden, read_values
 from areal.data.rows import Row
@@ -149,7 +149,7 @@ class Trial(Sampler):
         self.config = config
         self._row = row
         self._names = tuple(row.reward or config.reward.functions)
-        self._scores: list[Score] = []
+        self._scores: list[CompletionScore] = []
         self._notes: list[str] = []
         self._seconds: dict[str, float] = {}
         self._running: Counter[str] = Counter()
@@ -284,7 +284,7 @@ class Trial(Sampler):
                 result = await self._pool.score(job.function, job.prompt, job.completion, job.row, job.tokens)
         except RewardFailed as error:
             raise RefusedError(str(error)) from None
-        self._scores.append(Score(job.function, job.completion, result))
+        self._scores.append(CompletionScore(job.function, job.completion, result))
         job.succeed(result)
 
     @contextlib.contextmanager

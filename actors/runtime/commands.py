@@ -10,13 +10,13 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from areal.command_line import CONFIG, OVERRIDES, Tools
+from areal.command_line import CONFIG, OVERRIDES, RoomTools
 from areal.config import Config, UserError, benchmarks_in, load_config
 from areal.processes import ROOT
 from areal.text import shown
 
 
-def declare(tools: Tools) -> None:
+def declare(tools: RoomTools) -> None:
     epilog = "Goes on where it was killed if it is started again."
     summary = "evaluate a model on benchmarks (docs/evaluation.md)"
     add = tools.add("eval", "commands:evaluate", summary, epilog).add_argument

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from areal.command_line import Tools, output
+from areal.command_line import RoomTools, output
 
 
-def declare(tools: Tools) -> None:
+def declare(tools: RoomTools) -> None:
     summary = "simulate a cluster: throughput, staleness and load of the paper's runs, on modelled engines"
     parser = tools.add("simulate", "commands:simulate", summary)
     size = parser.add_mutually_exclusive_group(required=True).add_argument

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from areal.command_line import RUN, Tools
+from areal.command_line import RUN, RoomTools
 
 
-def declare(tools: Tools) -> None:
+def declare(tools: RoomTools) -> None:
     summary = "serve a live web page of a run, or of several with their curves overlaid"
     add = tools.add("dashboard", "dashboard:serve", summary).add_argument
     add("folders", nargs="+", **RUN)

@@ -44,7 +44,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class CompletionScore:
     """What a reward function said about a completion."""
 
     name: str
@@ -61,7 +61,7 @@ class Episode:
     sample: Trajectory | None
     turns: Sequence[Turn]
     reward: float | None
-    scores: Sequence[Score]
+    scores: Sequence[CompletionScore]
     seconds: Mapping[str, float]
     warnings: Sequence[str]
 

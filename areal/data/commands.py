@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal.command_line import Tools
+from areal.command_line import RoomTools
 
 
-def declare(tools: Tools) -> None:
+def declare(tools: RoomTools) -> None:
     summary = "create the quickstart's model if it does not exist, and print its folder"
     add = tools.add("quickstart-model", "quickstart:make", summary).add_argument
     add("folder", type=Path, metavar="PARENT_FOLDER")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal.command_line import RUN, Tools
+from areal.command_line import RUN, RoomTools
 
 
-def declare(tools: Tools) -> None:
+def declare(tools: RoomTools) -> None:
     compare = tools.add("compare", "comparison:compare", "print in what runs differ, and the figures they end with")
     compare.add_argument("folders", nargs="+", **RUN)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from areal.command_line import CONFIG, OVERRIDES, RUN, Tools, output
+from areal.command_line import CONFIG, OVERRIDES, RUN, RoomTools, output
 
 
-def declare(tools: Tools) -> None:
+def declare(tools: RoomTools) -> None:
     reports = tools.add("report", "commands:report", "write the report of a run, report.html")
     reports.add_argument("folders", nargs="+", **RUN)
     instead = reports.add_mutually_exclusive_group().add_argument

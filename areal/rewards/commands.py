@@ -9,10 +9,10 @@ from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
-from areal.command_line import OVERRIDES, Tools
+from areal.command_line import OVERRIDES, RoomTools
 
 
-def declare(tools: Tools) -> None:
+def declare(tools: RoomTools) -> None:
     add = tools.add("score", "commands:score", "score completions in a file with the rewards of a run").add_argument
     add("--reward", required=True, metavar="NAME", action="append", help="name of a reward; may be repeated")
     add("--input", required=True, type=Path, metavar="FILE.jsonl", help="rows of prompt, completion, answer, ...")

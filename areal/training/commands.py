@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal.command_line import CONFIG, OVERRIDES, RUN, Tools
+from areal.command_line import CONFIG, OVERRIDES, RUN, RoomTools
 
 
-def declare(tools: Tools) -> None:
+def declare(tools: RoomTools) -> None:
     summary = "fine-tune a model on prompts and completions before a run; also works under torchrun"
     add = tools.add("sft", "sft:run", summary).add_argument
     add("--model", required=True, metavar="FOLDER")

@@ -14,7 +14,7 @@ from protocols.codec import Header, encode
 from protocols.errors import DeadlineError
 from protocols.messages import AskStatus, Completion, Done, Leave, Score, Shutdown, Status
 from protocols.network import SHARED_BYTES, ZmqNetwork
-from protocols.security import Generation, Keys, KeysError, Refusals, make_keys, retire_keys, rotate_keys
+from protocols.security import KeyGeneration, Keys, KeysError, Refusals, make_keys, retire_keys, rotate_keys
 from protocols.transport import Bus
 
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -113,7 +113,7 @@ async def test_knowing_whom_to_expect_there_is_not_enough(bus, serve, folder, tm
     known = Keys(folder).generations[0]
     stranger = tmp_path / "stranger"
     make_keys(stranger)
-    security._write(stranger / security.FILE_NAME, [Generation.make().model_copy(update={"server": known.server})])
+    security._write(stranger / security.FILE_NAME, [KeyGeneration.make().model_copy(update={"server": known.server})])
     with pytest.raises(DeadlineError):
         await bus("reward/0#b", stranger).peer(address).ask(AskStatus(), A_WHILE)
     assert not runs

@@ -28,7 +28,7 @@ from areal.training.guard import Guard
 from areal.trajectory import Branch, Group, Trajectory, columns, paths
 from protocols.codec import Frame, decode_header, encode_header
 from protocols.messages import AskRecovery, Done, GroupStarted, JobFailed, KeepAlive, Message, Recovery, TokenColumns
-from protocols.transport import STREAM_SILENCE_SECONDS, Peer, Server
+from protocols.transport import STREAM_SILENCE_SECONDS, Peer, RequestServer
 from simulation.engines import SimLearner
 
 Mutant = Callable[[], AbstractContextManager[None]]
@@ -45,20 +45,20 @@ def capacity_from_a_counter() -> AbstractContextManager[None]:
 
 def no_deduplication() -> AbstractContextManager[None]:
     """A server handles a repeated request a second time."""
-    receive, forget = Server._receive, Server._forget
+    receive, forget = RequestServer._receive, RequestServer._forget
 
-    def receive_anew(server: Server, frames: list[Frame]) -> None:
+    def receive_anew(server: RequestServer, frames: list[Frame]) -> None:
         header = decode_header(frames[1:])
         if header.id:
             server._answers.pop((header.sender, header.id, header.token), None)
             server._calls.pop((header.sender, header.id, header.token), None)
         receive(server, frames)
 
-    def forget_if_known(server: Server, key: tuple[str, str, bytes], *more: Any) -> None:
+    def forget_if_known(server: RequestServer, key: tuple[str, str, bytes], *more: Any) -> None:
         if key in server._calls:
             forget(server, key, *more)
 
-    return patch.multiple(Server, _receive=receive_anew, _forget=forget_if_known)
+    return patch.multiple(RequestServer, _receive=receive_anew, _forget=forget_if_known)
 
 
 def no_batch_gate() -> AbstractContextManager[None]:

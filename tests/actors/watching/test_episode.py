@@ -7,7 +7,7 @@ import io
 import numpy as np
 from rich.console import Console
 
-from actors.watching.episode import LONGEST, Episode, Score, Turn, show
+from actors.watching.episode import LONGEST, CompletionScore, Episode, Turn, show
 from areal.rewards.result import Result
 from areal.workflows.conversation import Generation
 from areal.workflows.forest import Forest
@@ -70,7 +70,7 @@ def test_a_branch_says_where_it_leaves_what_is_above_it():
 
 
 def test_rewards_and_credits_of_calls_are_shown_with_the_scores():
-    score = Score("mine.py:judge", "4", Result(0.5, {"form": 1.0}))
+    score = CompletionScore("mine.py:judge", "4", Result(0.5, {"form": 1.0}))
     calls = ("a", said("b")), ("ab", said("c"))
     out = printed(*calls, rewards=[(0, 0.25), (1, 1.0)], credit="call", scores=[score])
     assert "finish stop, reward 0.25, credited with 0.25" in out and "reward 1, credited with 1\n" in out
