@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import structlog
 
 from actors.parts.sessions import Router, SampleFailed, Sampler, SampleSession
 from actors.runtime.actor import first_error
-from areal.config import BenchmarkConfig, Config, SamplingConfig
+from areal.config import BenchmarkConfig, Config, EvaluatorConfig, SamplingConfig
 from areal.data.rows import Row, prompt_text
 from areal.data.sources import open_benchmark
 from areal.evaluation import scorecard
@@ -161,23 +162,34 @@ class Benchmark:
         return f"{self._samples - self._unfinished} of {self._samples}"
 
     def scores(self) -> BenchmarkScores:
-        settings, count = self._settings, len(self._results)
+        count = len(self._results)
         by_row: dict[int, list[float]] = {row.index: [] for row in self._rows}
         for (index, _), (score, _, _) in self._results.items():
             by_row[index].append(score)
-        card = scorecard(list(by_row.values()), settings.samples, settings.pass_score) if count else None
+        tokens = sum(tokens for _, tokens, _ in self._results.values())
         return BenchmarkScores(
-            accuracy=card.accuracy if card else None,
-            standard_error=card.standard_error if card else None,
-            pass_at=card.pass_at if card else {},
-            rows=len(self._rows),
-            failed=card.failed if card else len(self._rows),
+            **_scores_of(list(by_row.values()), tokens, self._settings),
             unfinished=self._unfinished,
-            completion_tokens_mean=sum(tokens for _, tokens, _ in self._results.values()) / count if count else None,
-            samples=settings.samples,
+            samples=self._settings.samples,
             scored=count,
             cut_share=sum(cut for _, _, cut in self._results.values()) / count if count else None,
         )
+
+
+def _scores_of(
+    by_row: list[list[float]], tokens: int, settings: EvaluatorConfig | BenchmarkConfig
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of `Scores`, of the scores of each row's samples and the number of their sampled tokens."""
+    count = sum(map(len, by_row))
+    card = scorecard(by_row, settings.samples, settings.pass_score) if count else None
+    return {
+        "accuracy": card and card.accuracy,
+        "standard_error": card and card.standard_error,
+        "pass_at": card.pass_at if card else {},
+        "rows": len(by_row),
+        "failed": card.failed if card else len(by_row),
+        "completion_tokens_mean": tokens / count if count else None,
+    }
 
 
 def _progress_of(benchmarks: Mapping[str, Benchmark]) -> str:
@@ -323,22 +335,15 @@ class Evaluator(Sampler):
 
     def _result(self, evaluation: Evaluation, benchmarks: Mapping[str, Benchmark]) -> EvaluationDone:
         """The result to report to the master. Raises EvaluationFailed if no sample was scored."""
-        settings, rows = self.config.evaluator, evaluation.rows
-        scored = sum(len(scores) for scores in evaluation.scores)
+        rows = evaluation.rows
         solved = {name: benchmark.scores() for name, benchmark in benchmarks.items()}
-        if not scored and (rows or not any(scores.scored for scores in solved.values())):
+        if not any(evaluation.scores) and (rows or not any(scores.scored for scores in solved.values())):
             what = f"the {len(rows)} held-out rows" if rows else f"the rows of {', '.join(solved)}"
             raise EvaluationFailed(f"none of {what} could be scored at version {evaluation.version}")
-        card = scorecard(evaluation.scores, settings.samples, settings.pass_score) if scored else None
         return EvaluationDone(
             version=evaluation.version,
-            accuracy=card.accuracy if card else None,
-            standard_error=card.standard_error if card else None,
-            pass_at=card.pass_at if card else {},
-            rows=len(rows),
-            failed=card.failed if card else 0,
+            **_scores_of(evaluation.scores, sum(evaluation.tokens), self.config.evaluator),
             unfinished=sum(evaluation.unfinished),
-            completion_tokens_mean=sum(evaluation.tokens) / scored if scored else None,
             samples=tuple(self._example(rows[n], evaluation.first[n]) for n in sorted(evaluation.first)[:ROWS_SHOWN]),
             benchmarks=solved,
         )

@@ -125,7 +125,8 @@ class Master(HandlesRequests):
         self._outbox: deque[Message] = deque()
         self._mail = Signal()
         self._events: Publisher
-        self._meter = StepMeter(self.state)
+        self._suspended = 0.0  # seconds
+        self._meter = StepMeter(self.state, asyncio.get_running_loop().time)
         self._numbers: dict[str, float] = {}  # for Prometheus, updated every second
         # Not journaled: a resumed run, perhaps with other settings, starts all counts at 0.
         self._failures = Failures(config.batch_size, config.outage_seconds, config.max_failed_share, folder.path)
@@ -172,7 +173,7 @@ class Master(HandlesRequests):
             self.folder.append_evaluation(evaluation_record(evaluation))
         self._evaluations.hold_version_0()
         if self.state.masters > 1:
-            self._meter.begin(self._now())
+            self._meter.begin()
             log.info(
                 "the master continues from its journal", version=self.ledger.version, alive=self.ledger.alive,
                 members=list(self.state.members),
@@ -258,10 +259,11 @@ class Master(HandlesRequests):
         last = self._now()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            now = self._now()
-            if (absent := now - last - WATCH_SECONDS) > WATCH_SECONDS:
-                self._excuse(absent)
-            last = now
+            if (absent := self._now() - last - WATCH_SECONDS) > WATCH_SECONDS:
+                log.warning("the master process was suspended", seconds=absent)
+                self._suspended += absent
+                self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
+            last = now = self._now()
             for identity, silence in self.members.silent(self.config.master.lease_seconds):
                 self._remove(identity, f"silent for {silence:.0f} s")
             if lost := self.ledger.expire(now):
@@ -282,15 +284,6 @@ class Master(HandlesRequests):
                 **delay,
             }
             self._remedy_stall()
-
-    def _excuse(self, absent: float) -> None:
-        """This process was suspended for `absent` seconds. Extend all timeouts and leases by that time, so that no
-        member loses its place because of it."""
-        log.warning("the master process was suspended", seconds=absent)
-        self.members.excuse(absent)
-        self._evaluations.excuse(absent)
-        self._progress.excuse(absent)
-        self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
 
     def _remedy_stall(self) -> None:
         match self._progress.remedy():
@@ -328,7 +321,9 @@ class Master(HandlesRequests):
         )
 
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        """The master's clock. Time in which this process was suspended does not count: no member loses its place for
+        it."""
+        return asyncio.get_running_loop().time() - self._suspended
 
     def _member(self, request: Request[Message], role: str | None = None) -> Member:
         """The sender of `request`. Raises FencedError if it is not a member, RefusedError if it has another role than
@@ -421,7 +416,7 @@ class Master(HandlesRequests):
         if not await self._park(request, self._free):
             return Permits(permits=())
         self._member(request)  # the sender may have been removed while its request was parked
-        self._meter.begin(self._now())
+        self._meter.begin()
         count = min(request.message.count, self._free())
         granted = self.ledger.admit(owner, count, self._now(), self.config.master.lease_seconds)
         return Permits(
@@ -480,9 +475,7 @@ class Master(HandlesRequests):
             if group is None or group.owner != owner:
                 return ReportAnswer.GONE
             return self.ledger.discard(failed.group, failed.cause)
-        if self._failures.in_a_row:
-            return self.ledger.put_back(failed.group, owner, failed.cause)
-        return self.ledger.failed(failed.group, owner, failed.cause)
+        return self.ledger.failed(failed.group, owner, failed.cause, counts=not self._failures.in_a_row)
 
     @handles(ScoringFailed)
     async def scoring_failed(self, request: Request[ScoringFailed]) -> Done:
@@ -531,7 +524,7 @@ class Master(HandlesRequests):
                 return None
             answer = self.ledger.next_batch(version)
             if version == self.ledger.version:
-                self._meter.record_wait(answer, self._now())
+                self._meter.record_wait(answer)
             return answer if isinstance(answer, Batch | RunEnded) else None
 
         version = request.message.version
@@ -557,7 +550,7 @@ class Master(HandlesRequests):
                 f"version {self.ledger.version} is not published yet, so version {commit.version} cannot be committed"
             )
         record = self.ledger.commit(commit.version - 1)
-        metrics = self._meter.metrics(commit, record, self._now())
+        metrics = self._meter.metrics(commit, record)
         self.state.emit("stepped", metrics=metrics, groups=list(record.batch.group_ids))
         self.state.compact_if_due()
         self._failures.filtered_in_a_row = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from actors.parts.run_state import RunState
@@ -23,10 +23,11 @@ RECENT = (
 
 
 class StepMeter:
-    """Measures the current step, from the last commit to the next one. Times are in seconds, by the master's clock."""
+    """Measures the current step, from the last commit to the next one, by `clock`, in seconds."""
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, clock: Callable[[], float]) -> None:
         self._state = state
+        self._clock = clock
         self._counted: Counter[str] = Counter()
         self._starved = 0.0
         self._starving_since: float | None = None
@@ -34,9 +35,9 @@ class StepMeter:
         self._begun: float | None = None
         self._recent = deque([_main_metrics(state.last_step)] if state.last_step else [], RECENT_STEPS)
 
-    def begin(self, now: float) -> None:
+    def begin(self) -> None:
         """Start the clock of this master's first step. Further calls change nothing."""
-        self._begun = now if self._begun is None else self._begun
+        self._begun = self._clock() if self._begun is None else self._begun
 
     def count(self, stats: Mapping[str, float], previous: Mapping[str, float] | None) -> Counter[str]:
         """Add what a member has counted since its last heartbeat to the step, and return that.
@@ -50,9 +51,10 @@ class StepMeter:
         self._counted += fresh
         return fresh
 
-    def record_wait(self, answer: Batch | Waiting | RunEnded, now: float) -> None:
+    def record_wait(self, answer: Batch | Waiting | RunEnded) -> None:
         """Count the ledger's answer to a trainer that asks for a batch: for how long fewer groups than a batch were
         ready, and how many ready groups were left over when the batch was formed."""
+        now = self._clock()
         if isinstance(answer, Waiting) and answer.ready < answer.needed:
             self._starving_since = now if self._starving_since is None else self._starving_since
         elif self._starving_since is not None:
@@ -61,9 +63,9 @@ class StepMeter:
         if isinstance(answer, Batch) and self._left_over is None:
             self._left_over = self._state.ledger.ready_count
 
-    def metrics(self, commit: CommitStep, record: StepRecord, now: float) -> dict[str, Any]:
+    def metrics(self, commit: CommitStep, record: StepRecord) -> dict[str, Any]:
         """The metrics of the step that `commit` ends. The next step begins with this call."""
-        state, ledger = self._state, self._state.ledger
+        state, ledger, now = self._state, self._state.ledger, self._clock()
         groups = record.batch.group_ids
         rewards = [state.rewards[group] for group in groups]
         seconds = now - self._begun if self._begun is not None else 0.0

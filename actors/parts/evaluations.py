@@ -167,8 +167,3 @@ class Evaluations:
             self.abandon(f"there has been no evaluator for {patience:g} s")
         elif limit and now - self._held_since > limit + GRACE_SECONDS:
             self.abandon(f"it took longer than evaluator.timeout_seconds ({limit:g} s)")
-
-    def excuse(self, absent: float) -> None:
-        """The master was suspended for so many seconds."""
-        self._held_since += absent
-        self._evaluator_seen += absent

@@ -111,11 +111,6 @@ class Members:
         silences = [(identity, self._clock() - pulse.time) for identity, pulse in self.pulses.items()]
         return [(identity, silence) for identity, silence in silences if silence > seconds]
 
-    def excuse(self, absent: float) -> None:
-        """The master was suspended for so many seconds, and heard nobody."""
-        for pulse in self.pulses.values():
-            pulse.time += absent
-
     def record(self, identity: str, beat: Heartbeat) -> None:
         sequences = sum(beat.engagement.sequences.values()) if beat.engagement else 0
         self.pulses[identity] = Pulse(self._clock(), beat, sequences=sequences)
@@ -142,8 +137,8 @@ class Members:
             beat = self.pulses[identity].beat
             size += len(beat.activity.encode()) + sum(len(name.encode()) + 11 for name in beat.stats)
             fits = size <= MAX_STATUS_BYTES
-            said = {"activity": beat.activity if fits else "", "stats": beat.stats if fits else {}}
-            rows.append({"identity": identity, "state": member.state, **said})
+            details = {"activity": beat.activity if fits else "", "stats": beat.stats if fits else {}}
+            rows.append({"identity": identity, "state": member.state, **details})
         return rows
 
 

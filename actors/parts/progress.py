@@ -34,10 +34,6 @@ class Progress:
         self._last = self._clock()
         self._remedies = 0
 
-    def excuse(self, absent: float) -> None:
-        """The master was suspended for so many seconds."""
-        self._last += absent
-
     # --- stalls
 
     def stall(self) -> str:

@@ -471,28 +471,20 @@ class Ledger:
             return ReportAnswer.FILTERED
         return self._accept_start(group, Ready(group_id, start_version), start_version)
 
-    def failed(self, group_id: str, owner: str, reason: str) -> ReportAnswer:
+    def failed(self, group_id: str, owner: str, reason: str, counts: bool = True) -> ReportAnswer:
         """Report that the group cannot be finished. `reason` is one of a few categories; groups are counted by reason,
-        here and in `discard` and `put_back`."""
+        here and in `discard`. `counts`: whether this counts as a failure of the prompt."""
         group = self._owned(group_id, owner)
         if group is None:
             return ReportAnswer.GONE
         if group.state is not GroupState.ADMITTED:
             return ReportAnswer.UNCHANGED
-        if self.settings.on_failed_sample == "discard":
+        if not counts:
+            self._return_leases([group], reason)
+        elif self.settings.on_failed_sample == "discard":
             self._emit(Discarded(group_id, reason))
         else:
             self._fail(group, reason)
-        return ReportAnswer.ACCEPTED
-
-    def put_back(self, group_id: str, owner: str, reason: str) -> ReportAnswer:
-        """Report that the group cannot be finished, for a reason that does not count as a failure of its prompt."""
-        group = self._owned(group_id, owner)
-        if group is None:
-            return ReportAnswer.GONE
-        if group.state is not GroupState.ADMITTED:
-            return ReportAnswer.UNCHANGED
-        self._return_leases([group], reason)
         return ReportAnswer.ACCEPTED
 
     def discard(self, group_id: str, reason: str) -> ReportAnswer:

@@ -203,7 +203,7 @@ class _Branch(NamedTuple):
 def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
     for rollout in rollouts:
         notes = json.loads(rollout.group.notes or "{}")
-        about = notes.get("samples") or [{}] * len(rollout.group.trajectories)
+        row, about = notes.get("row", "{}"), notes.get("samples") or [{}] * len(rollout.group.trajectories)
         starts = [trajectory.start_version for trajectory in rollout.group.trajectories]
         staleness = rollout.step and rollout.step - 1 - min(starts)
         start = 0
@@ -212,18 +212,7 @@ def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
                 end = start + len(sequence)
                 values = rollout.values and TokenValues(*(array[start:end] for array in rollout.values))
                 shared = trajectory.branches[branch].shared if trajectory.branches else 0
-                yield _Branch(
-                    rollout,
-                    staleness,
-                    sample,
-                    branch,
-                    shared,
-                    starts[sample],
-                    sequence,
-                    values,
-                    note,
-                    notes.get("row", "{}"),
-                )
+                yield _Branch(rollout, staleness, sample, branch, shared, starts[sample], sequence, values, note, row)
                 start = end
 
 

@@ -138,14 +138,6 @@ def test_no_generator_is_held_without_an_evaluator_or_for_longer_than_it_may_tak
     assert list(run.state.not_evaluated) == [2, 4, 6]
 
 
-def test_time_in_which_the_master_was_suspended_does_not_count(run):
-    run.publish(2)
-    run.now += 1000.0
-    run.evaluations.excuse(1000.0)
-    run.evaluations.watch()
-    assert run.held == {1: 2}
-
-
 def test_scores_count_once_and_only_for_the_version_that_is_due(run):
     run.publish(2)
     assert not run.evaluations.keep_scores(4, ROWS)
