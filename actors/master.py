@@ -131,8 +131,8 @@ class Master(HandlesRequests):
         # Not journaled: a resumed run, perhaps with other settings, starts all counts at 0.
         self._failures = Failures(config.batch_size, config.outage_seconds, config.max_failed_share, folder.path)
         self.members = Members(self.state, self._send_out, self._now)
-        self._evaluations = Evaluations(config, self.state, self.members, self._now)
-        self._progress = Progress(config, self.state, self.members, self._failures, self._free, self._now)
+        self._evaluations = Evaluations(self.state, self.members)
+        self._progress = Progress(self.state, self.members, self._failures, self._free)
 
     @property
     def ledger(self) -> Ledger:

@@ -6,14 +6,13 @@ is held from the start. The last version is due last, and needs no hold: no newe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import structlog
 
 from actors.parts.members import Members
 from actors.parts.run_state import RunState
-from areal.config import Config
 from protocols.messages import EvaluationDone, Member, Policy
 
 # The evaluator itself keeps `evaluator.timeout_seconds`. Beyond it, the master gives it this long to report.
@@ -30,14 +29,11 @@ class DueEvaluation(NamedTuple):
 
 
 class Evaluations:
-    """Decisions are journaled by `state`, and holds are entered in `members`. `clock` is the master's."""
+    """Decisions are journaled by `state`, and holds are entered in `members`."""
 
-    def __init__(self, config: Config, state: RunState, members: Members, clock: Callable[[], float]) -> None:
-        self._config = config
-        self._state = state
-        self._members = members
-        self._clock = clock
-        self._held_since = self._evaluator_seen = clock()
+    def __init__(self, state: RunState, members: Members) -> None:
+        self._config, self._state, self._members, self._clock = state.config, state, members, members.clock
+        self._held_since = self._evaluator_seen = self._clock()
         self._rows_at_loss: tuple[int, int] | None = None  # (version, scored rows) when an evaluator was lost
 
     @property

@@ -40,13 +40,13 @@ class Pulse:
 
 
 class Members:
-    """Changes of the directory are journaled, and handed to `publish`. `clock` is the master's. The members of an
-    earlier master count as heard from now."""
+    """Changes of the directory are journaled and handed to `publish`. `clock`: the master's, in seconds. The members of
+    an earlier master count as heard from now."""
 
     def __init__(self, state: RunState, publish: Callable[[Message], None], clock: Callable[[], float]) -> None:
         self._state = state
         self._publish = publish
-        self._clock = clock
+        self.clock = clock
         self.pulses = {identity: Pulse(clock(), restored=True) for identity in state.members}
         self._sizes = Counter({identity: _bytes_of(member) for identity, member in state.members.items()})
 
@@ -74,7 +74,7 @@ class Members:
     def add(self, member: Member) -> None:
         """Raises BusyError if the directory has no room for the member."""
         self._check_room(member)
-        self.pulses[member.identity] = Pulse(self._clock())
+        self.pulses[member.identity] = Pulse(self.clock())
         self._enter("joined", member)
 
     def update(self, member: Member, beat: Heartbeat) -> bool:
@@ -108,12 +108,12 @@ class Members:
 
     def silent(self, seconds: float) -> list[tuple[str, float]]:
         """The members that were silent for longer than `seconds`, and for how long."""
-        silences = [(identity, self._clock() - pulse.time) for identity, pulse in self.pulses.items()]
+        silences = [(identity, self.clock() - pulse.time) for identity, pulse in self.pulses.items()]
         return [(identity, silence) for identity, silence in silences if silence > seconds]
 
     def record(self, identity: str, beat: Heartbeat) -> None:
         sequences = sum(beat.engagement.sequences.values()) if beat.engagement else 0
-        self.pulses[identity] = Pulse(self._clock(), beat, sequences=sequences)
+        self.pulses[identity] = Pulse(self.clock(), beat, sequences=sequences)
 
     def activity(self, role: str) -> str:
         """What the first member of the role does."""

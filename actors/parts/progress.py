@@ -7,7 +7,6 @@ from typing import Literal
 
 from actors.parts.members import Members
 from actors.parts.run_state import RunState
-from areal.config import Config
 from areal.staleness.failures import Failures
 from protocols.messages import actor_name
 
@@ -15,18 +14,12 @@ ROLES = ("trainer", "generator", "reward", "rollout_manager")
 
 
 class Progress:
-    """`free`: the number of groups that may start now. `clock` is the master's."""
+    """`free`: the number of groups that may start now."""
 
-    def __init__(
-        self, config: Config, state: RunState, members: Members, failures: Failures, free: Callable[[], int],
-        clock: Callable[[], float],
-    ) -> None:  # fmt: skip
-        self._config = config
-        self._state = state
-        self._members = members
+    def __init__(self, state: RunState, members: Members, failures: Failures, free: Callable[[], int]) -> None:
+        self._config, self._state, self._members, self._clock = state.config, state, members, members.clock
         self._failures = failures
         self._free = free
-        self._clock = clock
         self.made()
 
     def made(self) -> None:

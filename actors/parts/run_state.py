@@ -40,6 +40,7 @@ class RunState:
     """The master's state. If `journal` holds the events of an earlier master, they are replayed."""
 
     def __init__(self, config: Config, journal: Journal) -> None:
+        self.config = config
         self.journal = journal
         self.settings = LedgerSettings(
             batch_size=config.batch_size,

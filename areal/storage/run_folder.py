@@ -127,11 +127,8 @@ def read_metrics(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         return
     with path.open("rb") as file:  # by line: a long run has gigabytes of them
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                return
-            if not line.endswith(b"\n"):
+            record = _parsed(line)
+            if record is None or not line.endswith(b"\n"):
                 return
             yield record, len(line)
 

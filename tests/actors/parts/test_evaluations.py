@@ -36,9 +36,8 @@ class Run:
         self.connection = connection or sqlite3.connect(":memory:", check_same_thread=False)
         self.state = RunState(config, Journal(self.connection))
         self.members = Members(self.state, lambda event: None, lambda: self.now)
-        self.evaluations = Evaluations(config, self.state, self.members, lambda: self.now)
-        failures = Failures(2, 60.0, 0.1, Path("runs/x"))
-        self.progress = Progress(config, self.state, self.members, failures, lambda: 1, lambda: self.now)
+        self.evaluations = Evaluations(self.state, self.members)
+        self.progress = Progress(self.state, self.members, Failures(2, 60.0, 0.1, Path("runs/x")), lambda: 1)
 
     def join(self, role: Any, mark: str = "x", **beat: Any) -> Member:
         member = self.members.new(Join(role=role, index=None, address="tcp://a:1"), mark)
