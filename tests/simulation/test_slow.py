@@ -16,7 +16,7 @@ from areal.rewards.pool import RewardFailed
 from areal.rewards.result import Result
 from areal.staleness import failures
 from simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource
-from simulation.faults import Kill, Plan
+from simulation.faults import Kill, Pause, Plan
 from simulation.model import Model
 from simulation.world import World
 
@@ -277,3 +277,11 @@ def test_engines_that_die_while_they_load_are_started_again() -> None:
     world, _ = run(model(steps=16), Plan(until=100.0, mishaps=Mishaps(load_tears=0.4)))
     assert world.processes["generator-0"].lives > 1
     assert issubclass(WeightLoadError, Exception) and not issubclass(WeightLoadError, EngineError)
+
+
+@pytest.mark.parametrize("at", [1.0, 2.0, 3.0])
+def test_a_suspended_master_fences_nobody_and_ends_no_lease(at: float) -> None:
+    settings = model(steps=60, managers=2, lease_seconds=6.0, lost_seconds=30.0)
+    world, events = run(settings, Plan(until=8.0, faults=[Pause(at, "master-0", 10.0)]))
+    assert lives(world) == {1}
+    assert not events["requeued"] and not events["left"]
