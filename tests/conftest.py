@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 from helpers import keys_folder
 
-from areal.processor import avoid_broken_amx
+from areal.cpu.processor import avoid_broken_amx
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile("untimed", deadline=None)

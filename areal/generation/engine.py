@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,10 +32,10 @@ import setproctitle
 from safetensors import SafetensorError, safe_open
 
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
+from areal.cpu import generation as cpu
+from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.devices import SHARES, visible_devices
-from areal.generation.forking import forking, import_early
 from areal.processes import importing
-from areal.processor import avoid_broken_amx
 from areal.trajectory import Finish
 from areal.weights.folders import WEIGHTS_FILE, Shapes, published_shapes
 
@@ -48,12 +46,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# KV cache block size on the CPU, in tokens. vLLM's default, 128, would share a group's prompt only from 128 tokens on.
-CPU_BLOCK_SIZE = 32
-CPU_KV_CACHE_GIB = 1.0
-
 # Shares of a GPU's memory: of an engine that has the GPU to itself, of one that takes turns with the trainer, and of
-# one beside the trainer. On the CPU it is a share of RAM, and has no effect, since the size of the KV cache is given.
+# one beside the trainer.
 OWN, TURNS, SHARED = 0.9, 0.8, 0.3
 
 # Time for the engine process to exit. It takes 3 s on a busy core; if killed earlier, it leaks a semaphore and warns.
@@ -613,76 +607,41 @@ def _sampling_params(
     )
 
 
-def prepare(config: GeneratorConfig) -> bool:
-    """Set the environment, and on CPUs begin to import vLLM, for an engine process that is forked. Returns whether it
-    will be. Call it while the process has a single thread, then vLLM is imported once for both."""
-    forks = set_environment(config)
-    if forks:
-        import_early()
-    return forks
+def prepare(config: GeneratorConfig) -> None:
+    """Set the environment of an engine's process and, on CPUs, begin to import vLLM for it. Call it while this process
+    has a single thread, then vLLM is imported once for both."""
+    set_environment(config)
+    if not visible_devices():
+        start_fork_server()
 
 
-def set_environment(config: GeneratorConfig) -> bool:
-    """Set the environment variables that vLLM and its processes read at import. Returns whether the engine's process
-    will be forked."""
+def set_environment(config: GeneratorConfig) -> None:
+    """Set the environment variables that vLLM and its processes read at import."""
     setproctitle.getproctitle()  # it finds the place of the title only while the environment has not been written
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
-    # vLLM's own binding would pin every engine of a machine to the same first cores.
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if sys.platform != "linux" or visible_devices():
-        return False
-    _set_cpu_environment(config)
-    return True
-
-
-def _check_libraries() -> None:
-    """Raises UserError if vLLM's kernels for the CPU lack a library; vLLM itself only warns when it imports them."""
-    try:
-        ctypes.CDLL("libnuma.so.1")
-    except OSError as error:
-        raise UserError(
-            f"vLLM needs libnuma on the CPU ({error}): install it, on Debian and Ubuntu by apt-get install libnuma1."
-        ) from error
-
-
-def _set_cpu_environment(config: GeneratorConfig) -> None:
-    # Otherwise the sampler compiles a helper at the first request, which takes 3 to 28 s and is useless on the CPU.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Otherwise the memory of each step's activations is allocated from the operating system and returned to it, which
-    # makes long prefills a third slower.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 * 2**20))
-    if config.dtype == "bfloat16":
-        avoid_broken_amx()
+    if not visible_devices():
+        cpu.set_environment(config)
 
 
 def _start_core(
     model: Path, config: GeneratorConfig, seed: int, lora: LoraConfig | None, sleeps: bool, transfer: str | None
 ) -> tuple[AsyncMPClient, list[int]]:
-    forks = prepare(config)
+    prepare(config)
     with importing():
         from vllm.platforms import current_platform
         from vllm.v1.engine.core_client import EngineCoreClient
         from vllm.v1.executor import Executor
 
-    if current_platform.is_cpu():
-        _check_libraries()
-        _set_cpu_environment(config)
-        if (ranks := config.engine_options.get("data_parallel_size", 1)) > 1:
-            raise UserError(
-                f"generator.engine_options.data_parallel_size is {ranks}, but vLLM's data-parallel ranks cannot "
-                f"exchange tokens on a CPU: leave it out, and raise generator.count."
-            )
-        if transfer in ("nccl", "ipc"):
-            raise UserError(
-                f"weights.transport={transfer} needs GPUs, and this machine has none: set it to folder or stream."
-            )
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        cpu.set_environment(config)
+        cpu.check_settings(config, transfer)
     try:
-        arguments = _engine_args(model, config, seed, lora, sleeps, current_platform.is_cpu(), transfer)
+        arguments = _engine_args(model, config, seed, lora, sleeps, on_cpu, transfer)
         vllm_config = arguments.create_engine_config()
         scheduler = vllm_config.scheduler_config
         name = "AsyncGatheringScheduler" if scheduler.async_scheduling else "GatheringScheduler"
@@ -692,7 +651,7 @@ def _start_core(
         reason = " ".join(str(error).split())
         raise UserError(f"vLLM cannot run the model in {model} with these generator settings: {reason}") from error
     try:
-        with forking() if forks else contextlib.nullcontext():
+        with forked_engines() if on_cpu else contextlib.nullcontext():
             core = EngineCoreClient.make_async_mp_client(vllm_config, Executor.get_class(vllm_config), log_stats=True)
     except RuntimeError as error:
         raise EngineError(f"vLLM did not start on {model}; its own log, above, says why: {error}") from error
@@ -701,7 +660,7 @@ def _start_core(
 
 
 def _engine_args(
-    model: Path, config: GeneratorConfig, seed: int, lora: LoraConfig | None, sleeps: bool, cpu: bool,
+    model: Path, config: GeneratorConfig, seed: int, lora: LoraConfig | None, sleeps: bool, on_cpu: bool,
     transfer: str | None = None,
 ) -> Any:  # fmt: skip
     from vllm import AsyncEngineArgs
@@ -709,7 +668,7 @@ def _engine_args(
     options = config.engine_options
     # Data-parallel ranks have an executor each.
     workers = config.devices // options.get("data_parallel_size", 1)
-    share = SHARED if cpu or SHARES in os.environ else TURNS if sleeps else OWN
+    share = SHARED if SHARES in os.environ else TURNS if sleeps else OWN
     executor = "OneProcessExecutor" if workers == 1 else "ManyProcessExecutor"
     arguments = {
         "model": str(model),
@@ -720,8 +679,8 @@ def _engine_args(
         "max_num_seqs": config.max_concurrent_rollouts,
         "tensor_parallel_size": config.tensor_parallel,
         "gpu_memory_utilization": config.memory_share or share,
-        "enable_sleep_mode": sleeps and not cpu,  # on the CPU vLLM can pause, but returns no memory
-        "enforce_eager": config.enforce_eager or cpu,  # compiling for the CPU takes longer at start-up than it saves
+        "enable_sleep_mode": sleeps,
+        "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "distributed_executor_backend": f"areal.generation.vllm_worker.{executor}",
@@ -732,11 +691,10 @@ def _engine_args(
     }
     if lora:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _max_lora_rank(lora.rank)}
-    if cpu:
-        kernels = {"rms_norm": ["cpu_kernel"], "fused_add_rms_norm": ["cpu_kernel"]}
-        arguments |= {"block_size": CPU_BLOCK_SIZE, "ir_op_priority": kernels}
-    if config.kv_cache_gib or cpu:
-        arguments["kv_cache_memory_bytes"] = int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)
+    if config.kv_cache_gib:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+    if on_cpu:
+        arguments |= cpu.engine_arguments(config)
     return AsyncEngineArgs(**arguments | options)
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from areal.config import Config, UserError
+from areal.cpu import training as cpu
 from areal.devices import ASK_SECONDS, visible_devices
 from areal.planning.command import count_parameters, read_model, read_modules
 from areal.planning.split import GIB, row_tokens, training_memory
-from areal.processor import avoid_broken_amx
 from areal.selftest import disk, kernels, sequences
 from areal.selftest.findings import GAP, LAYERS, Finding, judged
 from areal.selftest.memory import peak, resident
@@ -50,8 +50,8 @@ class TrainingChecks:
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
             self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        elif trainer.dtype == "bfloat16":
-            avoid_broken_amx()
+        else:
+            cpu.set_environment(trainer.dtype)
         self._engine: TrainingEngine | None = None
         self._sending: Sending | None = None
         self._resident_at_start = 0

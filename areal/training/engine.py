@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import atexit
 import copy
-import fcntl
-import hashlib
 import io
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -30,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.config import Config, TrainerConfig, UserError
+from areal.cpu import training as cpu
 from areal.models import check_heads
 from areal.processes import importing
-from areal.processor import avoid_broken_amx
 from areal.training.advantages import advantages
 from areal.training.agreement import SILENCE, Writer
 from areal.training.checkpoint import Share, TrainingState
@@ -53,51 +50,6 @@ from areal.weights.folders import saved_buffers
 from areal.weights.lora import add_adapters
 
 log = structlog.get_logger()
-
-
-def build_communication() -> None:
-    """Build DeepSpeed's op for ranks on one machine, unless it is built already, and load it.
-
-    torch marks a running build with a lock file. A process that is killed leaves this file behind, and all later builds
-    would wait for it forever. The lock taken here is released when its holder exits. Its holder knows that no build is
-    running, and removes torch's file. The builds of each Python environment have a folder of their own. In a common one
-    torch would build for minutes whenever an environment at another path was the last to build. Raises UserError if the
-    op cannot be built.
-    """
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.comm.torch import build_shm_op
-    from torch.utils.cpp_extension import _get_build_directory, get_default_build_root
-
-    environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{get_default_build_root()}/{environment}")
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None:
-        return
-    folder = Path(_get_build_directory(builder.name, False))
-    with folder.with_name(f"{builder.name}.building").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)
-        try:
-            with redirect_stdout(io.StringIO()):
-                build_shm_op()
-        except RuntimeError as error:
-            lines = str(error).splitlines()
-            reason = next((line for line in lines if "not found" in line or "error:" in line), lines[0])
-            raise UserError(
-                f"DeepSpeed cannot build its op for the CPU ({reason.strip()}): install a C++ compiler and Python's "
-                f"headers, on Debian and Ubuntu by apt-get install build-essential python3-dev."
-            ) from error
-
-
-def load_libraries(model: Path) -> None:
-    """Import what an engine needs for this model on CPUs, so that processes forked from this one have it."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    with importing():
-        import deepspeed  # noqa: F401
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-    with importing(), torch.device("meta"):
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
 
 
 def _join_ranks() -> None:
@@ -161,9 +113,7 @@ class TrainingEngine:
         cuda = torch.cuda.is_available()
         config = config.on(cuda=cuda)
         if not cuda:
-            os.environ["DS_ACCELERATOR"] = "cpu"
-            if config.dtype == "bfloat16":
-                avoid_broken_amx()
+            cpu.set_environment(config.dtype)
         if not cuda or config.offload != "none":
             torch.set_num_threads(config.threads)
         with importing():
@@ -176,7 +126,8 @@ class TrainingEngine:
         self.source = model
         self._keep_values = keep_values
         self.values: TokenValues | None = None
-        build_communication()
+        if not cuda:
+            cpu.build_communication()
         _join_ranks()
         self._control = dist.new_group(backend="gloo", timeout=SILENCE)
         self._zero = deepspeed.zero

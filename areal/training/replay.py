@@ -280,7 +280,7 @@ def replay(replays: Sequence[Replay], console: Console) -> bool:
 
 def _run_in_processes(replays: Sequence[Replay], console: Console) -> dict[str, dict[str, Any]]:
     """Do the replays in as many processes at once as there are cores for, forked from this one: imports are shared."""
-    from areal.training.engine import load_libraries
+    from areal.cpu.training import load_libraries
 
     load_libraries(Path(replays[0].config.model))
     gc.freeze()

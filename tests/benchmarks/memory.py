@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from areal.config import Config
+from areal.cpu.processor import avoid_broken_amx
 from areal.planning.command import read_model
 from areal.planning.split import training_memory
-from areal.processor import avoid_broken_amx
 from areal.selftest.memory import peak
 from areal.selftest.synthetic import random_groups
 from areal.training.engine import TrainingEngine

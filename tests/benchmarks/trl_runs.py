@@ -153,7 +153,7 @@ class FileTransfer:
 # --- for the CPU: vLLM
 
 
-# What it needs there, as in areal.generation.engine; and the float32 of the checkpoint, which it would round.
+# What it needs there, as in areal.cpu.generation; and the float32 of the checkpoint, which it would round.
 ENGINE = {
     "dtype": "float32",
     "enforce_eager": True,

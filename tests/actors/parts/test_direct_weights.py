@@ -31,8 +31,8 @@ from actors.generator import Generator
 from actors.parts.direct_weights import DirectReceiver, DirectSender
 from actors.runtime.addresses import Door
 from areal.config import GeneratorConfig, SamplingConfig, UserError, WeightsConfig
+from areal.cpu.fork_server import IMPORTED
 from areal.generation.engine import Chunk, EngineError, GenerationEngine, WeightLoadError
-from areal.generation.forking import IMPORTED
 from areal.weights.chunks import Manifest
 from protocols.errors import RefusedError
 from protocols.messages import Member, Policy, SendWeights, TransferDone

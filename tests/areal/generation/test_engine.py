@@ -36,8 +36,9 @@ from transformers import (
 
 import areal.generation.engine
 from areal.config import GeneratorConfig, LoraConfig, SamplingConfig, UserError
+from areal.cpu.generation import BLOCK_SIZE
 from areal.devices import SHARES
-from areal.generation.engine import CPU_BLOCK_SIZE, Chunk, EngineError, EngineStats, GenerationEngine, WeightLoadError
+from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, WeightLoadError
 from areal.selftest.transport import Receiving, Sending
 from areal.weights.folders import published_shapes
 from areal.weights.lora import add_adapters, write_adapter
@@ -685,7 +686,7 @@ async def test_importing_the_module_imports_neither_torch_nor_vllm() -> None:
 async def test_a_missing_library_is_told_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "libnuma.so.1").touch()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "from areal.generation.engine import _check_libraries; _check_libraries()",
+        sys.executable, "-c", "from areal.cpu.generation import check_libraries; check_libraries()",
         env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     _, said = await process.communicate()
@@ -873,18 +874,18 @@ async def test_an_engine_that_hands_over_gives_out_what_it_has_and_takes_nothing
 
 
 async def test_prompt_tokens_are_counted_and_those_that_an_earlier_sequence_left(engine: GenerationEngine) -> None:
-    prompt = PROMPT[: 2 * CPU_BLOCK_SIZE + 5]
+    prompt = PROMPT[: 2 * BLOCK_SIZE + 5]
     before = engine.stats()
     for name in ("first", "second"):
         await collect(engine.generate(name, prompt, SAMPLING))
     after = engine.stats()
     assert after.prefix_cache_queries - before.prefix_cache_queries == 2 * len(prompt)
-    assert after.prefix_cache_hits - before.prefix_cache_hits == 2 * CPU_BLOCK_SIZE
+    assert after.prefix_cache_hits - before.prefix_cache_hits == 2 * BLOCK_SIZE
 
 
 async def test_a_later_turn_reuses_the_kept_kv_cache_of_its_sample(models: Models) -> None:
     engine = await GenerationEngine.start(models[0], CONFIG.model_copy(update={"kv_on_update": "keep"}), version=0)
-    prompt = PROMPT[: 2 * CPU_BLOCK_SIZE + 5]
+    prompt = PROMPT[: 2 * BLOCK_SIZE + 5]
     turn = await collect(engine.generate("first turn", prompt, SAMPLING))
     await engine.load(models[1], 1)
     hits = []
@@ -894,7 +895,7 @@ async def test_a_later_turn_reuses_the_kept_kv_cache_of_its_sample(models: Model
         hits.append(engine.stats().prefix_cache_hits - before)
     await engine.close()
     # The key and value of the turn's last token were never computed.
-    assert hits == [0, *[(len(prompt) + len(turn.tokens) - 1) // CPU_BLOCK_SIZE * CPU_BLOCK_SIZE] * 2]
+    assert hits == [0, *[(len(prompt) + len(turn.tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE] * 2]
 
 
 async def test_one_sequence_can_be_handed_over_while_the_others_go_on(engine: GenerationEngine) -> None:

@@ -494,7 +494,7 @@ def test_a_snapshot_is_what_is_written_whatever_is_trained_meanwhile(engine_of, 
 
 BUILD = """
 from deepspeed.comm.torch import build_shm_op
-from areal.training.engine import build_communication
+from areal.cpu.training import build_communication
 
 build_communication()
 build_shm_op()  # as DeepSpeed does, while the ranks wait for one another

@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal.config import UserError
-from areal.processor import avoid_broken_amx
+from areal.cpu.processor import avoid_broken_amx
 from areal.selftest.references import logprobs_of_whole_logits
 from areal.training import head
 from areal.training.head import Head, LogitCurve, linear_logprobs

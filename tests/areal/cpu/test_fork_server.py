@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal.generation import forking as module
-from areal.generation.forking import forking, import_early
+from areal.cpu import fork_server
+from areal.cpu.fork_server import forked_engines, start_fork_server
 from areal.selftest.synthetic import write_tiny_model
 
 SCRIPT = """
@@ -79,11 +79,11 @@ def test_an_engine_process_is_forked_unless_the_environment_has_changed(tmp_path
     from vllm.v1.engine import utils
 
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    import_early()
-    monkeypatch.setattr(module, "_environment", module._read_early())
+    start_fork_server()
+    monkeypatch.setattr(fork_server, "_environment", fork_server._read_early())
     monkeypatch.setenv("AREAL_LATE", "set after the fork server was started")
     usual = utils.get_mp_context
-    with forking():
+    with forked_engines():
         parent, late = facts_of_a_process(tmp_path / "forked")
     assert parent != os.getpid()
     assert late == "set after the fork server was started"
@@ -92,5 +92,5 @@ def test_an_engine_process_is_forked_unless_the_environment_has_changed(tmp_path
     for name, value in {"OMP_NUM_THREADS": "3", "LD_PRELOAD": ""}.items():
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
-            with forking():
+            with forked_engines():
                 assert facts_of_a_process(tmp_path / name) == [os.getpid(), late]

@@ -1,4 +1,4 @@
-"""Starts vLLM's engine process on the CPU by forking a process that has imported vLLM: Python's fork server.
+"""Starts vLLM's engine process by forking a process that has imported vLLM: Python's fork server.
 
 vLLM would start it by `spawn`. It would then import vLLM only when the process that starts it has done so and has made
 the configuration: 8 s of CPU one after the other. The fork server itself is forked from a process that has imported
@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, util
@@ -37,10 +38,10 @@ MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
 _environment: dict[str, str] = {}  # of these, as they were when the fork server was started
 
 
-def import_early() -> None:
-    """Start the fork server if it does not run yet. The environment must be that of the engine already, as far as it is
-    read when libraries are loaded. A process with a single thread imports vLLM here."""
-    if _environment:
+def start_fork_server() -> None:
+    """Start the fork server if it does not run yet (Linux only). The environment must be that of the engine already, as
+    far as it is read when libraries are loaded. A process with a single thread imports vLLM here."""
+    if _environment or sys.platform != "linux":
         return
     _preload_openmp()
     _environment.update(_read_early())
@@ -81,9 +82,9 @@ def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
 
 
 @contextlib.contextmanager
-def forking() -> Iterator[None]:
-    """Inside the block vLLM starts engine processes by the fork server. It does not if an environment variable has
-    changed that was read when that loaded libraries."""
+def forked_engines() -> Iterator[None]:
+    """Inside the block vLLM starts engine processes by the fork server. It does not if that does not run, or if an
+    environment variable has changed that was read when it loaded libraries."""
     from vllm.v1.engine import utils
 
     if _read_early() != _environment:

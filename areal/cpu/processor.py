@@ -25,7 +25,7 @@ def use_avx512() -> None:
 
     Without a C compiler at installation that file was not compiled, and this does nothing.
     """
-    if (compiled := importlib.util.find_spec("areal._mkl")) and compiled.origin:
+    if (compiled := importlib.util.find_spec("areal.cpu._mkl")) and compiled.origin:
         ctypes.CDLL(compiled.origin, ctypes.RTLD_GLOBAL)
 
 

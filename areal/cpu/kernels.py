@@ -1,0 +1,176 @@
+"""Inside vLLM's processes on the CPU: packed weights, and kernels that replace vLLM's when this module is imported.
+
+`areal.generation.vllm_worker` imports this module. Nothing else should, since that imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from vllm import ir
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.v1.sample import rejection_sampler
+
+from areal.cpu.processor import without_amx
+
+# The kernels' vectors hold 8 or 16 elements.
+NORM_LANES = 16
+# Up to this size, an engine keeps its linear weights twice: as in the files, and packed.
+SMALL_BYTES = 2**30
+# fp32 weights of up to this number of elements are not packed.
+SMALL_WEIGHT = 1 << 17
+
+if without_amx():
+    # vLLM's own kernels ask torch whether the processor announces AMX.
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
+def _kernel_takes(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
+    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.shape[-1] % NORM_LANES == 0
+
+
+# vLLM has CPU kernels for these norms, but uses its kernels on GPUs only. On the CPU it runs six torch operators per
+# norm, which is a seventh of a small model's time. `engine_arguments` selects this provider by name.
+
+
+@ir.ops.rms_norm.register_impl(
+    "cpu_kernel",
+    supports_args=lambda x, weight, epsilon, variance_size=None: _kernel_takes(x, weight, variance_size),
+)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    x = x.contiguous()  # the kernel assumes this
+    normed = torch.empty_like(x)
+    torch.ops._C.rms_norm(normed, x, weight, epsilon)
+    return normed
+
+
+@ir.ops.fused_add_rms_norm.register_impl(
+    "cpu_kernel",
+    supports_args=lambda x, x_residual, weight, epsilon, variance_size=None: (
+        _kernel_takes(x, weight, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
+    ),
+    inplace=True,
+)
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Each request's value, once for each of its guessed tokens. cu_num_tokens: the sums of their numbers."""
+    numbers = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(numbers)
+
+
+# vLLM's own for the CPU (0.32) writes its result into a copy, and returns memory as it is. Guessed tokens would be
+# accepted at any temperature, with log-probs of that temperature.
+rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+_pack_for_cpu = utils.dispatch_cpu_unquantized_gemm
+
+
+def choose_product(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Set the function that multiplies with a layer's weight; vLLM calls this when the weights are loaded.
+
+    vLLM's choice is oneDNN, with packed weights. For each new number of tokens in a step, oneDNN compiles a kernel,
+    which takes 0.2 to 0.5 ms: longer than the product with a small matrix. MKL compiles nothing, and is as fast on
+    these. With it the engine of the quickstart takes 6 to 14 % less CPU time.
+    """
+    weight = layer.weight
+    small = weight.ndim == 2 and weight.numel() <= SMALL_WEIGHT
+    if small and weight.dtype == torch.float32 and torch.backends.mkl.is_available():
+        layer.cpu_linear = torch.nn.functional.linear
+    else:
+        _pack_for_cpu(layer, remove_weight)
+
+
+utils.dispatch_cpu_unquantized_gemm = choose_product
+
+
+def _times_a(self: PunicaWrapperCPU, y: torch.Tensor, x: torch.Tensor, stacked: torch.Tensor, scale: float) -> None:
+    y.copy_((x @ stacked[0, 0].T).mul_(scale))
+
+
+def _add_times_b(
+    self: PunicaWrapperCPU, y: torch.Tensor, x: torch.Tensor, stacked: torch.Tensor, offset: int, size: int,
+    add_inputs: bool = True,
+) -> None:  # fmt: skip
+    y[:, offset : offset + size] += x.to(y.dtype) @ stacked[0, 0].T
+
+
+# vLLM's own operators on the CPU copy the factors for each token, since each may have another adapter. Here all tokens
+# have the same one.
+PunicaWrapperCPU._apply_shrink = _times_a
+PunicaWrapperCPU._apply_expand = _add_times_b
+
+
+Unpacked = dict[torch.nn.Module, torch.nn.Parameter]
+
+
+def unpacked_weights(model: torch.nn.Module) -> Unpacked | None:
+    """Parameters into which the weights of packed linear layers are loaded before they are packed, by layer. None if
+    vLLM's own reload has to be used.
+
+    vLLM's own reload takes every layer apart and puts it together again, in Python: 30 ms of a small model's update.
+    Unquantized layers do not need this, they only have to be packed again.
+    """
+    unpacked = {}
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if is_deferred_attention_layer(layer) and type(layer) is not Attention:
+            return None
+        if isinstance(method, UnquantizedLinearMethod):
+            recorded = get_layerwise_info(layer).restore_metadata[0]["weight"]
+            if recorded.ndim != 2:
+                return None
+            if not layer.weight.numel():  # a packed layer's is empty
+                unpacked[layer] = restore_layer_refs(materialize_meta_tensor(recorded), layer)
+        elif method is not None and not isinstance(method, UnquantizedEmbeddingMethod):
+            return None
+    return unpacked if sum(weight.nbytes for weight in unpacked.values()) <= SMALL_BYTES else None
+
+
+def load_and_pack(model: torch.nn.Module, unpacked: Unpacked, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Load weights without vLLM's reload. unpacked: `unpacked_weights(model)`."""
+    for layer, weight in unpacked.items():
+        layer.register_parameter("weight", weight)
+    model.load_weights(tensors)
+    pack_heads(model)
+    for layer in unpacked:
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def pack_heads(model: torch.nn.Module) -> None:
+    """To call after weights were loaded. A tied head has no weights of its own in the file, so vLLM's reload does not
+    pack it again, and the head would still multiply by the old embedding."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """To call before vLLM's reload. vLLM (0.32) packs the weights of experts only with the first kernel that it makes
+    of them. With the next ones it would multiply as they are in the files."""
+    for layer in model.modules():
+        if isinstance(method := getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
