@@ -270,13 +270,13 @@ class Master(HandlesRequests):
                 log.warning("leases expired", groups=lost)
             self._evaluations.watch()
             self._changed.notify()
-            if self._progress.work():
+            if self._progress.longest_work():
                 self._progress.made()
             self._fail(self._failures.verdict(self.ledger.counters.discarded, self.ledger.counters.trained, now))
             self.state.compact_if_due()
             counts = self._counts()
             delay = delays.longest()
-            self.folder.record_heartbeat("master/0", "healthy", self._progress.waits(), counts | delay)
+            self.folder.record_heartbeat("master/0", "healthy", self._progress.who_waits(), counts | delay)
             self._numbers = {
                 **{f"groups_{name}": float(n) for name, n in counts.items()},
                 **{f"step_{name}": value for name, value in flat(self.state.last_step or {}).items() if name != "step"},
@@ -288,15 +288,15 @@ class Master(HandlesRequests):
     def _remedy_stall(self) -> None:
         match self._progress.remedy():
             case "end":
-                self._fail(self._progress.stall())
+                self._fail(self._progress.describe_stall())
             case "fence":
-                suspects, stall = self._progress.suspects(), self._progress.stall()
+                suspects, stall = self._progress.suspects(), self._progress.describe_stall()
                 log.warning("stalled: fencing the actors that the run waits for", waits=stall, members=suspects)
                 for identity in suspects:
                     self._remove(identity, f"the run waits for it: {stall}")
             case "requeue":
                 released = [group for owner in self.state.members for group in self.ledger.release(owner)]
-                log.warning("stalled: groups are re-queued", waits=self._progress.stall(), groups=released)
+                log.warning("stalled: groups are re-queued", waits=self._progress.describe_stall(), groups=released)
                 self._evaluations.abandon("the run made no progress")
                 self._changed.notify()
 
@@ -347,7 +347,7 @@ class Master(HandlesRequests):
     @handles(Join)
     async def join(self, request: Request[Join]) -> Welcome:
         join, mark = request.message, mark_of(request.token)
-        member = self.members.joined(join, mark) or self._admit(self.members.new(join, mark))
+        member = self.members.find_joined(join, mark) or self._admit(self.members.new_entry(join, mark))
         return Welcome(identity=member.identity, config=self.config.model_dump(mode="json"), snapshot=self._snapshot())
 
     def _admit(self, member: Member) -> Member:
@@ -370,7 +370,7 @@ class Master(HandlesRequests):
         member, beat = self._member(request), request.message
         pulse = self.members.pulses[member.identity]
         changed = self.members.update(member, beat)
-        self.members.record(member.identity, beat)
+        self.members.record_heartbeat(member.identity, beat)
         fresh = self._meter.count(beat.stats, None if pulse.restored else pulse.beat.stats)
         if beat.stats.get("samples_scored", 0.0) > 0:
             self._failures.any_scored = True
@@ -400,7 +400,7 @@ class Master(HandlesRequests):
         return Configuration(values=without_secrets(self.config.model_dump(mode="json")))
 
     def _remove(self, identity: str, reason: str) -> None:
-        self._evaluations.lose(self.state.members[identity])
+        self._evaluations.lose_member(self.state.members[identity])
         self.members.remove(identity)
         self.folder.record_heartbeat(actor_name(identity), GONE, reason, {})
         released = self.ledger.release(identity)
@@ -467,7 +467,7 @@ class Master(HandlesRequests):
         paused, now = self._failures.outage, self._now()
         self._failures.failed(failed.cause, failed.reason, now)
         if self._failures.outage and not paused:
-            log.error("admission pauses: no group can be finished", why=self._failures.story(now))
+            log.error("admission pauses: no group can be finished", why=self._failures.describe_outage(now))
 
     def _give_back(self, failed: GroupFailed, owner: str) -> ReportAnswer:
         if failed.cause in ("row", "long"):  # another attempt would fail as well
@@ -611,7 +611,7 @@ class Master(HandlesRequests):
     async def _end_if_complete(self) -> None:
         # Without steps there is no trainer, which would report that it has finished.
         finished = self.state.finished if self.config.steps else 0
-        if finished == self.config.steps and self._evaluations.over(self.config.steps):
+        if finished == self.config.steps and self._evaluations.is_over(self.config.steps):
             self._evaluations.close()
             await self.journal.durable()
             self._finish(True, "the run reached its end")
@@ -625,7 +625,7 @@ class Master(HandlesRequests):
         if due is None:
             return EvaluationAnswer(version=None)
         self._member(request)  # the sender may have been removed while its request was parked
-        self._evaluations.begun()
+        self._evaluations.begin_attempt()
         scored = self.state.row_scores(due.version)
         return EvaluationAnswer(version=due.version, holder=due.holder, scored=RowScores.of(scored) if scored else None)
 
@@ -688,7 +688,7 @@ class Master(HandlesRequests):
                     for version, evaluation in self.state.evaluations.items()
                     if evaluation.accuracy is not None
                 },
-                "members": self.members.rows(),
+                "members": self.members.status_rows(),
                 "ended": self._end.done(),
                 "events": self._events.address,
             }

@@ -41,7 +41,7 @@ class Evaluations:
         if hold := self._state.holder:
             return DueEvaluation(hold[1].version, hold[0])
         version = self._state.policy.version
-        return DueEvaluation(version, None) if version == self._config.steps and not self.over(version) else None
+        return DueEvaluation(version, None) if version == self._config.steps and not self.is_over(version) else None
 
     @property
     def ready(self) -> DueEvaluation | None:
@@ -49,7 +49,7 @@ class Evaluations:
         due = self.due
         return due if due and (due.holder is None or due.holder.state == "healthy") else None
 
-    def over(self, version: int) -> bool:
+    def is_over(self, version: int) -> bool:
         """True if the evaluation of the first or the last version is over, with a result or without."""
         over = version in self._state.evaluations or version in self._state.not_evaluated
         return over or not self._config.evaluates
@@ -59,7 +59,7 @@ class Evaluations:
     def hold_version_0(self, fresh: Member | None = None) -> None:
         """Have one generator hold version 0 until it is evaluated, while the run goes on. It has to be a generator that
         still has this version: `fresh`, which has just joined, or any as long as no newer version is published."""
-        if self._state.ledger.version == self._config.steps or self.over(0) or self._state.holder:
+        if self._state.ledger.version == self._config.steps or self.is_over(0) or self._state.holder:
             return
         generators = [m for m in self._members.with_role("generator", healthy=False) if m.state != "draining"]
         if self._state.policy.version:
@@ -89,7 +89,7 @@ class Evaluations:
 
     # --- what the evaluator reports
 
-    def begun(self) -> None:
+    def begin_attempt(self) -> None:
         """An evaluator has begun with the evaluation that is due."""
         self._held_since = self._clock()
 
@@ -124,7 +124,7 @@ class Evaluations:
 
     def close(self) -> None:
         """The run has reached its end."""
-        if not self.over(0):
+        if not self.is_over(0):
             self._drop(0, "the generator that held it was lost, and no other one came in time")
 
     def _release(self, due: DueEvaluation) -> None:
@@ -137,7 +137,7 @@ class Evaluations:
 
     # --- losses and deadlines
 
-    def lose(self, member: Member) -> None:
+    def lose_member(self, member: Member) -> None:
         """The member is about to be removed. With the holder its version is gone; another generator may still have
         version 0. The next evaluator goes on with the evaluation, but a generator is not held for evaluators that are
         lost again and again before they have scored another row."""

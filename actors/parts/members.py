@@ -55,11 +55,11 @@ class Members:
 
     # --- the directory
 
-    def joined(self, join: Join, mark: str) -> Member | None:
+    def find_joined(self, join: Join, mark: str) -> Member | None:
         """The member that this Join already created, if an earlier master answered the same Join."""
         return next((m for m in self.with_role(join.role, healthy=False) if m.identity.endswith(f"#{mark}")), None)
 
-    def new(self, join: Join, mark: str) -> Member:
+    def new_entry(self, join: Join, mark: str) -> Member:
         """The entry of an actor that wants to join. Raises BusyError if there are too many members."""
         if len(self._state.members) >= MAX_MEMBERS:
             raise BusyError(f"a run may have at most {MAX_MEMBERS} members")
@@ -111,7 +111,7 @@ class Members:
         silences = [(identity, self.clock() - pulse.time) for identity, pulse in self.pulses.items()]
         return [(identity, silence) for identity, silence in silences if silence > seconds]
 
-    def record(self, identity: str, beat: Heartbeat) -> None:
+    def record_heartbeat(self, identity: str, beat: Heartbeat) -> None:
         sequences = sum(beat.engagement.sequences.values()) if beat.engagement else 0
         self.pulses[identity] = Pulse(self.clock(), beat, sequences=sequences)
 
@@ -130,7 +130,7 @@ class Members:
             versions=np.array([load.version for load in loads.values()], np.int64),
         )
 
-    def rows(self) -> list[dict[str, Any]]:
+    def status_rows(self) -> list[dict[str, Any]]:
         """The members with their activities and numbers; without these, once they take MAX_STATUS_BYTES."""
         rows, size = [], 0
         for identity, member in self._state.members.items():

@@ -29,7 +29,7 @@ class Progress:
 
     # --- stalls
 
-    def stall(self) -> str:
+    def describe_stall(self) -> str:
         return f"the run has made no progress for {self._clock() - self._last:.0f} s: {self.describe()}"
 
     def remedy(self) -> Literal["end", "requeue", "fence"] | None:
@@ -58,11 +58,11 @@ class Progress:
 
     def describe(self) -> str:
         """Which actor waits for which, and since when, in one line; and which actor has been at work for longest."""
-        if work := self.work():
-            return f"{self.waits()}; {work}"
-        return f"{self.waits()} (for {self._clock() - self._last:.0f} s)"
+        if work := self.longest_work():
+            return f"{self.who_waits()}; {work}"
+        return f"{self.who_waits()} (for {self._clock() - self._last:.0f} s)"
 
-    def work(self) -> str:
+    def longest_work(self) -> str:
         """The member that has been at its present work for longest, what that is, and for how long; empty if every
         member only waits. Work has no deadline: while a member works, the run does not stall."""
         pulses = self._members.pulses.items()
@@ -72,13 +72,13 @@ class Progress:
         seconds, identity, what = max(working)
         return f"{actor_name(identity)} is {what} (for {seconds:.0f} s)"
 
-    def waits(self) -> str:
+    def who_waits(self) -> str:
         """Which actor waits for which."""
         last = self._state.ledger.version == self._config.steps
         if missing := [role for role in self.missing() if last or role != "evaluator"]:
             return f"everyone waits for a {' and a '.join(missing)} to be ready"
         if self._failures.outage:
-            return f"one group at a time is tried, because {self._failures.story(self._clock())}"
+            return f"one group at a time is tried, because {self._failures.describe_outage(self._clock())}"
         if last:
             return f"everyone waits for the {'last checkpoint and ' if self._config.steps else ''}evaluation"
         if waiting := self._state.ledger.waiting:

@@ -13,7 +13,7 @@ import structlog
 
 from areal.config import Config, UserError
 from areal.processes import KEYS
-from areal.storage.claim import announce, claim, claimed
+from areal.storage.claim import announce, claim, claimed_address
 from protocols.addresses import (
     EVERY_INTERFACE,
     bracketed,
@@ -114,7 +114,7 @@ def find_master(master: str, patience: float) -> str:
         return master
     begun = time.monotonic()
     logged = False
-    while (address := claimed(folder)) is None:
+    while (address := claimed_address(folder)) is None:
         waited = time.monotonic() - begun
         if waited > patience:
             raise UserError(

@@ -103,7 +103,7 @@ class Failures:
         """True if a group may start during an outage, while no other group runs."""
         return now >= self._next_try
 
-    def story(self, now: float) -> str:
+    def describe_outage(self, now: float) -> str:
         """What the outage is, in one sentence without its full stop."""
         reason = " ".join(next(reversed(self.last.values())).split())
         return f"all {self.in_a_row} groups of the last {now - self._since:.0f} s failed, the last because {reason}"
@@ -111,7 +111,9 @@ class Failures:
     def verdict(self, discarded: Counter[str], trained: int, now: float) -> str | None:
         """An outage lasts too long, or too many prompts fail. `discarded`: groups by cause; `trained`: groups."""
         if self.outage and now - self._since > self._outage_seconds:
-            return f"{self.story(now)}; that has lasted longer than outage_seconds ({self._outage_seconds:g} s)."
+            return (
+                f"{self.describe_outage(now)}; that has lasted longer than outage_seconds ({self._outage_seconds:g} s)."
+            )
         lost = {cause: discarded[cause] for cause in self.last if discarded[cause]}
         failed = sum(lost.values())
         if failed <= LEAST_DISCARDED or failed <= self._max_share * (trained + discarded.total()):

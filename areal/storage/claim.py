@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from areal.config import UserError
-from areal.storage.database import locked
+from areal.storage.database import try_lock
 
 ADDRESS = "address"
 # The process of a run that was just killed may take a moment to exit, and so may one that looks whether a run goes on.
@@ -36,7 +36,7 @@ def claim(folder: Path, resume: bool = False) -> int:
             raise UserError(
                 f"The run folder {folder} cannot be used ({error.strerror}): choose another run_dir."
             ) from None
-        if not locked(lock, LOCK_ATTEMPTS):
+        if not try_lock(lock, LOCK_ATTEMPTS):
             os.close(lock)
             raise UserError(
                 f"The run in {folder} is in progress: wait for its end, or give this run another name, name=NAME."
@@ -57,7 +57,7 @@ def announce(lock: int, address: str) -> None:
     os.pwrite(lock, f"{address}\n".encode(), 0)
 
 
-def claimed(folder: Path) -> str | None:
+def claimed_address(folder: Path) -> str | None:
     """The address of the master of the run in the folder; None while no run is in progress or has announced it."""
     try:
         file = os.open(folder / ADDRESS, os.O_RDONLY)

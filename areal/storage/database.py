@@ -66,7 +66,7 @@ def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str
         connection.executescript(f"BEGIN; {schema} {marking} COMMIT;")
 
 
-def locked(file: int, attempts: int) -> bool:
+def try_lock(file: int, attempts: int) -> bool:
     """Lock the open file against other processes until it is closed or this process ends; `attempts` are made, one each
     LOCK_RETRY_SECONDS. Returns False if another process has held it all that time."""
     for _ in range(attempts):
@@ -87,7 +87,7 @@ def _lock(path: Path, noun: str) -> int:
         lock = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
         raise UserError(f"{path} cannot be used as a {noun} ({error.strerror})") from error
-    if not locked(lock, LOCK_ATTEMPTS):
+    if not try_lock(lock, LOCK_ATTEMPTS):
         os.close(lock)
         raise UserError(f"{path} is in use by another process: stop that process, or choose another folder for the run")
     return lock

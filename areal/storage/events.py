@@ -52,7 +52,7 @@ class EventLog:
         self._clock = clock
         self._lines: list[str] = []
         self._last_written: dict[str, tuple[float, str, str]] = {}  # by actor: time of the last write, state, activity
-        self._behind: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DELAYS_KEPT))
+        self._delays: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DELAYS_KEPT))
         self._flushed = clock()
         self._failed = False
 
@@ -64,10 +64,10 @@ class EventLog:
         (activity, its start on the actor's clock, its seconds). Without `clock`, spans are not recorded."""
         now = self._clock()
         if clock is not None:
-            behind = self._behind[actor]
-            behind.append(now - clock)
+            delays = self._delays[actor]
+            delays.append(now - clock)
             for name, began, seconds in spans:
-                self._add({"time": began + min(behind), "actor": actor, "span": name, "seconds": seconds})
+                self._add({"time": began + min(delays), "actor": actor, "span": name, "seconds": seconds})
         written, *last = self._last_written.get(actor, (0.0, "", ""))
         due = EVERY_SECONDS * max(1.0, len(self._last_written) / ACTORS_AT_ONCE)
         # 0.9: a heartbeat that arrives a little early is still written, and not delayed until the next one.
@@ -75,7 +75,7 @@ class EventLog:
             self._last_written[actor] = (now, state, activity)
             self._add({"time": now, "actor": actor, "state": state, "activity": activity, "stats": stats})
         if state == GONE:
-            self._behind.pop(actor, None)
+            self._delays.pop(actor, None)
         if now - self._flushed >= FLUSH_SECONDS:
             self.flush()
 

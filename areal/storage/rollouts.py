@@ -39,7 +39,7 @@ ONE_OF = 16
 ROWS_AT_ONCE = 1024
 TOKENS_AT_ONCE = 1 << 20
 """Rows of a row group, and its tokens (one more row at most), which limits the memory that writing takes."""
-KNOWN = 10_000
+KNOWN_GROUPS = 10_000
 """Ids of the newest groups: one that arrives a second time, also after it was trained, is not added again."""
 _TEXT = pa.string()
 SCHEMA = pa.schema(
@@ -104,14 +104,14 @@ class RolloutWriter:
         self, folder: Path, selection: str, limit: int, texts: Callable[[list[np.ndarray]], list[str]]
     ) -> None:  # fmt: skip
         self._folder = folder
-        self._one_of = {"all": 1, "sample": ONE_OF}.get(selection)
+        self._keep_every = {"all": 1, "sample": ONE_OF}.get(selection)
         self._limit = limit
         self._texts = texts
         self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._added: list[Rollout] = []
-        self._newest_ids: deque[str] = deque(maxlen=KNOWN)
+        self._pending: list[Rollout] = []
+        self._newest_ids: deque[str] = deque(maxlen=KNOWN_GROUPS)
         self._number = self.step = self.waiting = 0
-        for step, ids in self.earlier() if self._one_of else ():
+        for step, ids in self.earlier() if self._keep_every else ():
             self.step = max(self.step, step)
             self._newest_ids.extend(ids)
 
@@ -149,15 +149,15 @@ class RolloutWriter:
         """Write what was added into a new file. If that raises anything, what was added is lost."""
         with self._writing:
             with self._lock:  # not while the file is written: an event loop adds rollouts meanwhile
-                added, self._added, self.waiting = self._added, [], 0
+                added, self._pending, self.waiting = self._pending, [], 0
             if added:
                 self.store(added)
 
     def _add(self, rollout: Rollout) -> None:
         with self._lock:
             self._newest_ids.append(rollout.group.id)
-            if self._one_of and crc32(rollout.group.id.encode()) % self._one_of == 0:
-                self._added.append(rollout)
+            if self._keep_every and crc32(rollout.group.id.encode()) % self._keep_every == 0:
+                self._pending.append(rollout)
                 self.waiting += 12 * sum(map(len, rollout.group.trajectories)) + len(rollout.group.notes)
 
     def store(self, rollouts: Sequence[Rollout]) -> None:

@@ -40,15 +40,15 @@ class Run:
         self.progress = Progress(self.state, self.members, Failures(2, 60.0, 0.1, Path("runs/x")), lambda: 1)
 
     def join(self, role: Any, mark: str = "x", **beat: Any) -> Member:
-        member = self.members.new(Join(role=role, index=None, address="tcp://a:1"), mark)
+        member = self.members.new_entry(Join(role=role, index=None, address="tcp://a:1"), mark)
         self.members.add(member)
         beat = {"state": "healthy", "serves": (), "activity": "", "stats": {}} | beat
         self.members.update(member, Heartbeat(**beat))
-        self.members.record(member.identity, Heartbeat(**beat))
+        self.members.record_heartbeat(member.identity, Heartbeat(**beat))
         return self.state.members[member.identity]
 
     def leave(self, member: Member) -> None:
-        self.evaluations.lose(member)
+        self.evaluations.lose_member(member)
         self.members.remove(member.identity)
         self.evaluations.hold_version_0()
 
@@ -115,9 +115,9 @@ def test_the_last_version_is_due_without_a_hold(run):
     run.publish(10)
     assert run.held == {}
     assert run.evaluations.ready == (10, None)
-    assert not run.evaluations.over(10)
+    assert not run.evaluations.is_over(10)
     run.evaluations.give_up(run.evaluations.due, "a test")
-    assert run.evaluations.over(10) and run.evaluations.due is None
+    assert run.evaluations.is_over(10) and run.evaluations.due is None
 
 
 def test_no_generator_is_held_without_an_evaluator_or_for_longer_than_it_may_take(run):
@@ -165,7 +165,7 @@ def test_version_0_is_not_given_up_for_what_may_pass():
     run.evaluations.watch()
     assert run.held == {0: 0}
     run.evaluations.close()
-    assert run.evaluations.over(0)
+    assert run.evaluations.is_over(0)
 
 
 async def test_a_restarted_master_knows_what_is_held_and_scored(run):

@@ -12,7 +12,7 @@ import pytest
 from helpers import read_jsonl
 
 from areal.config import Config, UserError, dump_config, load_config, secrets_in, without_secrets
-from areal.storage.claim import announce, claim, claimed
+from areal.storage.claim import announce, claim, claimed_address
 from areal.storage.run_folder import (
     NewRecords,
     RunFolder,
@@ -186,15 +186,15 @@ def test_only_its_user_enters_a_run_folder(config, resume):
 
 
 def test_the_master_is_found_by_the_folder_while_the_run_is_in_progress(config):
-    assert claimed(config.folder) is None
+    assert claimed_address(config.folder) is None
     lock = claim(config.folder)
-    assert claimed(config.folder) is None
+    assert claimed_address(config.folder) is None
     announce(lock, "tcp://127.0.0.1:5999")
-    assert claimed(config.folder) == "tcp://127.0.0.1:5999"
+    assert claimed_address(config.folder) == "tcp://127.0.0.1:5999"
     os.close(lock)
-    assert claimed(config.folder) is None
+    assert claimed_address(config.folder) is None
     lock = claim(config.folder, resume=True)
-    assert claimed(config.folder) is None  # not that of the start before
+    assert claimed_address(config.folder) is None  # not that of the start before
     os.close(lock)
 
 
