@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -1124,16 +1123,10 @@ def overridden(
     """`values` with overrides such as `generator.count=2`, and with settings by such keys. Raises UserError."""
     values = copy.deepcopy(values)
     for override in overrides:
-        _override(values, override)
+        _set(values, *parsed(override), override)
     for key, value in (settings or {}).items():
         _set(values, key, value, f"{key}={value}")
     return _with_bases(values, Path(), ())
-
-
-def name_of(settings: Mapping[str, Any]) -> str:
-    """A name for what has these settings, such as `trainer.objective-ppo_seed-0`."""
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
-    return "_".join(re.sub(r"[^\w.-]+", "-", f"{key}-{text}").strip("-") for key, text in texts.items())
 
 
 def checked(values: dict[str, Any], file: Path | None, kind: type[T] = Config) -> T:  # type: ignore[assignment]
@@ -1249,14 +1242,16 @@ def _reveal(values: dict[str, Any], secrets: Mapping[str, Any]) -> None:
             values[key] = secret
 
 
-def _override(values: dict[str, Any], override: str) -> None:
+def parsed(override: str, several: bool = False) -> tuple[str, Any]:
+    """The key and the value of an override such as `generator.count=2`. several: the list of values of one such as
+    `generator.count=1,2`. Raises UserError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"The override {override!r} is not of the form key=value, such as generator.count=2.")
     try:
-        _set(values, key, yaml.safe_load(text), override)
+        return key, yaml.safe_load(f"[{text}]" if several else text)
     except yaml.YAMLError:
-        raise UserError(f"The value in the override {override!r} is not YAML: quote it.") from None
+        raise UserError(f"What the override {override!r} sets is not YAML: quote it.") from None
 
 
 def _set(values: dict[str, Any], key: str, value: Any, override: str) -> None:

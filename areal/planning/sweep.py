@@ -6,7 +6,6 @@ a run. The run's configuration is written to RUN_DIR/SWEEP/RUN.yaml, and its fol
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
 import signal
@@ -21,7 +20,8 @@ from typing import Any
 
 import yaml
 
-from areal.config import Config, UserError, checked, load_config, name_of, overridden, read_values, without_secrets
+from areal.config import Config, UserError, checked, load_config, overridden, read_values, without_secrets
+from areal.grid import name_of, points
 from areal.processes import ROOT, SUPERVISED
 from areal.storage.run_folder import MAY_CHANGE, differences, read_summary, replace, within
 
@@ -80,18 +80,16 @@ def read_sweep(file: Path, overrides: Sequence[str] = ()) -> list[SweptRun]:
         raise UserError(
             f"{file} has no grid: name keys and their values, such as `grid: {{max_staleness: [0, 4], seed: [0, 1]}}`."
         )
-    points = [dict(zip(grid, combination, strict=True)) for combination in itertools.product(*grid.values())]
+    combinations = points(grid, f"The grid of {file}")
     sweep = {"name": overridden({}, overrides).get("name", file.stem)}
-    folder = str(checked(overridden(values, settings=points[0] | sweep), file).folder)
-    runs: dict[str, SweptRun] = {}
-    for point in points:
+    folder = str(checked(overridden(values, settings=combinations[0] | sweep), file).folder)
+    runs = []
+    for point in combinations:
         run_values = overridden(values, settings=point | {"run_dir": folder, "name": name_of(point)})
         run = SweptRun(checked(run_values, file), run_values)
-        if run.name in runs:
-            raise UserError(f"The grid of {file} has {run.name} twice: write each value once.")
         _check_begun(run)
-        runs[run.name] = run
-    return list(runs.values())
+        runs.append(run)
+    return runs
 
 
 def _check_begun(run: SweptRun) -> None:

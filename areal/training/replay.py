@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -41,11 +40,12 @@ from areal.config import (
     UserError,
     checked,
     dump_config,
-    name_of,
     overridden,
+    parsed,
     read_values,
 )
 from areal.devices import visible_devices
+from areal.grid import name_of, points, read_grid
 from areal.processes import die_with_parent, torchrun
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage import rollouts
@@ -156,44 +156,17 @@ def plan(
     _check_rollouts(run, config, first, last)
     if output and output.exists():
         raise UserError(f"{output} already exists: name another folder for the trained model.")
-    common = dict(_parsed(override) for override in overrides)
-    grid = {key: _listed(key, values) for key, values in map(_split, sweep)}
+    common = dict(map(parsed, overrides))
     all_steps = not first and last == steps_trained(run)
-    replays: dict[str, Replay] = {}
-    for point in itertools.product(*grid.values()):
-        changes = common | dict(zip(grid, point, strict=True))
+    replays = []
+    for point in points(read_grid(sweep), "The sweep"):
+        changes = common | point
         changed = _changed(run / "config.yaml", config, changes)
         variant = Replay(run, changed, changes, changed != config, first, last, all_steps)
-        variant = altered(variant, output=output / variant.name if output and grid else output)
-        if variant.name in replays:
-            raise UserError(f"The sweep has {variant.name} twice: write each value once.")
-        replays[variant.name] = variant
-    if len({variant.config.trainer.ranks for variant in replays.values()}) > 1:
+        replays.append(altered(variant, output=output / variant.name if output and sweep else output))
+    if len({variant.config.trainer.ranks for variant in replays}) > 1:
         raise UserError("trainer.ranks differs in the sweep, but its replays share their ranks: leave it out.")
-    return list(replays.values())
-
-
-def _split(override: str) -> tuple[str, str]:
-    key, equals, value = override.partition("=")
-    if not key or not equals:
-        raise UserError(f"{override!r} is not of the form key=value.")
-    return key, value
-
-
-def _parsed(override: str) -> tuple[str, Any]:
-    key, value = _split(override)
-    return key, _value(value, override)
-
-
-def _listed(key: str, values: str) -> list[Any]:
-    return _value(f"[{values}]", f"{key}={values}")
-
-
-def _value(text: str, override: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"What {override!r} sets is not YAML: quote it.") from None
+    return replays
 
 
 def _range(run: Path, config: Config, steps: str) -> tuple[int, int]:
