@@ -98,7 +98,7 @@ class _Folder:
 
 
 @dataclass(slots=True)
-class Mark:
+class Totals:
     """All totals at one moment of the run."""
 
     now: float
@@ -132,12 +132,12 @@ class Cluster:
         self._random = Random(setup.seed)
         self._loops: list[ProcessLoop] = []
         self._tasks: list[asyncio.Task[Any]] = []
-        self._marks: list[Mark] = []
+        self._totals: list[Totals] = []
         self._failure: str | None = None
 
-    def run(self) -> tuple[Mark, Mark, float]:
+    def run(self) -> tuple[Totals, Totals, float]:
         """Returns the totals at the beginning and at the end of the measured steps, and the CPU seconds of the
-        simulation. Raises RuntimeError if an actor fails or the run makes no progress, and Stuck."""
+        simulation. Raises RuntimeError if an actor fails or the run makes no progress, and EndlessCallbacks."""
         setup = self.setup
         self._start("master", 0, 0.0)
         for role, number in (
@@ -153,9 +153,9 @@ class Cluster:
             finally:
                 for loop in self._loops:
                     loop.bury()
-        if self._failure is not None or len(self._marks) < 2:
+        if self._failure is not None or len(self._totals) < 2:
             raise RuntimeError(self._failure or f"the run makes no progress after {len(self.steps)} steps")
-        start, end = self._marks
+        start, end = self._totals
         return start, end, time.thread_time() - begun
 
     def fail(self, why: str) -> None:
@@ -175,8 +175,8 @@ class Cluster:
         for engine in self.engines:
             engines.update(engine.account())
         learner = self.learner
-        self._marks.append(
-            Mark(
+        self._totals.append(
+            Totals(
                 self.scheduler.now, self.scheduler.cpu(), self.messages.copy(), engines, learner.shares.copy(),
                 learner.tokens, self.logged.copy(), self.wire.digest,
             )

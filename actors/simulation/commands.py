@@ -28,5 +28,5 @@ def simulate(options: Namespace) -> None:
 
     llm = MODELS[options.model]
     sizes = parse_devices(options.devices) if options.devices else [devices_for(options.generators, llm)]
-    more = options.eta, options.run_ahead, options.warm_up, options.steps
-    run_sizes([Setup(devices, llm, *more, seed=options.seed) for devices in sizes], output(200))
+    settings = options.eta, options.run_ahead, options.warm_up, options.steps
+    run_sizes([Setup(devices, llm, *settings, seed=options.seed) for devices in sizes], output(200))

@@ -43,8 +43,8 @@ class Costs:
         """Loading new weights. All engines do so at about the same time, and each node reads the file once."""
         setup, hardware = self.setup, self.setup.hardware
         nodes = max(1.0, setup.generators * setup.llm.devices_an_engine / hardware.devices_a_node)
-        each = min(hardware.read_bandwidth, hardware.storage_bandwidth / nodes)
-        return hardware.pause_seconds + setup.llm.weight_bytes / each
+        bandwidth = min(hardware.read_bandwidth, hardware.storage_bandwidth / nodes)
+        return hardware.pause_seconds + setup.llm.weight_bytes / bandwidth
 
     @property
     def snapshot(self) -> float:

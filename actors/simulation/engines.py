@@ -34,7 +34,7 @@ MICROBATCH_SECONDS = 3.6
 SCORE_SECONDS, REWARD_START_SECONDS = 0.02, 0.2
 
 
-class _Stream:
+class ModelSequence:
     """One sequence in an engine. The chunk that is being sampled is complete at step `begin + due` of the engine, and
     `left` tokens follow after it. `parts`: (version, number of message tokens) of the chunk so far, of which the first
     `labelled` message tokens have a version."""
@@ -52,16 +52,16 @@ class _Stream:
         self.chunks: deque[Chunk] = deque()
         self.waiter: asyncio.Future[None] | None = None
 
-    def go_on(self, begin: float, most: int) -> float:
+    def go_on(self, begin: float, limit: int) -> float:
         """Sample the next chunk from engine step `begin` on. Returns the step at which it is complete."""
-        self.begin, self.due = begin, min(most, self.left)
+        self.begin, self.due = begin, min(limit, self.left)
         self.left -= self.due
         self.labelled = 0
         return begin + self.due
 
-    def label(self, done: int, version: int) -> None:
+    def label(self, sampled: int, version: int) -> None:
         """The first `done` tokens of this chunk are sampled. Those of them without a version get this one."""
-        new = done // GRAIN - self.labelled
+        new = sampled // GRAIN - self.labelled
         if new > 0:
             self.parts.append((version, new))
             self.labelled += new
@@ -91,9 +91,9 @@ class ModelEngine:
         self._setup = costs.setup
         self._lengths = lengths
         self._loop = asyncio.get_running_loop()
-        self._running: dict[_Stream, None] = {}
-        self._waiting: dict[_Stream, None] = {}
-        self._due: list[tuple[float, int, _Stream]] = []
+        self._running: dict[ModelSequence, None] = {}
+        self._waiting: dict[ModelSequence, None] = {}
+        self._due: list[tuple[float, int, ModelSequence]] = []
         self._serial = count()
         self._steps = 0.0
         self._context = 0.0
@@ -108,7 +108,7 @@ class ModelEngine:
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
     ) -> AsyncIterator[Chunk]:
         prompt = tokens[1]  # ModelTokenizer encodes a prompt as its number between two special tokens
-        stream = _Stream(self._setup.prompt_tokens, *self._lengths.next(prompt))
+        stream = ModelSequence(self._setup.prompt_tokens, *self._lengths.next(prompt))
         self._waiting[stream] = None
         self._advance()
         self._admit()
@@ -200,8 +200,8 @@ class ModelEngine:
             return
         self._step_seconds = self._costs.decode_step(len(self._running), self._context)
         begins = max(self._at, self._stalled_until)
-        left = max(0.0, self._due[0][0] - self._steps)
-        self._timer = self._loop.call_at(begins + left * self._step_seconds, self._chunk_done)
+        steps = max(0.0, self._due[0][0] - self._steps)
+        self._timer = self._loop.call_at(begins + steps * self._step_seconds, self._chunk_done)
 
     def _chunk_done(self) -> None:
         self._timer = None
@@ -237,7 +237,7 @@ class ModelEngine:
     def _stall(self, seconds: float) -> None:
         self._stalled_until = max(self._stalled_until, self._at) + seconds
 
-    def _forget(self, stream: _Stream) -> None:
+    def _forget(self, stream: ModelSequence) -> None:
         self._waiting.pop(stream, None)
         if stream in self._running:
             del self._running[stream]

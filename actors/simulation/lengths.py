@@ -24,7 +24,7 @@ class Lengths:
         between, within = setup.length_sigma
         of_prompt = Random(f"{setup.seed}:{prompt}").gauss(0.0, between)
         of_sample = Random(f"{setup.seed}:{prompt}:{sample}").gauss(0.0, within)
-        wanted = setup.length_median * 2.718281828 ** (of_prompt + of_sample)
-        if wanted > setup.max_new_tokens:
+        length = setup.length_median * 2.718281828 ** (of_prompt + of_sample)
+        if length > setup.max_new_tokens:
             return setup.max_new_tokens, True
-        return max(1, round(wanted / GRAIN)) * GRAIN, False
+        return max(1, round(length / GRAIN)) * GRAIN, False

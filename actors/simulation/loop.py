@@ -29,11 +29,11 @@ CALLBACKS_AN_INSTANT = 100_000
 CLOSE_ATTEMPTS = 20
 
 
-class Stuck(Exception):
+class EndlessCallbacks(Exception):
     """Callbacks schedule each other endlessly, so that virtual time does not advance."""
 
 
-class Handle(list[Any]):
+class ScheduledCall(list[Any]):
     """A scheduled callback: [callback, arguments, loop, context, when]. `when` is by the clock of its loop.
 
     `callback` is None once it is cancelled. `loop` is None for a callback of the simulation itself. `context` is None
@@ -61,14 +61,14 @@ class Scheduler:
     def __init__(self) -> None:
         self.now = 0.0
         self.stopped = False
-        self.ready: deque[Handle] = deque()
-        self.timers: list[tuple[float, int, Handle]] = []
+        self.ready: deque[ScheduledCall] = deque()
+        self.timers: list[tuple[float, int, ScheduledCall]] = []
         self.serial = count()
 
-    def call_at(self, when: float, callback: Call, *args: Any, loop: ProcessLoop | None = None) -> Handle:
+    def call_at(self, when: float, callback: Call, *args: Any, loop: ProcessLoop | None = None) -> ScheduledCall:
         """Call `callback` at virtual time `when`: in the process of `loop`; without a `loop`, as the simulation
         itself."""
-        handle = Handle((callback, args, loop, None, when))
+        handle = ScheduledCall((callback, args, loop, None, when))
         heappush(self.timers, (when, next(self.serial), handle))
         return handle
 
@@ -77,7 +77,10 @@ class Scheduler:
         set_running_loop(loop)
 
     def run(self, until: float) -> None:
-        """Run until virtual time `until`, until `stopped` is set, or until no callback is left. Raises Stuck."""
+        """Run until virtual time `until`, until `stopped` is set, or until no callback is left.
+
+        Raises EndlessCallbacks.
+        """
         ready, timers, current = self.ready, self.timers, None
         set_running_loop(None)
         try:
@@ -98,7 +101,9 @@ class Scheduler:
                         return
                     budget -= 1
                     if not budget:
-                        raise Stuck(f"{CALLBACKS_AN_INSTANT} callbacks at {self.now:.3f} s, the last {callback!r}")
+                        raise EndlessCallbacks(
+                            f"{CALLBACKS_AN_INSTANT} callbacks at {self.now:.3f} s, the last {callback!r}"
+                        )
                 if not timers or timers[0][0] > until:
                     return
                 when, _, handle = heappop(timers)
@@ -137,7 +142,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._tasks: list[ref[asyncio.Task[Any]]] = []
         self._crowded = 256
 
-    def step(self, handle: Handle) -> None:
+    def step(self, handle: ScheduledCall) -> None:
         """Run a callback of this process."""
         callback, args, _, context, _ = handle
         try:
@@ -163,17 +168,17 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return self.scheduler.now
 
-    def call_soon(self, callback: Call, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
-        handle = Handle((callback, args, self, context or copy_context(), 0.0))
+    def call_soon(self, callback: Call, *args: Any, context: Context | None = None) -> ScheduledCall:  # type: ignore[override]
+        handle = ScheduledCall((callback, args, self, context or copy_context(), 0.0))
         self.scheduler.ready.append(handle)
         return handle
 
-    def call_at(self, when: float, callback: Call, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
-        handle = Handle((callback, args, self, context or copy_context(), when))
+    def call_at(self, when: float, callback: Call, *args: Any, context: Context | None = None) -> ScheduledCall:  # type: ignore[override]
+        handle = ScheduledCall((callback, args, self, context or copy_context(), when))
         heappush(self.scheduler.timers, (when, next(self.scheduler.serial), handle))
         return handle
 
-    def call_later(self, delay: float, callback: Call, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
+    def call_later(self, delay: float, callback: Call, *args: Any, context: Context | None = None) -> ScheduledCall:  # type: ignore[override]
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -222,7 +227,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     get_debug = bool  # returns False. Called for every future, and this is the fastest implementation
 
-    def _timer_handle_cancelled(self, handle: Handle) -> None:
+    def _timer_handle_cancelled(self, handle: ScheduledCall) -> None:
         pass
 
 
@@ -231,8 +236,8 @@ def undisturbed(finalizer: Callable[[Any], None]) -> Iterator[None]:
     """Set up this process for a simulation. Garbage collection, whose time is not deterministic, is off; `finalizer`
     gets the async generators that were not closed. Tasks are kept out of asyncio's list of all tasks, a slow set: each
     loop has a list of its own."""
-    hooks, collects, known = sys.get_asyncgen_hooks(), gc.isenabled(), vars(asyncio.tasks)
-    everywhere: Any = known["_all_tasks" if "_all_tasks" in known else "_scheduled_tasks"]  # the latter in Python 3.12
+    hooks, collects, tasks = sys.get_asyncgen_hooks(), gc.isenabled(), vars(asyncio.tasks)
+    everywhere: Any = tasks["_all_tasks" if "_all_tasks" in tasks else "_scheduled_tasks"]  # the latter in Python 3.12
     sys.set_asyncgen_hooks(finalizer=finalizer)
     gc.disable()
     everywhere.add = lambda task: None

@@ -144,11 +144,11 @@ class SimDoor(SimLink):
         self.callers: dict[bytes, SimCaller] = {}
 
     def send(self, frames: list[Frame]) -> None:
-        route, *rest = frames
+        route, *message = frames
         caller = self.callers.get(bytes(route))
         if self.closed or caller is None:
             raise Unreachable(f"no connection {bytes(route)!r}")
-        self.network.wire.carry(self.network, caller, caller.from_door, [bytes(frame) for frame in rest])
+        self.network.wire.carry(self.network, caller, caller.from_door, [bytes(frame) for frame in message])
 
     async def send_when_possible(self, frames: list[Frame]) -> None:
         self.send(frames)

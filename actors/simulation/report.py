@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from actors.simulation.cluster import Cluster, Mark
+from actors.simulation.cluster import Cluster, Totals
 from actors.simulation.setups import Setup
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ProcessLoad:
     """The load of one process, per second of the run: messages in and out, and CPU seconds."""
 
     messages: float
@@ -47,12 +47,12 @@ class Report:
     engines_idle: float
     engines_loading: float
     """Shares of the time in which engines have no sequence, and in which they load weights."""
-    master: Load
-    manager: Load
+    master: ProcessLoad
+    manager: ProcessLoad
     """The busiest rollout manager."""
-    generator: Load
+    generator: ProcessLoad
     """The busiest generator."""
-    trainer: Load
+    trainer: ProcessLoad
     cpu_seconds: float
     """CPU time of the simulation."""
     logged: dict[str, int]
@@ -60,7 +60,7 @@ class Report:
     """All simulated values above. They are the same for the same set-up."""
 
     @classmethod
-    def of(cls, cluster: Cluster, start: Mark, end: Mark, cpu_seconds: float) -> Report:
+    def of(cls, cluster: Cluster, start: Totals, end: Totals, cpu_seconds: float) -> Report:
         setup, costs = cluster.setup, cluster.costs
         seconds = end.now - start.now
         steps = cluster.steps[setup.warm_up :]
@@ -76,10 +76,10 @@ class Report:
         pace = costs.decode_step(round(sequences), sequences * (setup.prompt_tokens + mean * 0.7))
         bare = learner["computing"] + learner["publishing"] + learner["gradients"] + learner["fetching"]
 
-        def load(role: str) -> Load:
+        def load(role: str) -> ProcessLoad:
             names = [name for name in end.messages if name.rpartition("-")[0] == role]
             messages = max(end.messages[name] - start.messages[name] for name in names)
-            return Load(messages / seconds, max(end.cpu[name] - start.cpu[name] for name in names) / seconds)
+            return ProcessLoad(messages / seconds, max(end.cpu[name] - start.cpu[name] for name in names) / seconds)
 
         staleness = [step["staleness_mean"] for step in steps]
         simulated = {

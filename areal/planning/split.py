@@ -60,7 +60,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class TokenLengths:
-    """TokenLengths in tokens: the longest prompt, the mean completion and the longest completion."""
+    """Lengths in tokens: the longest prompt, the mean completion and the longest completion."""
 
     prompt: int
     mean: float

@@ -64,8 +64,8 @@ class SftConfig(Section):
 
 def run(options: Namespace) -> None:
     """`areal sft`."""
-    given = {"model": options.model, "data.source": options.data, "output": options.output}
-    overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    settings = {"model": options.model, "data.source": options.data, "output": options.output}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     fine_tune(load_config(options.config, [*overrides, *options.overrides], SftConfig), Console())
 
 

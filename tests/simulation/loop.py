@@ -12,7 +12,7 @@ from contextvars import Context
 from heapq import heapify
 from typing import Any
 
-from actors.simulation.loop import Call, Handle, ProcessLoop, Scheduler
+from actors.simulation.loop import Call, ProcessLoop, ScheduledCall, Scheduler
 
 # States of a process. Not an enumeration, for speed: they are compared for every callback.
 RUNNING, PAUSED, DEAD = "running", "paused", "dead"
@@ -27,7 +27,7 @@ class WorldScheduler(Scheduler):
 
     def call_next(self, callback: Call) -> None:
         """Call `callback`, as the world itself, right after the callback that runs now."""
-        self.ready.appendleft(Handle((callback, (), None, None, self.now)))
+        self.ready.appendleft(ScheduledCall((callback, (), None, None, self.now)))
 
 
 class FaultyLoop(ProcessLoop):
@@ -48,14 +48,14 @@ class FaultyLoop(ProcessLoop):
         self.on_fuse: Callable[[], None] = self.kill
         self.before_work: Callable[[], None] | None = None
         self.after_work: Callable[[], None] | None = None
-        self._held: list[Handle] = []
+        self._held: list[ScheduledCall] = []
         self._signals: dict[int, tuple[Call, tuple[Any, ...]]] = {}
         self._tasks_at_death: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
         return f"<FaultyLoop {self.name} {self.state}>"
 
-    def step(self, handle: Handle) -> None:
+    def step(self, handle: ScheduledCall) -> None:
         if self.state is RUNNING:
             self.scheduler.callbacks += 1
             if self.fuse:
@@ -113,7 +113,7 @@ class FaultyLoop(ProcessLoop):
     def time(self) -> float:
         return self.scheduler.now + self.offset
 
-    def call_at(self, when: float, callback: Call, *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
+    def call_at(self, when: float, callback: Call, *args: Any, context: Context | None = None) -> ScheduledCall:  # type: ignore[override]
         handle = super().call_at(when - self.offset, callback, *args, context=context)
         handle[4] = when
         return handle

@@ -24,7 +24,7 @@ from actors.generator import Generator
 from actors.master import Master
 from actors.reward import Reward
 from actors.rollout_manager import RolloutManager
-from actors.simulation.loop import Stuck
+from actors.simulation.loop import EndlessCallbacks
 from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import Chunk, LoadTimes
@@ -165,7 +165,7 @@ def test_callbacks_that_never_let_time_pass_are_found() -> None:
         loop.call_soon(again)
 
     loop.call_soon(again)
-    with pytest.raises(Stuck):
+    with pytest.raises(EndlessCallbacks):
         scheduler.run(1.0)
 
 

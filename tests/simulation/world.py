@@ -31,7 +31,7 @@ from actors.reward import Reward
 from actors.runtime.actor import Ending
 from actors.runtime.addresses import Door
 from actors.simulation.engines import ModelTokenizer
-from actors.simulation.loop import Stuck
+from actors.simulation.loop import EndlessCallbacks
 from actors.simulation.network import SimNetwork
 from actors.trainer import Trainer
 from areal.config import UserError
@@ -158,7 +158,7 @@ class World:
                 self.scheduler.run(deadline)
                 if not self.over and self.violation is None:
                     self.fail(Violation(f"no progress: {self._who_waits()}"))
-            except Stuck as stuck:
+            except EndlessCallbacks as stuck:
                 self.fail(Violation(str(stuck)))
             finally:
                 self._bury()
