@@ -27,7 +27,7 @@ def advantages(
 ) -> np.ndarray:
     """(return - mean) / (std + EPS) of every token, float64 [T].
 
-    rewards: [S], of each sample. groups: int [S], the group of each sample. Groups may differ in size. samples: int
+    rewards: [M], of each sample. groups: int [M], the group of each sample. Groups may differ in size. samples: int
     [T], the sample of each token; the tokens of a sample are in the order in which they may have caused each other.
     returns: [T], by default the reward of the token's sample. penalties: [T], 0 by default; the return of a token is
     lowered by those of the token and of all later ones of its sample. sampled: bool [T]. mean and std are taken over
@@ -55,7 +55,7 @@ def advantages(
 
 
 def _mean_of(values: np.ndarray, samples: np.ndarray, sampled: np.ndarray) -> np.ndarray:
-    """The mean over the sampled tokens of each sample, [S]."""
+    """The mean over the sampled tokens of each sample, [M]."""
     return np.bincount(samples, values * sampled) / np.bincount(samples, sampled)
 
 
@@ -84,7 +84,7 @@ def _means(rewards: np.ndarray, groups: np.ndarray, of: str) -> np.ndarray:
 
 
 def _scales(rewards: np.ndarray, within: np.ndarray, groups: np.ndarray, of: str) -> np.ndarray:
-    """within: [S], the variance of the returns in each sample."""
+    """within: [M], the variance of the returns in each sample."""
     match of:
         case "batch":
             return np.full(len(rewards), np.sqrt(rewards.var() + within.mean()) + EPS)

@@ -184,7 +184,7 @@ def m2po(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
 
 
 def within_second_moment(log_ratio: np.ndarray, threshold: float) -> np.ndarray:
-    """bool [N], the tokens kept: those with the largest (log r)^2 are masked until its mean is below `threshold`."""
+    """bool [n], the tokens kept: those with the largest (log r)^2 are masked until its mean is below `threshold`."""
     moments = log_ratio.astype(np.float64) ** 2
     order = moments.argsort(kind="stable")
     mask = np.empty(len(moments), dtype=bool)

@@ -37,15 +37,15 @@ MASK_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """A batch as arrays, sequences one after another. T tokens, N sequences, S samples.
+    """A batch as arrays, sequences one after another.
 
     A sequence is a branch of a sample, from its first token on; most samples have one branch.
     tokens, logprobs, versions: [T], as in `Trajectory.sequences`. returns: float64 [T], as in `Trajectory`; empty if
     all tokens are credited with the reward of their sample.
-    lengths, samples, branches, minibatch: [N]: the number of the sequence's sample, that of the branch in its sample,
+    lengths, samples, branches, minibatch: [N], the number of the sequence's sample, that of the branch in its sample,
     and that of the minibatch which the group belongs to. shared: [N], number of first tokens that a sequence has in
     common with the one before it; computed once.
-    rewards, groups, cut: [S]: the number of the sample's group, and whether it was cut at the limit of tokens.
+    rewards, groups, cut: [M]: the number of the sample's group, and whether it was cut at the limit of tokens.
     """
 
     tokens: np.ndarray
