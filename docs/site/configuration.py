@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -14,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from areal.config import Config, DataConfig, Section, SourceConfig
+from areal.config import Config, DataConfig, EvaluatorConfig, Section, SourceConfig
 from areal.training.sft import SftConfig, SftData
 
 PAGE = Path(__file__).parents[1] / "configuration.md"
@@ -76,16 +77,17 @@ def _section(prefix: str, section: type[Section], heading: str | None = None) ->
         yield ""
     yield from _table(prefix, section)
     yield ""
-    if same := _keys_as_in_data(section):
-        yield f"As in [data](#data): {', '.join(f'`{name}`' for name in same)}."
+    same = _shared(section)
+    for described, keys in same.items():
+        yield f"Meaning and default as in [{described}](#{described}): {', '.join(f'`{key}`' for key in keys)}."
         yield ""
     for name, field in section.model_fields.items():
-        if name not in same and (inner := _section_of(field)):
+        if name not in chain(*same.values()) and (inner := _section_of(field)):
             yield from _section(f"{prefix}{name}.", inner)
 
 
 def _table(prefix: str, section: type[Section]) -> Iterator[str]:
-    same = _keys_as_in_data(section)
+    same = list(chain(*_shared(section).values()))
     yield "| key | value | meaning |"
     yield "|---|---|---|"
     for name, field in section.model_fields.items():
@@ -94,15 +96,20 @@ def _table(prefix: str, section: type[Section]) -> Iterator[str]:
             yield f"| `{prefix}{name}` | {_value(field)} | {text} |"
 
 
-def _keys_as_in_data(section: type[Section]) -> list[str]:
-    """The keys that the section shares with `data`, which describes them."""
+def _shared(section: type[Section]) -> dict[str, list[str]]:
+    """The keys that a section of rows shares with `data` and `evaluator`, by the one that describes them."""
     if section is DataConfig or not issubclass(section, SourceConfig):
-        return []
-    fields = DataConfig.model_fields
-    return [name for name, field in section.model_fields.items() if name in fields and _same(field, fields[name])]
+        return {}
+    keys = {
+        name: [key for key, field in section.model_fields.items() if _same(field, described.model_fields.get(key))]
+        for name, described in (("data", DataConfig), ("evaluator", EvaluatorConfig))
+    }
+    return {name: shared for name, shared in keys.items() if shared}
 
 
-def _same(field: FieldInfo, described: FieldInfo) -> bool:
+def _same(field: FieldInfo, described: FieldInfo | None) -> bool:
+    if described is None:
+        return False
     return (field.description, _value(field)) == (described.description, _value(described))
 
 
