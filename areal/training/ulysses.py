@@ -28,8 +28,8 @@ class RowPart:
     """What one rank computes of a row.
 
     row: the row with a last sequence that fills it up, so that all parts have the same size. tokens, positions: int64
-    [1, T / size], this rank's. predicts: int64, the places in them whose hidden states are needed. distribution: which of
-    those gives each log-probability that is computed here. targets: the tokens of these log-probabilities. indices:
+    [1, T / size], this rank's. predicts: int64, the places in them whose hidden states are needed. distribution: which
+    of those gives each log-probability that is computed here. targets: the tokens of these log-probabilities. indices:
     int64, which of the row's S tokens these are.
     """
 
