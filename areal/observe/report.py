@@ -32,6 +32,9 @@ PLAIN_INK, PLAIN_FAINT = "#7d8590", "#7d859055"
 BLUE, ORANGE, GREEN = "#3b82d6", "#e07b28", "#2e9e6b"
 # The ends of the colour scale from the freshest to the oldest groups.
 FRESH, OLD = (0x3B, 0x82, 0xD6), (0xE0, 0x4B, 0x28)
+UPDATE_PARTS = ("pause", "load", "resume")
+# Limits of the vertical axis.
+FROM_0, SHARE = (0, None), (-0.03, 1.03)
 LEGEND_COLUMNS = 5
 # A folder that has one of these files is a run folder.
 FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json")
@@ -40,6 +43,7 @@ TIMELINE_SECONDS = 60.0
 # No further file of rollouts is read for the alerts after this time.
 ROLLOUTS_SECONDS = 20.0
 WAITING = "#9a9a9a"
+PAGE = Path(__file__).with_name("report.html")
 # With more steps than this, single points cannot be told apart and get no markers.
 MARKED_STEPS = 40
 
@@ -83,11 +87,6 @@ class Run:
         """A metric at every step; nan where it is missing or null."""
         return [number_or_nan(record.get(key)) for record in self.records]
 
-    def rate(self, key: str) -> list[float]:
-        """A count per step as a rate per second."""
-        seconds = self.series("step_seconds")
-        return [n / s if s > 0 else math.nan for n, s in zip(self.series(key), seconds, strict=True)]
-
 
 @dataclass(frozen=True)
 class Panel:
@@ -115,7 +114,8 @@ def write_report(folder: Path) -> Path:
 
     run = read_run(folder)
     figures = [draw(panel) for panel in panels(run) if not panel.empty]
-    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(PAGE.read_text(encoding="utf-8"))
     html = page.render(
         run=run,
         ending=_ending(run.summary),
@@ -207,102 +207,69 @@ def _headlines_of_benchmarks(evaluations: Sequence[dict[str, Any]]) -> list[tupl
 
 def panels(run: Run) -> list[Panel]:
     """The figures of a run, in this order: learning, staleness, speed, stability."""
-    steps = run.steps
+    steps, derived = run.steps, _derived(run)
     bound = number_or_nan(run.summary.get("max_staleness"))
-    ages = _ages(run)
-    filtered = run.series("groups_filtered")
-    filters = any(n > 0 for n in filtered)
-    seconds = run.series("step_seconds")
-    # The trainer measures the parts and the master the whole step, so the parts may exceed the step: they are cut.
-    waits = [min(wait, step) for wait, step in zip(run.series("trainer_wait_seconds"), seconds, strict=True)]
-    lefts = [step - wait for wait, step in zip(waits, seconds, strict=True)]
-    trains = [min(train, beyond) for train, beyond in zip(run.series("train_seconds"), lefts, strict=True)]
-    rests = [beyond - train for train, beyond in zip(trains, lefts, strict=True)]
+    filters = any(n > 0 for n in run.series("groups_filtered"))
 
-    def plain(title: str, key: str, **options: Any) -> Panel:
-        return Panel(title, lines=[("", steps, run.series(key))], **options)
+    def series(keys: Mapping[str, str] | str) -> list[tuple[str, list[float]]]:
+        keys = {"": keys} if isinstance(keys, str) else keys
+        return [(label, derived.get(key) or run.series(key)) for label, key in keys.items()]
+
+    def lines(title: str, keys: Mapping[str, str] | str, unit: str = "", **options: Any) -> Panel:
+        return Panel(title, unit, lines=[(label, steps, values) for label, values in series(keys)], **options)
+
+    def stack(title: str, keys: Mapping[str, str], unit: str) -> Panel:
+        return Panel(title, unit, stack=series(keys), steps=steps)
 
     return [
-        Panel(
-            "Reward, mean",
-            lines=[("trained" if filters else "", steps, run.series("reward_mean"))]
-            + [("all", steps, run.series("reward_mean_all"))] * filters,
-        ),
-        Panel("Groups filtered, without signal", lines=[("", steps, filtered)] * filters, limits=(0, None)),
+        lines("Reward, mean", {"trained": "reward_mean", "all": "reward_mean_all"} if filters else "reward_mean"),
+        lines("Groups filtered, without signal", "groups_filtered" if filters else {}, limits=FROM_0),
         _accuracy(run.evaluations),
         _benchmarks(run.evaluations),
-        Panel(
-            "Staleness",
-            unit="versions",
-            lines=[("mean", steps, run.series("staleness_mean")), ("max", steps, run.series("staleness_max"))],
+        lines(
+            "Staleness", {"mean": "staleness_mean", "max": "staleness_max"}, "versions", limits=FROM_0,
             bound=bound if math.isfinite(bound) else None,
-            limits=(0, None),
         ),
-        Panel(
-            "Groups by staleness",
-            steps=steps,
-            stack=[(f"{age}" if age % 5 == 0 or len(ages) <= 10 else "", groups) for age, groups in enumerate(ages)],
-            colours=_ramp(len(ages)),
+        _ages(run),
+        lines("Throughput", {"generated": "generated", "trained": "trained"}, "tokens / s", limits=FROM_0),
+        stack("Step time", {"training": "training", "waiting for data": "waiting", "other": "other"}, "s"),
+        lines(
+            "Trainer idle, share", {"waiting for data": "waiting_share", "waiting to publish": "publishing_share"},
+            limits=SHARE,
         ),
-        Panel(
-            "Throughput",
-            unit="tokens / s",
-            lines=[
-                ("generated", steps, run.rate("tokens_generated")),
-                ("trained", steps, run.rate("tokens_trained")),
-            ],
-            limits=(0, None),
+        lines(
+            "Completion length", {"mean": "completion_tokens_mean", "max": "completion_tokens_max"}, "tokens",
+            limits=FROM_0,
         ),
-        Panel(
-            "Step time",
-            unit="s",
-            steps=steps,
-            stack=[("training", trains), ("waiting for data", waits), ("other", rests)],
-        ),
-        Panel(
-            "Trainer idle, share",
-            lines=[
-                ("waiting for data", steps, _shares(waits, seconds)),
-                ("waiting to publish", steps, _shares(run.series("publish_wait_seconds"), seconds)),
-            ],
-            limits=(-0.03, 1.03),
-        ),
-        Panel(
-            "Completion length",
-            unit="tokens",
-            lines=[
-                ("mean", steps, run.series("completion_tokens_mean")),
-                ("max", steps, run.series("completion_tokens_max")),
-            ],
-            limits=(0, None),
-        ),
-        plain("Share of completions cut at the limit", "cut_share", limits=(-0.03, 1.03)),
-        Panel(
-            "Weight updates of all generators",
-            unit="s",
-            steps=steps,
-            stack=[(part, run.series(f"{part}_seconds")) for part in ("pause", "load", "resume")],
-        ),
-        plain("Log-prob gap, engine and trainer", "logprob_gap", log=True),
-        Panel(
-            "Importance weight",
-            lines=[("mean", steps, run.series("weight_mean")), ("max", steps, run.series("weight_max"))],
-            log=True,
-        ),
-        plain("Effective sample size, share", "effective_sample_size", limits=(0, 1.03)),
-        Panel(
-            "KL divergence",
-            unit="nats",
-            lines=[
-                ("to behaviour", steps, run.series("kl_behaviour")),
-                ("to reference", steps, run.series("kl_reference")),
-            ],
-        ),
-        plain("Entropy", "entropy"),
-        plain("Loss", "loss"),
-        plain("Gradient norm", "grad_norm"),
-        plain("Share of clipped tokens", "clip_fraction"),
-    ]
+        lines("Share of completions cut at the limit", "cut_share", limits=SHARE),
+        stack("Weight updates of all generators", {part: f"{part}_seconds" for part in UPDATE_PARTS}, "s"),
+        lines("Log-prob gap, engine and trainer", "logprob_gap", log=True),
+        lines("Importance weight", {"mean": "weight_mean", "max": "weight_max"}, log=True),
+        lines("Effective sample size, share", "effective_sample_size", limits=(0, 1.03)),
+        lines("KL divergence", {"to behaviour": "kl_behaviour", "to reference": "kl_reference"}, "nats"),
+        lines("Entropy", "entropy"),
+        lines("Loss", "loss"),
+        lines("Gradient norm", "grad_norm"),
+        lines("Share of clipped tokens", "clip_fraction"),
+    ]  # fmt: skip
+
+
+def _derived(run: Run) -> dict[str, list[float]]:
+    """The series that are computed from metrics."""
+    seconds = run.series("step_seconds")
+    # The trainer measures the parts and the master the whole step, so the parts may exceed the step: they are cut.
+    waiting = list(map(min, run.series("trainer_wait_seconds"), seconds))
+    remaining = [step - wait for step, wait in zip(seconds, waiting, strict=True)]
+    training = list(map(min, run.series("train_seconds"), remaining))
+    return {
+        "generated": _ratios(run.series("tokens_generated"), seconds),
+        "trained": _ratios(run.series("tokens_trained"), seconds),
+        "waiting": waiting,
+        "training": training,
+        "other": [span - train for span, train in zip(remaining, training, strict=True)],
+        "waiting_share": _ratios(waiting, seconds),
+        "publishing_share": _ratios(run.series("publish_wait_seconds"), seconds),
+    }
 
 
 def _accuracy(evaluations: Sequence[dict[str, Any]]) -> Panel:
@@ -313,7 +280,7 @@ def _accuracy(evaluations: Sequence[dict[str, Any]]) -> Panel:
     if ks and (largest := max(ks)) > 1:
         solved = [number_or_nan((evaluation.get("pass_at") or {}).get(f"{largest}")) for evaluation in evaluations]
         lines = [("mean", *lines[0][1:]), (f"pass@{largest}", versions, solved)]
-    return Panel("Held-out accuracy", lines=lines, limits=(-0.03, 1.03), colours=(GREEN, BLUE))
+    return Panel("Held-out accuracy", lines=lines, limits=SHARE, colours=(GREEN, BLUE))
 
 
 def _benchmarks(evaluations: Sequence[dict[str, Any]]) -> Panel:
@@ -327,7 +294,7 @@ def _benchmarks(evaluations: Sequence[dict[str, Any]]) -> Panel:
             if name in evaluation.get("benchmarks", {})
         ]
         lines.append((name, [version for version, _ in at], [number_or_nan(scores["accuracy"]) for _, scores in at]))
-    return Panel("Benchmarks, mean score", lines=lines, limits=(-0.03, 1.03), colours=_ramp(len(names)))
+    return Panel("Benchmarks, mean score", lines=lines, limits=SHARE, colours=_ramp(len(names)))
 
 
 def draw(panel: Panel) -> str:
@@ -488,16 +455,20 @@ def paired_samples(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return list(pairs.values())
 
 
-def _shares(parts: Sequence[float], wholes: Sequence[float]) -> list[float]:
-    return [part / total if total > 0 else math.nan for part, total in zip(parts, wholes, strict=True)]
+def _ratios(parts: Sequence[float], totals: Sequence[float]) -> list[float]:
+    return [part / total if total > 0 else math.nan for part, total in zip(parts, totals, strict=True)]
 
 
-def _ages(run: Run) -> list[list[float]]:
+def _ages(run: Run) -> Panel:
     """For each staleness from 0 on: the number of groups that had it, at each step."""
     counts = [record.get("staleness_histogram") for record in run.records]
     histograms = [histogram if isinstance(histogram, list) else [] for histogram in counts]
-    ages = range(max(map(len, histograms), default=0))
-    return [[histogram[age] if age < len(histogram) else 0.0 for histogram in histograms] for age in ages]
+    oldest = max(map(len, histograms), default=0)
+    stack = [
+        (f"{age}" if age % 5 == 0 or oldest <= 10 else "", [sum(histogram[age : age + 1]) for histogram in histograms])
+        for age in range(oldest)
+    ]
+    return Panel("Groups by staleness", stack=stack, steps=run.steps, colours=_ramp(oldest))
 
 
 def _ramp(n: int) -> list[str]:
@@ -546,85 +517,3 @@ def _ending(summary: dict[str, Any]) -> str:
     if summary.get("ok", True):
         return ""
     return f"The run ended early: {summary.get('reason') or 'no reason is recorded'}."
-
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ run.name }}</title>
-<style>
-:root { color-scheme: light dark; --faint: #8884; --card: #8881; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2.5rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .75rem; }
-.card { background: var(--card); border-radius: .5rem; padding: .75rem 1rem; }
-.card b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
-.card span { font-size: .85rem; opacity: .75; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(22rem, 1fr)); gap: 1rem; }
-svg { width: 100%; height: auto; } svg text { font-family: inherit !important; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: .5rem; border-bottom: 1px solid var(--faint); }
-pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 ui-monospace, monospace; }
-.score { font-size: .85rem; opacity: .75; } .ending { border-left: 3px solid #d33; padding-left: .75rem; }
-</style>
-</head>
-<body>
-<h1>{{ run.name }}</h1>
-{% if ending %}
-<p class="ending">{{ ending }}</p>
-{% endif %}
-<div class="cards">
-{% for name, value in headlines %}
-<div class="card"><b>{{ value }}</b><span>{{ name }}</span></div>
-{% endfor %}
-</div>
-{% if alerts %}
-<h2>Alerts</h2>
-<p>docs/observe.md explains them.</p>
-{% for alert, command in alerts %}
-<p class="ending"><b>{{ alert.name }}</b>: {{ alert.sentence }}{% if command %}
-<br><code>{{ command }}</code>{% endif %}</p>
-{% endfor %}
-{% endif %}
-<h2>Training</h2>
-{% if figures %}
-<div class="figures">
-{% for figure in figures %}
-<div>{{ figure | safe }}</div>
-{% endfor %}
-</div>
-{% else %}
-<p>No training step is recorded.</p>
-{% endif %}
-{% if timeline %}
-<h2>Timeline: the last minute of training, by actor</h2>
-<div>{{ timeline | safe }}</div>
-{% endif %}
-{% if samples %}
-<h2>Samples, before and after</h2>
-<div class="scroll"><table>
-<tr><th>prompt</th><th>answer</th><th>before</th><th>after</th></tr>
-{% for pair in samples %}
-<tr>
-<td><pre>{{ pair.prompt }}</pre></td>
-<td><pre>{{ pair.answer if pair.answer is not none else "–" }}</pre></td>
-{% for sample in (pair.before, pair.after) %}
-{% if sample %}
-<td><pre>{{ sample.completion }}</pre>
-<span class="score">score {{ sample.score }}</span></td>
-{% else %}
-<td>–</td>
-{% endif %}
-{% endfor %}
-</tr>
-{% endfor %}
-</table></div>
-{% endif %}
-<h2>Configuration</h2>
-<pre>{{ run.config or "The run folder has no config.yaml." }}</pre>
-</body>
-</html>
-"""
