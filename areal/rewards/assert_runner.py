@@ -12,18 +12,18 @@ nothing that the child can write is on the parent's path of modules. Only plain 
 Tests that need more raise Unsupported, which makes the row an error and never a score. Whether they do depends on the
 tests alone: where a program could pass them with data, other results fail.
 
-stdin: `{"nonce", "names", "modules", "prepare", "tests", "candidate", "collect", "wall_seconds"}`.
+stdin: `{"nonce", "names", "modules", "prepare", "tests", "candidate", "collect", "wall_seconds", "too_long"}`.
 `names` of the program are global names of the tests, which may also import them from the module `solution`. `prepare`
 is run, then `tests`; with `collect`, the tests are those of pytest's kind that `prepare` defines. `modules` are those
 that the tests import.
-stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; or else `NONCE unusable REASON`.
+stdout: `NONCE tests COUNT`, and after each test `NONCE index 0|1`; or else `NONCE unusable REASON`. The exit code is
+`too_long` if the tests take longer by themselves than a program may.
 """
 
 import builtins
 import collections
 import contextlib
 import ctypes
-import faulthandler
 import functools
 import importlib
 import importlib.util
@@ -38,6 +38,7 @@ import re
 import resource
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -56,8 +57,9 @@ PR_SET_DUMPABLE = 4
 MOST_ITEMS = 10_000
 # Frames of a program, as in a process of its own, besides those of this file; and of the tests.
 RECURSION, DEEP = 1000 + 50, 10_000
-# How often it is looked at how long the tests take. They may replace these functions.
-TICK_SECONDS, LATE, CPU_SECONDS, SLEEP = 0.1, 0.8, time.process_time, time.sleep
+# How often it is looked at how long the tests take, and which share of the time they may. They may replace `sleep`.
+TICK_SECONDS, LATE, SLEEP = 0.1, 0.8, time.sleep
+CLOCK_PROCESS_CPUTIME_ID, SIGEV_THREAD = 2, 2
 # What takes tests long: large messages, large numbers, and lists within themselves.
 LARGE, HEAVY = 1 << 16, re.compile(rb'(?<![.\d])\d{7}|[eE][+\d]|0x|"ref"')
 # Functions that tests replace: the program then calls the replacement.
@@ -98,28 +100,49 @@ def set_dumpable(value):
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
+class CpuBudget:
+    """Ends this process with an exit code once its CPU time is used up, also while C code keeps Python's threads from
+    running. Time in which the process is stopped, or waits for a processor, does not count."""
+
+    def __init__(self, seconds, code):
+        # On a thread of the C library, which calls _exit(code). A signal to this process could come from the program.
+        self.libc, self.timer = ctypes.CDLL("librt.so.1"), ctypes.c_void_p()  # where glibc before 2.34 has timers
+        function = ctypes.cast(self.libc._exit, ctypes.c_void_p).value
+        event = struct.pack("PiiPP32x", code, 0, SIGEV_THREAD, function, 0)
+        if self.libc.timer_create(CLOCK_PROCESS_CPUTIME_ID, event, ctypes.byref(self.timer)):
+            raise OSError("timer_create failed")
+        self.rest = ctypes.create_string_buffer(struct.pack("qqqq", 0, 0, int(seconds), int(seconds % 1 * 1e9)), 32)
+
+    def run(self):
+        self.libc.timer_settime(self.timer, 0, self.rest, None)
+
+    def pause(self):
+        self.libc.timer_settime(self.timer, 0, bytes(32), self.rest)
+
+
 class JudgeLink:
     """One end of the connection between a program and its tests. While it waits for an answer, it carries out requests.
 
-    end: it has `serve(*request)`, `encode_other`, `decode_other` and `errors`.
+    end: it has `serve(*request)`, `encode_other`, `decode_other` and `errors`. budget: this end's CPU time, of which
+    requests use nothing, with all that they lead to.
     """
 
-    def __init__(self, connection, end):
-        self.stream, self.end, self.lock = connection.makefile("rwb"), end, threading.RLock()
-        # How many requests wait for an answer, and the CPU time that requests took, with all that they led to.
-        self.waiting, self.cpu_seconds = 0, 0.0
-        # Whether tests may take long for what the other end has sent.
-        self.heavy = False
+    def __init__(self, connection, end, budget=None):
+        self.stream, self.end, self.lock, self.budget = connection.makefile("rwb"), end, threading.RLock(), budget
+        self.waiting = 0  # requests that wait for an answer
 
     def ask(self, *request, objects=""):
         """The answer to a request. Raises what the other end raises, or ProgramError. objects: for `decode_other`."""
         with self.lock:
-            began, self.waiting = CPU_SECONDS(), self.waiting + 1
+            if self.budget and not self.waiting:
+                self.budget.pause()
+            self.waiting += 1
             try:
                 failed, answer = self.exchange(request, objects)
             finally:
-                self.cpu_seconds += (CPU_SECONDS() - began) * (self.waiting == 1)
                 self.waiting -= 1
+                if self.budget and not self.waiting:
+                    self.budget.run()
             if failed:
                 raise answer
             return answer
@@ -171,9 +194,8 @@ class JudgeLink:
             self.stream.close()
             raise ProgramError("the program has ended, or has sent too much")
         data = self.stream.read(size)
-        if not self.heavy and (size > LARGE or HEAVY.search(data)):
-            self.heavy = True
-            faulthandler.cancel_dump_traceback_later()
+        if self.budget and (size > LARGE or HEAVY.search(data)):
+            self.budget = None  # it is no fault of the tests if they take long for what the program has returned
         return self.read(plain_data.read_message, data)
 
     def read(self, function, *arguments):
@@ -223,7 +245,6 @@ class ProgramEnd:
         self.errors, self.failure = plain_data.Errors({}), None
         self.objects, self.numbers, self.made, self.callbacks = [], {}, set(), {}
         self.link = JudgeLink(connection, self)
-        self.link.heavy = True  # only the tests' end has to find out
         with open(os.devnull, "w") as self.nowhere, contextlib.suppress(ProgramError):
             while True:
                 self.link.answer(self.link.receive()[1])
@@ -508,12 +529,12 @@ define(Opaque, NO_DATA_HAVE, Opaque.refuse)
 class TestsEnd:
     """The tests' end of the link."""
 
-    def __init__(self, connection):
+    def __init__(self, connection, budget):
         self.errors = plain_data.Errors({"__init__": lambda error, *a, **k: self.make_error(error, a, k)})
         self.streams = sys.stdin, sys.stdout, sys.stderr
         self.originals = [getattr(*place) for place in REPLACED]
         self.handles, self.kinds, self.made, self.callbacks, self.numbers = {}, {}, set(), [], {}
-        self.link = JudgeLink(connection, self)
+        self.link = JudgeLink(connection, self, budget)
 
     def ask(self, what, number, name, *details, objects=""):
         return self.link.ask(self.context(), what, number, name, *details, objects=objects)
@@ -662,15 +683,16 @@ def judge(job, cpu_seconds, connection, verdict):
     def report(*words):
         print(" ".join(map(str, (job["nonce"], *words))) + "\n", end="", file=verdict, flush=True)
 
-    tests = TestsEnd(connection)
+    budget = CpuBudget(cpu_seconds, job["too_long"])
+    tests = TestsEnd(connection, budget)
     solution = sys.modules["solution"] = Solution(tests, job["names"])
     sys.modules["pytest"] = pytest_standin
     missing = [name for name in job["modules"] if name not in sys.modules and importlib.util.find_spec(name) is None]
     if missing:
         report("unusable they import what cannot be imported here:", ", ".join(missing))
         return
-    limits = cpu_seconds, job["wall_seconds"]
-    threading.Thread(target=watch, args=(*limits, tests.link, report, verdict), daemon=True).start()
+    threading.Thread(target=watch, args=(tests.link, LATE * job["wall_seconds"], job["too_long"]), daemon=True).start()
+    budget.run()
     try:
         cases = cases_of(job, solution)
         report("tests", len(cases))
@@ -680,23 +702,13 @@ def judge(job, cpu_seconds, connection, verdict):
         report("unusable they need what is not supported here:", reason)
 
 
-def watch(cpu_seconds, wall_seconds, link, report, verdict):
-    """Ends the tests once they have used up the time by themselves, apart from what their requests took. It is no fault
-    of the tests if what the program has returned may take them long."""
-    began, busy = CPU_SECONDS(), 0.0
-    while True:
-        # Where C code keeps this thread from running, this prints `Timeout (` and ends the process.
-        # Later than the limit of CPU time, since others may use the processor meanwhile.
-        faulthandler.dump_traceback_later(1.5 * cpu_seconds, exit=True, file=2 if link.heavy else verdict)
+def watch(link, seconds, code):
+    """Ends this process with an exit code once the tests have waited or computed for so long by themselves."""
+    busy = 0.0
+    while busy <= seconds:
         SLEEP(TICK_SECONDS)
-        if link.waiting:
-            continue
-        busy += TICK_SECONDS  # counted: the program may stop this process for a while
-        cpu = CPU_SECONDS() - began - link.cpu_seconds
-        if cpu > cpu_seconds or busy > LATE * wall_seconds:
-            if not link.heavy:
-                report(f"unusable they take longer than a program may: {cpu:.1f} s of CPU time, {busy:.1f} s in all")
-            os._exit(0)
+        busy += TICK_SECONDS * (not link.waiting)  # counted: the program may stop this process for a while
+    os._exit(code if link.budget else 0)
 
 
 def cases_of(job, solution):

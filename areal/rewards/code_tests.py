@@ -44,6 +44,8 @@ _SOURCES = {
     name: Path(__file__).with_name(f"{name}.py").read_text()
     for name in ("assert_runner", "call_runner", "plain_data", "pytest_standin")
 }
+# The exit code of tests that take too long by themselves.
+_TOO_LONG = 97
 _ASSERTER = "import assert_runner\nassert_runner.main({})\n"
 # How far a number may be from the right one, relative to it, and how far in any case: the noise of sums that are 0.
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = 1e-6, 1e-12
@@ -180,6 +182,7 @@ class CodeTests:
             "candidate": tests.candidate,
             "collect": tests.pytest_style,
             "wall_seconds": self._seconds,
+            "too_long": _TOO_LONG,
         }
         files = {"program.py": code.encode(errors="replace"), **self._asserter}
         outcome = await self._sandbox.run(
@@ -187,7 +190,7 @@ class CodeTests:
         )
         lines = [line.split(" ", 2)[1:] for line in outcome.stdout.split("\n") if line.startswith(f"{nonce} ")]
         verdicts = {line[0]: line[1] for line in lines if len(line) == 2}
-        if "Timeout (" in outcome.stdout:
+        if outcome.exit == _TOO_LONG:
             verdicts["unusable"] = "they take longer than a program may"
         if reason := verdicts.get("unusable"):
             raise RewardError(f"the row's tests cannot be run: {reason}")

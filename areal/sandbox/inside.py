@@ -123,12 +123,14 @@ for name in MODULES:
 # The refused system calls, with their numbers on x86-64 and on arm64 (-1: it does not exist there). They give access to
 # other parts of the kernel (io_uring, bpf, ...), other processes' memory, namespaces and mounts, keys, memory that
 # belongs to no process and would therefore not be counted (memfd, System V), what the whole machine has few of
-# (io_setup, inotify), and the locks of files that all programs see (flock).
+# (io_setup, inotify), the locks of files that all programs see (flock), and signals that seem to come from a timer
+# (rt_sigqueueinfo): no program may forge the end of its tests' time (`areal.rewards.assert_runner`).
 REFUSED = {
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_setup": (206, 0),
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "seccomp": (317, 277),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "landlock_create_ruleset": (444, 444),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "unshare": (272, 97), "setns": (308, 268), "chroot": (161, 51), "pivot_root": (155, 41),
     "mount": (165, 40), "umount2": (166, 39), "open_tree": (428, 428), "move_mount": (429, 429),
