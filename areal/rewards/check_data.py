@@ -25,7 +25,7 @@ from areal.config import ScoringConfig, UserError
 from areal.data.rows import prompt_text
 from areal.rewards import code_rows
 from areal.rewards.pool import RewardFailed, RewardPool
-from areal.rewards.result import RewardError
+from areal.rewards.result import RewardError, passing
 from areal.rewards.score import judge_rows, read_rows
 from areal.text import shown
 
@@ -63,12 +63,16 @@ def check_file(config: ScoringConfig, file: Path, output: TextIO, console: Conso
 async def _check(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -> dict[str, Any]:
     (name,) = config.reward.functions
     prompt = prompt_text(row.get("prompt") or "")
+
+    async def score(completion: str) -> float:
+        return (await pool.score(name, prompt, completion, row)).score
+
     try:
-        trivial = {what: await pool.score(name, prompt, text, row) for what, text in _trivial(name, row).items()}
+        trivial = await passing(_trivial(name, row), score)
         solutions = _solutions(name, row)
-    except (RewardError, RewardFailed) as error:
+    except RewardError as error:
         return {"status": "bad", "reason": str(error), "solution": None}
-    reasons = [f"if {what}, the score is full" for what, result in trivial.items() if result.score >= 1][:1]
+    reasons = [f"if {trivial}, the score is full"] if trivial else []
     passed, reason = await _best(pool, name, prompt, solutions, row)
     if solutions and not passed:
         reasons.append(f"its own solution does not pass: {reason}")

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from areal.config import SandboxConfig
 from areal.rewards.code_rows import LANGUAGES, Asserts, Calls, Outputs, Tests, is_python, read_tests, solutions_of
-from areal.rewards.result import RewardError
+from areal.rewards.result import RewardError, passing
 from areal.sandbox.outside import open_sandbox
 
 _FENCE = re.compile(r"`{3,}")
@@ -110,19 +110,12 @@ class CodeTests:
         return await self._fact("weakness", tests, lambda: self._weakness(tests))
 
     async def _weakness(self, tests: Tests) -> str | None:
-        programs = tests.trivial_programs()
-        refusals: list[RewardError] = []
-        for what, program in programs.items():
+        async def score(program: str) -> float:
             results = [False] * len(tests)
-            try:
-                await self._run(program, tests, results)
-            except RewardError as error:
-                refusals.append(error)
-            if all(results):
-                return what
-        if len(refusals) == len(programs):
-            raise refusals[0]
-        return None
+            await self._run(program, tests, results)
+            return float(all(results))
+
+        return await passing(tests.trivial_programs(), score)
 
     async def _fact(self, kind: str, tests: Tests, find: Callable[[], Awaitable[str | None]]) -> str | None:
         """What is found out about tests once."""

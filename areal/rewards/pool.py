@@ -27,7 +27,7 @@ import msgpack
 import structlog
 
 from areal.config import RewardConfig, UserError
-from areal.rewards.result import Result
+from areal.rewards.result import Result, RewardError
 from areal.rewards.worker import LENGTH
 from areal.trajectory import Tokens
 
@@ -47,7 +47,7 @@ _GONE = (asyncio.IncompleteReadError, ConnectionError)
 log = structlog.get_logger()
 
 
-class RewardFailed(Exception):
+class RewardFailed(RewardError):
     """A completion that could not be scored.
 
     kind: `raised` (the reward raised an exception, or its input cannot be passed to it), `timeout`, `died` (the worker

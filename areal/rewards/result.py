@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -59,6 +59,21 @@ def combined(weights: Mapping[str, float], results: Mapping[str, Result]) -> Res
     if len(results) > 1:
         parts |= {name: result.score for name, result in results.items()}
     return Result(sum(weight * results[name].score for name, weight in weights.items()), parts)
+
+
+async def passing(completions: Mapping[str, str], score: Callable[[str], Awaitable[float]]) -> str | None:
+    """Which of these completions, which compute nothing, is the first to get the full score; None if none does. Raises
+    RewardError if no score can be given to any of them."""
+    errors: list[RewardError] = []
+    for name, completion in completions.items():
+        try:
+            if await score(completion) >= 1:
+                return name
+        except RewardError as error:
+            errors.append(error)
+    if len(errors) == len(completions):
+        raise errors[0]
+    return None
 
 
 def mean_parts(scored: Iterable[Mapping[str, float]]) -> dict[str, float]:

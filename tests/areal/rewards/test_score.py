@@ -127,6 +127,18 @@ def test_the_data_are_checked_with_a_program_that_does_nothing_and_with_their_ow
     assert "3 passed, 1 failed" in said
 
 
+@needs_namespaces
+def test_a_row_is_good_if_only_some_of_the_programs_that_compute_nothing_cannot_be_judged(score):
+    slow_for_zero = "x = f(1)\nwhile type(x) is int and x == 0: pass\nassert x == 3"
+    code, (result,), _ = score(
+        {"test_list": [slow_for_zero]},
+        reward=("code",),
+        flags=("--check-data",),
+        overrides=("sandbox.cpu_seconds=0.5",),
+    )
+    assert (code, result["status"]) == (0, "ok")
+
+
 def test_data_with_answers_are_checked_with_these(score):
     assert check_data(score, {"answer": "#### 18"}, {"answer": "\\frac{1}{2}"}, reward="math")[:2] == (0, [GOOD, GOOD])
     code, results, _ = check_data(score, {"answer": ""}, {"question": "?"}, {"answer": "Paris"}, reward="exact_match")
