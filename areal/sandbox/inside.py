@@ -159,19 +159,12 @@ NEEDLESS = {
     "sync": (162, 81), "syncfs": (306, 267), "fsync": (74, 82), "fdatasync": (75, 83), "sync_file_range": (277, 84),
     "fadvise64": (221, 223), "readahead": (187, 213),
 }  # fmt: skip
-# Those that are refused or not by their arguments.
-CHECKED = {
-    "clone": (56, 220), "mmap": (9, 222), "socket": (41, 198), "socketpair": (53, 199), "setsockopt": (54, 208),
-    "fcntl": (72, 25), "prctl": (157, 167), "prlimit64": (302, 261), "setpriority": (141, 140),
-    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274), "msync": (26, 227),
-}  # fmt: skip
 # By machine: AUDIT_ARCH, and its column in the tables.
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 CLONE3 = 435
 LAST_KNOWN = 462
 CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
-MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x1, 0x20, 0x40000
+SHARED_MEMORY, MAP_HUGETLB = 0x21, 0x40000  # MAP_SHARED | MAP_ANONYMOUS
 MS_SYNC = 4
 AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
 SOL_SOCKET, BUFFER_OPTIONS = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and the same with FORCE
@@ -186,68 +179,69 @@ ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, EINVAL, ENOSYS = 1, 22, 38
 
 
+def answer_if(test, value, answer):
+    return [(test, 0, 1, value), (ANSWER, 0, 0, answer)]
+
+
+def argument(number, mask=0xFFFFFFFF):
+    """Loads the low half of an argument: what the kernel reads of an `int`."""
+    return [(LOAD, 0, 0, 16 + 8 * number), (AND, 0, 0, mask)]
+
+
+def only(number, value, mask=0xFFFFFFFF):
+    """Refuses the call if an argument has another value."""
+    return [*argument(number, mask), (EQUAL, 1, 0, value), (ANSWER, 0, 0, ERRNO | EPERM)]
+
+
+def never(number, value, mask=0xFFFFFFFF, error=EPERM):
+    return [*argument(number, mask), *answer_if(EQUAL, value, ERRNO | error)]
+
+
+def for_all(values, check):
+    return [step for value in values for step in check(value)]
+
+
+UNIX = [*only(0, AF_UNIX), *only(1, SOCK_STREAM, SOCK_TYPE)]
+CALLER = only(0, 0)  # 0 is the process or thread that calls
+# Those that are refused or not by their arguments: their numbers, and what is checked.
+CHECKED = {
+    "clone": (56, 220, [*only(0, 0, ALL_NAMESPACES), *never(0, CLONE_THREAD, CLONE_THREAD | CLONE_FILES)]),
+    # Shared anonymous memory outlives every process that has touched it; huge pages are not counted as resident.
+    "mmap": (9, 222, [*never(3, SHARED_MEMORY, SHARED_MEMORY), *never(3, MAP_HUGETLB, MAP_HUGETLB)]),
+    "socket": (41, 198, UNIX), "socketpair": (53, 199, UNIX),
+    "setsockopt": (54, 208, [
+        *argument(1), (EQUAL, 1, 0, SOL_SOCKET), (ANSWER, 0, 0, ALLOW),
+        *for_all(BUFFER_OPTIONS, lambda option: never(2, option)),
+    ]),
+    "fcntl": (72, 25, [
+        *argument(1),
+        *for_all(FCNTL_LOCKS, lambda command: answer_if(EQUAL, command, ERRNO)),
+        *for_all(FCNTL_MORE, lambda command: answer_if(EQUAL, command, ALLOW)),
+        *answer_if(AT_LEAST, FCNTL_LAST + 1, ERRNO | EPERM),
+    ]),
+    "prctl": (157, 167, [
+        *never(0, PR_SET_SECCOMP), *never(0, PR_SCHED_CORE),
+        *argument(0), *answer_if(AT_LEAST, PR_FUTEX_HASH, ERRNO | EINVAL),
+    ]),
+    "msync": (26, 227, never(2, MS_SYNC, MS_SYNC, error=0)),
+    "setpriority": (141, 140, [*CALLER, *only(1, 0)]), "prlimit64": (302, 261, CALLER),
+    "sched_setparam": (142, 118, CALLER), "sched_setscheduler": (144, 119, CALLER),
+    "sched_setaffinity": (203, 122, CALLER), "sched_setattr": (314, 274, CALLER),
+}  # fmt: skip
+
+
 def filter_program(machine):
     """The filter in the kernel's format. Raises KeyError if `machine` is not in MACHINES."""
     architecture, column = MACHINES[machine]
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (ANSWER, 0, 0, KILL), (LOAD, 0, 0, 0)]
-
-    def on(test, value, answer):
-        return [(test, 0, 1, value), (ANSWER, 0, 0, answer)]
-
-    def argument(number, mask=0xFFFFFFFF):
-        """Loads the low half of an argument: what the kernel reads of an `int`."""
-        return [(LOAD, 0, 0, 16 + 8 * number), (AND, 0, 0, mask)]
-
-    def only(number, value, mask=0xFFFFFFFF):
-        """Refuses the call if an argument has another value."""
-        return [*argument(number, mask), (EQUAL, 1, 0, value), (ANSWER, 0, 0, ERRNO | EPERM)]
-
-    def never(number, value, mask=0xFFFFFFFF, error=EPERM):
-        return [*argument(number, mask), *on(EQUAL, value, ERRNO | error)]
-
-    caller_only = only(0, 0)  # 0 is the process or thread that calls
-    unix = [*only(0, AF_UNIX), *only(1, SOCK_STREAM, SOCK_TYPE)]
-    checks = {
-        "clone": [*only(0, 0, ALL_NAMESPACES), *never(0, CLONE_THREAD, CLONE_THREAD | CLONE_FILES)],
-        # Shared anonymous memory outlives every process that has touched it; huge pages are not counted as resident.
-        "mmap": [
-            *never(3, MAP_SHARED | MAP_ANONYMOUS, MAP_SHARED | MAP_ANONYMOUS),
-            *never(3, MAP_HUGETLB, MAP_HUGETLB),
-        ],
-        "socket": unix,
-        "socketpair": unix,
-        "setsockopt": [
-            *argument(1),
-            (EQUAL, 1, 0, SOL_SOCKET),
-            (ANSWER, 0, 0, ALLOW),
-            *(step for option in BUFFER_OPTIONS for step in never(2, option)),
-        ],
-        "fcntl": [
-            *argument(1),
-            *(step for command in FCNTL_LOCKS for step in on(EQUAL, command, ERRNO)),
-            *(step for command in FCNTL_MORE for step in on(EQUAL, command, ALLOW)),
-            *on(AT_LEAST, FCNTL_LAST + 1, ERRNO | EPERM),
-        ],
-        "prctl": [
-            *never(0, PR_SET_SECCOMP),
-            *never(0, PR_SCHED_CORE),
-            *argument(0),
-            *on(AT_LEAST, PR_FUTEX_HASH, ERRNO | EINVAL),
-        ],
-        "msync": never(2, MS_SYNC, MS_SYNC, error=0),
-        "setpriority": [*caller_only, *only(1, 0)],
-        **dict.fromkeys(
-            ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr"), caller_only
-        ),
-    }
     # System calls that are newer than this list, and those of the x32 interface. Without clone3, libc uses clone.
-    steps += [*on(AT_LEAST, LAST_KNOWN + 1, ERRNO | ENOSYS), *on(EQUAL, CLONE3, ERRNO | ENOSYS)]
+    steps += [*answer_if(AT_LEAST, LAST_KNOWN + 1, ERRNO | ENOSYS), *answer_if(EQUAL, CLONE3, ERRNO | ENOSYS)]
     for table, error in ((REFUSED, EPERM), (INVALID, EINVAL), (NEEDLESS, 0)):
         for numbers in table.values():
             if numbers[column] >= 0:
-                steps += on(EQUAL, numbers[column], ERRNO | error)
-    for name, check in checks.items():
-        steps += [(EQUAL, 0, len(check) + 1, CHECKED[name][column]), *check, (ANSWER, 0, 0, ALLOW)]
+                steps += answer_if(EQUAL, numbers[column], ERRNO | error)
+    for *columns, check in CHECKED.values():
+        steps += [(EQUAL, 0, len(check) + 1, columns[column]), *check, (ANSWER, 0, 0, ALLOW)]
     steps += [(ANSWER, 0, 0, ALLOW)]
     return b"".join(struct.pack("HBBI", *step) for step in steps)
 
