@@ -16,6 +16,7 @@ import uvloop
 
 from areal.config import Config, UserError, dump_config, load_config
 from areal.processes import KEYS, SUPERVISED, die_with_parent, importing, raise_open_files, torchrun
+from areal.roles import ROLES
 from areal.storage.run_folder import config_of_run, configuration_to_resume
 from areal.text import shown
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from actors.runtime.actor import Actor, Ending
     from actors.runtime.supervisor import Supervisor
 
-ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator", "monitor")
 # How long a role waits for its master: the nodes of a cluster start in any order.
 WAIT_SECONDS = 300.0
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
@@ -64,7 +64,9 @@ supplied has to be changed. 3: the master no longer accepts this actor, start it
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--role", action="append", choices=ROLES, help="start only this role (may be repeated)")
+    parser.add_argument(
+        "--role", action="append", choices=("master", *ROLES, "monitor"), help="start only this role (may be repeated)"
+    )
     parser.add_argument(
         "--master", metavar="tcp://HOST:PORT", help="address of the master, or the run folder on the master's machine"
     )
@@ -150,9 +152,8 @@ def start(arguments: argparse.Namespace) -> int:
 
         for name in arguments.reward:
             check(name)
-    if roles == ["generator"]:
-        # numpy, which the bus imports, would start a thread for each core. `prepare` needs a process with one thread.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if len(roles) == 1 and roles != ["monitor"]:
+        os.environ |= {**ROLES[roles[0]].environment, **os.environ}
     from actors.runtime.addresses import find_master
 
     arguments.master = find_master(arguments.master, arguments.wait)
@@ -188,7 +189,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from actors.parts.direct_weights import check_transport
     from actors.runtime.addresses import take_folder
     from actors.runtime.preflight import check
-    from actors.runtime.supervisor import Supervisor, roles_of
+    from actors.runtime.supervisor import Supervisor
     from actors.watching.monitor import print_summary
     from areal.devices import deal_out
     from areal.observe.report import write_report
@@ -198,8 +199,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     config = with_own_port(config, arguments)
     check_transport(config)
     check(config)
-    roles = [role for role, count in roles_of(config) for _ in range(count)]
-    environments = deal_out(config, roles)
+    environments = deal_out(config, [name for name, role in ROLES.items() for _ in range(role.processes(config))])
     network = take_folder(config, bool(arguments.resume))
     store_configuration(config)
     console = Console()
@@ -383,8 +383,6 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
 
     configure_logging(role if arguments.index is None else f"{role}/{arguments.index}")
     if role == "trainer":
-        # Rows of many lengths would fragment the memory of a GPU. torch reads this when it is imported.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         join_ranks(arguments)
 
     async def run() -> Ending:

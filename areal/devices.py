@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 from areal.config import Config, UserError
+from areal.roles import ROLES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Environment variables: the cores of a generator's engine, and the cores of everything else.
@@ -41,7 +42,7 @@ def _listed_by_driver() -> Sequence[str]:
 def deal_out(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return environment variables, by actor, that divide this machine's GPUs, or else its cores, among `roles` (one
     entry per actor). Raises UserError if there are too few GPUs."""
-    devices = visible_devices() if {"trainer", "generator"} & {*roles} else []
+    devices = visible_devices() if any(ROLES[name].devices(config) for name in roles) else []
     dealt = deal_out_devices(config, roles, devices) or deal_out_cores(config, roles)
     if any(SHARES in variables for variables in dealt.values()):
         print("Note: trainer and generator share the only GPU here.", file=sys.stderr)
@@ -56,33 +57,35 @@ def shares_devices(config: Config) -> bool:
 def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return CUDA_VISIBLE_DEVICES for each actor in `roles` (one entry per actor) that uses GPUs.
 
-    The trainer gets the first GPUs, one per rank, and each generator the next ones. With `colocate` the generators
-    begin with the first one, too. Otherwise no GPU is given to two actors, but for a single one, which a trainer of one
-    rank and one generator share. Without devices the result is empty, and the run uses the CPU. Raises UserError if
-    there are too few GPUs.
+    Each gets the next GPUs, in the order of ROLES. With `colocate` each role begins with the first one. Otherwise no
+    GPU is given to two actors, but for a single one, which a trainer of one rank and one generator share. Without
+    devices the result is empty, and the run uses the CPU. Raises UserError if there are too few GPUs.
     """
     if not devices:
         return {}
-    ranks = config.trainer.ranks if "trainer" in roles else 0
-    count, per_generator = roles.count("generator"), config.generator.devices
-    if (len(devices), ranks, count, per_generator) == (1, 1, 1, 1):
-        shared = {VISIBLE: devices[0]} if config.colocate else {VISIBLE: devices[0], SHARES: "1"}
-        return {"trainer/0": shared, "generator/0": shared}
-    first = 0 if config.colocate else ranks
-    total = max(ranks, first + count * per_generator)
+    shares: dict[str, Sequence[str]] = {}
+    needs: list[str] = []
+    first = total = 0
+    for role in [role for role in ROLES.values() if role.name in roles and role.devices(config)]:
+        first = 0 if config.colocate else first
+        for index in range(roles.count(role.name)):
+            shares[f"{role.name}/{index}"] = devices[first : first + role.devices(config)]
+            first += role.devices(config)
+        needs.append(role.needed_devices(config, roles.count(role.name)))
+        total = max(total, first)
+    if (
+        len(devices) == 1
+        and shares.keys() == {"trainer/0", "generator/0"}
+        and config.trainer.ranks == config.generator.devices == 1
+    ):
+        return dict.fromkeys(shares, {VISIBLE: devices[0]} | ({} if config.colocate else {SHARES: "1"}))
     if total > len(devices):
-        trainer = [f"the trainer needs {ranks} (trainer.ranks)"] if ranks else []
-        generators = [f"{count} generators need {per_generator} each (generator.tensor_parallel)"] if count else []
-        turns = " in turns" if config.colocate else ""
         raise UserError(
-            f"There are too few GPUs here: {' and '.join(trainer + generators)}, which is {total}{turns}, but there "
-            f"are {len(devices)} ({','.join(devices)}): lower these numbers, or start the roles on several machines "
-            f"(docs/deploy.md)."
+            f"There are too few GPUs here: {' and '.join(needs)}, which is {total}{' in turns' * config.colocate}, but "
+            f"there are {len(devices)} ({','.join(devices)}): lower these numbers, or start the roles on several "
+            f"machines (docs/deploy.md)."
         )
-    takes = {"trainer/0": devices[:ranks]} if ranks else {}
-    for index in range(count):
-        takes[f"generator/{index}"] = devices[first + index * per_generator :][:per_generator]
-    return {name: {VISIBLE: ",".join(taken)} for name, taken in takes.items()}
+    return {name: {VISIBLE: ",".join(share)} for name, share in shares.items()}
 
 
 def engine_cores(config: Config, roles: Sequence[str], cores: Iterable[int]) -> dict[str, list[int]]:

@@ -139,7 +139,6 @@ class Done(Message):
 
 # --- membership
 
-Role = Literal["generator", "rollout_manager", "reward", "trainer", "evaluator"]
 State = Literal["stale", "healthy", "draining"]
 """`stale`: not ready yet. `draining`: takes no new work and is about to leave."""
 
@@ -178,7 +177,7 @@ class Member(Part):
 
 
 class Join(Message):
-    role: Role
+    role: Name
     index: Annotated[int, Field(ge=0, le=1 << 20)] | None
     address: Address
 

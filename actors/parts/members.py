@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from actors.parts.run_state import RunState
+from areal.roles import ROLES
 from protocols.codec import MAX_BODY_BYTES
-from protocols.errors import BusyError
+from protocols.errors import BusyError, RefusedError
 from protocols.messages import Heartbeat, Join, LoadColumns, Member, MembersChanged, Message, Policy
 
 # All members have to fit into one snapshot, which is one message, and so do the changes that one event reports.
@@ -60,11 +61,13 @@ class Members:
         return next((m for m in self.with_role(join.role, healthy=False) if m.identity.endswith(f"#{mark}")), None)
 
     def new_entry(self, join: Join, mark: str) -> Member:
-        """The entry of an actor that wants to join. Raises BusyError if there are too many members."""
+        """The entry of an actor that wants to join. Raises RefusedError if there is no such role, and BusyError if
+        there are too many members."""
+        if join.role not in ROLES:
+            raise RefusedError(f"there is no role {join.role!r}")
         if len(self._state.members) >= MAX_MEMBERS:
             raise BusyError(f"a run may have at most {MAX_MEMBERS} members")
-        # There is one trainer: a new one replaces the one before.
-        index = 0 if join.role == "trainer" else join.index
+        index = 0 if ROLES[join.role].single else join.index
         if index is None:
             taken = {m.index for m in self.with_role(join.role, healthy=False)}
             index = next(i for i in range(len(taken) + 1) if i not in taken)

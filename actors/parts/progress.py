@@ -7,10 +7,9 @@ from typing import Literal
 
 from actors.parts.members import Members
 from actors.parts.run_state import RunState
+from areal.roles import ROLES, Goal
 from areal.staleness.failures import Failures
 from protocols.messages import actor_name
-
-ROLES = ("trainer", "generator", "reward", "rollout_manager")
 
 
 class Progress:
@@ -46,13 +45,13 @@ class Progress:
 
     def suspects(self) -> list[str]:
         """Healthy members of the roles that the run waits for. Members that are still starting are left alone."""
+        goals: set[Goal] = {"step"}
         if self._state.ledger.version == self._config.steps:
-            roles = {"evaluator", "generator", "reward", "trainer"}
-        elif self._state.unpublished or not self._state.ledger.waiting:
-            roles = {"trainer"}
-        else:
-            roles = {"rollout_manager", "generator", "reward"} | ({"evaluator"} if self._state.holder else set())
-        return [i for i, m in self._state.members.items() if m.role in roles and m.state == "healthy"]
+            goals = {"step", "evaluation"}
+        elif self._state.ledger.waiting and not self._state.unpublished:
+            goals = {"batch", "evaluation"} if self._state.holder else {"batch"}
+        awaited = {role.name for role in ROLES.values() if goals & role.works_for}
+        return [i for i, m in self._state.members.items() if m.role in awaited and m.state == "healthy"]
 
     # --- in words
 
@@ -98,9 +97,8 @@ class Progress:
 
     def missing(self) -> list[str]:
         """The roles that the run needs and no healthy member has, and the rewards that none serves."""
-        roles = ROLES if self._config.steps else ("generator", "reward")
-        roles = (*roles, "evaluator") if self._config.evaluates else roles
-        missing = [role for role in roles if not self._members.with_role(role)]
+        needed = [name for name, role in ROLES.items() if role.processes(self._config)]
+        missing = [name for name in needed if not self._members.with_role(name)]
         if "reward" not in missing:
             served = {name for m in self._state.members.values() if m.state == "healthy" for name in m.serves}
             missing += [f"reward that serves {name!r}" for name in self._config.rewards if name not in served]

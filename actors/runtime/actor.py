@@ -46,7 +46,6 @@ from protocols.messages import (
     Message,
     Policy,
     PolicyPublished,
-    Role,
     Shutdown,
     Snapshot,
     Span,
@@ -159,7 +158,7 @@ class Actor(HandlesRequests):
     members of the run by identity.
     """
 
-    role: ClassVar[Role]
+    role: ClassVar[str]
 
     def __init__(
         self, bus: Bus, master: str, index: int | None = None, door: Door | None = None, *,

@@ -35,6 +35,7 @@ from actors.runtime.logs import LogFile
 from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
 from areal.config import Config
 from areal.processes import ROOT, SUPERVISED
+from areal.roles import ROLES
 from areal.storage.run_folder import read_metrics, read_summary
 from areal.text import shown
 from protocols.addresses import on_this_machine
@@ -152,10 +153,10 @@ class Supervisor:
                 tasks.create_task(self._keep(master), name="master/0")
                 await self._until_answers(master, bus, address)
                 self._folder = folder
-                for role, count in roles_of(config):
-                    for index in range(count):
+                for role in ROLES.values():
+                    for index in range(role.processes(config)):
                         words = ["--index", str(index), "--master", address, *options]
-                        child = self._add(role, index, words)
+                        child = self._add(role.name, index, words)
                         tasks.create_task(self._keep(child), name=child.name)
                 await self._view(bus, address, config, skipped)
 
@@ -373,14 +374,6 @@ class Supervisor:
         ends = [asyncio.create_task(process.wait()) for child in self.children if (process := child.running)]
         if ends:
             await asyncio.wait(ends, timeout=timeout)
-
-
-def roles_of(config: Config) -> list[tuple[str, int]]:
-    """The roles besides the master and the number of processes of each, the slowest to start first."""
-    roles = [("generator", config.generator.count), ("reward", config.reward.count)]
-    if config.steps:
-        roles = [("trainer", 1), *roles, ("rollout_manager", config.rollout_manager.count)]
-    return [*roles, ("evaluator", 1)] if config.evaluates else roles
 
 
 def _how(code: int) -> str:

@@ -16,10 +16,11 @@ from typing import Any
 from areal.observe import timeline
 from areal.observe.report import Run, read_run
 from areal.observe.timeline import TimelineSpan
+from areal.roles import ROLES
 from areal.storage.events import TOTALS
 
 RUN = "run"
-ORDER = (RUN, "master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
+ORDER = (RUN, "master", *ROLES)
 COUNTERS = {
     "reward": ("reward_mean", "reward_mean_all"),
     "staleness": ("staleness_mean", "staleness_max"),

@@ -313,6 +313,12 @@ async def test_an_actor_that_fell_silent_is_removed_and_then_refused(config):
             await manager.ask(AskPermits(count=1))
 
 
+async def test_a_role_that_there_is_not_does_not_join(config):
+    with pytest.raises(RefusedError, match="there is no role 'referee'"):
+        async with master_of(config), callers(config, "referee"):
+            pass
+
+
 async def test_who_joins_in_the_place_of_another_replaces_it(config):
     async with master_of(config), callers(config, "generator") as (old,):
         new = Caller("generator", config.master.address)

@@ -1,0 +1,78 @@
+"""The roles of a run, besides its master: how many processes each has, what they need, and what waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from areal.config import Config
+
+Goal = Literal["batch", "step", "evaluation"]
+"""What a run waits for: the next batch, its training and publication, the scores of a version."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role; its actor is a class in the module `actors.NAME`.
+
+    processes: their number in a run on one machine. 0: the run does without the role; else it waits until one is ready.
+    works_for: if the run waits for one of these, it waits for this role, among others.
+    devices, devices_key: number of GPUs of a process, and the configuration key that sets it.
+    single: a run has one process of the role, and a new one takes its place.
+    environment: variables of a process of its own, where the user has not set them."""
+
+    name: str
+    processes: Callable[[Config], int]
+    works_for: frozenset[Goal]
+    devices: Callable[[Config], int] = lambda config: 0
+    devices_key: str = ""
+    single: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def needed_devices(self, config: Config, count: int) -> str:
+        """The devices of `count` processes, for messages."""
+        devices = f"{self.devices(config)}{'' if self.single else ' each'} ({self.devices_key})"
+        return f"the {self.name} needs {devices}" if self.single else f"{count} {self.name}s need {devices}"
+
+
+# The slowest to start first. They get devices, and are shown, in this order.
+ROLES = {
+    role.name: role
+    for role in (
+        Role(
+            "trainer",
+            processes=lambda config: int(config.steps > 0),
+            works_for=frozenset({"step"}),
+            devices=lambda config: config.trainer.ranks,
+            devices_key="trainer.ranks",
+            single=True,
+            # Rows of many lengths would fragment the memory of a GPU. torch reads this when it is imported.
+            environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        ),
+        Role(
+            "generator",
+            processes=lambda config: config.generator.count,
+            works_for=frozenset({"batch", "evaluation"}),
+            devices=lambda config: config.generator.devices,
+            devices_key="generator.tensor_parallel",
+            # numpy, which the bus imports, would start a thread for each core. vLLM is loaded in a process with one.
+            environment={"OPENBLAS_NUM_THREADS": "1"},
+        ),
+        Role(
+            "reward",
+            processes=lambda config: config.reward.count,
+            works_for=frozenset({"batch", "evaluation"}),
+        ),
+        Role(
+            "rollout_manager",
+            processes=lambda config: config.rollout_manager.count if config.steps else 0,
+            works_for=frozenset({"batch"}),
+        ),
+        Role(
+            "evaluator",
+            processes=lambda config: int(config.evaluates),
+            works_for=frozenset({"evaluation"}),
+        ),
+    )
+}
