@@ -256,27 +256,7 @@ def plan(
     if devices < n + 1:
         raise UserError(f"{devices} devices are too few: a generator needs {n}, and the trainer at least one more.")
     generation = generation_memory(config, model, lengths, device_bytes)
-    together = config.trainer.sequence_parallel
-    splits = [count for count in range(1, (devices - 1) // n + 1) if not (devices - n * count) % together]
-    if not splits:
-        raise UserError(
-            f"{devices} devices cannot be split into generators of {n} devices and a number of trainer ranks that is a "
-            f"multiple of trainer.sequence_parallel={together}: take another number of devices."
-        )
-    fitting = {}
-    for generators in splits:
-        if fit := _fitting(config, model, devices - n * generators, lengths, device_bytes):
-            fitting[generators] = fit
-    if not fitting:
-        ranks = devices - n * splits[0]
-        least = training_memory(config, model, ranks, 3, True, lengths.prompt + lengths.longest)
-        fixed = config.trainer.microbatches is not None
-        smaller = "more trainer.microbatches" if fixed else "a lower trainer.max_tokens_per_microbatch"
-        raise UserError(
-            f"Training does not fit: on {ranks} devices each needs {least.total / GIB:.1f} GiB of its "
-            f"{TRAINER_SHARE * device_bytes / GIB:.1f} at ZeRO 3 with checkpointing: take more devices, trainer.lora, "
-            f"trainer.offload, or {smaller}."
-        )
+    fitting = _fitting_splits(config, model, lengths, devices, device_bytes)
 
     def throughput(generators: int) -> float:
         return min(generators * n * rates.generating, (devices - generators * n) * rates.training)
@@ -291,13 +271,8 @@ def plan(
     of_group = min(lengths.longest, lengths.mean * sum(1 / k for k in range(1, config.group_size + 1)))
     managers = max(1, round(devices / DEVICES_OF_A_MANAGER))
     return Plan(
-        generators=generators,
-        tensor_parallel=n,
-        ranks=devices - generators * n,
-        zero_stage=stage,
-        gradient_checkpointing=checkpointing,
-        generation=generation,
-        training=training,
+        generators=generators, tensor_parallel=n, ranks=devices - generators * n,
+        zero_stage=stage, gradient_checkpointing=checkpointing, generation=generation, training=training,
         generated=generators * n * rates.generating,
         trained=(devices - generators * n) * rates.training,
         step_seconds=step,
@@ -307,13 +282,42 @@ def plan(
         managers=managers,
         groups_a_manager=math.ceil(running / config.group_size / managers) + 1,
         samples_a_step=samples,
-    )
+    )  # fmt: skip
 
 
-def _fitting(
-    config: Config, model: ModelSizes, ranks: int, lengths: TokenLengths, device_bytes: float
-) -> tuple[int, bool, TrainingMemory] | None:
-    """The ZeRO stage, checkpointing and memory of the cheapest training that fits; None if none fits."""
+Fit = tuple[int, bool, TrainingMemory]
+"""The ZeRO stage, checkpointing and memory of a training."""
+
+
+def _fitting_splits(
+    config: Config, model: ModelSizes, lengths: TokenLengths, devices: int, device_bytes: float
+) -> dict[int, Fit]:
+    """By the number of generators: the cheapest training that fits beside them. Raises UserError if there is none."""
+    n = config.generator.tensor_parallel
+    together = config.trainer.sequence_parallel
+    splits = [count for count in range(1, (devices - 1) // n + 1) if not (devices - n * count) % together]
+    if not splits:
+        raise UserError(
+            f"{devices} devices cannot be split into generators of {n} devices and a number of trainer ranks that is a "
+            f"multiple of trainer.sequence_parallel={together}: take another number of devices."
+        )
+    fits = {count: _fitting(config, model, devices - n * count, lengths, device_bytes) for count in splits}
+    fitting = {count: fit for count, fit in fits.items() if fit}
+    if not fitting:
+        ranks = devices - n * splits[0]
+        least = training_memory(config, model, ranks, 3, True, lengths.prompt + lengths.longest)
+        fixed = config.trainer.microbatches is not None
+        smaller = "more trainer.microbatches" if fixed else "a lower trainer.max_tokens_per_microbatch"
+        raise UserError(
+            f"Training does not fit: on {ranks} devices each needs {least.total / GIB:.1f} GiB of its "
+            f"{TRAINER_SHARE * device_bytes / GIB:.1f} at ZeRO 3 with checkpointing: take more devices, trainer.lora, "
+            f"trainer.offload, or {smaller}."
+        )
+    return fitting
+
+
+def _fitting(config: Config, model: ModelSizes, ranks: int, lengths: TokenLengths, device_bytes: float) -> Fit | None:
+    """The cheapest training that fits on so many ranks; None if none fits."""
     first = 1 if config.trainer.dtype == "bfloat16" else 0  # areal.training.optimizer explains why
     stages = range(max(first, config.trainer.zero_stage), 4) if ranks > 1 else [first]
     for checkpointing in sorted({config.trainer.gradient_checkpointing is True, True}):

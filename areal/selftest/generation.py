@@ -250,22 +250,16 @@ def check_versions(
     values = {"gap": gap, "gap_to_other_version": other_gap, "gap_beside": edge, "crossing": len(changes)}
     if not exact:
         kinds = sorted(set(named.tolist()))
-        return judged(
-            "interruption",
-            False,
-            f"tokens of the versions {kinds}, where only 0 and 1 in this order can be",
-            "The engine names wrong versions: take the version of vLLM that pyproject.toml names, and report it.",
-            **values,
-        )
+        measured = f"tokens of the versions {kinds}, where only 0 and 1 in this order can be"
+        advice = "The engine names wrong versions: take the version of vLLM that pyproject.toml names, and report it."
+        return Finding("interruption", "FAILED", measured, advice, values)
     if len(changes) < SEQUENCES // 4:
-        return judged(
-            "interruption",
-            False,
-            f"only {len(changes)} of {len(sequences)} sequences were interrupted",
+        measured = f"only {len(changes)} of {len(sequences)} sequences were interrupted"
+        advice = (
             "Too few sequences were long enough to be interrupted: try again, and with --config and a model that "
-            "answers at length.",
-            **values,
+            "answers at length."
         )
+        return Finding("interruption", "FAILED", measured, advice, values)
     measured = f"{gap[0]:.1e} nats before, {gap[1]:.1e} after, {edge:.1e} beside it (at most {limit:g})"
     right_ones = gap[0] <= limit and gap[1] <= limit and edge <= EDGE * limit
     if right_ones and not min(other_gap.values()) >= APART * limit:

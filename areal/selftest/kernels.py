@@ -125,13 +125,8 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
     own_head = Head(model)
 
     def forward(row: PackedRow) -> tuple[Tensor, Tensor]:
-        return model(
-            **_inputs(row, kind),
-            predicts=row.predicts,
-            distribution=row.distribution,
-            targets=row.targets,
-            temperature=TEMPERATURE,
-        )
+        outputs = {"predicts": row.predicts, "distribution": row.distribution, "targets": row.targets}
+        return model(**_inputs(row, kind), **outputs, temperature=TEMPERATURE)
 
     vocabulary = sizes.vocab_size
     row, flat = _row(vocabulary, SHORT_LENGTHS, SHORT_SHARED, device, prefix_tree=False)
@@ -149,16 +144,7 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
         logps, _ = forward(row)
         (logps @ weights[places]).backward()
         logprobs[places] = logps.detach()
-
-    exact = torch.zeros(len(flat.tokens), device=device, dtype=torch.float64)
-    start = 0
-    for length in flat.lengths.tolist():
-        span = slice(start + 1, start + length)
-        tokens = torch.from_numpy(flat.tokens[start : start + length]).long().to(device)
-        logps = references.logprobs_alone(exact_model, tokens, TEMPERATURE)
-        (logps @ weights[span].double()).backward()
-        exact[span] = logps.detach()
-        start += length
+    exact = _backward_alone(exact_model, flat, weights)
     gap = float((logprobs - exact).abs().sum() / (len(exact) - len(flat.lengths)))
     pairs = [
         (parameter.grad, reference.grad)
@@ -173,10 +159,23 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
         f"{holds} a row, {dtype}: log-probs {gap:.1e} nats, gradients {share:.1e} (at most {LAYERS * SHARE[dtype]:g})",
         "A packed row does not have the gradients of its sequences: if the check `attention` failed too, begin with "
         "that; else update transformers to the version of pyproject.toml, and report it.",
-        gap=gap,
-        gradients=share,
-        a_row_holds=holds,
-    )
+        gap=gap, gradients=share, a_row_holds=holds,
+    )  # fmt: skip
+
+
+def _backward_alone(model: Any, flat: FlatBatch, weights: Tensor) -> Tensor:
+    """The log-probs of all tokens, each sequence by itself in float64. Leaves the gradient of their weighted sum in the
+    parameters."""
+    exact = torch.zeros(len(flat.tokens), device=weights.device, dtype=torch.float64)
+    start = 0
+    for length in flat.lengths.tolist():
+        span = slice(start + 1, start + length)
+        tokens = torch.from_numpy(flat.tokens[start : start + length]).long().to(weights.device)
+        logps = references.logprobs_alone(model, tokens, TEMPERATURE)
+        (logps @ weights[span].double()).backward()
+        exact[span] = logps.detach()
+        start += length
+    return exact
 
 
 def _few_layers(sizes: Any, dtype: str, attention: str, device: torch.device) -> Any:

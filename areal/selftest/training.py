@@ -29,6 +29,7 @@ from areal.selftest.transport import Sending
 from areal.training.engine import TrainingEngine
 from areal.training.flops import Operations, peak_tflops
 from areal.training.packed import FlatBatch, pack
+from areal.training.tally import StepResult
 
 MOVE, LORA_MOVE = 6.0, 60.0
 """Learning rate of the step whose weights are published, times the root of the number of parameters. In its first step
@@ -196,39 +197,42 @@ class TrainingChecks:
             took = max(took, growth + rise["bytes"])
         if self._device.type == "cuda":
             took = torch.cuda.max_memory_reserved()
+        return [self._longest_row(lengths, took, ranks), self._training(result)]
+
+    def _longest_row(self, lengths: list[int], took: float, ranks: int) -> Finding:
         trainer = self._config.trainer
         stage = max(trainer.zero_stage, 1) if trainer.dtype == "bfloat16" else trainer.zero_stage
         plan = training_memory(
-            self._config, read_model(self._config), ranks, stage, bool(trainer.gradient_checkpointing), longest
+            self._config, read_model(self._config), ranks, stage, bool(trainer.gradient_checkpointing), self._longest
         )
+        return judged(
+            "longest row",
+            took <= BEYOND_PLAN * plan.total,
+            f"{sum(lengths)} tokens: {took / GIB:.2f} GiB; the plan has {(plan.total - plan.overhead) / GIB:.2f}, "
+            f"and {plan.overhead / GIB:.0f} for libraries",
+            f"The step takes more memory than `areal plan` says: plan with a --device-memory smaller by "
+            f"{max(0.0, took - plan.total) / GIB:.1f} GiB, and report it.",
+            lengths=lengths,
+            bytes=took,
+            planned=plan.total,
+            planned_other=plan.overhead,
+        )
+
+    def _training(self, result: StepResult) -> Finding:
         seconds = result.forward_seconds + result.backward_seconds + result.optimizer_seconds
         rate = result.tokens_computed / seconds
         mfu = "" if result.mfu is None else f", MFU {result.mfu:.0%}"
-        return [
-            judged(
-                "longest row",
-                took <= BEYOND_PLAN * plan.total,
-                f"{sum(lengths)} tokens: {took / GIB:.2f} GiB; the plan has {(plan.total - plan.overhead) / GIB:.2f}, "
-                f"and {plan.overhead / GIB:.0f} for libraries",
-                f"The step takes more memory than `areal plan` says: plan with a --device-memory smaller by "
-                f"{max(0.0, took - plan.total) / GIB:.1f} GiB, and report it.",
-                lengths=lengths,
-                bytes=took,
-                planned=plan.total,
-                planned_other=plan.overhead,
-            ),
-            judged(
-                "training",
-                math.isfinite(result.grad_norm),
-                f"{rate:,.0f} tokens/s, {result.tflops:.3g} TFLOP/s a device{mfu}",
-                "The gradient of a step on random tokens is not finite: if `gradient` failed too, begin with that.",
-                tokens_per_second=rate,
-                tflops=result.tflops,
-                mfu=result.mfu,
-                seconds=seconds,
-                grad_norm=result.grad_norm,
-            ),
-        ]
+        return judged(
+            "training",
+            math.isfinite(result.grad_norm),
+            f"{rate:,.0f} tokens/s, {result.tflops:.3g} TFLOP/s a device{mfu}",
+            "The gradient of a step on random tokens is not finite: if `gradient` failed too, begin with that.",
+            tokens_per_second=rate,
+            tflops=result.tflops,
+            mfu=result.mfu,
+            seconds=seconds,
+            grad_norm=result.grad_norm,
+        )
 
     def send(self, folder: str, workers: int) -> dict[str, Any] | None:
         """Publish the weights that the trainer has now, and begin to send them to an engine of `workers` processes.
