@@ -375,7 +375,7 @@ class Master(HandlesRequests):
         if beat.stats.get("samples_scored", 0.0) > 0:
             self._failures.any_scored = True
         worked = beat.stats.get("work_done", 0.0) > pulse.beat.stats.get("work_done", 0.0)
-        if changed or worked or fresh["tokens_generated"]:
+        if changed or worked or fresh["tokens_generated"] > 0:
             self._progress.made()
         name, spans = actor_name(member.identity), [(span.name, span.began, span.seconds) for span in beat.spans]
         self.folder.record_heartbeat(name, beat.state, beat.activity, beat.stats, beat.clock, spans)

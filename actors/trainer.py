@@ -78,14 +78,12 @@ ROLLOUTS_BYTES = 32 << 20
 # Number of published versions that are kept: a generator may still be reading an older version than the newest.
 VERSIONS_KEPT = 4
 
-# Phases of a step whose seconds are reported with it. `write` ran in parallel to the step, for the version before.
-CLOCKS = ("trainer_wait", "fetch", "train", "publish_wait", "snapshot", "write", "save_wait", "save", "offload")
-# The phases in which the trainer waits for others, or for its own work in another phase.
-WAITS = ("trainer_wait", "publish_wait", "save_wait")
-WORDS = {
+# Phases of a step whose seconds are reported with it, and what the trainer does to a version in each of them; None: it
+# waits for others, or for its own work in another phase. `write` ran in parallel to the step, for the version before.
+PHASES = {
+    "trainer_wait": None, "publish_wait": None, "save_wait": None,
     "fetch": "reading the batch of", "train": "training on", "snapshot": "copying the weights of",
-    "write": "writing the weights of", "save": "copying a checkpoint of",
-    "offload": "moving to or from host memory",
+    "write": "writing the weights of", "save": "copying a checkpoint of", "offload": "moving to or from host memory",
 }  # fmt: skip
 
 log = structlog.get_logger()
@@ -394,7 +392,7 @@ class Trainer(Actor):
         await self._wait_for_publication()
         with self._timed("snapshot"):
             await self._learner.snapshot(Path(self._policy().folder))
-        spent = {f"{what}_seconds": self._seconds[what] for what in CLOCKS}
+        spent = {f"{what}_seconds": self._seconds[what] for what in PHASES}
         self._seconds.clear()
         trained = functools.partial(self._rollouts.add_trained, self._version, groups, self._learner.values)
         self._publication = self.spawn(self._publish(metrics | spent, trained), "publish")
@@ -514,7 +512,7 @@ class Trainer(Actor):
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         began = asyncio.get_running_loop().time()
-        with nullcontext() if what in WAITS else self.working(f"{WORDS[what]} version {self._version}"):
+        with self.working(f"{work} version {self._version}") if (work := PHASES[what]) else nullcontext():
             yield
         seconds = asyncio.get_running_loop().time() - began
         self._seconds[what] += seconds
