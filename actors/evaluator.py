@@ -16,7 +16,11 @@ from typing import Any
 
 import structlog
 
-from actors.parts.sessions import Router, SampleFailed, Sampler, SampleSession
+from actors.parts.calls import SampleFailed
+from actors.parts.jobs import RoutedGenerators
+from actors.parts.router import Place, Router
+from actors.parts.sampler import Sampler
+from actors.parts.sessions import SampleSession
 from actors.runtime.actor import first_error
 from areal.config import BenchmarkConfig, Config, EvaluatorConfig, SamplingConfig
 from areal.data.rows import Row, prompt_text
@@ -213,7 +217,7 @@ class Evaluator(Sampler):
         conditions = {"temperature": settings.temperature, "top_p": settings.top_p}
         self._sampling = self.config.sampling.model_copy(update=conditions)
         rows = [self._source.heldout(i) for i in range(self.config.data.eval_size)]
-        self._rows = [row for row in rows if not self.too_long(row)]
+        self._rows = [row for row in rows if not self.services.too_long(row)]
         if len(self._rows) < len(rows):
             log.warning("held-out rows are left out, as their prompts are too long", count=len(rows) - len(self._rows))
         self._benchmark_rows = {
@@ -321,7 +325,10 @@ class Evaluator(Sampler):
     ) -> Trajectory | None:
         """One scored sample; None if it could not be scored, which is a failure, not a score of 0. Raises NotExact."""
         home = home or await router.choose("generator")
-        session = SampleSession(router, self._tokenizer, row, sampling, version, home)
+        generators = RoutedGenerators(router, self._servers)
+        session = SampleSession(
+            self.services, row, sampling, version, Place(router, home), generators=generators,
+        )  # fmt: skip
         try:
             sample = await self.run_workflow(session, row)
         except NotExact:
@@ -356,7 +363,7 @@ class Evaluator(Sampler):
         """The text before the first sampled token, and from there on."""
         first = int(sample.sampled.argmax())
         prompt, completion = (
-            self._tokenizer.decode(part, skip_special_tokens=True)
+            self.services.tokenizer.decode(part, skip_special_tokens=True)
             for part in (sample.tokens[:first], sample.tokens[first:])
         )
         return prompt, completion

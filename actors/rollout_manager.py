@@ -13,7 +13,10 @@ from typing import Any
 
 import structlog
 
-from actors.parts.sessions import SampleFailed, Sampler, SampleSession
+from actors.parts.calls import SampleFailed
+from actors.parts.router import Place
+from actors.parts.sampler import Sampler
+from actors.parts.sessions import SampleSession
 from areal.data.rows import Row
 from areal.generation.routing import Load, groups_that_fit, plan_moves
 from areal.rewards.result import mean_parts
@@ -113,11 +116,10 @@ class RolloutManager(Sampler):
             await asyncio.sleep(BALANCE_SECONDS)
             generators = {m.identity: m for m in self.with_role("generator") if m.identity in self._router.told}
             loads = {identity: self._router.told[identity] for identity in generators}
-            calls = (call for sessions in self._sessions.values() for session in sessions for call in session.running)
-            running = {sequence: call for call in calls if (sequence := call.sequence)}
-            moves = plan_moves(loads, running, self._router.askers, asyncio.get_running_loop().time())
-            for sequence, target in moves:
-                running[sequence].move(generators[target])
+            calls = [call for sessions in self._sessions.values() for session in sessions for call in session.running]
+            moves = plan_moves(loads, calls, self._router.askers, asyncio.get_running_loop().time())
+            for call, target in moves:
+                call.move(generators[target])
             self._moved += len(moves)
 
     @property
@@ -161,16 +163,17 @@ class RolloutManager(Sampler):
             row = self._source.row(permit.prompt_index)
         except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
             raise _GroupFailed("row", f"row {permit.prompt_index} of the data cannot be used: {error}", 0) from None
-        if too_long := self.too_long(row):
+        if too_long := self.services.too_long(row):
             raise _GroupFailed("long", too_long, 0)
         home = await self._router.choose("generator", min_version=permit.min_version)
         start = _GroupStart(self._samples)
         sessions = self._sessions[permit.group] = [
             SampleSession(
-                self._router, self._tokenizer, row, self.config.sampling, permit.min_version, home, start.sample_started
+                self.services, row, self.config.sampling, permit.min_version, Place(self._router, home),
+                start.sample_started,
             )
             for _ in range(self._samples)
-        ]
+        ]  # fmt: skip
 
         def report(version: int) -> None:
             for session in sessions:
@@ -230,7 +233,7 @@ class RolloutManager(Sampler):
         """Run the workflow for one sample, and lower its reward if the completion is too long
         (`reward.overlong_tokens`). Only training samples get this penalty, not those of an evaluation."""
         done = await super().run_workflow(session, row)
-        penalty = self.overlong(done)
+        penalty = self.services.overlong(done)
         return done.lowered(penalty) if penalty else done
 
     async def _store(self, group: Group, discarded: int, reward_parts: dict[str, float]) -> None:

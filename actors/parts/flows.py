@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -49,26 +49,35 @@ Work = Callable[[Callable[[R], None]], Awaitable[None]]
 
 
 class Job:
-    """A job of an asker. `number`: its name, which the asker never uses again. `done`: set or failed when it ends."""
+    """A job of an asker. One that has ended may be begun again, on any flow. From its beginning on it has `number`, its
+    name there, which the asker never uses again, and `_done`, which is set or failed when it ends."""
 
-    flow: Flow[Any] | None = None  # from the time at which it is begun
+    number = -1
+    _flow: Flow[Any] | None = None
+    _done: asyncio.Future[Any] | None = None
 
-    def __init__(self, number: int) -> None:
+    def begin(self, number: int, flow: Flow[Any]) -> asyncio.Future[Any]:
         self.number = number
-        self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._flow = flow
+        self._done = asyncio.get_running_loop().create_future()
+        return self._done
+
+    @property
+    def runs(self) -> bool:
+        return self._done is not None and not self._done.done()
 
     def succeed(self, result: Any) -> None:
-        if not self.done.done():
-            self.done.set_result(result)
+        if self._done is not None and not self._done.done():
+            self._done.set_result(result)
 
     def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)
 
     def stop(self) -> None:
         """Have the server end the job where it is. Its results so far still come, and then it fails."""
-        if self.flow is not None:
-            self.flow.stop(self)
+        if self._flow is not None and self.runs:
+            self._flow.stop(self.number)
 
 
 class Kind(Protocol[J]):
@@ -77,45 +86,48 @@ class Kind(Protocol[J]):
     def request(self, flow: int, jobs: Sequence[J]) -> Message:
         """The request to begin these jobs on a flow."""
 
-    def take(self, part: Message, jobs: dict[int, J]) -> Sequence[JobFailed]:
+    def deliver(self, part: Message, jobs: dict[int, J]) -> Sequence[JobFailed]:
         """Give the results in a part of the stream to their jobs, and remove the jobs that have ended. Jobs that are
         missing in `jobs` are not wanted any more. Returns the failures in the part. Raises BusError for another
         part."""
 
 
 class Flow(Generic[J]):
-    """The asker's end of a flow to the server behind `peer`. `number`: its name, which the asker never uses again.
-    `broken`: it has ended, and takes no more jobs."""
+    """The asker's end of a flow to the server behind `peer`. `numbers`: names for flows and jobs, each of which the
+    asker uses once, because a server may still be busy with what was given up. `broken`: it has ended, and takes no
+    more jobs."""
 
-    def __init__(self, peer: Peer, number: int, kind: Kind[J], spawn: Spawn) -> None:
+    def __init__(self, peer: Peer, numbers: Iterator[int], kind: Kind[J], spawn: Spawn) -> None:
         self._peer = peer
-        self._number = number
+        self._numbers = numbers
+        self._number = next(numbers)
         self._kind = kind
         self._jobs: dict[int, J] = {}
-        self._new: list[J] = []
+        self._new: list[int] = []
         self._stopped: list[int] = []
         self._opened = asyncio.Event()
-        self._told = asyncio.Event()
+        self._to_send = asyncio.Event()
         self.broken = False
         spawn(self._live(), f"flow to {peer.address}")
 
     async def do(self, job: J) -> Any:
         """The result of a job. If this is cancelled, the server ends the job. Raises a BusError if the server refuses
         it, if it fails there, or if the flow breaks."""
-        self._jobs[job.number] = job
-        self._new.append(job)
-        self._told.set()
-        job.flow = self
+        number = next(self._numbers)
+        result = job.begin(number, self)
+        self._jobs[number] = job
+        self._new.append(number)
+        self._to_send.set()
         try:
-            return await job.done
+            return await result
         finally:
-            if self._jobs.pop(job.number, None) is not None:
-                self.stop(job)
+            if self._jobs.pop(number, None) is not None:
+                self.stop(number)
 
-    def stop(self, job: J) -> None:
+    def stop(self, number: int) -> None:
         """See `Job.stop`."""
-        self._stopped.append(job.number)
-        self._told.set()
+        self._stopped.append(number)
+        self._to_send.set()
 
     async def _live(self) -> None:
         tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._send())]
@@ -137,7 +149,7 @@ class Flow(Generic[J]):
         async with contextlib.aclosing(self._peer.stream(OpenFlow(flow=self._number), FLOW_SECONDS)) as parts:
             async for part in parts:
                 self._opened.set()
-                for failure in self._kind.take(part, self._jobs):
+                for failure in self._kind.deliver(part, self._jobs):
                     if job := self._jobs.pop(failure.job, None):
                         job.fail(from_code(failure.code, failure.text))
         raise StreamBrokenError(f"{self._peer.address} ended its flow")
@@ -146,16 +158,17 @@ class Flow(Generic[J]):
         """Send what is new, one request after another, so that a job is stopped only after the server has begun it."""
         await self._opened.wait()
         while True:
-            await self._told.wait()
-            self._told.clear()
+            await self._to_send.wait()
+            self._to_send.clear()
             new, self._new = self._new, []
             stopped, self._stopped = self._stopped, []
             for first in range(0, len(new), JOBS):
-                await self._begin([job for job in new[first : first + JOBS] if job.number in self._jobs])
+                await self._begin(new[first : first + JOBS])
             if stopped:
                 await self._ask(EndJobs(flow=self._number, jobs=np.array(stopped, np.int64)))
 
-    async def _begin(self, jobs: Sequence[J]) -> None:
+    async def _begin(self, numbers: Sequence[int]) -> None:
+        jobs = [job for number in numbers if (job := self._jobs.get(number))]
         if not jobs:
             return
         try:
@@ -163,18 +176,18 @@ class Flow(Generic[J]):
         except (DeadlineError, StreamBrokenError):  # the server may or may not have begun them: the flow breaks
             raise
         except MalformedError as error:
-            if len(jobs) == 1:
-                self._fail(jobs, error)
+            if len(numbers) == 1:
+                self._fail(numbers, error)
                 return
-            middle = len(jobs) // 2  # one of them cannot travel, or all together are too large
-            await self._begin(jobs[:middle])
-            await self._begin(jobs[middle:])
+            middle = len(numbers) // 2  # one of them cannot travel, or all together are too large
+            await self._begin(numbers[:middle])
+            await self._begin(numbers[middle:])
         except BusError as error:
-            self._fail(jobs, error)
+            self._fail(numbers, error)
 
-    def _fail(self, jobs: Sequence[J], error: BusError) -> None:
-        for job in jobs:
-            if self._jobs.pop(job.number, None) is not None:
+    def _fail(self, numbers: Sequence[int], error: BusError) -> None:
+        for number in numbers:
+            if job := self._jobs.pop(number, None):
                 job.fail(error)
 
     async def _ask(self, message: Message) -> None:

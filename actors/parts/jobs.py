@@ -1,87 +1,154 @@
-"""The jobs that samples give to other actors on flows: sequences for generators, completions for reward actors."""
+"""The jobs that samples give to actors of the run on flows: calls to generators, completions to reward actors.
+
+If an actor dies, the job goes on at another one: a call from its last token, a completion from the beginning.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import structlog
 
-from actors.parts.flows import Job
-from areal.config import SamplingConfig
-from areal.generation.engine import Chunk
+from actors.parts.calls import Call, SampleFailed, ended
+from actors.parts.flows import Flow, Job, Spawn
+from actors.parts.router import Place, Router
+from areal.config import Config
+from areal.rewards.pool import Quarantine, RewardFailed, digest
 from areal.rewards.result import Result
 from areal.workflows.conversation import Generation
-from protocols.errors import BusError
+from protocols.errors import BusError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
     FINISHES,
     Completion,
     CompletionsScored,
     Generate,
     JobFailed,
+    Member,
     Message,
     NewSequence,
     Score,
     TokenColumns,
+    actor_name,
     slices,
 )
+from protocols.transport import Bus
+
+# Time to wait for a reward actor that serves a reward which only rows name. For the rewards of the configuration the
+# run waits without a deadline: the master says what is missing.
+NO_REWARD_SECONDS = 60.0
+# A sample fails after more than this many scoring requests were lost, for example because reward actors died. A lost
+# request does not count as a failure of the reward function (`reward.retries`).
+REWARDS_LOST = 10
+
+log = structlog.get_logger()
 
 
-class SequenceJob(Job):
-    """A sequence to sample. `taken` gets each chunk, and returns the completion if that ends with it."""
+class Servers:
+    """The flows of an actor to generators and reward actors, one to each."""
 
-    def __init__(
-        self, number: int, prompt: np.ndarray, sampling: SamplingConfig, max_new_tokens: int, min_new_tokens: int,
-        min_version: int, first_version: int | None, taken: Callable[[Chunk], Generation | None],
-    ) -> None:  # fmt: skip
-        super().__init__(number)
-        self.prompt = prompt
-        self.sampling = sampling
-        self.max_new_tokens = max_new_tokens
-        self.min_new_tokens = min_new_tokens
-        self.min_version = min_version
-        self.first_version = first_version
-        self._taken = taken
+    def __init__(self, bus: Bus, spawn: Spawn) -> None:
+        self._bus = bus
+        self._spawn = spawn
+        self._numbers = itertools.count()
+        self._flows: dict[str, Flow[Any]] = {}  # by identity of the server
 
-    def take(self, part: Chunk) -> None:
-        if self.done.done():
-            return
+    async def do(self, member: Member, job: Call | ScoreJob) -> Any:
+        """The result of a job that a generator or a reward actor does. Raises BusError."""
+        flow = self._flows.get(member.identity)
+        if flow is None or flow.broken:
+            self._flows = {identity: other for identity, other in self._flows.items() if not other.broken}
+            kind: Any = Calls if member.role == "generator" else Completions
+            flow = Flow(self._bus.peer(member.address), self._numbers, kind, self._spawn)
+            self._flows[member.identity] = flow
+        return await flow.do(job)
+
+
+class RoutedGenerators:
+    """The generators of the run: a call is sampled by one after another, until it is complete."""
+
+    def __init__(self, router: Router, servers: Servers) -> None:
+        self._router = router
+        self._servers = servers
+
+    async def sample(self, call: Call) -> Generation:
+        """Raises SampleFailed."""
+        sample = call.sample
+        place, sample.place = sample.place or Place(self._router), None
+        home = sample.home
         try:
-            if (completion := self._taken(part)) is not None:
-                self.succeed(completion)
-        except Exception as error:  # of the workflow's `keep`, to which it belongs
-            self.fail(error)
+            while not sample.closed:
+                generator = home or await self._router.choose("generator", min_version=sample.min_version)
+                place.stand(generator)
+                sample.home = generator
+                sample.generators[actor_name(generator.identity)] = None
+                call.run_at(generator.identity)
+                try:
+                    completion: Generation = await self._servers.do(generator, call)
+                    return completion
+                except FencedError as error:
+                    raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
+                except RefusedError as error:
+                    return call.refused(error)
+                except BusError as error:
+                    home = await self._leave(call, generator, error)
+            raise ended()
+        finally:
+            call.generator = None
+            place.stand(None)
+
+    async def _leave(self, call: Call, generator: Member, error: BusError) -> Member | None:
+        """Leave a generator whose stream broke, or which handed the sequence over. Returns where to continue; None:
+        anywhere."""
+        call.generator = None
+        target, call.target = call.target, None
+        if target is None:
+            log.warning(
+                "the sequence continues on another generator", generator=generator.identity, sampled=call.sampled,
+                error=str(error),
+            )  # fmt: skip
+            await self._router.avoid(generator)
+        elif not self._router.knows(target):
+            target = None
+        if call.sample.home is generator:
+            call.sample.home = target
+        return target
 
 
-class Sequences:
+class Calls:
     """Jobs of generators. Those with the same prompt send it once."""
 
     @staticmethod
-    def request(flow: int, jobs: Sequence[SequenceJob]) -> Generate:
-        prompts = {job.prompt.tobytes(): job.prompt for job in jobs}
-        numbers = {prompt: number for number, prompt in enumerate(prompts)}
-        new = (
-            NewSequence(
-                job=job.number,
-                prompt=numbers[job.prompt.tobytes()],
-                temperature=job.sampling.temperature,
-                top_p=job.sampling.top_p,
-                max_new_tokens=job.max_new_tokens,
-                min_new_tokens=job.min_new_tokens,
-                min_version=job.min_version,
-                first_version=job.first_version,
+    def request(flow: int, jobs: Sequence[Call]) -> Generate:
+        prompts: dict[bytes, tuple[int, np.ndarray]] = {}  # the number of each, and its tokens
+        new = []
+        for call in jobs:
+            tokens, sampling = call.tokens, call.sampling
+            prompt, _ = prompts.setdefault(tokens.tobytes(), (len(prompts), tokens))
+            new.append(
+                NewSequence(
+                    job=call.number,
+                    prompt=prompt,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    max_new_tokens=sampling.max_new_tokens,
+                    min_new_tokens=sampling.min_new_tokens,
+                    min_version=call.min_version,
+                    first_version=call.sample.first_version,
+                )
             )
-            for job in jobs
-        )
-        return Generate(flow=flow, prompts=tuple(prompts.values()), sequences=tuple(new))
+        return Generate(flow=flow, prompts=tuple(tokens for _, tokens in prompts.values()), sequences=tuple(new))
 
     @staticmethod
-    def take(part: Message, jobs: dict[int, SequenceJob]) -> Sequence[JobFailed]:
+    def deliver(part: Message, jobs: dict[int, Call]) -> Sequence[JobFailed]:
         if not isinstance(part, TokenColumns):
             raise BusError(f"a generator sent {part.kind!r} instead of tokens")
         for number, own, finish in zip(part.jobs.tolist(), slices(part.counts), part.finishes.tolist(), strict=True):
-            if job := jobs.get(number):
-                job.take(Chunk(part.tokens[own], part.logprobs[own], part.versions[own], FINISHES[finish]))
+            if call := jobs.get(number):
+                call.receive(part.tokens[own], part.logprobs[own], part.versions[own], FINISHES[finish])
                 if finish:
                     del jobs[number]
         return part.failed
@@ -91,15 +158,69 @@ class ScoreJob(Job):
     """A completion to score; the result is a Result."""
 
     def __init__(
-        self, number: int, function: str, prompt: str, completion: str, row: Mapping[str, Any],
-        tokens: np.ndarray | None,
-    ) -> None:  # fmt: skip
-        super().__init__(number)
+        self, function: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: np.ndarray | None
+    ) -> None:
         self.function = function
         self.prompt = prompt
         self.completion = completion
         self.row = row
         self.tokens = tokens
+
+
+class RoutedRewards:
+    """The reward actors of the run. on_refusal: called with the reason if a completion is refused for the first
+    time."""
+
+    def __init__(self, router: Router, servers: Servers, config: Config, on_refusal: Callable[[str], None]) -> None:
+        self._router = router
+        self._servers = servers
+        self._config = config
+        self._on_refusal = on_refusal
+        self._quarantine = Quarantine(config.reward.quarantine_after)
+
+    async def score(
+        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: np.ndarray | None
+    ) -> Result:
+        """Raises SampleFailed."""
+        job = ScoreJob(name, prompt, completion, row, tokens)
+        refused = lost = 0
+        while True:
+            member = await self._choose(job)
+            try:
+                with self._router.using(member):
+                    result: Result = await self._servers.do(member, job)
+                    return result
+            except MalformedError as error:  # this row cannot travel, to no actor and at no time
+                raise SampleFailed("row", f"reward {name!r}: {error}") from None
+            except BusError as error:
+                if isinstance(error, RefusedError):
+                    refused += 1
+                    if refused == 1:
+                        self._on_refusal(f"reward {name!r}: {error}")
+                else:
+                    lost += 1
+                if isinstance(error, HarmfulError):
+                    self._quarantine.lost(_digest(job))
+                if refused > self._config.reward.retries or lost > REWARDS_LOST:
+                    raise SampleFailed("reward", f"reward {name!r}: {error}") from None
+                await self._router.avoid(member)
+
+    async def _choose(self, job: ScoreJob) -> Member:
+        """The reward actor to ask next. Raises SampleFailed if none is to be asked, or none comes."""
+        name = job.function
+        try:
+            if self._quarantine:
+                self._quarantine.check(_digest(job))
+            async with asyncio.timeout(None if name in self._config.rewards else NO_REWARD_SECONDS):
+                return await self._router.choose("reward", name)
+        except RewardFailed as error:
+            raise SampleFailed("reward", f"reward {name!r}: {error}") from None
+        except TimeoutError:
+            raise SampleFailed("reward", f"no reward actor serves {name!r} (waited {NO_REWARD_SECONDS:g} s)") from None
+
+
+def _digest(job: ScoreJob) -> bytes:
+    return digest(job.function, job.prompt, job.completion, job.row)
 
 
 class Completions:
@@ -123,7 +244,7 @@ class Completions:
         return Score(flow=flow, rows=tuple(dict(row) for row in rows.values()), completions=tuple(completions))
 
     @staticmethod
-    def take(part: Message, jobs: dict[int, ScoreJob]) -> Sequence[JobFailed]:
+    def deliver(part: Message, jobs: dict[int, ScoreJob]) -> Sequence[JobFailed]:
         if not isinstance(part, CompletionsScored):
             raise BusError(f"a reward actor sent {part.kind!r} instead of scores")
         for scored in part.scored:

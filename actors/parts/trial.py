@@ -1,7 +1,7 @@
 """`python -m areal agent try`: one episode of a workflow on one row, with a real engine and without a run.
 
-The workflow gets the session that it has in a run. Instead of the run's actors there are one engine and one reward
-worker, which the session reaches as members of a directory that never changes.
+The workflow gets the session that it has in a run. Its services are one engine and one reward worker, instead of the
+run's actors.
 """
 
 from __future__ import annotations
@@ -9,49 +9,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from rich.console import Console
 
-from actors.parts.jobs import ScoreJob, SequenceJob
-from actors.parts.sessions import SampleFailed, Sampler, SampleSession
-from actors.runtime.actor import incarnation
-from actors.runtime.addresses import Door
+from actors.parts.calls import Call, SampleFailed
+from actors.parts.services import Endpoint, Programs, Services, parsers_of
+from actors.parts.sessions import SampleSession
 from actors.runtime.logs import configure_logging
 from actors.watching.episode import CompletionScore, Episode, Turn, show
 from areal.command_line import output
 from areal.config import Config, UserError, checked, merged, overridden, read_values
 from areal.data.rows import Row
-from areal.data.sources import PromptSource, open_source, read_row
+from areal.data.sources import open_source, read_row
 from areal.generation.engine import EngineError, GenerationEngine
 from areal.models import resolve_model
 from areal.processes import ROOT
 from areal.rewards import functions as rewards
 from areal.rewards.pool import RewardFailed, RewardPool
+from areal.rewards.result import Result
 from areal.text import shown
+from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
 from areal.workflows.agents import AgentFailed
+from areal.workflows.builtin import resolve_workflow
 from areal.workflows.conversation import Generation, check_shown, user
 from areal.workflows.parsers import Json, Parsed, Parsers
-from protocols.errors import RefusedError
-from protocols.messages import Member
-from protocols.network import ZmqNetwork
-from protocols.security import Keys, make_keys
-from protocols.transport import Bus
 
-HOST = "127.0.0.1"
 # Without --config. A run has to set all but the workflow by itself.
 DEFAULTS = {
     "steps": 1, "batch_size": 8, "group_size": 8, "sampling": {"max_new_tokens": 1024},
@@ -106,15 +102,11 @@ def _configured(
 
 
 async def _try(config: Config, row: Row, title: str, console: Console) -> int:
-    trial, this = Trial(config, row), asyncio.current_task()
+    this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
-    try:
-        await trial.setup()
+    async with Trial(config, row) as trial:
         episode, failure = await trial.play(title)
-    finally:
-        await trial.teardown()
-        await trial.bus.close()
     show(episode, trial.decode, config.rollout_manager.tool_call_parser, console)
     if failure is not None:
         print(f"The sample has failed: {shown(failure)}", file=sys.stderr)
@@ -134,57 +126,130 @@ class _Recorded(Parsers):
         return read
 
 
-class Trial(Sampler):
-    """A rollout manager without a run, for one sample. It does the jobs of the sample by itself."""
+class _Clock:
+    """What takes time, in seconds by part."""
 
-    role = "rollout_manager"
-
-    def __init__(self, config: Config, row: Row) -> None:
-        self._used = contextlib.AsyncExitStack()
-        keys = make_keys(Path(self._used.enter_context(tempfile.TemporaryDirectory()))).parent
-        super().__init__(
-            Bus(f"trial/0#{incarnation()}", ZmqNetwork(Keys(keys))), "", door=Door(HOST, HOST), make_parsers=_Recorded,
-            open_source=lambda data, seed: PromptSource([]),
-        )  # fmt: skip
-        self.config = config
-        self._row = row
-        self._names = tuple(row.reward or config.reward.functions)
-        self._scores: list[CompletionScore] = []
-        self._notes: list[str] = []
-        self._seconds: dict[str, float] = {}
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
         self._running: Counter[str] = Counter()
         self._since: dict[str, float] = {}
 
-    async def setup(self) -> None:
-        """Raises UserError or EngineError."""
-        config = self.config.served_rewards.model_copy(update={"workers": 1})
-        for name in self._names:
-            rewards.check(name, config.options.get(name, {}))
-        await super().setup()
-        with self._timed("start"):
-            self._pool = await self._used.enter_async_context(RewardPool(self._names, config))
-            self._engine = await GenerationEngine.start(
-                Path(self.config.model), self.config.generator, version=0, seed=self.config.seed
-            )
-        self._used.push_async_callback(self._engine.close)
-        for role, serves in ("generator", ()), ("reward", self._names):
-            self.directory[role] = Member(
-                identity=f"{role}/0", role=role, index=0, address="", state="healthy", serves=serves
-            )
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Count the time of the block, once if there are several at the same time."""
+        if not self._running[part]:
+            self._since[part] = time.perf_counter()
+        self._running[part] += 1
+        try:
+            yield
+        finally:
+            self._running[part] -= 1
+            if not self._running[part]:
+                took = time.perf_counter() - self._since[part]
+                self.seconds[part] = self.seconds.get(part, 0.0) + took
 
-    async def teardown(self) -> None:
-        await super().teardown()
+
+class OneEngine:
+    """The generators of a trial."""
+
+    def __init__(self, engine: GenerationEngine, clock: _Clock) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._numbers = itertools.count()
+
+    async def sample(self, call: Call) -> Generation:
+        """Raises SampleFailed."""
+        chunks = self._engine.generate(f"{next(self._numbers)}", call.tokens.tolist(), call.sampling)
+        try:
+            with self._clock.timed("sampling"):
+                async with contextlib.aclosing(chunks):
+                    async for chunk in chunks:
+                        completion = call.add(chunk.tokens, chunk.logprobs, chunk.versions, chunk.finish)
+                        if completion is not None:
+                            return completion
+        except ValueError as error:
+            return call.refused(error)
+        raise EngineError("the engine ended a sequence without its last token")
+
+
+class OnePool:
+    """The rewards of a trial. `scores`: all that they have said."""
+
+    def __init__(self, pool: RewardPool, retries: int, clock: _Clock) -> None:
+        self.scores: list[CompletionScore] = []
+        self._pool = pool
+        self._retries = retries
+        self._clock = clock
+
+    async def score(
+        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: np.ndarray | None
+    ) -> Result:
+        """Raises SampleFailed."""
+        failures = 0
+        while True:
+            try:
+                with self._clock.timed("scoring"):
+                    result = await self._pool.score(name, prompt, completion, row, tokens)
+            except RewardFailed as error:
+                failures += 1
+                if failures > self._retries:
+                    raise SampleFailed("reward", f"reward {name!r}: {error}") from None
+                continue
+            self.scores.append(CompletionScore(name, completion, result))
+            return result
+
+
+class Trial:
+    """An episode of the workflow on one row. It has the services that a sample of a run has, with one engine and one
+    worker for the rewards. Use it as an async context."""
+
+    def __init__(self, config: Config, row: Row) -> None:
+        """Raises UserError."""
+        self._config = config
+        self._row = row
+        self._notes: list[str] = []
+        self._clock = _Clock()
+        self._workflow = resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
+
+    async def __aenter__(self) -> Self:
+        """Raises UserError or EngineError."""
+        config, names = self._config, tuple(self._row.reward or self._config.reward.functions)
+        for name in names:
+            rewards.check(name, config.reward.options.get(name, {}))
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
+        self._parsers = parsers_of(config, tokenizer, _Recorded)
+        async with contextlib.AsyncExitStack() as used:
+            with self._clock.timed("start"):
+                if config.rollout_manager.names_parsers:
+                    await asyncio.to_thread(self._parsers.load)
+                one_worker = config.served_rewards.model_copy(update={"workers": 1})
+                pool = await used.enter_async_context(RewardPool(names, one_worker))
+                engine = await GenerationEngine.start(Path(config.model), config.generator, version=0, seed=config.seed)
+            used.push_async_callback(engine.close)
+            self._rewards = OnePool(pool, config.reward.retries, self._clock)
+            self._services = Services(
+                config=config,
+                tokenizer=tokenizer,
+                parsers=self._parsers,
+                generators=OneEngine(engine, self._clock),
+                rewards=self._rewards,
+                programs=Programs(config.sandbox),
+                endpoint=Endpoint(config, self._note_refusal),
+            )
+            used.push_async_callback(self._services.close)
+            self._used = used.pop_all()
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
         await self._used.aclose()
 
     async def play(self, title: str) -> tuple[Episode, str | None]:
         """The episode, and why its sample has failed, if it has. Raises UserError."""
-        session = SampleSession(
-            self._router, self._tokenizer, self._row, self.config.sampling, 0, self.directory["generator"]
-        )
-        done, failure = None, None
-        with self._timed("episode"):
+        session = SampleSession(self._services, self._row, self._config.sampling)
+        sample, failure = None, None
+        with self._clock.timed("episode"):
             try:
-                done = self._lowered((await self._workflow(session, self._row)).checked())
+                sample = self._lowered((await self._workflow(session, self._row)).checked())
             except UserError:
                 raise
             except (SampleFailed, AgentFailed) as error:
@@ -193,19 +258,21 @@ class Trial(Sampler):
                 failure = f"{type(error).__name__}: {error}{_place(error)}"
             finally:
                 session.close()
-        return self._episode(title, session, done), failure
+        return self._episode(title, session, sample), failure
 
-    def _lowered(self, done: Trajectory) -> Trajectory:
+    def _lowered(self, sample: Trajectory) -> Trajectory:
         """As a rollout manager does it."""
-        if penalty := self.overlong(done):
+        if penalty := self._services.overlong(sample):
             self._notes.append(f"reward.overlong_tokens has lowered the reward by {penalty:g}.")
-        return done.lowered(penalty)
+        return sample.lowered(penalty)
 
     def _episode(self, title: str, session: SampleSession, done: Trajectory | None) -> Episode:
         forest, turns = session.forest, []
         for number in forest.places():
             sampled = forest.calls[number]
-            read, tools = next(((read, tools) for one, read, tools in self._read if one is sampled), (None, None))
+            read, tools = next(
+                ((read, tools) for one, read, tools in self._parsers.turns if one is sampled), (None, None)
+            )
             turns.append(Turn(number + 1, sampled, read, bool(tools), forest.rewards.get(number)))
         sample = forest.trajectory(0.0, "sample", 1.0) if turns else None
         if done is not None and sample is not None and len(done) == len(sample):
@@ -215,26 +282,21 @@ class Trial(Sampler):
             sample,
             turns,
             done.reward if done else None,
-            self._scores,
-            self._seconds,
+            self._rewards.scores,
+            self._clock.seconds,
             self._warnings(session, done),
         )
-
-    @property
-    def _read(self) -> list[tuple[Generation, Parsed, list[Json] | None]]:
-        assert isinstance(self.parsers, _Recorded)
-        return self.parsers.turns
 
     def _warnings(self, session: SampleSession, done: Trajectory | None) -> list[str]:
         trained = sum(len(call.tokens) for call in session.calls)
         found = list(self._notes)
-        if long := self.too_long(self._row):
+        if long := self._services.too_long(self._row):
             found.append(f"A run would leave this row out: {long}.")
-        if self._read and not self._tokenizer.chat_template:
+        if self._parsers.turns and not self._services.tokenizer.chat_template:
             found.append("The model has no chat template, so messages are joined as they are: set data.chat_template.")
-        if tools := next((tools for _, _, tools in self._read if tools), None):
+        if tools := next((tools for _, _, tools in self._parsers.turns if tools), None):
             try:
-                check_shown(self._tokenizer, [user("Hello")], tools)
+                check_shown(self._services.tokenizer, [user("Hello")], tools)
             except ValueError as error:
                 found.append(f"Tools were offered, but {error}.")
         if not session.room:
@@ -248,63 +310,11 @@ class Trial(Sampler):
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of the tokens, special ones included."""
-        text: str = self._tokenizer.decode(tokens)
+        text: str = self._services.tokenizer.decode(tokens)
         return text
 
-    def request_refused(self, told: str) -> None:
-        self._notes.append(f"The endpoint refused a request: {told}")
-
-    def scoring_failed(self, reason: str) -> None:
-        """There is no master to tell."""
-
-    async def do(self, member: Member, job: SequenceJob | ScoreJob) -> Any:
-        work = asyncio.create_task(self._score(job) if isinstance(job, ScoreJob) else self._sample(job))
-        work.add_done_callback(lambda done: None if done.cancelled() else _end(job, done.exception()))
-        try:
-            return await job.done
-        finally:
-            work.cancel()
-            await asyncio.wait({work})
-
-    async def _sample(self, job: SequenceJob) -> None:
-        limits = {"max_new_tokens": job.max_new_tokens, "min_new_tokens": job.min_new_tokens}
-        sampling = job.sampling.model_copy(update=limits)
-        chunks = self._engine.generate(str(job.number), job.prompt.tolist(), sampling)
-        try:
-            with self._timed("sampling"):
-                async with contextlib.aclosing(chunks):
-                    async for chunk in chunks:
-                        job.take(chunk)
-        except ValueError as error:  # as a generator answers it
-            raise RefusedError(str(error)) from None
-
-    async def _score(self, job: ScoreJob) -> None:
-        try:
-            with self._timed("scoring"):
-                result = await self._pool.score(job.function, job.prompt, job.completion, job.row, job.tokens)
-        except RewardFailed as error:
-            raise RefusedError(str(error)) from None
-        self._scores.append(CompletionScore(job.function, job.completion, result))
-        job.succeed(result)
-
-    @contextlib.contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        """Count the time of the block, once if there are several at the same time."""
-        if not self._running[part]:
-            self._since[part] = time.perf_counter()
-        self._running[part] += 1
-        try:
-            yield
-        finally:
-            self._running[part] -= 1
-            if not self._running[part]:
-                took = time.perf_counter() - self._since[part]
-                self._seconds[part] = self._seconds.get(part, 0.0) + took
-
-
-def _end(job: SequenceJob | ScoreJob, error: BaseException | None) -> None:
-    if isinstance(error, Exception):
-        job.fail(error)
+    def _note_refusal(self, request: str) -> None:
+        self._notes.append(f"The endpoint refused a request: {request}")
 
 
 def _place(error: Exception) -> str:

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+S = TypeVar("S", bound="Sequence")
 
 # Shares of the KV cache in use. From KV_FULL on, waiting sequences are assumed to wait for KV cache. Below KV_ROOMY
 # there is room for more sequences.
@@ -100,41 +103,33 @@ def fullness(load: Load, asker_sequences: int, askers: int, min_version: int) ->
     return expected(load, asker_sequences, askers) / load.limit + BEHIND * (load.version < min_version)
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """A sequence of the asker, with its number. `generator` has had it since `since` (seconds on the caller's clock).
+class Sequence(Protocol):
+    """A sequence of the asker. `generator` has had it since `since` (seconds on the caller's clock); None: none has it.
     `prefix`: tokens to prefill on another generator, including the prompt. `sampled`: tokens sampled so far.
     `remaining`: the most tokens that may follow."""
 
-    number: int
-    generator: str
-    since: float
-    prefix: int
-    sampled: int
-    remaining: int
-    min_version: int
-
-    def grown(self, tokens: int, min_version: int) -> Sequence:
-        """The sequence after `tokens` more tokens."""
-        return replace(
-            self,
-            prefix=self.prefix + tokens,
-            sampled=self.sampled + tokens,
-            remaining=self.remaining - tokens,
-            min_version=min_version,
-        )
+    @property
+    def generator(self) -> str | None: ...
+    @property
+    def since(self) -> float: ...
+    @property
+    def prefix(self) -> int: ...
+    @property
+    def sampled(self) -> int: ...
+    @property
+    def remaining(self) -> int: ...
+    @property
+    def min_version(self) -> int: ...
 
 
-def plan_moves(
-    loads: Mapping[str, Load], sequences: Iterable[Sequence], askers: int, now: float
-) -> list[tuple[Sequence, str]]:
+def plan_moves(loads: Mapping[str, Load], sequences: Iterable[S], askers: int, now: float) -> list[tuple[S, str]]:
     """Which sequences should continue on which other generator: pairs of a sequence and the new generator's name.
 
     `loads`: of the generators that take sequences, by name. Sequences move one at a time from the slowest generator to
     the fastest while this ends the sequence sooner, including its prefill. Each of the `askers` is assumed to move as
     many.
     """
-    here: dict[str, list[Sequence]] = {name: [] for name in loads}
+    here: dict[str, list[S]] = {name: [] for name in loads}
     asker_counts = dict.fromkeys(loads, 0)
     for sequence in sequences:
         if sequence.generator in here:

@@ -9,7 +9,8 @@ import pytest
 import scripted_policy
 
 from actors.evaluator import Evaluator
-from actors.parts.sessions import SampleFailed
+from actors.parts.calls import SampleFailed
+from actors.parts.services import Services
 from actors.rollout_manager import RolloutManager, _GroupFailed, _GroupStart
 from actors.runtime.actor import Signal
 from areal.config import Config
@@ -51,7 +52,7 @@ class Session:
 def alone(role, overlong_tokens=0, workflow=workflow):
     """An actor of this role without a cluster around it."""
     actor = object.__new__(role)
-    actor._workflow, actor.scored = workflow, 1
+    actor._workflow = workflow
     actor.config = Config(
         model="m",
         steps=1,
@@ -61,6 +62,7 @@ def alone(role, overlong_tokens=0, workflow=workflow):
         sampling={"max_new_tokens": 10},
         reward={"functions": ["addition"], "overlong_tokens": overlong_tokens},
     )
+    actor.services = Services(actor.config, *[None] * 6, scored=1)
     return actor
 
 

@@ -16,8 +16,9 @@ from unittest.mock import patch
 from actors import generator, rollout_manager
 from actors.generator import Generator
 from actors.master import Master
-from actors.parts.jobs import Sequences
-from actors.parts.sessions import Call, SampleSession
+from actors.parts.calls import Call
+from actors.parts.jobs import Calls, RoutedGenerators
+from actors.parts.sessions import SampleSession
 from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
 from actors.trainer import Trainer
@@ -151,13 +152,14 @@ def min_version_ignored() -> AbstractContextManager[None]:
 
 def tokens_twice_after_a_break() -> AbstractContextManager[None]:
     """A sequence that continues on another generator has its last tokens twice."""
-    leave = Call._leave
+    leave = RoutedGenerators._leave
 
-    async def leave_with_more(call: Call, generator: Any, error: Any) -> None:
-        call._parts.extend(call._parts[-1:])
-        await leave(call, generator, error)
+    async def leave_with_more(generators: RoutedGenerators, call: Call, *more: Any) -> Any:
+        last = slice(max(0, call.sampled - 1), call.sampled)
+        call._append(call._tokens[last], call._logprobs[last], call._versions[last])
+        return await leave(generators, call, *more)
 
-    return patch.multiple(Call, _leave=leave_with_more)
+    return patch.multiple(RoutedGenerators, _leave=leave_with_more)
 
 
 def shared_tokens_trained_twice() -> AbstractContextManager[None]:
@@ -328,13 +330,13 @@ def old_trainers_give_devices() -> AbstractContextManager[None]:
 
 def failures_in_parts_are_lost() -> AbstractContextManager[None]:
     """An asker does not look at the failed sequences in the parts of a flow."""
-    take = Sequences.take
+    deliver = Calls.deliver
 
-    def take_tokens(part: Message, jobs: Any) -> Sequence[JobFailed]:
-        take(part, jobs)
+    def deliver_tokens(part: Message, jobs: Any) -> Sequence[JobFailed]:
+        deliver(part, jobs)
         return ()
 
-    return patch.multiple(Sequences, take=staticmethod(take_tokens))
+    return patch.multiple(Calls, deliver=staticmethod(deliver_tokens))
 
 
 def columns_mixed_up() -> AbstractContextManager[None]:

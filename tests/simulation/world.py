@@ -304,8 +304,8 @@ class World:
             asked = {new.job: new.min_version for new in message.sequences}
             for group, sessions in one.actor._sessions.items():
                 for call in (call for own in sessions for call in own.running):
-                    if call.sequence and call.sequence.number in asked:
-                        self.oracle.asked(group, asked[call.sequence.number])
+                    if call.number in asked:
+                        self.oracle.asked(group, asked[call.number])
 
     def _see_generators(self) -> None:
         """A policy was published a moment ago: each generator that knows of it has loaded it, or is about to."""

@@ -21,8 +21,8 @@ PATIENCE = 60.0
 
 
 class Task(Job):
-    def __init__(self, number: int, text: str) -> None:
-        super().__init__(number)
+    def __init__(self, text: str, number: int = -1) -> None:
+        self.number = number
         self.text = text
         self.heard: list[float] = []
 
@@ -34,7 +34,7 @@ class Kind:
         some = (Completion(job=job.number, function="f", prompt="", completion=job.text, row=0) for job in jobs)
         return Score(flow=flow, rows=({},), completions=tuple(some))
 
-    def take(self, part, jobs):
+    def deliver(self, part, jobs):
         for scored in part.scored:
             if job := jobs.get(scored.job):
                 job.heard.append(scored.score)
@@ -99,10 +99,10 @@ class Pair:
 
     def opened(self) -> Flow:
         peer = self.bus.peer(self.server.address)
-        return Flow(peer, next(self._numbers), Kind(), lambda work, name: asyncio.create_task(work, name=name))
+        return Flow(peer, self._numbers, Kind(), lambda work, name: asyncio.create_task(work, name=name))
 
     def do(self, text: str) -> asyncio.Task:
-        self.last = Task(next(self._numbers), text)
+        self.last = Task(text)
         return asyncio.create_task(self.flow.do(self.last))
 
     async def until(self, condition) -> None:
@@ -159,7 +159,7 @@ async def test_another_of_the_same_name_cannot_end_the_jobs_or_add_to_them(pair)
         peer = thief.peer(pair.server.address)
         await peer.ask(EndJobs(flow=0, jobs=np.array([pair.last.number], np.int64)), PATIENCE)
         with pytest.raises(StreamBrokenError, match="flow 0 of rollout_manager/0#a is not open"):
-            await peer.ask(Kind().request(0, [Task(7, "x")]), PATIENCE)
+            await peer.ask(Kind().request(0, [Task("x", 7)]), PATIENCE)
     finally:
         await thief.close()
     pair.server.goes_on.set()
@@ -204,6 +204,20 @@ async def test_a_job_that_is_cancelled_at_once_never_begins(pair):
     assert not pair.server.running
 
 
+async def test_a_job_that_has_failed_may_begin_again_under_another_name(pair):
+    waits = pair.do("wait")
+    await pair.until(lambda: pair.server.running)
+    job, first = pair.last, pair.last.number
+    job.stop()
+    await pair.until(lambda: not pair.server.running)
+    job.fail(StreamBrokenError("handed over"))
+    with pytest.raises(StreamBrokenError):
+        await waits
+    pair.server.goes_on.set()
+    assert await pair.flow.do(job) == 4
+    assert job.number != first
+
+
 async def test_results_arrive_before_the_last_one(pair):
     job = pair.do("wait")
     task = pair.last
@@ -235,7 +249,7 @@ async def test_where_the_asker_leaves_the_server_ends_its_jobs(pair):
 
 async def test_a_job_needs_an_open_flow(pair):
     with pytest.raises(StreamBrokenError, match="flow 99 of rollout_manager/0#a is not open"):
-        await pair.bus.peer(pair.server.address).ask(Kind().request(99, [Task(0, "a")]), PATIENCE)
+        await pair.bus.peer(pair.server.address).ask(Kind().request(99, [Task("a", 0)]), PATIENCE)
 
 
 async def test_a_flow_that_the_server_gives_up_breaks(pair):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 
 import numpy as np
 import pytest
 from helpers import needs_namespaces
 
-from actors.parts.sessions import Router, SampleFailed, Sampler, SampleSession
+from actors.parts.calls import SampleFailed
+from actors.parts.jobs import Calls, RoutedGenerators, RoutedRewards
+from actors.parts.router import Place, Router
+from actors.parts.sampler import Sampler
+from actors.parts.services import Endpoint, Programs, Services
+from actors.parts.sessions import SampleSession
 from areal.config import Config, UserError
 from areal.data.rows import Row
 from areal.generation.engine import Chunk
 from areal.generation.routing import Load
-from areal.rewards.pool import Quarantine
 from areal.rewards.result import Result
 from areal.sandbox.outside import Outcome, open_sandbox
 from areal.trajectory import Trajectory
+from areal.workflows.parsers import Parsers
 from protocols.errors import BusyError, FencedError, HarmfulError, RefusedError, StreamBrokenError
 from protocols.messages import Member, Policy
 
@@ -33,12 +37,13 @@ class Cluster:
 
     def __init__(self, *members: Member) -> None:
         self.members = members
-        self.scored = 0
         self.failures = []
-        self.own_code = {}
-        self.jobs = itertools.count()
-        self.quarantine = Quarantine(3)
-        self.program_slots = asyncio.Semaphore(2)
+        self.router = Router(self)
+        self.services = Services(
+            self.config, Characters(), Parsers(Characters()), RoutedGenerators(self.router, self),
+            RoutedRewards(self.router, self, self.config, self.scoring_failed), Programs(self.config.sandbox),
+            Endpoint(self.config),
+        )  # fmt: skip
 
     def scoring_failed(self, reason: str) -> None:
         self.failures.append(reason)
@@ -62,18 +67,18 @@ def generator(index: int, held: int | None = None) -> Member:
 
 @pytest.mark.parametrize(("min_version", "chosen"), [(2, 0), (3, 0), (4, 1)])
 async def test_a_generator_that_holds_a_version_gets_nothing_that_needs_a_newer_one(min_version, chosen):
-    router = Router(Cluster(generator(0, held=3), generator(1)))
+    router = Cluster(generator(0, held=3), generator(1)).router
     router.enter(generator(1))  # the other one is the busier
     assert (await router.choose("generator", min_version=min_version)).index == chosen
 
 
 async def test_where_all_generators_are_held_one_of_them_will_have_to_do():
-    router = Router(Cluster(generator(0, held=3)))
+    router = Cluster(generator(0, held=3)).router
     assert (await router.choose("generator", min_version=4)).index == 0
 
 
 async def test_what_others_have_there_counts_too():
-    router = Router(Cluster(generator(0), generator(1)))
+    router = Cluster(generator(0), generator(1)).router
     router.told = {"generator/0#x": Load(30, 0, 64, version=0), "generator/1#x": Load(20, 0, 64, version=0)}
     assert (await router.choose("generator")).index == 1
     for _ in range(12):
@@ -82,20 +87,23 @@ async def test_what_others_have_there_counts_too():
 
 
 class Streams:
-    """In the place of generators: streams that a test writes, by generator; what was asked of each is kept."""
+    """In the place of generators: streams that a test writes, by generator; the sequence asked of each is kept, and its
+    prompt."""
 
     def __init__(self, **streams: list) -> None:
         self.streams = streams
-        self.asked = []
+        self.asked, self.prompts = [], []
 
-    async def do(self, member: Member, job):
-        self.asked.append((member.address[-1], job))
+    async def do(self, member: Member, call):
+        asked = Calls.request(0, [call])
+        self.asked.append((member.address[-1], asked.sequences[0]))
+        self.prompts.append(asked.prompts[0].tolist())
         for part in self.streams[f"at{member.address[-1]}"].pop(0):
             if isinstance(part, Exception):
                 raise part
-            job.take(part() if callable(part) else part)
-            if job.done.done():
-                return job.done.result()
+            part = part() if callable(part) else part
+            if done := call.add(part.tokens, part.logprobs, part.versions, part.finish):
+                return done
         raise AssertionError("the test wrote too little")
 
 
@@ -113,9 +121,9 @@ class Characters:
 
 def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, SampleSession]:
     cluster.directory = {member.identity: member for member in cluster.members}
-    router = Router(cluster)
+    router = cluster.router
     sampling = cluster.config.sampling.model_copy(update=settings)
-    return router, SampleSession(router, Characters(), None, sampling, 3, home)
+    return router, SampleSession(cluster.services, None, sampling, 3, Place(router, home))
 
 
 def moved(session: SampleSession, target: Member, then: Chunk):
@@ -137,10 +145,9 @@ async def test_a_sequence_that_moves_goes_on_at_its_target_from_the_tokens_so_fa
     done = await session.generate([1, 2])
     assert (done.tokens.tolist(), done.versions.tolist()) == ([5, 6, 7], [3, 3, 4])
     (_, first), (where, second) = cluster.servers.asked
-    assert (where, second.prompt.tolist(), second.max_new_tokens) == ("2", [1, 2, 5, 6], 8)
+    assert (where, cluster.servers.prompts[1], second.max_new_tokens) == ("2", [1, 2, 5, 6], 8)
     assert second.min_version == 3
     assert (first.first_version, second.first_version) == (None, 3)
-    assert first.number != second.number
     assert (session.tokens_sampled, dict(router.load)) == (3, {})
 
 
@@ -228,15 +235,16 @@ class Rewards(Cluster):
         return answer
 
     def session(self, reward: dict[str, float] | None = None, **settings) -> SampleSession:
-        settings = self.config.reward.model_copy(update=settings)
-        self.config = self.config.model_copy(update={"reward": settings})
+        reward_settings = self.config.reward.model_copy(update=settings)
+        self.services.config = self.config = self.config.model_copy(update={"reward": reward_settings})
+        self.services.rewards._config = self.config
         row = Row(0, "p", "a", reward, {"prompt": "p", "answer": "a"})
-        return SampleSession(Router(self), None, row, self.config.sampling, 0, generator(0))
+        return SampleSession(self.services, row, self.config.sampling)
 
 
 @pytest.fixture
 def unhurried(monkeypatch):
-    monkeypatch.setattr("actors.parts.sessions.RETRY_SECONDS", 0)
+    monkeypatch.setattr("actors.parts.router.RETRY_SECONDS", 0)
 
 
 async def test_the_score_is_the_weighted_sum_of_the_rows_rewards_and_each_is_a_part():
@@ -245,7 +253,7 @@ async def test_the_score_is_the_weighted_sum_of_the_rows_rewards_and_each_is_a_p
     assert await session.score("done", np.array([5, 6])) == 1.75
     assert session.reward_parts == {"math": 1.0, "brief": 0.25, "math/answer": 0.5}
     assert [(asked.completion, asked.tokens.tolist()) for asked in cluster.asked] == [("done", [5, 6])] * 2
-    assert cluster.scored == 1
+    assert cluster.services.scored == 1
 
 
 async def test_a_single_reward_is_the_score_and_no_part_of_it():
@@ -289,7 +297,7 @@ async def test_a_reward_that_only_a_later_actor_serves_is_waited_for(monkeypatch
     assert await cluster.session({"late": 1.0}).score("done") == 1.0
     cluster.members = ()
     cluster.until = lambda condition: asyncio.sleep(60)
-    monkeypatch.setattr("actors.parts.sessions.NO_REWARD_SECONDS", 0.01)
+    monkeypatch.setattr("actors.parts.jobs.NO_REWARD_SECONDS", 0.01)
     with pytest.raises(SampleFailed, match="no reward actor serves 'late'"):
         await cluster.session({"late": 1.0}).score("done")
 
@@ -345,13 +353,13 @@ async def test_python_runs_in_the_sandbox_and_what_it_prints_is_told(tmp_path):
     cluster = Cluster(generator(0))
     _, session = session_at(cluster, generator(0))
     with open_sandbox(cluster.config.sandbox) as sandbox:
-        cluster.sandbox = lambda: asyncio.sleep(0, sandbox)
+        cluster.services.programs = Programs(cluster.config.sandbox, lambda config: sandbox)
         assert await session.run_python("print(6 * 7)") == "42\n"
         assert (await session.run_python("1 / 0")).rstrip().endswith("ZeroDivisionError: division by zero")
         assert "FileNotFoundError" in await session.run_python(f"open({str(tmp_path)!r})")
 
 
-class Programs:
+class Running:
     """In the place of a sandbox: programs run until they are told to end."""
 
     def __init__(self):
@@ -366,9 +374,10 @@ class Programs:
         return Outcome("ok", 0, code, "", 0.0)
 
 
-async def test_only_so_many_programs_run_at_once_and_a_sample_that_is_cancelled_leaves_the_queue():
-    cluster, programs = Cluster(generator(0)), Programs()
-    cluster.sandbox = lambda: asyncio.sleep(0, programs)
+async def test_only_so_many_programs_run_at_once_and_a_sample_that_is_cancelled_leaves_the_queue(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    cluster, programs = Cluster(generator(0)), Running()
+    cluster.services.programs = Programs(cluster.config.sandbox, lambda config: programs)
     tasks = {name: asyncio.create_task(session_at(cluster, generator(0))[1].run_python(name)) for name in "abcde"}
 
     async def running():
@@ -387,10 +396,10 @@ async def test_without_a_sandbox_the_sample_that_needs_one_fails():
     cluster = Cluster(generator(0))
     _, session = session_at(cluster, generator(0))
 
-    async def sandbox():
+    def sandbox(config):
         raise UserError("namespaces are forbidden")
 
-    cluster.sandbox = sandbox
+    cluster.services.programs = Programs(cluster.config.sandbox, sandbox)
     with pytest.raises(SampleFailed, match="namespaces are forbidden"):
         await session.run_python("print(1)")
 
@@ -403,7 +412,7 @@ async def test_the_master_hears_of_a_workflow_that_raises_as_of_a_reward_that_do
     sampler._workflow = of_the_user
     _, session = session_at(sampler, generator(0))
     assert (await Sampler.run_workflow(sampler, session, "a")).reward == 1.0
-    assert (sampler.scored, sampler.failures) == (1, [])
+    assert (sampler.services.scored, sampler.failures) == (1, [])
     with pytest.raises(SampleFailed, match="the workflow raised KeyError"):
         await Sampler.run_workflow(sampler, session, "b")
-    assert (sampler.scored, sampler.failures) == (1, ["the workflow raised KeyError: 'b'"])
+    assert (sampler.services.scored, sampler.failures) == (1, ["the workflow raised KeyError: 'b'"])

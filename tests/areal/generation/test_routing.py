@@ -14,7 +14,6 @@ from areal.generation.routing import (
     REST_SECONDS,
     Concurrency,
     Load,
-    Sequence,
     expected,
     fullness,
     groups_that_fit,
@@ -25,6 +24,19 @@ from areal.generation.routing import (
 
 NUMBERS = itertools.count()
 PROMPT = 50
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One that an asker has at a generator (areal.generation.routing.Sequence)."""
+
+    number: int
+    generator: str
+    since: float
+    prefix: int
+    sampled: int
+    remaining: int
+    min_version: int
 
 
 @dataclass(eq=False)

@@ -1,0 +1,120 @@
+"""Which actor of a role gets the next job of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from actors.runtime.actor import Actor, Signal
+from areal.generation.routing import Load, fullness
+from protocols.messages import Member
+
+# After a failed request, other actors of the role are preferred to this one for this long.
+AVOID_SECONDS = 5.0
+RETRY_SECONDS = 0.1
+
+
+class Router:
+    """Chooses an actor of a role: the least loaded one that has not failed a request recently. A generator that holds a
+    version older than `min_version` is chosen only if there is no other.
+
+    `load`: number of this actor's requests at each server, by its identity, including places that sessions have taken
+    before their first request. `room`: notified when one of them ends. `told`: the load that each generator has
+    reported, as the master passes it on.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.load: Counter[str] = Counter()
+        self.room = Signal()
+        self.told: dict[str, Load] = {}
+        self._avoid: dict[str, float] = {}
+
+    async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
+        """The actor of `role` to ask next. Waits until one is healthy.
+
+        serves: a name that the actor has to serve; None: any. min_version: the oldest version that may sample.
+        """
+        found: list[Member] = []
+
+        def some() -> bool:
+            found[:] = [m for m in self.actor.with_role(role) if serves is None or serves in m.serves]
+            return bool(found)
+
+        await self.actor.until(some)
+        now, askers = asyncio.get_running_loop().time(), self.askers
+        # Reported loads are out of date. Each asker begins its choice at another actor, so that not all of them fill
+        # the same few.
+        first = (self.actor.index or 0) * len(found) // askers % len(found)
+        found = found[first:] + found[:first]
+
+        def cost(m: Member) -> tuple[bool, bool, float]:
+            held_back = m.held is not None and m.held.version < min_version
+            return held_back, self._avoid.get(m.identity, 0.0) > now, self._load_of(m, askers, min_version)
+
+        return min(found, key=cost)
+
+    def knows(self, member: Member) -> bool:
+        """True if the member is still in the run."""
+        return member.identity in self.actor.directory
+
+    @property
+    def askers(self) -> int:
+        """Number of healthy actors of this actor's own role, at least 1."""
+        return max(1, len(self.actor.with_role(self.actor.role)))
+
+    def limit(self, generator: Member) -> int:
+        """Number of sequences that the generator takes from all askers together."""
+        told = self.told.get(generator.identity)
+        return told.limit if told else self.actor.config.generator.max_concurrent_rollouts
+
+    def _load_of(self, m: Member, askers: int, min_version: int) -> float:
+        if m.role != "generator":
+            return self.load[m.identity]
+        told = self.told.get(m.identity) or Load(0, 0, self.limit(m), min_version)
+        return fullness(told, self.load[m.identity], askers, min_version)
+
+    def enter(self, member: Member) -> None:
+        """Count one more request to this member."""
+        self.load[member.identity] += 1
+
+    def leave(self, member: Member) -> None:
+        self.load[member.identity] -= 1
+        if not self.load[member.identity]:
+            del self.load[member.identity]
+        self.room.notify()
+
+    @contextlib.contextmanager
+    def using(self, member: Member) -> Iterator[None]:
+        """Count a request to this member until the end of the block."""
+        self.enter(member)
+        try:
+            yield
+        finally:
+            self.leave(member)
+
+    async def avoid(self, member: Member) -> None:
+        """Prefer other actors for AVOID_SECONDS. Also pauses for RETRY_SECONDS, for the case that there is no other."""
+        now = asyncio.get_running_loop().time()
+        self._avoid = {identity: until for identity, until in self._avoid.items() if until > now}
+        self._avoid[member.identity] = now + AVOID_SECONDS
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+class Place:
+    """A place in the load of a generator."""
+
+    def __init__(self, router: Router, generator: Member | None = None) -> None:
+        self._router = router
+        self.generator: Member | None = None
+        self.stand(generator)
+
+    def stand(self, generator: Member | None) -> None:
+        """Leave the place, and take one at `generator`."""
+        if self.generator is not None:
+            self._router.leave(self.generator)
+        if generator is not None:
+            self._router.enter(generator)
+        self.generator = generator

@@ -1,0 +1,103 @@
+"""The base class of the roles that sample: rollout manager and evaluator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import structlog
+
+from actors.parts.calls import SampleFailed
+from actors.parts.jobs import RoutedGenerators, RoutedRewards, Servers
+from actors.parts.router import Router
+from actors.parts.services import Endpoint, Programs, Services, parsers_of
+from actors.parts.sessions import SampleSession
+from actors.runtime.actor import Actor
+from areal.config import DataConfig
+from areal.data.rows import Row
+from areal.data.sources import open_source
+from areal.tokens import load_tokenizer
+from areal.trajectory import Trajectory
+from areal.workflows.builtin import resolve_workflow
+from areal.workflows.parsers import Parsers
+from protocols.messages import Done, ScoringFailed
+
+log = structlog.get_logger()
+
+
+class Prompts(Protocol):
+    """The interface of the source of rows (areal.data.sources.PromptSource)."""
+
+    def row(self, index: int) -> Row: ...
+    def heldout(self, i: int) -> Row: ...
+
+
+class Sampler(Actor):
+    """Base class of the roles that run the workflow on rows of the run's data."""
+
+    def __init__(
+        self, *args: Any, open_source: Callable[[DataConfig, int], Prompts] = open_source,
+        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(*args, **kwargs)
+        self._open_source = open_source
+        self._load_tokenizer = load_tokenizer
+        self.services: Services = None  # type: ignore[assignment]  # set by `setup`
+
+    async def setup(self) -> None:
+        config = self.config
+        self._router = Router(self)
+        self._servers = Servers(self.bus, self.spawn)
+        self._source = await asyncio.to_thread(self._open_source, config.data, config.seed)
+        tokenizer = await asyncio.to_thread(self._load_tokenizer, config.model, config.data)
+        parsers = parsers_of(config, tokenizer, Parsers)
+        if config.rollout_manager.names_parsers:
+            await asyncio.to_thread(parsers.load)
+        self._workflow = resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
+        self.services = Services(
+            config=config,
+            tokenizer=tokenizer,
+            parsers=parsers,
+            generators=RoutedGenerators(self._router, self._servers),
+            rewards=RoutedRewards(self._router, self._servers, config, self.scoring_failed),
+            programs=Programs(config.sandbox),
+            endpoint=Endpoint(config),
+        )
+
+    async def teardown(self) -> None:
+        if self.services is not None:
+            await self.services.close()
+
+    def stats(self) -> dict[str, float]:
+        return {"samples_scored": self.services.scored if self.services else 0}
+
+    def oldest_work(self) -> tuple[str, float] | None:
+        own_code = self.services.own_code if self.services else {}
+        since = next(iter(own_code.values()), None)
+        if since is None:
+            return super().oldest_work()
+        return f"the workflow's own code, in {len(own_code)} samples", since
+
+    def scoring_failed(self, reason: str) -> None:
+        """Report to the master that a completion could not be scored, unless this actor has scored one before. If no
+        completion of the run can be scored, the user's reward or workflow is probably wrong."""
+        if not self.services.scored:
+            self.spawn(self.ask_master(ScoringFailed(reason=reason[:4096]), Done), "scoring failed")
+
+    async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
+        """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's own code: it fails
+        the sample, not this actor."""
+        try:
+            with session.in_workflow():
+                sample = (await self._workflow(session, row)).checked()
+        except (SampleFailed, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
+            self.scoring_failed(f"the workflow raised {type(error).__name__}: {error}")
+            raise SampleFailed("workflow", f"the workflow raised {type(error).__name__}: {error}") from error
+        finally:
+            session.close()
+        self.services.scored += 1  # for workflows that compute the reward without a reward actor
+        return sample

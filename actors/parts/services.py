@@ -1,0 +1,133 @@
+"""What the samples of an actor may use, as one object: generators, rewards, a sandbox, an endpoint for agents."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from actors.parts.calls import Call, SampleFailed
+from areal.config import Config, SandboxConfig, UserError
+from areal.data.rows import Row
+from areal.rewards.result import Result, overlong_penalty
+from areal.sandbox.outside import Sandbox, SandboxError, open_sandbox
+from areal.trajectory import Trajectory
+from areal.workflows.conversation import Generation, begin
+from areal.workflows.openai_api import Access
+from areal.workflows.parsers import Parsers
+from areal.workflows.session import Session
+
+if TYPE_CHECKING:
+    from actors.parts.openai_endpoint import OpenAIEndpoint
+
+P = TypeVar("P", bound=Parsers)
+
+
+class Generators(Protocol):
+    """What samples tokens."""
+
+    async def sample(self, call: Call) -> Generation:
+        """The completion of a call. Raises SampleFailed."""
+
+
+class Rewards(Protocol):
+    """What scores completions."""
+
+    async def score(
+        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: np.ndarray | None
+    ) -> Result:
+        """The score by the reward `name`. Raises SampleFailed if the reward failed on every attempt."""
+
+
+class Programs:
+    """Python programs, in a sandbox that is opened for the first one."""
+
+    def __init__(self, config: SandboxConfig, open_sandbox: Callable[[SandboxConfig], Sandbox] = open_sandbox) -> None:
+        self._config = config
+        self._open_sandbox = open_sandbox
+        self._sandbox: asyncio.Task[Sandbox] | None = None
+        # Further programs wait: more at once would only delay each other, up to their time limit.
+        self._slots = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+    async def run(self, code: str) -> str:
+        """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""
+        try:
+            async with self._slots:
+                if self._sandbox is None:
+                    self._sandbox = asyncio.create_task(asyncio.to_thread(self._open_sandbox, self._config))
+                outcome = await (await asyncio.shield(self._sandbox)).run(code)
+        except (SandboxError, UserError) as error:
+            raise SampleFailed("sandbox", f"the sandbox cannot run Python: {error}") from None
+        return outcome.transcript
+
+    async def close(self) -> None:
+        if self._sandbox is not None:
+            with contextlib.suppress(UserError):
+                (await self._sandbox).close()
+
+
+class Endpoint:
+    """The endpoint for agents, which starts for the first one. on_refusal: as of OpenAIEndpoint."""
+
+    def __init__(self, config: Config, on_refusal: Callable[[str], None] = lambda request: None) -> None:
+        self._config = config
+        self._on_refusal = on_refusal
+        self._endpoint: OpenAIEndpoint | None = None
+
+    def serve(self, session: Session) -> AbstractAsyncContextManager[Access]:
+        if self._endpoint is None:
+            from actors.parts.openai_endpoint import OpenAIEndpoint  # imports a web server, which few runs need
+
+            host = self._config.rollout_manager.endpoint_host
+            self._endpoint = OpenAIEndpoint(self._config.model, host, self._on_refusal)
+        return self._endpoint.serve(session)
+
+    async def close(self) -> None:
+        if self._endpoint is not None:
+            await self._endpoint.close()
+
+
+@dataclass(eq=False)
+class Services:
+    """See the module. `scored`: number of scores from rewards, plus number of trajectories from workflows. `own_code`:
+    samples in their workflow's own code, and since when."""
+
+    config: Config
+    tokenizer: Any
+    parsers: Parsers
+    generators: Generators
+    rewards: Rewards
+    programs: Programs
+    endpoint: Endpoint
+    scored: int = 0
+    own_code: dict[object, float] = field(default_factory=dict)
+
+    def too_long(self, row: Row) -> str | None:
+        """A sentence if the row's prompt has more tokens than `data.max_prompt_tokens`; None if it has not."""
+        most = self.config.data.max_prompt_tokens
+        if most is None:
+            return None
+        talk, messages = begin(self.tokenizer, row.prompt)
+        tokens = len(talk.prompt(messages))
+        return f"the prompt has {tokens} tokens, and data.max_prompt_tokens is {most}" if tokens > most else None
+
+    def overlong(self, sample: Trajectory) -> float:
+        """The penalty for a completion that is too long (`reward.overlong_tokens`)."""
+        limit, buffer = self.config.sampling.max_new_tokens, self.config.reward.overlong_tokens
+        return overlong_penalty(int(sample.sampled.sum()), limit, buffer) if buffer else 0.0
+
+    async def close(self) -> None:
+        await self.endpoint.close()
+        await self.programs.close()
+
+
+def parsers_of(config: Config, tokenizer: Any, make: type[P]) -> P:
+    """The parsers that the configuration names, not loaded yet."""
+    own = config.rollout_manager
+    return make(tokenizer, own.tool_call_parser, own.reasoning_parser, config.data.chat_template_kwargs)
