@@ -245,7 +245,7 @@ class RolloutManager(Sampler):
             discarded=discarded,
             reward_parts=reward_parts,
             notes=group.notes,
-            **columns(group.trajectories),
+            columns=columns(group.trajectories),
         )
         while True:
             await self.until(lambda: bool(self.with_role("trainer")))

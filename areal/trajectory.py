@@ -24,6 +24,34 @@ Finish = Literal["stop", "length"]
 Tokens = Sequence[int] | np.ndarray
 
 
+class Column(NamedTuple):
+    """A column of numbers in which the samples of a group follow each other: how many it has, and of which type.
+    required: False if it may be missing. unsampled: what it has for a token that was not sampled; None: anything."""
+
+    per: Literal["sample", "token", "branch"]
+    dtype: type[np.generic]
+    required: bool = True
+    unsampled: float | None = None
+
+
+COLUMNS = {
+    "lengths": Column("sample", np.int32),
+    "rewards": Column("sample", np.float64),
+    "cut": Column("sample", np.uint8),  # 1 for the finish "length"
+    "tokens": Column("token", np.int32),
+    "logprobs": Column("token", np.float32, unsampled=0.0),
+    "versions": Column("token", np.int32, unsampled=NOT_SAMPLED),
+    "returns": Column("token", np.float64, required=False),
+    "branch_counts": Column("sample", np.int32, required=False),
+    "branch_shared": Column("branch", np.int32, required=False),
+    "branch_own": Column("branch", np.int32, required=False),
+}
+"""The samples of a group as they travel and as the spool has them. Those of tokens are fields of `Trajectory`, and
+columns of the rollouts that a run keeps."""
+
+TOKEN_COLUMNS = {name: column for name, column in COLUMNS.items() if column.per == "token"}
+
+
 class Branch(NamedTuple):
     """A branch of a trajectory: the first `shared` tokens of the branch before it, then `new` tokens of its own."""
 
@@ -42,6 +70,8 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One sample of a group. All arrays have the same length T.
+
+    The arrays are declared in `COLUMNS`, too.
 
     tokens: int32, prompt and completion as the engine saw them (never re-tokenised).
     logprobs: float32, log pi_behav of each sampled token after temperature; 0 where not sampled.
@@ -62,13 +92,9 @@ class Trajectory:
     returns: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
-            raise ValueError(
-                f"tokens, logprobs and versions differ in length: "
-                f"{len(self.tokens)}, {len(self.logprobs)}, {len(self.versions)}"
-            )
-        if self.returns is not None and len(self.returns) != len(self.tokens):
-            raise ValueError(f"{len(self.returns)} returns for {len(self.tokens)} tokens")
+        lengths = {name: len(array) for name, array in self.token_columns.items()}
+        if len({*lengths.values()}) > 1:
+            raise ValueError(f"the columns of a sample differ in length: {lengths}")
         if self.branches:
             _check_branches(self.branches, len(self.tokens))
 
@@ -81,22 +107,17 @@ class Trajectory:
         Raises ValueError for a trajectory that no policy can have sampled, or from which nothing can be learned. A
         message could not carry it, or a training step would fail on it, again after each restart.
         """
-        tokens, versions = np.asarray(self.tokens, np.int32), np.asarray(self.versions, np.int32)
-        same = replace(
-            self,
-            tokens=tokens,
-            logprobs=np.asarray(self.logprobs, np.float32),
-            versions=versions,
-            reward=float(self.reward),
-            returns=None if self.returns is None else np.asarray(self.returns, np.float64),
-        )
-        if not (tokens.ndim == same.logprobs.ndim == versions.ndim == 1):
-            raise ValueError("tokens, logprobs and versions are not all one-dimensional")
+        arrays: dict[str, Any] = {
+            name: np.asarray(array, COLUMNS[name].dtype) for name, array in self.token_columns.items()
+        }
+        same = replace(self, reward=float(self.reward), **arrays)
+        if any(array.ndim != 1 for array in arrays.values()):
+            raise ValueError("a column of a sample is not one-dimensional")
         if not same.sampled.any():
             raise ValueError("nothing was sampled")
-        if not np.isfinite(same.logprobs).all() or versions.min() < NOT_SAMPLED:
+        if not np.isfinite(same.logprobs).all() or same.versions.min() < NOT_SAMPLED:
             raise ValueError("a log-prob is not finite, or a version is below that of a token that was not sampled")
-        if any(same.sampled[path[0]] for path in paths(same.branches or [Branch(0, len(tokens))])):
+        if any(same.sampled[path[0]] for path in paths(same.branches or [Branch(0, len(same))])):
             raise ValueError("a conversation begins with a sampled token: without a prompt it cannot be trained")
         if not abs(same.reward) <= LARGEST_REWARD:
             raise ValueError(f"a reward of {same.reward} is no score")
@@ -105,6 +126,11 @@ class Trajectory:
         if same.finish not in ("stop", "length"):
             raise ValueError(f"a finish of {same.finish!r} is neither 'stop' nor 'length'")
         return same
+
+    @property
+    def token_columns(self) -> dict[str, np.ndarray]:
+        """Its arrays by name, without those that it does not have."""
+        return {name: array for name in TOKEN_COLUMNS if (array := getattr(self, name)) is not None}
 
     @property
     def sampled(self) -> np.ndarray:
@@ -123,10 +149,11 @@ class Trajectory:
             yield self
             return
         for branch, path in zip(self.branches, paths(self.branches), strict=True):
-            versions, logprobs = self.versions[path], self.logprobs[path]
-            versions[: branch.shared], logprobs[: branch.shared] = NOT_SAMPLED, 0.0
-            returns = None if self.returns is None else self.returns[path]
-            yield Trajectory(self.tokens[path], logprobs, versions, self.reward, self.finish, returns=returns)
+            arrays = {name: array[path] for name, array in self.token_columns.items()}
+            for name, array in arrays.items():
+                if (unsampled := COLUMNS[name].unsampled) is not None:
+                    array[: branch.shared] = unsampled
+            yield replace(self, branches=(), **arrays)
 
     def lowered(self, penalty: float) -> Trajectory:
         """The same trajectory with a lower reward."""
@@ -164,48 +191,66 @@ def common(first: np.ndarray, second: np.ndarray) -> int:
 
 
 def columns(samples: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """The samples as arrays, in which they follow each other. `trajectories` is the inverse.
-
-    lengths int32, rewards float64, cut uint8 (1 for the finish "length"): [samples]. tokens, logprobs, versions, as in
-    Trajectory: [tokens]. Only if a sample has returns: returns [tokens]. Only if a sample has branches: branch_counts
-    int32 [samples], branch_shared and branch_own int32 [branches].
-    """
+    """The samples as the arrays of COLUMNS. `trajectories` is the inverse. Only if a sample has returns, there are
+    returns; only if one has branches, there are those of branches."""
     table = {
-        "lengths": np.array([len(t) for t in samples], np.int32),
-        "rewards": np.array([t.reward for t in samples], np.float64),
-        "cut": np.array([t.finish == "length" for t in samples], np.uint8),
-        **{name: np.concatenate([getattr(t, name) for t in samples]) for name in ("tokens", "logprobs", "versions")},
+        "lengths": [len(t) for t in samples],
+        "rewards": [t.reward for t in samples],
+        "cut": [t.finish == "length" for t in samples],
+        **{
+            name: np.concatenate([getattr(t, name) for t in samples])
+            for name, column in TOKEN_COLUMNS.items()
+            if column.required
+        },
     }
     if any(t.returns is not None for t in samples):
         table["returns"] = np.concatenate([t.credits for t in samples])
     if any(t.branches for t in samples):
         branches = [branch for t in samples for branch in t.branches]
-        table["branch_counts"] = np.array([len(t.branches) for t in samples], np.int32)
-        table["branch_shared"] = np.array([branch.shared for branch in branches], np.int32)
-        table["branch_own"] = np.array([branch.new for branch in branches], np.int32)
-    return table
+        table["branch_counts"] = [len(t.branches) for t in samples]
+        table["branch_shared"] = [branch.shared for branch in branches]
+        table["branch_own"] = [branch.new for branch in branches]
+    return {name: np.asarray(values, COLUMNS[name].dtype) for name, values in table.items()}
 
 
 def trajectories(table: Mapping[str, np.ndarray]) -> Iterator[Trajectory]:
-    """The samples of `columns`. Raises ValueError if the arrays do not fit each other."""
+    """The samples of `columns`. Raises ValueError if these are not the declared columns, or do not fit each other."""
+    _check_table(table)
     ends = np.cumsum(table["lengths"], dtype=np.int64)[:-1]
-    arrays = [np.split(table[name], ends) for name in ("tokens", "logprobs", "versions")]
-    none = [None] * len(table["lengths"])
-    returns = np.split(table["returns"], ends) if "returns" in table else none
-    branches: Sequence[tuple[Branch, ...]] = [()] * len(none)
+    arrays = {name: np.split(table[name], ends) for name in TOKEN_COLUMNS if name in table}
+    branches: Sequence[tuple[Branch, ...]] = [()] * len(table["lengths"])
     if "branch_counts" in table:
-        pairs = zip(table["branch_shared"].tolist(), table["branch_own"].tolist(), strict=True)
-        every = [Branch(*pair) for pair in pairs]
+        every = list(map(Branch, table["branch_shared"].tolist(), table["branch_own"].tolist()))
         stops = np.cumsum(table["branch_counts"], dtype=np.int64).tolist()
         branches = [tuple(every[start:stop]) for start, stop in pairwise([0, *stops])]
-        if stops[-1:] != [len(every)]:
-            raise ValueError(f"{len(every)} branches, and counts for {sum(table['branch_counts'])}")
-    for tokens, logprobs, versions, reward, cut, sample_branches, sample_returns in zip(
-        *arrays, table["rewards"].tolist(), table["cut"].tolist(), branches, returns, strict=True
-    ):
+    for number, (reward, cut) in enumerate(zip(table["rewards"].tolist(), table["cut"].tolist(), strict=True)):
         yield Trajectory(
-            tokens, logprobs, versions, reward, "length" if cut else "stop", sample_branches, sample_returns
+            **{name: parts[number] for name, parts in arrays.items()},
+            reward=reward,
+            finish="length" if cut else "stop",
+            branches=branches[number],
         )
+
+
+def _check_table(table: Mapping[str, np.ndarray]) -> None:
+    missing = {name for name, column in COLUMNS.items() if column.required} - table.keys()
+    if wrong := missing or table.keys() - COLUMNS.keys():
+        raise ValueError(f"a group has other columns than it should: {', '.join(sorted(wrong))}")
+    if len(table.keys() & {"branch_counts", "branch_shared", "branch_own"}) not in (0, 3):
+        raise ValueError("the branches are not complete")
+    lengths, branch_counts = table["lengths"], table.get("branch_counts", np.zeros(0, np.int32))
+    counts = {
+        "sample": len(lengths), "token": lengths.sum(dtype=np.int64), "branch": branch_counts.sum(dtype=np.int64),
+    }  # fmt: skip
+    if (lengths < 0).any() or (branch_counts < 0).any():
+        raise ValueError("a length or a number of branches is negative")
+    for name, array in table.items():
+        column = COLUMNS[name]
+        if array.dtype != column.dtype or array.shape != (counts[column.per],):
+            raise ValueError(
+                f"{name} is {array.dtype} {array.shape}, but should have {counts[column.per]} {column.dtype.__name__}, "
+                f"one for each {column.per}"
+            )
 
 
 def _check_branches(branches: Sequence[Branch], tokens: int) -> None:

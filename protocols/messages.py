@@ -422,7 +422,11 @@ class TokenColumns(Message):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        _check_columns(self.counts, self.tokens, self.logprobs, self.versions)
+        total = self.counts.sum(dtype=np.int64)
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions) == total:
+            raise ValueError("the columns are not as long as the counts say")
+        if (self.counts < 0).any():
+            raise ValueError("a count is negative")
         if not len(self.jobs) == len(self.finishes) == len(self.counts):
             raise ValueError(f"{len(self.counts)} counts, {len(self.finishes)} finishes and {len(self.jobs)} jobs")
         if (self.finishes < 0).any() or (self.finishes >= len(FINISHES)).any():
@@ -434,14 +438,6 @@ def slices(counts: Vector) -> Iterator[slice]:
     """The places of parts of these lengths in columns, in which they follow each other."""
     ends = np.cumsum(counts, dtype=np.int64).tolist()
     return map(slice, [0, *ends], ends)
-
-
-def _check_columns(counts: Vector, tokens: Vector, logprobs: Vector, versions: Vector) -> None:
-    """Raises ValueError if the columns cannot be divided into parts of these lengths."""
-    if not len(tokens) == len(logprobs) == len(versions) == counts.sum(dtype=np.int64):
-        raise ValueError("the columns are not as long as the counts say")
-    if (counts < 0).any():
-        raise ValueError("a count is negative")
 
 
 class TakeDevices(Message):
@@ -493,51 +489,17 @@ class CompletionsScored(Message):
 
 
 class StoreGroup(Message):
-    """A finished group for the spool of trainer rank 0; the answer says that it is on disk. The columns have the
-    samples one after another: `lengths` int32, `rewards` float64 and `cut` uint8 [samples]; `tokens` int32, `logprobs`
-    float32 and `versions` int32 [tokens]; `returns` float64 [tokens], unless all tokens are credited with their
-    sample's reward; and if samples have several branches, `branch_counts` int32 [samples], `branch_shared` and
-    `branch_own` int32 [branches]. See areal.trajectory. `discarded`: number of tokens that were sampled for the group
-    and are in none of its trajectories. `reward_parts`: the mean of each part of the rewards. `notes`: for the rollouts
-    that the run keeps (areal.storage.rollouts), empty if it keeps none."""
+    """A finished group for the spool of trainer rank 0; the answer says that it is on disk. `columns`: its samples, one
+    after another, as areal.trajectory.COLUMNS declares them. `discarded`: number of tokens that were sampled for the
+    group and are in none of its trajectories. `reward_parts`: the mean of each part of the rewards. `notes`: for the
+    rollouts that the run keeps (areal.storage.rollouts), empty if it keeps none."""
 
     group: Name
     prompt_index: int
-    lengths: Int32s
-    rewards: Float64s
-    cut: Bytes
-    tokens: Int32s
-    logprobs: Float32s
-    versions: Int32s
-    returns: Float64s | None = None
-    branch_counts: Int32s | None = None
-    branch_shared: Int32s | None = None
-    branch_own: Int32s | None = None
+    columns: Annotated[dict[Name, InstanceOf[Vector]], Field(max_length=64)]
     discarded: Count = 0
     reward_parts: dict[str, Number] = {}
     notes: str = ""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        _check_columns(self.lengths, self.tokens, self.logprobs, self.versions)
-        if not len(self.cut) == len(self.rewards) == len(self.lengths):
-            raise ValueError(f"{len(self.lengths)} lengths, {len(self.rewards)} rewards and {len(self.cut)} finishes")
-        if not (np.abs(self.rewards) <= 1e100).all():
-            raise ValueError("a reward is out of range")
-        if self.returns is not None and len(self.returns) != len(self.tokens):
-            raise ValueError(f"{len(self.tokens)} tokens and {len(self.returns)} returns")
-        counts, shared, tails = self.branch_counts, self.branch_shared, self.branch_own
-        if counts is None or shared is None or tails is None:
-            if not counts is shared is tails is None:
-                raise ValueError("the branches are not complete")
-        elif (counts < 0).any() or not len(shared) == len(tails) == counts.sum(dtype=np.int64):
-            raise ValueError("the branches are not as many as the counts say")
-        return self
-
-    @property
-    def columns(self) -> dict[str, Vector]:
-        """The columns that it has, by name."""
-        return {name: value for name in type(self).model_fields if isinstance(value := getattr(self, name), np.ndarray)}
 
 
 # --- weights

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import structlog
 
 from areal.config import UserError
-from areal.trajectory import NOT_SAMPLED, Branch, Group, TokenValues, Trajectory
+from areal.trajectory import NOT_SAMPLED, TOKEN_COLUMNS, Branch, Group, TokenValues, Trajectory
 
 log = structlog.get_logger()
 
@@ -68,12 +68,8 @@ SCHEMA = pa.schema(
         "began": pa.float64(),  # seconds since 1970
         "seconds": pa.float64(),
         "shared": pa.int32(),  # first tokens in common with the branch before
-        "tokens": pa.list_(pa.int32()),
-        "logprobs": pa.list_(pa.float32()),  # of pi_behav, 0 where not sampled
-        "versions": pa.list_(pa.int32()),  # -1 where not sampled
-        "returns": pa.list_(pa.float64()),  # null if all tokens are credited with the reward
-        "proximal_logprobs": pa.list_(pa.float32()),  # 0 for tokens that are not in the loss; null if not trained
-        "advantages": pa.list_(pa.float32()),  # likewise
+        **{name: pa.list_(pa.from_numpy_dtype(column.dtype)) for name, column in TOKEN_COLUMNS.items()},
+        **{name: pa.list_(pa.float32()) for name in TokenValues._fields},  # null if it was not trained
     },
     metadata={"areal_rollouts": str(FORMAT_VERSION)},
 )
@@ -268,10 +264,7 @@ def _table(branches: Sequence[_Branch], texts: Callable[[list[np.ndarray]], list
         "began": [branch.note.get("began") for branch in branches],
         "seconds": [branch.note.get("seconds") for branch in branches],
         "shared": [branch.shared for branch in branches],
-        **{
-            name: _lists([getattr(t, name) for t in sequences], name)
-            for name in ("tokens", "logprobs", "versions", "returns")
-        },
+        **{name: _lists([getattr(t, name) for t in sequences], name) for name in TOKEN_COLUMNS},
         **{
             name: _lists([branch.values and getattr(branch.values, name) for branch in branches], name)
             for name in TokenValues._fields
@@ -306,8 +299,7 @@ def batches(folder: Path, first: int = 1) -> Iterator[tuple[int, list[Group]]]:
 
     Raises UserError if a file cannot be read.
     """
-    names = ["step", "place", "group", "prompt_index", "sample", "branch", "shared", "finish", "reward",
-             "tokens", "logprobs", "versions", "returns"]  # fmt: skip
+    names = ["step", "place", "group", "prompt_index", "sample", "branch", "shared", "finish", "reward", *TOKEN_COLUMNS]
     for path in files(folder):
         table = _read(path, names).filter(pc.field("step") >= first)
         ordered = table.sort_by([(name, "ascending") for name in ("step", "place", "sample", "branch")])
@@ -348,7 +340,7 @@ def _group(rows: Sequence[dict[str, Any]]) -> Group:
 def _trajectory(rows: Sequence[dict[str, Any]]) -> Trajectory:
     arrays = {
         name: np.concatenate([row[name][row["shared"] :] for row in rows])
-        for name in ("tokens", "logprobs", "versions", "returns")
+        for name in TOKEN_COLUMNS
         if rows[0][name] is not None
     }
     branches = [Branch(row["shared"], len(row["tokens"]) - row["shared"]) for row in rows]

@@ -53,10 +53,11 @@ def group_of(permit: Permit, poison: float = 0.0) -> StoreGroup:
         logprobs = np.where(versions < 0, 0, poison - rng.random(10)).astype(np.float32)
         samples.append((tokens, logprobs, versions))
     tokens, logprobs, versions = map(np.concatenate, zip(*samples, strict=True))
-    return StoreGroup(
-        group=permit.group, prompt_index=permit.prompt_index, lengths=np.full(2, 10, np.int32),
-        rewards=np.arange(2.0), cut=np.zeros(2, np.uint8), tokens=tokens, logprobs=logprobs, versions=versions,
-    )  # fmt: skip
+    table = {
+        "lengths": np.full(2, 10, np.int32), "rewards": np.arange(2.0), "cut": np.zeros(2, np.uint8), "tokens": tokens,
+        "logprobs": logprobs, "versions": versions,
+    }  # fmt: skip
+    return StoreGroup(group=permit.group, prompt_index=permit.prompt_index, columns=table)
 
 
 class Manager:

@@ -90,7 +90,23 @@ def test_samples_come_back_from_columns(samples):
             np.testing.assert_array_equal(one.returns, np.full(len(other), other.reward))
 
 
-def test_columns_whose_branches_do_not_fit_are_refused():
-    found = columns((BRANCHED, SAMPLE))
-    with pytest.raises(ValueError, match="3 branches"):
-        list(trajectories(found | {"branch_counts": np.array([2, 0], np.int32)}))
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"branch_counts": np.array([2, 0], np.int32)}, "branch_shared is int32 .3,., but should have 2"),
+        ({"branch_counts": np.array([4, -1], np.int32)}, "negative"),
+        ({"branch_own": None}, "not complete"),
+        ({"lengths": np.array([len(BRANCHED) + len(SAMPLE) + 1, -1], np.int32)}, "negative"),
+        ({"lengths": np.array([len(BRANCHED), len(SAMPLE) + 1], np.int32)}, "one for each token"),
+        ({"cut": np.zeros(1, np.uint8)}, "cut is uint8 .1,., but should have 2"),
+        ({"returns": np.zeros(1)}, "returns is float64 .1,."),
+        ({"versions": np.zeros(len(BRANCHED) + len(SAMPLE), np.int64)}, "versions is int64"),
+        ({"logprobs": None}, "other columns than it should: logprobs"),
+        ({"mine": np.zeros(2)}, "other columns than it should: mine"),
+        ({"rewards": np.array([1, np.inf])}, "inf is no score"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(wrong, said):
+    table = {name: array for name, array in (columns((BRANCHED, SAMPLE)) | wrong).items() if array is not None}
+    with pytest.raises(ValueError, match=said):
+        [sample.checked() for sample in trajectories(table)]
