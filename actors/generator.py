@@ -97,7 +97,10 @@ class Generator(Actor):
         self._flows = Flows[_Tokens](lambda tokens: 12 * len(tokens.chunk.tokens) + 16, self.spawn)
 
     async def setup(self) -> None:
-        self._fetcher = WeightFetcher(self)
+        self._fetcher = WeightFetcher(
+            self.bus, self.index or 0, self.config.weights, self.config.weights_folder,
+            functools.partial(self.with_role, healthy=False), lambda: self.policy,
+        )  # fmt: skip
         self._receiver = DirectReceiver(self)
         self._loaded = Signal()
         self._sequences: dict[str, str] = {}  # identity of the asking actor, by the request id in the engine

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any, cast
 
 from actors.parts.weight_service import WeightFetcher, WeightServer
-from actors.runtime.actor import Actor, incarnation
+from actors.runtime.actor import incarnation
 from actors.runtime.addresses import Door, find_master, open_network
 from actors.runtime.preflight import check_port
 from actors.watching.health import status_of
@@ -47,17 +46,14 @@ class Receiver:
     async def receive(self, sender: str, keys: str, policy: str, folder: str) -> dict[str, float]:
         """Fetch the policy's weights as a generator does. Returns seconds and bytes."""
         bus = Bus("generator/0#selftest", ZmqNetwork(Keys(Path(keys))))
-        members = [Member(identity="trainer/0#selftest", role="trainer", index=0, address=sender, state="healthy")]
-        generator = SimpleNamespace(
-            bus=bus,
-            index=0,
-            config=SimpleNamespace(weights=WeightsConfig(transport="stream", delta=False), weights_folder=Path(folder)),
-            with_role=lambda role, healthy: [member for member in members if member.role == role],
+        trainer = Member(identity="trainer/0#selftest", role="trainer", index=0, address=sender, state="healthy")
+        published, config = Policy.model_validate_json(policy), WeightsConfig(transport="stream", delta=False)
+        fetcher = WeightFetcher(
+            bus, 0, config, Path(folder), lambda role: [trainer] if role == trainer.role else [], lambda: published
         )
-        fetcher = WeightFetcher(cast(Actor, generator))
         try:
             started = time.perf_counter()
-            await fetcher.fetch(Policy.model_validate_json(policy))
+            await fetcher.fetch(published)
             return {"seconds": time.perf_counter() - started, "bytes": fetcher.bytes_received}
         finally:
             await bus.close()

@@ -12,20 +12,21 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import structlog
 
-from actors.runtime.actor import Actor, M, Signal
+from actors.runtime.actor import M, Signal
+from areal.config import WeightsConfig
 from areal.weights.chunks import CHECKING_THREADS, Data, FileSums, Holding, Manifest, TornWeights, apply, difference
 from areal.weights.folders import atomic_folder, remove_folder
 from areal.weights.relay import Sources
 from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
 from protocols.messages import FetchWeights, Member, Message, Policy, WeightChunk, WeightFile, WeightFiles
-from protocols.transport import Request
+from protocols.transport import Bus, Request
 
 # How long a server waits for a version that it does not have yet. A generator that is still loading the version before
 # has to begin to fetch the next one within this time; otherwise the asker tries another source.
@@ -112,21 +113,27 @@ class WeightServer:
 
 
 class WeightFetcher(WeightServer):
-    """Brings the weights of policies to a generator's machine, and serves them to other generators."""
+    """Brings the weights of policies to the machine of the generator `index`, into `folder`, and serves them to other
+    generators. members: those of a role in the run. newest: the newest published policy."""
 
-    def __init__(self, generator: Actor) -> None:
+    def __init__(
+        self, bus: Bus, index: int, config: WeightsConfig, folder: Path, members: Callable[[str], Sequence[Member]],
+        newest: Callable[[], Policy],
+    ) -> None:  # fmt: skip
         super().__init__(KEPT_BY_GENERATOR)
         self.bytes_received = 0
         self.seconds = 0.0
-        self._generator = generator
-        self._config = generator.config.weights
-        self._sources = Sources(generator.index or 0)
+        self._bus = bus
+        self._config = config
+        self._all_members = members
+        self._newest = newest
+        self._sources = Sources(index)
         self._removals: list[asyncio.Future[None]] = []
-        mark = generator.bus.identity.name.rpartition("#")[2]
+        mark = bus.identity.name.rpartition("#")[2]
         # With the incarnation in its name, because a replaced generator of the same index may still be running.
-        self._folder = generator.config.weights_folder / f"generator-{generator.index}-{mark}"
+        self._folder = folder / f"generator-{index}-{mark}"
         if self._config.transport != "folder":
-            for leftover in self._folder.parent.glob(f"generator-{generator.index}-*"):
+            for leftover in self._folder.parent.glob(f"generator-{index}-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     async def fetch(self, policy: Policy) -> Path:
@@ -191,7 +198,7 @@ class WeightFetcher(WeightServer):
                 )
                 if isinstance(error, TornWeights):
                     base = None  # perhaps the base version is torn, not the new one
-                overtaken = self._generator.policy.identity > version
+                overtaken = self._newest().identity > version
                 if not (overtaken and isinstance(error, RefusedError)):  # otherwise the sender just has a newer version
                     self._sources.failed(source, now)
                 if overtaken:
@@ -211,7 +218,7 @@ class WeightFetcher(WeightServer):
             lineage=policy.lineage, version=policy.version, first=holding.ready if holding else 0, base=base
         )
         older = self._holdings.get(base) if base else None
-        async with contextlib.aclosing(self._generator.bus.peer(address).stream(ask, FETCH_SECONDS)) as parts:
+        async with contextlib.aclosing(self._bus.peer(address).stream(ask, FETCH_SECONDS)) as parts:
             manifest = _manifest(await _next(parts, WeightFiles))
             if manifest.stamp != policy.stamp:
                 raise TornWeights(f"the files of version {policy.version} at {address} are not the published ones")
@@ -228,7 +235,7 @@ class WeightFetcher(WeightServer):
                 await intake.end()
 
     def _members(self, role: str) -> list[Member]:
-        return [m for m in self._generator.with_role(role, healthy=False) if m.state != "draining"]
+        return [m for m in self._all_members(role) if m.state != "draining"]
 
     def _trainer(self) -> str:
         if trainers := self._members("trainer"):

@@ -210,18 +210,17 @@ async def receive(setup: dict[str, Any]) -> None:
     """A receiver's life: a line in for each policy, a line out once it is in memory."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # answers go to the standard output
     known: dict[str, Any] = {"members": []}
-    generator: Any = SimpleNamespace(
-        bus=Bus(f"generator/{setup['index']}#x", network()),
-        index=setup["index"],
-        config=SimpleNamespace(weights=WeightsConfig(**setup["weights"]), weights_folder=Path(setup["folder"])),
-        with_role=lambda role, healthy: [member for member in known["members"] if member.role == role],
-    )
-    fetcher = WeightFetcher(generator)
+    bus, config = Bus(f"generator/{setup['index']}#x", network()), WeightsConfig(**setup["weights"])
+
+    def members(role: str) -> list[Member]:
+        return [member for member in known["members"] if member.role == role]
+
+    fetcher = WeightFetcher(bus, setup["index"], config, Path(setup["folder"]), members, lambda: known["policy"])
 
     def serve(request: Request) -> Any:
         return fetcher.serve(request)
 
-    print(json.dumps({"address": generator.bus.serve(LOOPBACK, serve, _crash)}), flush=True)
+    print(json.dumps({"address": bus.serve(LOOPBACK, serve, _crash)}), flush=True)
     memory = np.empty(0, np.uint8)
     end: TransferEnd | None = None
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -231,14 +230,14 @@ async def receive(setup: dict[str, Any]) -> None:
             print(json.dumps({"seconds": await asyncio.to_thread(_receive_plainly, order["tcp"], file)}), flush=True)
             continue
         known["members"] = [Member.model_validate_json(member) for member in order["members"]]
-        generator.policy = Policy.model_validate_json(order["policy"])
-        if generator.config.weights.backend:
-            end = end or TransferEnd(generator.bus, known["members"][0])
-            paused = await end.receive(generator.policy)
+        policy = known["policy"] = Policy.model_validate_json(order["policy"])
+        if config.backend:
+            end = end or TransferEnd(bus, known["members"][0])
+            paused = await end.receive(policy)
             print(json.dumps({"pause_seconds": paused, "fetch_seconds": paused}), flush=True)
             continue
         began = time.perf_counter()
-        folder = await fetcher.fetch(generator.policy)
+        folder = await fetcher.fetch(policy)
         fetched = time.perf_counter() - began
         file = np.memmap(folder / WEIGHTS_FILE, np.uint8, "r")
         if len(memory) != len(file):
@@ -246,7 +245,7 @@ async def receive(setup: dict[str, Any]) -> None:
         started = time.perf_counter()
         await asyncio.to_thread(np.copyto, memory, file)
         print(json.dumps({"pause_seconds": time.perf_counter() - started, "fetch_seconds": fetched}), flush=True)
-    await generator.bus.close()
+    await bus.close()
     fetcher.close()
 
 

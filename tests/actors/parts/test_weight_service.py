@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,19 +27,15 @@ class Node:
     def __init__(self, cluster, role, index, config):
         self.bus = Bus(f"{role}/{index}#x", network())
         self.index = index
-        self.config = SimpleNamespace(weights=config, weights_folder=cluster.folder)
         self.cluster = cluster
         self.asked = []
-        self.weights = WeightServer(4) if role == "trainer" else WeightFetcher(self)
+        fetcher = self.bus, index, config, cluster.folder, self.members, lambda: cluster.policy
+        self.weights = WeightServer(4) if role == "trainer" else WeightFetcher(*fetcher)
         address = self.bus.serve("tcp://127.0.0.1:*", self.handle, cluster.crashes.append)
         self.member = Member(identity=f"{role}/{index}#x", role=role, index=index, address=address, state="healthy")
         self.spoil = lambda part: part
 
-    @property
-    def policy(self):
-        return self.cluster.policy
-
-    def with_role(self, role, healthy=True):
+    def members(self, role):
         return [m for m in self.cluster.members() if m.role == role]
 
     async def handle(self, request):
