@@ -18,7 +18,7 @@ import structlog
 
 from actors.parts.calls import SampleFailed
 from actors.parts.jobs import RoutedGenerators
-from actors.parts.router import Place, Router
+from actors.parts.router import Router
 from actors.parts.sampler import Sampler
 from actors.parts.sessions import SampleSession
 from actors.runtime.actor import first_error
@@ -327,7 +327,7 @@ class Evaluator(Sampler):
         home = home or await router.choose("generator")
         generators = RoutedGenerators(router, self._servers)
         session = SampleSession(
-            self.services, row, sampling, version, Place(router, home), generators=generators,
+            self.services, row, sampling, version, home=home, place=router.place_at(home), generators=generators,
         )  # fmt: skip
         try:
             sample = await self.run_workflow(session, row)

@@ -14,7 +14,6 @@ from typing import Any
 import structlog
 
 from actors.parts.calls import SampleFailed
-from actors.parts.router import Place
 from actors.parts.sampler import Sampler
 from actors.parts.sessions import SampleSession
 from areal.data.rows import Row
@@ -169,8 +168,8 @@ class RolloutManager(Sampler):
         start = _GroupStart(self._samples)
         sessions = self._sessions[permit.group] = [
             SampleSession(
-                self.services, row, self.config.sampling, permit.min_version, Place(self._router, home),
-                start.sample_started,
+                self.services, row, self.config.sampling, permit.min_version, home=home,
+                place=self._router.place_at(home), on_start=start.sample_started,
             )
             for _ in range(self._samples)
         ]  # fmt: skip

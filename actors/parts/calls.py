@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 
 from actors.parts.flows import Job
-from actors.parts.router import Place
 from areal.config import SamplingConfig
 from areal.trajectory import Finish
 from areal.workflows.conversation import Generation, Keep
@@ -26,19 +26,21 @@ class SampleFailed(Exception):
 class SampleState:
     """What the calls of a sample have in common.
 
-    `place`: taken at a generator for the first call. `home`: the generator on which the next call starts, because it
-    has the prefix. `first_version`: of the first token; `on_start` is called with it. `min_version` rises to the
-    group's start version once that is known, so that no older version samples a later token. `tokens_sampled`: all
-    tokens received, in all calls, trained or not. `generators`: the names of those that were asked, in order.
+    `home`: the generator on which the next call starts, because it has the prefix; None: any. `place`: counts as a
+    request there until the first call begins. `first_version`: of the first token; `on_start` is called with it.
+    `min_version` rises to the group's start version once that is known, so that no older version samples a later token.
+    `tokens_sampled`: all tokens received, in all calls, trained or not. `generators`: the names of those that were
+    asked, in order.
     """
 
     def __init__(
-        self, sampling: SamplingConfig, min_version: int, place: Place | None, on_start: Callable[[int], None]
-    ) -> None:
+        self, sampling: SamplingConfig, min_version: int, home: Member | None, place: ExitStack | None,
+        on_start: Callable[[int], None],
+    ) -> None:  # fmt: skip
         self.sampling = sampling
         self.min_version = min_version
-        self.place = place
-        self.home = place.generator if place else None
+        self.home = home
+        self.place = place or ExitStack()
         self.first_version: int | None = None
         self.tokens_sampled = 0
         self.generators: dict[str, None] = {}

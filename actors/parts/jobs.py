@@ -15,7 +15,7 @@ import structlog
 
 from actors.parts.calls import Call, SampleFailed, ended
 from actors.parts.flows import Flow, Job, Spawn
-from actors.parts.router import Place, Router
+from actors.parts.router import Router
 from areal.config import Config
 from areal.rewards.pool import Quarantine, RewardFailed, digest
 from areal.rewards.result import Result
@@ -77,18 +77,18 @@ class RoutedGenerators:
     async def sample(self, call: Call) -> Generation:
         """Raises SampleFailed."""
         sample = call.sample
-        place, sample.place = sample.place or Place(self._router), None
+        sample.place.close()
         home = sample.home
         try:
             while not sample.closed:
                 generator = home or await self._router.choose("generator", min_version=sample.min_version)
-                place.stand(generator)
                 sample.home = generator
                 sample.generators[actor_name(generator.identity)] = None
                 call.run_at(generator.identity)
                 try:
-                    completion: Generation = await self._servers.do(generator, call)
-                    return completion
+                    with self._router.using(generator):
+                        completion: Generation = await self._servers.do(generator, call)
+                        return completion
                 except FencedError as error:
                     raise SampleFailed("prompt", f"the generator refused the prompt: {error}") from None
                 except RefusedError as error:
@@ -98,7 +98,6 @@ class RoutedGenerators:
             raise ended()
         finally:
             call.generator = None
-            place.stand(None)
 
     async def _leave(self, call: Call, generator: Member, error: BusError) -> Member | None:
         """Leave a generator whose stream broke, or which handed the sequence over. Returns where to continue; None:

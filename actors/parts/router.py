@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from actors.runtime.actor import Actor, Signal
 from areal.generation.routing import Load, fullness
@@ -76,24 +77,23 @@ class Router:
         told = self.told.get(m.identity) or Load(0, 0, self.limit(m), min_version)
         return fullness(told, self.load[m.identity], askers, min_version)
 
-    def enter(self, member: Member) -> None:
-        """Count one more request to this member."""
-        self.load[member.identity] += 1
-
-    def leave(self, member: Member) -> None:
-        self.load[member.identity] -= 1
-        if not self.load[member.identity]:
-            del self.load[member.identity]
-        self.room.notify()
-
     @contextlib.contextmanager
     def using(self, member: Member) -> Iterator[None]:
         """Count a request to this member until the end of the block."""
-        self.enter(member)
+        self.load[member.identity] += 1
         try:
             yield
         finally:
-            self.leave(member)
+            self.load[member.identity] -= 1
+            if not self.load[member.identity]:
+                del self.load[member.identity]
+            self.room.notify()
+
+    def place_at(self, generator: Member) -> ExitStack:
+        """A place in the load of a generator, until it is closed."""
+        place = ExitStack()
+        place.enter_context(self.using(generator))
+        return place
 
     async def avoid(self, member: Member) -> None:
         """Prefer other actors for AVOID_SECONDS. Also pauses for RETRY_SECONDS, for the case that there is no other."""
@@ -101,20 +101,3 @@ class Router:
         self._avoid = {identity: until for identity, until in self._avoid.items() if until > now}
         self._avoid[member.identity] = now + AVOID_SECONDS
         await asyncio.sleep(RETRY_SECONDS)
-
-
-class Place:
-    """A place in the load of a generator."""
-
-    def __init__(self, router: Router, generator: Member | None = None) -> None:
-        self._router = router
-        self.generator: Member | None = None
-        self.stand(generator)
-
-    def stand(self, generator: Member | None) -> None:
-        """Leave the place, and take one at `generator`."""
-        if self.generator is not None:
-            self._router.leave(self.generator)
-        if generator is not None:
-            self._router.enter(generator)
-        self.generator = generator

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 
 import numpy as np
 
 from actors.parts.calls import Call, SampleState
-from actors.parts.router import Place
 from actors.parts.services import Generators, Services
 from areal.config import SamplingConfig
 from areal.data.rows import Row, prompt_text
@@ -19,22 +18,23 @@ from areal.trajectory import Tokens, Trajectory
 from areal.workflows.conversation import Generation, Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
 from areal.workflows.openai_api import Access
+from protocols.messages import Member
 
 
 class SampleSession(SampleState):
     """The session that a workflow gets for one sample (areal.workflows.Session).
 
-    place: taken at the generator that all samples of the group start on, because they share the prompt prefix. It
-    counts as a request there until the first call ends or `close` is called. generators: those that sample this one, if
-    they are not those of `services`. `running`: its calls in progress. `forest`: the calls that are trained.
-    `reward_parts`: of the last score.
+    home: the generator that all samples of the group start on, because they share the prompt prefix. generators: those
+    that sample this one, if they are not those of `services`. `running`: its calls in progress. `forest`: the calls
+    that are trained. `reward_parts`: of the last score.
     """
 
     def __init__(
-        self, services: Services, row: Row, sampling: SamplingConfig, min_version: int = 0, place: Place | None = None,
+        self, services: Services, row: Row, sampling: SamplingConfig, min_version: int = 0, *,
+        home: Member | None = None, place: ExitStack | None = None,
         on_start: Callable[[int], None] = lambda version: None, generators: Generators | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(sampling, min_version, place, on_start)
+        super().__init__(sampling, min_version, home, place, on_start)
         self.tokenizer = services.tokenizer
         self.parsers = services.parsers
         self._services = services
@@ -112,9 +112,7 @@ class SampleSession(SampleState):
         self.closed = True
         for call in self.running:
             call.abort()
-        if self.place is not None:
-            self.place.stand(None)
-            self.place = None
+        self.place.close()
 
     async def run_python(self, code: str) -> str:
         """The output of the code, errors included. Raises SampleFailed if the sandbox fails, not if the code does."""

@@ -214,15 +214,15 @@ class Trial:
     async def __aenter__(self) -> Self:
         """Raises UserError or EngineError."""
         config, names = self._config, tuple(self._row.reward or self._config.reward.functions)
+        one_worker = config.served_rewards.model_copy(update={"workers": 1})
         for name in names:
-            rewards.check(name, config.reward.options.get(name, {}))
+            rewards.check(name, one_worker.options.get(name, {}))
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.data)
         self._parsers = parsers_of(config, tokenizer, _Recorded)
         async with contextlib.AsyncExitStack() as used:
             with self._clock.timed("start"):
                 if config.rollout_manager.names_parsers:
                     await asyncio.to_thread(self._parsers.load)
-                one_worker = config.served_rewards.model_copy(update={"workers": 1})
                 pool = await used.enter_async_context(RewardPool(names, one_worker))
                 engine = await GenerationEngine.start(Path(config.model), config.generator, version=0, seed=config.seed)
             used.push_async_callback(engine.close)

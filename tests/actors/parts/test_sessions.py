@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from helpers import needs_namespaces
 
 from actors.parts.calls import SampleFailed
 from actors.parts.jobs import Calls, RoutedGenerators, RoutedRewards
-from actors.parts.router import Place, Router
+from actors.parts.router import Router
 from actors.parts.sampler import Sampler
 from actors.parts.services import Endpoint, Programs, Services
 from actors.parts.sessions import SampleSession
@@ -68,8 +69,8 @@ def generator(index: int, held: int | None = None) -> Member:
 @pytest.mark.parametrize(("min_version", "chosen"), [(2, 0), (3, 0), (4, 1)])
 async def test_a_generator_that_holds_a_version_gets_nothing_that_needs_a_newer_one(min_version, chosen):
     router = Cluster(generator(0, held=3), generator(1)).router
-    router.enter(generator(1))  # the other one is the busier
-    assert (await router.choose("generator", min_version=min_version)).index == chosen
+    with router.using(generator(1)):  # the other one is the busier
+        assert (await router.choose("generator", min_version=min_version)).index == chosen
 
 
 async def test_where_all_generators_are_held_one_of_them_will_have_to_do():
@@ -81,9 +82,10 @@ async def test_what_others_have_there_counts_too():
     router = Cluster(generator(0), generator(1)).router
     router.told = {"generator/0#x": Load(30, 0, 64, version=0), "generator/1#x": Load(20, 0, 64, version=0)}
     assert (await router.choose("generator")).index == 1
-    for _ in range(12):
-        router.enter(generator(1))
-    assert (await router.choose("generator")).index == 0
+    with contextlib.ExitStack() as used:
+        for _ in range(12):
+            used.enter_context(router.using(generator(1)))
+        assert (await router.choose("generator")).index == 0
 
 
 class Streams:
@@ -123,7 +125,7 @@ def session_at(cluster: Cluster, home: Member, **settings) -> tuple[Router, Samp
     cluster.directory = {member.identity: member for member in cluster.members}
     router = cluster.router
     sampling = cluster.config.sampling.model_copy(update=settings)
-    return router, SampleSession(cluster.services, None, sampling, 3, Place(router, home))
+    return router, SampleSession(cluster.services, None, sampling, 3, home=home, place=router.place_at(home))
 
 
 def moved(session: SampleSession, target: Member, then: Chunk):
