@@ -225,13 +225,13 @@ class Generator(Actor):
     async def generate(self, request: Request[Generate]) -> Done:
         if self._started is None or self.state == "draining":
             raise BusyError("this generator accepts no sequences: it is starting or draining")
-        asked, owner = request.message, request.owner
-        prompts = [prompt.tolist() for prompt in asked.prompts]
+        message, owner = request.message, request.owner
+        prompts = [prompt.tolist() for prompt in message.prompts]
         sequences = {
             new.job: functools.partial(self._sample, _name(owner, new.job), request.sender, new, prompts[new.prompt])
-            for new in asked.sequences
+            for new in message.sequences
         }
-        self._flows.begin(request, asked.flow, sequences)
+        self._flows.begin(request, message.flow, sequences)
         return Done()
 
     @handles(EndJobs)
@@ -367,9 +367,9 @@ class _Tokens(NamedTuple):
 
 
 def _columns(tokens: Sequence[_Tokens], failed: Sequence[JobFailed]) -> TokenColumns:
-    chunks = [one.chunk for one in tokens]
+    chunks = [part.chunk for part in tokens]
     return TokenColumns(
-        jobs=np.array([one.job for one in tokens], np.int64),
+        jobs=np.array([part.job for part in tokens], np.int64),
         counts=np.array([len(chunk.tokens) for chunk in chunks], np.int32),
         finishes=np.array([FINISHES.index(chunk.finish) for chunk in chunks], np.int32),
         tokens=np.concatenate([np.zeros(0, np.int32), *(chunk.tokens for chunk in chunks)]),

@@ -84,11 +84,12 @@ class Reward(Actor):
         """The scores have no deadline while this actor is alive, however long its queue is."""
         if self._pool is None or self.state != "healthy":
             raise BusyError("this reward actor accepts no completions: it is starting or draining")
-        asked = request.message
+        message = request.message
         completions = {
-            one.job: functools.partial(self._score, self._pool, one, asked.rows[one.row]) for one in asked.completions
+            completion.job: functools.partial(self._score, self._pool, completion, message.rows[completion.row])
+            for completion in message.completions
         }
-        self._flows.begin(request, asked.flow, completions)
+        self._flows.begin(request, message.flow, completions)
         return Done()
 
     @handles(EndJobs)
@@ -97,22 +98,24 @@ class Reward(Actor):
         return Done()
 
     async def _score(
-        self, pool: Pool, asked: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
+        self, pool: Pool, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
     ) -> None:
         """Score a completion. Raises RefusedError."""
-        if asked.function not in self.serves():
+        if completion.function not in self.serves():
             raise RefusedError(
-                f"this reward actor does not serve reward {asked.function!r}, only {', '.join(self.serves())}"
+                f"this reward actor does not serve reward {completion.function!r}, only {', '.join(self.serves())}"
             )
         try:
-            with self.working(f"scoring with {asked.function}"):
-                score, parts = await pool.score(asked.function, asked.prompt, asked.completion, row, asked.tokens)
+            with self.working(f"scoring with {completion.function}"):
+                score, parts = await pool.score(
+                    completion.function, completion.prompt, completion.completion, row, completion.tokens
+                )
         except RewardFailed as error:
             self._failed += 1
-            log.warning("reward failed", function=asked.function, error=str(error))
+            log.warning("reward failed", function=completion.function, error=str(error))
             harmful = error.kind in ("timeout", "died", "quarantined")
             raise (HarmfulError if harmful else RefusedError)(str(error)) from None
-        scored = Scored(job=asked.job, score=score, parts=parts)
+        scored = Scored(job=completion.job, score=score, parts=parts)
         if _size(scored) > PART_BYTES:
             raise RefusedError(f"its {len(parts)} parts are too large to be sent")
         self._scored += 1

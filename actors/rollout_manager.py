@@ -17,7 +17,7 @@ from actors.parts.calls import SampleFailed
 from actors.parts.sampler import Sampler
 from actors.parts.sessions import SampleSession
 from areal.data.rows import Row
-from areal.generation.routing import Load, groups_that_fit, plan_moves
+from areal.generation.routing import GeneratorLoad, groups_that_fit, plan_moves
 from areal.rewards.result import mean_parts
 from areal.trajectory import Group, Trajectory, columns, notes_of
 from protocols.errors import BusError, FencedError, RefusedError
@@ -81,11 +81,11 @@ class RolloutManager(Sampler):
             "moved": self._moved,
         }
 
-    def told(self, loads: LoadColumns) -> None:
+    def note_loads(self, loads: LoadColumns) -> None:
         if self.state != "stale":
             columns = (loads.sequences, loads.asker_sequences, loads.limits, loads.versions)
-            each = map(Load, *(column.tolist() for column in columns))
-            self._router.told = dict(zip(loads.names, each, strict=True))
+            rows = map(GeneratorLoad, *(column.tolist() for column in columns))
+            self._router.loads = dict(zip(loads.names, rows, strict=True))
             self._router.room.notify()
 
     def _free_groups(self) -> int:
@@ -93,8 +93,8 @@ class RolloutManager(Sampler):
         generators = self.with_role("generator")
         places = sum(map(self._router.limit, generators)) / self._router.askers
         beginning = self._samples * sum(not sessions for sessions in self._sessions.values())
-        given = sum(self._router.load[m.identity] for m in generators) + beginning
-        free = groups_that_fit(self._samples, places, given, self._running)
+        requests = sum(self._router.requests[m.identity] for m in generators) + beginning
+        free = groups_that_fit(self._samples, places, requests, self._running)
         if not self._groups:
             free = max(1, free)
         return min(free, self.config.rollout_manager.max_concurrent_groups - len(self._groups))
@@ -113,8 +113,8 @@ class RolloutManager(Sampler):
         """Every BALANCE_SECONDS, move sequences to generators where they finish sooner."""
         while True:
             await asyncio.sleep(BALANCE_SECONDS)
-            generators = {m.identity: m for m in self.with_role("generator") if m.identity in self._router.told}
-            loads = {identity: self._router.told[identity] for identity in generators}
+            generators = {m.identity: m for m in self.with_role("generator") if m.identity in self._router.loads}
+            loads = {identity: self._router.loads[identity] for identity in generators}
             calls = [call for sessions in self._sessions.values() for session in sessions for call in session.running]
             moves = plan_moves(loads, calls, self._router.askers, asyncio.get_running_loop().time())
             for call, target in moves:
@@ -188,8 +188,8 @@ class RolloutManager(Sampler):
             for session in sessions:
                 session.close()
         samples, notes = zip(*scored, strict=True)
-        kept = notes_of(row.fields, notes) if self.config.observe.rollouts != "none" else ""
-        group = Group(permit.group, permit.prompt_index, samples, kept)
+        notes_text = notes_of(row.fields, notes) if self.config.observe.rollouts != "none" else ""
+        group = Group(permit.group, permit.prompt_index, samples, notes_text)
         beside = max(0, _sampled(sessions) - sum(int(t.sampled.sum()) for t in group.trajectories))
         return group, beside, mean_parts(session.reward_parts for session in sessions)
 
@@ -199,14 +199,14 @@ class RolloutManager(Sampler):
         scored: list[_Scored] = []
         failures: list[SampleFailed] = []
         async with asyncio.TaskGroup() as tasks:
-            samples = [tasks.create_task(one) for one in work]
+            samples = [tasks.create_task(task) for task in work]
             for ended in asyncio.as_completed(samples):
                 sample = await ended
                 failures.append(sample) if isinstance(sample, SampleFailed) else scored.append(sample)
                 if len(scored) == self.config.group_size or len(failures) > self.config.oversample:
                     break
-            for one in samples:
-                one.cancel()
+            for task in samples:
+                task.cancel()
         if len(failures) > self.config.oversample:
             raise failures[0]
         return scored
@@ -216,9 +216,9 @@ class RolloutManager(Sampler):
     ) -> _Scored | SampleFailed:
         began = time.time()
         try:
-            done = await self.run_workflow(session, row)
+            sample = await self.run_workflow(session, row)
             times = {"began": began, "seconds": time.time() - began}
-            return done, {"parts": session.reward_parts, "generators": [*session.generators], **times}
+            return sample, {"parts": session.reward_parts, "generators": [*session.generators], **times}
         except SampleFailed as failure:
             if session.first_version is None:
                 start.sample_lost()
@@ -231,9 +231,9 @@ class RolloutManager(Sampler):
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """Run the workflow for one sample, and lower its reward if the completion is too long
         (`reward.overlong_tokens`). Only training samples get this penalty, not those of an evaluation."""
-        done = await super().run_workflow(session, row)
-        penalty = self.services.overlong(done)
-        return done.lowered(penalty) if penalty else done
+        sample = await super().run_workflow(session, row)
+        penalty = self.services.overlong(sample)
+        return sample.lowered(penalty) if penalty else sample
 
     async def _store(self, group: Group, discarded: int, reward_parts: dict[str, float]) -> None:
         """Send the group to the trainer, until the trainer has stored it. Repeats are harmless, because a group is

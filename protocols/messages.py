@@ -209,8 +209,8 @@ class Engagement(Part):
 
 
 class LoadColumns(Part):
-    """The loads of generators (areal.generation.routing.Load), as the master passes them on: `names` are identities,
-    and entry i of the columns, int64 [generators], is about generator i. `asker_sequences`: those of
+    """The loads of generators (areal.generation.routing.GeneratorLoad), as the master passes them on: `names` are
+    identities, and entry i of the columns, int64 [generators], is about generator i. `asker_sequences`: those of
     `sequences` that the receiver began."""
 
     names: Several[Name]

@@ -69,14 +69,14 @@ class Call(Job):
     `since`; None: none has. `target`: the one on which it should continue.
     """
 
-    def __init__(self, sample: SampleState, prompt: np.ndarray, most: int, keep: Keep | None) -> None:
+    def __init__(self, sample: SampleState, prompt: np.ndarray, limit: int, keep: Keep | None) -> None:
         self.sample = sample
         self.target: Member | None = None
         self.generator: str | None = None
         self.since = 0.0
         self.sampled = 0
         self._prompt = prompt
-        self._most = most
+        self._most = limit
         self._keep = keep
         self._tokens, self._logprobs, self._versions = (np.empty(0, t) for t in (np.int32, np.float32, np.int32))
 
@@ -100,9 +100,9 @@ class Call(Job):
     @property
     def sampling(self) -> SamplingConfig:
         """The settings for the tokens that remain."""
-        own = self.sample.sampling
-        least = max(0, own.min_new_tokens - self.sample.tokens_sampled)
-        return own.model_copy(update={"max_new_tokens": self.remaining, "min_new_tokens": least})
+        settings = self.sample.sampling
+        least = max(0, settings.min_new_tokens - self.sample.tokens_sampled)
+        return settings.model_copy(update={"max_new_tokens": self.remaining, "min_new_tokens": least})
 
     def run_at(self, generator: str) -> None:
         """Note that this generator has the sequence from now on."""

@@ -249,7 +249,7 @@ class Flows(Generic[R]):
 
     async def emptied(self) -> None:
         """Wait until no job runs and all results are sent."""
-        await self._emptied.until(lambda: not any(one.jobs or one.results for one in self._open.values()))
+        await self._emptied.until(lambda: not any(served.jobs or served.results for served in self._open.values()))
 
     def _ended(self, served: _Served[R], job: int, task: asyncio.Task[None]) -> None:
         del served.jobs[job]

@@ -60,8 +60,8 @@ class Servers:
         """The result of a job that a generator or a reward actor does. Raises BusError."""
         flow = self._flows.get(member.identity)
         if flow is None or flow.broken:
-            self._flows = {identity: other for identity, other in self._flows.items() if not other.broken}
-            kind: Any = Calls if member.role == "generator" else Completions
+            self._flows = {name: open_flow for name, open_flow in self._flows.items() if not open_flow.broken}
+            kind: Any = CallJobs if member.role == "generator" else ScoreJobs
             flow = Flow(self._bus.peer(member.address), self._numbers, kind, self._spawn)
             self._flows[member.identity] = flow
         return await flow.do(job)
@@ -117,7 +117,7 @@ class RoutedGenerators:
         return target
 
 
-class Calls:
+class CallJobs:
     """Jobs of generators. Those with the same prompt send it once."""
 
     @staticmethod
@@ -145,9 +145,9 @@ class Calls:
     def deliver(part: Message, jobs: dict[int, Call]) -> Sequence[JobFailed]:
         if not isinstance(part, TokenColumns):
             raise BusError(f"a generator sent {part.kind!r} instead of tokens")
-        for number, own, finish in zip(part.jobs.tolist(), slices(part.counts), part.finishes.tolist(), strict=True):
+        for number, places, finish in zip(part.jobs.tolist(), slices(part.counts), part.finishes.tolist(), strict=True):
             if call := jobs.get(number):
-                call.receive(part.tokens[own], part.logprobs[own], part.versions[own], FINISHES[finish])
+                call.receive(part.tokens[places], part.logprobs[places], part.versions[places], FINISHES[finish])
                 if finish:
                     del jobs[number]
         return part.failed
@@ -222,7 +222,7 @@ def _digest(job: ScoreJob) -> bytes:
     return digest(job.function, job.prompt, job.completion, job.row)
 
 
-class Completions:
+class ScoreJobs:
     """Jobs of reward actors. Those of the same row send it once."""
 
     @staticmethod

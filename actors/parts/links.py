@@ -80,16 +80,16 @@ async def _stream(ask: Ask, version: Path, keys: Path) -> Finding:
         manifest = Manifest.of(version)
         server.offer((0, 1), Holding(version, manifest))
         policy = Policy(lineage=0, version=1, folder=str(version), stamp=manifest.stamp)
-        found = await asyncio.to_thread(
+        received = await asyncio.to_thread(
             ask, "receive", sender=address, keys=str(keys), policy=policy.model_dump_json(), folder=str(version.parent)
         )
     finally:
         await bus.close()
-    rate = found["bytes"] / found["seconds"]
+    rate = received["bytes"] / received["seconds"]
     return judged(
         "stream",
-        rate >= SLOWEST and found["bytes"] == manifest.size and not crashes,
-        f"{found['bytes'] / 1e9:.2g} GB in {found['seconds']:.2f} s, {rate / 1e9:.2f} GB/s over loopback",
+        rate >= SLOWEST and received["bytes"] == manifest.size and not crashes,
+        f"{received['bytes'] / 1e9:.2g} GB in {received['seconds']:.2f} s, {rate / 1e9:.2f} GB/s over loopback",
         "Weights hardly pass the bus on this machine: look for a firewall or a process that takes all cores.",
         bytes_per_second=rate,
     )
@@ -127,8 +127,8 @@ def check_way_to(master: str) -> list[Finding]:
         network = open_network(host_of(address))
     except UserError as error:
         return [Finding("master", "FAILED", "", str(error))]
-    found = asyncio.run(_ask_master(address, network))
-    return [*found, _port(door.address.replace("*", "0"))]
+    findings = asyncio.run(_ask_master(address, network))
+    return [*findings, _port(door.address.replace("*", "0"))]
 
 
 async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
@@ -137,10 +137,10 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
     try:
         await _prepared(bus, master)
         for _ in range(ASKS):
-            begun, sent = time.perf_counter(), time.time()
+            begun, sent_at = time.perf_counter(), time.time()
             status = await status_of(bus, master, ANSWER_SECONDS)
             trips.append(time.perf_counter() - begun)
-            offsets.append(status["time"] - sent - trips[-1] / 2)
+            offsets.append(status["time"] - sent_at - trips[-1] / 2)
         answer = await bus.peer(master).ask(AskConfig(), ANSWER_SECONDS)
     except BusError as error:
         return [

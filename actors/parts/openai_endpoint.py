@@ -38,7 +38,7 @@ NO_REWARD = (
 )
 
 
-class Reward(BaseModel):
+class RewardRequest(BaseModel):
     """The body of a POST to /v1/reward. key: the sample's reward key. call: the id of the answer whose reward it is, or
     None for the sample's."""
 
@@ -65,7 +65,7 @@ class OpenAIEndpoint:
     told about each request that is answered with an error, except for errors within a stream.
     """
 
-    def __init__(self, model: str, host: str, on_refusal: Callable[[str], None] = lambda told: None) -> None:
+    def __init__(self, model: str, host: str, on_refusal: Callable[[str], None] = lambda refusal: None) -> None:
         self._model = model
         self._host = host
         self._on_refusal = on_refusal
@@ -141,30 +141,30 @@ class OpenAIEndpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         sample = self._sample(request)
-        asked = _parse(ChatRequest, await _body(request))
-        return await _answer(request, sample, ChatReply(asked, sample.chat.tokenizer))
+        body = _parse(ChatRequest, await _body(request))
+        return await _answer(request, sample, ChatReply(body, sample.chat.tokenizer))
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
         sample = self._sample(request)
-        asked = _parse(ResponsesRequest, await _body(request))
-        return await _answer(request, sample, ResponseReply(asked, sample.responses))
+        body = _parse(ResponsesRequest, await _body(request))
+        return await _answer(request, sample, ResponseReply(body, sample.responses))
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         sample = self._sample(request)
-        asked = _parse(MessagesRequest, await _body(request))
-        return await _answer(request, sample, MessageReply(asked, sample.chat.tokenizer, sample.threads))
+        body = _parse(MessagesRequest, await _body(request))
+        return await _answer(request, sample, MessageReply(body, sample.chat.tokenizer, sample.threads))
 
     async def _count(self, request: web.Request) -> web.Response:
         sample = self._sample(request)
-        asked = _parse(CountRequest, await _body(request)).chat()
-        return web.json_response({"input_tokens": openai_api.prompt_tokens(asked, sample.chat.tokenizer)})
+        body = _parse(CountRequest, await _body(request)).chat()
+        return web.json_response({"input_tokens": openai_api.prompt_tokens(body, sample.chat.tokenizer)})
 
     async def _reward(self, request: web.Request) -> web.Response:
         sample = self._sample(request)
-        given = _parse(Reward, await _body(request))
-        if given.key != sample.reward_key:
+        body = _parse(RewardRequest, await _body(request))
+        if body.key != sample.reward_key:
             raise ApiError(NO_REWARD, "not_the_reward_key", 403)
-        sample.chat.give_reward(given.reward, given.call)
+        sample.chat.give_reward(body.reward, body.call)
         return web.json_response({})
 
     async def _models(self, request: web.Request) -> web.Response:

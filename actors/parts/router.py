@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from actors.runtime.actor import Actor, Signal
-from areal.generation.routing import Load, fullness
+from areal.generation.routing import GeneratorLoad, fullness
 from protocols.messages import Member
 
 # After a failed request, other actors of the role are preferred to this one for this long.
@@ -21,16 +21,16 @@ class Router:
     """Chooses an actor of a role: the least loaded one that has not failed a request recently. A generator that holds a
     version older than `min_version` is chosen only if there is no other.
 
-    `load`: number of this actor's requests at each server, by its identity, including places that sessions have taken
-    before their first request. `room`: notified when one of them ends. `told`: the load that each generator has
+    `requests`: number of this actor's requests at each server, by its identity, including places that samples have
+    before their first request. `room`: notified when one of them ends. `loads`: the load that each generator has
     reported, as the master passes it on.
     """
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
-        self.load: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         self.room = Signal()
-        self.told: dict[str, Load] = {}
+        self.loads: dict[str, GeneratorLoad] = {}
         self._avoid: dict[str, float] = {}
 
     async def choose(self, role: str, serves: str | None = None, min_version: int = 0) -> Member:
@@ -38,24 +38,24 @@ class Router:
 
         serves: a name that the actor has to serve; None: any. min_version: the oldest version that may sample.
         """
-        found: list[Member] = []
+        candidates: list[Member] = []
 
         def some() -> bool:
-            found[:] = [m for m in self.actor.with_role(role) if serves is None or serves in m.serves]
-            return bool(found)
+            candidates[:] = [m for m in self.actor.with_role(role) if serves is None or serves in m.serves]
+            return bool(candidates)
 
         await self.actor.until(some)
         now, askers = asyncio.get_running_loop().time(), self.askers
         # Reported loads are out of date. Each asker begins its choice at another actor, so that not all of them fill
         # the same few.
-        first = (self.actor.index or 0) * len(found) // askers % len(found)
-        found = found[first:] + found[:first]
+        first = (self.actor.index or 0) * len(candidates) // askers % len(candidates)
+        candidates = candidates[first:] + candidates[:first]
 
         def cost(m: Member) -> tuple[bool, bool, float]:
             held_back = m.held is not None and m.held.version < min_version
             return held_back, self._avoid.get(m.identity, 0.0) > now, self._load_of(m, askers, min_version)
 
-        return min(found, key=cost)
+        return min(candidates, key=cost)
 
     def knows(self, member: Member) -> bool:
         """True if the member is still in the run."""
@@ -68,25 +68,25 @@ class Router:
 
     def limit(self, generator: Member) -> int:
         """Number of sequences that the generator takes from all askers together."""
-        told = self.told.get(generator.identity)
-        return told.limit if told else self.actor.config.generator.max_concurrent_rollouts
+        load = self.loads.get(generator.identity)
+        return load.limit if load else self.actor.config.generator.max_concurrent_rollouts
 
     def _load_of(self, m: Member, askers: int, min_version: int) -> float:
         if m.role != "generator":
-            return self.load[m.identity]
-        told = self.told.get(m.identity) or Load(0, 0, self.limit(m), min_version)
-        return fullness(told, self.load[m.identity], askers, min_version)
+            return self.requests[m.identity]
+        load = self.loads.get(m.identity) or GeneratorLoad(0, 0, self.limit(m), min_version)
+        return fullness(load, self.requests[m.identity], askers, min_version)
 
     @contextlib.contextmanager
     def using(self, member: Member) -> Iterator[None]:
         """Count a request to this member until the end of the block."""
-        self.load[member.identity] += 1
+        self.requests[member.identity] += 1
         try:
             yield
         finally:
-            self.load[member.identity] -= 1
-            if not self.load[member.identity]:
-                del self.load[member.identity]
+            self.requests[member.identity] -= 1
+            if not self.requests[member.identity]:
+                del self.requests[member.identity]
             self.room.notify()
 
     def place_at(self, generator: Member) -> ExitStack:

@@ -110,12 +110,12 @@ class Services:
 
     def too_long(self, row: Row) -> str | None:
         """A sentence if the row's prompt has more tokens than `data.max_prompt_tokens`; None if it has not."""
-        most = self.config.data.max_prompt_tokens
-        if most is None:
+        limit = self.config.data.max_prompt_tokens
+        if limit is None:
             return None
         talk, messages = begin(self.tokenizer, row.prompt)
         tokens = len(talk.prompt(messages))
-        return f"the prompt has {tokens} tokens, and data.max_prompt_tokens is {most}" if tokens > most else None
+        return f"the prompt has {tokens} tokens, and data.max_prompt_tokens is {limit}" if tokens > limit else None
 
     def overlong(self, sample: Trajectory) -> float:
         """The penalty for a completion that is too long (`reward.overlong_tokens`)."""
@@ -129,5 +129,5 @@ class Services:
 
 def parsers_of(config: Config, tokenizer: Any, make: type[P]) -> P:
     """The parsers that the configuration names, not loaded yet."""
-    own = config.rollout_manager
-    return make(tokenizer, own.tool_call_parser, own.reasoning_parser, config.data.chat_template_kwargs)
+    settings = config.rollout_manager
+    return make(tokenizer, settings.tool_call_parser, settings.reasoning_parser, config.data.chat_template_kwargs)

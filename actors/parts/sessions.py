@@ -54,11 +54,11 @@ class SampleSession(SampleState):
         `Call`. Raises SampleFailed if a generator refuses the first prompt of the sample.
         """
         prompt = np.asarray(tokens, np.int32)
-        most = self.room if max_new_tokens is None else min(self.room, max_new_tokens)
+        limit = self.room if max_new_tokens is None else min(self.room, max_new_tokens)
         if self.sampling.stop:
             keep = first_of(keep, keep_until_text(self.tokenizer, self.sampling.stop))
-        call = Call(self, prompt, most, keep)
-        if most <= 0:
+        call = Call(self, prompt, limit, keep)
+        if limit <= 0:
             return call.completion("length")
         self.running[call] = None
         try:
@@ -73,8 +73,8 @@ class SampleSession(SampleState):
         self.forest.reward(call, value)
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
-        own = self._services.config.reward
-        return self.forest.trajectory(reward, own.credit, own.turn_discount)
+        settings = self._services.config.reward
+        return self.forest.trajectory(reward, settings.credit, settings.turn_discount)
 
     @property
     def calls(self) -> Sequence[Generation]:

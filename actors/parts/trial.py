@@ -88,23 +88,23 @@ def _configured(
     if len(agents) > 1:
         raise UserError(f"{agents[0]!r} and {agents[1]!r} are two agents: quote a command with arguments.")
     values = overridden(DEFAULTS if file is None else read_values(file), [w for w in words if _OVERRIDE.match(w)])
-    given: dict[str, Any] = {} if model is None else {"model": model}
+    overrides: dict[str, Any] = {} if model is None else {"model": model}
     if agents:
-        kind, other = ("agent", "command") if _FUNCTION.fullmatch(agents[0]) else ("command", "agent")
-        given["rollout_manager"] = {"workflow": "agent", "workflow_options": {kind: agents[0], other: None}}
+        kind, unused = ("agent", "command") if _FUNCTION.fullmatch(agents[0]) else ("command", "agent")
+        overrides["rollout_manager"] = {"workflow": "agent", "workflow_options": {kind: agents[0], unused: None}}
     if rows is not None and not {"source", "sources"} & (values.get("data") or {}).keys():
-        given["data"] = {"source": str(rows)}
+        overrides["data"] = {"source": str(rows)}
     elif rows is None and file is None and "data" not in values:
         raise UserError("There is no row to try: give --row FILE, or --config FILE.yaml with data.")
-    config: Config = checked(merged(values, given), file)
+    config: Config = checked(merged(values, overrides), file)
     config = config.model_copy(update={"model": str(resolve_model(config))})
     return (agents[0] if agents else None), config
 
 
 async def _try(config: Config, row: Row, title: str, console: Console) -> int:
-    this = asyncio.current_task()
-    assert this is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Trial(config, row) as trial:
         episode, failure = await trial.play(title)
     show(episode, trial.decode, config.rollout_manager.tool_call_parser, console)
@@ -266,47 +266,47 @@ class Trial:
             self._notes.append(f"reward.overlong_tokens has lowered the reward by {penalty:g}.")
         return sample.lowered(penalty)
 
-    def _episode(self, title: str, session: SampleSession, done: Trajectory | None) -> Episode:
+    def _episode(self, title: str, session: SampleSession, trajectory: Trajectory | None) -> Episode:
         forest, turns = session.forest, []
         for number in forest.places():
             sampled = forest.calls[number]
             read, tools = next(
-                ((read, tools) for one, read, tools in self._parsers.turns if one is sampled), (None, None)
+                ((read, tools) for call, read, tools in self._parsers.turns if call is sampled), (None, None)
             )
             turns.append(Turn(number + 1, sampled, read, bool(tools), forest.rewards.get(number)))
         sample = forest.trajectory(0.0, "sample", 1.0) if turns else None
-        if done is not None and sample is not None and len(done) == len(sample):
-            sample = done
+        if trajectory is not None and sample is not None and len(trajectory) == len(sample):
+            sample = trajectory
         return Episode(
             title,
             sample,
             turns,
-            done.reward if done else None,
+            trajectory.reward if trajectory else None,
             self._rewards.scores,
             self._clock.seconds,
-            self._warnings(session, done),
+            self._warnings(session, trajectory),
         )
 
-    def _warnings(self, session: SampleSession, done: Trajectory | None) -> list[str]:
+    def _warnings(self, session: SampleSession, trajectory: Trajectory | None) -> list[str]:
         trained = sum(len(call.tokens) for call in session.calls)
-        found = list(self._notes)
+        notes = list(self._notes)
         if long := self._services.too_long(self._row):
-            found.append(f"A run would leave this row out: {long}.")
+            notes.append(f"A run would leave this row out: {long}.")
         if self._parsers.turns and not self._services.tokenizer.chat_template:
-            found.append("The model has no chat template, so messages are joined as they are: set data.chat_template.")
+            notes.append("The model has no chat template, so messages are joined as they are: set data.chat_template.")
         if tools := next((tools for _, _, tools in self._parsers.turns if tools), None):
             try:
                 check_shown(self._services.tokenizer, [user("Hello")], tools)
             except ValueError as error:
-                found.append(f"Tools were offered, but {error}.")
+                notes.append(f"Tools were offered, but {error}.")
         if not session.room:
-            found.append("All of sampling.max_new_tokens is used: further calls get empty answers.")
+            notes.append("All of sampling.max_new_tokens is used: further calls get empty answers.")
         if session.tokens_sampled > trained:
-            more = session.tokens_sampled - trained
-            found.append(f"{more} more tokens were sampled: after a stop text, or for calls that the agent gave up.")
-        if done is not None and (left := trained - int(done.sampled.sum())):
-            found.append(f"The workflow's own trajectory leaves out {left} tokens that were sampled.")
-        return found
+            surplus = session.tokens_sampled - trained
+            notes.append(f"{surplus} more tokens were sampled: after a stop text, or for calls that the agent gave up.")
+        if trajectory is not None and (missing := trained - int(trajectory.sampled.sum())):
+            notes.append(f"The workflow's own trajectory leaves out {missing} tokens that were sampled.")
+        return notes
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of the tokens, special ones included."""
@@ -319,6 +319,6 @@ class Trial:
 
 def _place(error: Exception) -> str:
     """Where in the user's code an exception was raised."""
-    others = (sys.prefix, sys.base_prefix, str(ROOT / "areal"), str(ROOT / "actors"))
-    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    libraries = (sys.prefix, sys.base_prefix, str(ROOT / "areal"), str(ROOT / "actors"))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

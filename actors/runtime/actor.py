@@ -215,7 +215,7 @@ class Actor(HandlesRequests):
         """The load of a generator, for the heartbeat; None for other roles."""
         return None
 
-    def told(self, loads: LoadColumns) -> None:
+    def note_loads(self, loads: LoadColumns) -> None:
         """Called after each heartbeat of a rollout manager with the loads of the generators."""
 
     # --- what subclasses use
@@ -419,7 +419,7 @@ class Actor(HandlesRequests):
         if answer.ended:
             return self.stop(answer.ended.ok, answer.ended.reason)
         if answer.loads is not None:
-            self.told(answer.loads)
+            self.note_loads(answer.loads)
         if answer.sequence > self._sequence:
             # An event was lost or has not arrived yet, or the master was restarted. The snapshot is newer in each case.
             await self._believe(await self.ask_master(AskSnapshot(), Snapshot))

@@ -146,7 +146,7 @@ class GenerationEngine:
         self._version = version
         # By version, that of its last load. After a rollback other weights may come under the same number.
         self._salts = {version: "start"}
-        self._streams: dict[str, _Stream] = {}
+        self._sequences: dict[str, _Sequence] = {}
         self._serial = itertools.count()
         self._loading = asyncio.Lock()
         self._drained_since: float | None = None
@@ -208,14 +208,14 @@ class GenerationEngine:
             raise _handed_over()
         # The serial number keeps late tokens of an aborted request out of a new one with the same id.
         key = f"{request_id}#{next(self._serial)}"
-        stream = self._streams[key] = _Stream(len(tokens), self._config.stream_interval)
+        sequence = self._sequences[key] = _Sequence(len(tokens), self._config.stream_interval)
         try:
             await self._send(key, tokens, sampling, max_new_tokens, first_version)
-            while not stream.exhausted:
-                yield await stream.next_chunk()
+            while not sequence.exhausted:
+                yield await sequence.next_chunk()
         finally:
-            self._streams.pop(key, None)
-            if not stream.finished and self._error is None:
+            self._sequences.pop(key, None)
+            if not sequence.finished and self._error is None:
                 await self._core.abort_requests_async([key])
 
     async def load(self, folder: Path, version: int) -> LoadTimes:
@@ -333,13 +333,13 @@ class GenerationEngine:
         `generate` raise EngineError.
         """
         self._handed_over = self._handed_over or request_ids is None
-        for key, stream in self._streams.items():
+        for key, sequence in self._sequences.items():
             if request_ids is None or key.rpartition("#")[0] in request_ids:
-                stream.fail(_handed_over())
+                sequence.fail(_handed_over())
 
     def stats(self) -> EngineStats:
         """The load at the engine's latest step."""
-        unfinished = len(self._streams)
+        unfinished = len(self._sequences)
         running = min(sum(running for running, _ in self._loads.values()), unfinished)
         kv_use = max((used for _, used in self._loads.values()), default=0.0) if unfinished else 0.0
         return EngineStats(
@@ -415,8 +415,8 @@ class GenerationEngine:
         start = self._torn_since or self._drained_since or time.perf_counter()
         keep = self._config.kv_on_update == "keep"
         await self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=not keep))
-        stopped = [stream for stream in self._streams.values() if stream.sampled and not stream.ended]
-        recomputed = 0 if keep else sum(stream.prompt + stream.sampled for stream in stopped)
+        stopped = [sequence for sequence in self._sequences.values() if sequence.sampled and not sequence.ended]
+        recomputed = 0 if keep else sum(sequence.prompt + sequence.sampled for sequence in stopped)
         return _Pause(start, time.perf_counter(), len(stopped), recomputed)
 
     async def _resume(self, pause: _Pause, version: int) -> LoadTimes:
@@ -479,15 +479,15 @@ class GenerationEngine:
             self._tokens_generated += end - begin
             key, _, version = output.request_id.partition("@")  # tokens of earlier steps name their version
             version = version or outputs.weight_version
-            if (stream := self._streams.get(key)) is not None:
+            if (sequence := self._sequences.get(key)) is not None:
                 self._preemptions += sum(event.type == PREEMPTED for event in output.events or ())
-                stream.add(output, logprobs[begin:end], version)
+                sequence.add(output, logprobs[begin:end], version)
 
     def _fail(self, error: EngineError) -> EngineError:
         """End all sequences with the first error that occurred, and return that error."""
         self._error = first = self._error or error
-        for stream in self._streams.values():
-            stream.fail(first)
+        for sequence in self._sequences.values():
+            sequence.fail(first)
         return first
 
     def _raise_if_failed(self) -> None:
@@ -520,7 +520,7 @@ class _Model:
     max_len: int
 
 
-class _Stream:
+class _Sequence:
     """Buffers the tokens of one sequence between the engine and the reader of `generate`."""
 
     def __init__(self, prompt: int, interval: int) -> None:

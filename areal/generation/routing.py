@@ -3,9 +3,9 @@
 This module only decides. It does no I/O, and the caller passes in the time where it matters. A generator observes its
 own engine and adapts its limit (`Concurrency`). A rollout manager starts groups while there is room
 (`groups_that_fit`). An *asker* is an actor that asks generators for sequences, such as a rollout manager. It receives
-the generators' `Load` at intervals and adds the sequences that it has itself started and ended since then (`expected`).
-It starts a sequence where that is the smallest share of the limit (`fullness`). It moves sequences from full generators
-to those that run out of work (`plan_moves`).
+the generators' `GeneratorLoad` at intervals and adds the sequences that it has itself started and ended since then
+(`expected`). It starts a sequence where that is the smallest share of the limit (`fullness`). It moves sequences from
+full generators to those that run out of work (`plan_moves`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def groups_that_fit(samples: int, places: float, sequences: int, in_hand: int) -
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class GeneratorLoad:
     """A generator's report: it had `sequences`, running or waiting, of which `asker_sequences` were the asker's."""
 
     sequences: int
@@ -92,13 +92,13 @@ class Load:
     version: int
 
 
-def expected(load: Load, asker_sequences: int, askers: int) -> int:
+def expected(load: GeneratorLoad, asker_sequences: int, askers: int) -> int:
     """Estimate of the sequences that a generator has now. It has `asker_sequences` of this asker now. Each of
     all `askers` is assumed to have started or ended as many as this one since `load` was reported."""
     return max(asker_sequences, load.sequences + askers * (asker_sequences - load.asker_sequences))
 
 
-def fullness(load: Load, asker_sequences: int, askers: int, min_version: int) -> float:
+def fullness(load: GeneratorLoad, asker_sequences: int, askers: int, min_version: int) -> float:
     """How full a generator is, as a share of its limit, for a sequence that needs weights of `min_version` or newer."""
     return expected(load, asker_sequences, askers) / load.limit + BEHIND * (load.version < min_version)
 
@@ -122,7 +122,9 @@ class Sequence(Protocol):
     def min_version(self) -> int: ...
 
 
-def plan_moves(loads: Mapping[str, Load], sequences: Iterable[S], askers: int, now: float) -> list[tuple[S, str]]:
+def plan_moves(
+    loads: Mapping[str, GeneratorLoad], sequences: Iterable[S], askers: int, now: float
+) -> list[tuple[S, str]]:
     """Which sequences should continue on which other generator: pairs of a sequence and the new generator's name.
 
     `loads`: of the generators that take sequences, by name. Sequences move one at a time from the slowest generator to
@@ -156,7 +158,7 @@ def plan_moves(loads: Mapping[str, Load], sequences: Iterable[S], askers: int, n
     return moves
 
 
-def _slowness(sequences: int, load: Load) -> float:
+def _slowness(sequences: int, load: GeneratorLoad) -> float:
     """The time per token of each sequence, where 1 is that on an engine with exactly `limit` sequences. Above the limit
     some sequences wait."""
     half = HALF_SPEED * load.limit

@@ -28,8 +28,8 @@ def check_actor(one: Incarnation, model: Model, processes: int) -> None:
         case "rollout_manager" if actor.state != "stale":
             most = (model.max_staleness + 1) * model.batch_size
             bounds["groups in hand"] = len(actor._groups), 2 * most
-            bounds["routes"] = len(actor._router.load) + len(actor._router._avoid), links
-            bounds["loads"] = len(actor._router.told), links
+            bounds["routes"] = len(actor._router.requests) + len(actor._router._avoid), links
+            bounds["loads"] = len(actor._router.loads), links
     for what, (number, most) in bounds.items():
         if number > most:
             raise Violation(

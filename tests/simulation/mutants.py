@@ -17,7 +17,7 @@ from actors import generator, rollout_manager
 from actors.generator import Generator
 from actors.master import Master
 from actors.parts.calls import Call
-from actors.parts.jobs import Calls, RoutedGenerators
+from actors.parts.jobs import CallJobs, RoutedGenerators
 from actors.parts.sessions import SampleSession
 from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
@@ -330,13 +330,13 @@ def old_trainers_give_devices() -> AbstractContextManager[None]:
 
 def failures_in_parts_are_lost() -> AbstractContextManager[None]:
     """An asker does not look at the failed sequences in the parts of a flow."""
-    deliver = Calls.deliver
+    deliver = CallJobs.deliver
 
     def deliver_tokens(part: Message, jobs: Any) -> Sequence[JobFailed]:
         deliver(part, jobs)
         return ()
 
-    return patch.multiple(Calls, deliver=staticmethod(deliver_tokens))
+    return patch.multiple(CallJobs, deliver=staticmethod(deliver_tokens))
 
 
 def columns_mixed_up() -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from actors.parts import run_state
 from actors.runtime import actor as runtime
 from actors.simulation.loop import undisturbed
 from areal.generation import routing
-from areal.generation.routing import Load
+from areal.generation.routing import GeneratorLoad
 from protocols import transport
 from protocols.codec import decode_body
 from protocols.messages import Done, HeartbeatAnswer, MembersChanged, Message, PolicyPublished, Shutdown, StreamEnd
@@ -81,7 +81,7 @@ def quiet(world: Simulated) -> Iterator[None]:
 
 
 def _some_moves(
-    world: Simulated, loads: Mapping[str, Load], sequences: Iterable[routing.Sequence], askers: int, now: float
+    world: Simulated, loads: Mapping[str, GeneratorLoad], sequences: Iterable[routing.Sequence], askers: int, now: float
 ) -> list[tuple[routing.Sequence, str]]:
     """Random moves of sequences. Simulated sequences are too short for the real `plan_moves` to find a gain."""
     chance = world.random

@@ -10,7 +10,7 @@ import pytest
 from helpers import needs_namespaces
 
 from actors.parts.calls import SampleFailed
-from actors.parts.jobs import Calls, RoutedGenerators, RoutedRewards
+from actors.parts.jobs import CallJobs, RoutedGenerators, RoutedRewards
 from actors.parts.router import Router
 from actors.parts.sampler import Sampler
 from actors.parts.services import Endpoint, Programs, Services
@@ -18,7 +18,7 @@ from actors.parts.sessions import SampleSession
 from areal.config import Config, UserError
 from areal.data.rows import Row
 from areal.generation.engine import Chunk
-from areal.generation.routing import Load
+from areal.generation.routing import GeneratorLoad
 from areal.rewards.result import Result
 from areal.sandbox.outside import Outcome, open_sandbox
 from areal.trajectory import Trajectory
@@ -80,7 +80,10 @@ async def test_where_all_generators_are_held_one_of_them_will_have_to_do():
 
 async def test_what_others_have_there_counts_too():
     router = Cluster(generator(0), generator(1)).router
-    router.told = {"generator/0#x": Load(30, 0, 64, version=0), "generator/1#x": Load(20, 0, 64, version=0)}
+    router.loads = {
+        "generator/0#x": GeneratorLoad(30, 0, 64, version=0),
+        "generator/1#x": GeneratorLoad(20, 0, 64, version=0),
+    }
     assert (await router.choose("generator")).index == 1
     with contextlib.ExitStack() as used:
         for _ in range(12):
@@ -97,7 +100,7 @@ class Streams:
         self.asked, self.prompts = [], []
 
     async def do(self, member: Member, call):
-        asked = Calls.request(0, [call])
+        asked = CallJobs.request(0, [call])
         self.asked.append((member.address[-1], asked.sequences[0]))
         self.prompts.append(asked.prompts[0].tolist())
         for part in self.streams[f"at{member.address[-1]}"].pop(0):
@@ -150,7 +153,7 @@ async def test_a_sequence_that_moves_goes_on_at_its_target_from_the_tokens_so_fa
     assert (where, cluster.servers.prompts[1], second.max_new_tokens) == ("2", [1, 2, 5, 6], 8)
     assert second.min_version == 3
     assert (first.first_version, second.first_version) == (None, 3)
-    assert (session.tokens_sampled, dict(router.load)) == (3, {})
+    assert (session.tokens_sampled, dict(router.requests)) == (3, {})
 
 
 async def test_a_sequence_may_be_ended_early():
@@ -161,7 +164,7 @@ async def test_a_sequence_may_be_ended_early():
     )
     done = await session.generate([1], keep=lambda tokens: 3 if 7 in tokens else None)
     assert (done.tokens.tolist(), done.versions.tolist(), done.finish) == ([5, 6, 7], [3, 3, 4], "stop")
-    assert (len(done.logprobs), session.tokens_sampled, dict(router.load)) == (3, 4, {})
+    assert (len(done.logprobs), session.tokens_sampled, dict(router.requests)) == (3, 4, {})
 
 
 @pytest.mark.parametrize(("keep", "end"), [(None, 6), (3, 3), (7, 6)])
@@ -199,11 +202,11 @@ async def test_a_call_may_ask_for_fewer_tokens_than_the_run_s(wanted, asked):
 async def test_a_place_is_taken_while_a_sequence_is_to_come_or_runs():
     cluster = Cluster(generator(0))
     router, session = session_at(cluster, generator(0))
-    assert router.load == {"generator/0#x": 1}
-    room = asyncio.create_task(router.room.until(lambda: not router.load))
-    cluster.servers = Streams(at0=[[lambda: chunk(len(router.load), version=3, finish="stop")]])
+    assert router.requests == {"generator/0#x": 1}
+    room = asyncio.create_task(router.room.until(lambda: not router.requests))
+    cluster.servers = Streams(at0=[[lambda: chunk(len(router.requests), version=3, finish="stop")]])
     assert (await session.generate([1])).tokens.tolist() == [1]
-    assert not router.load
+    assert not router.requests
     await asyncio.wait_for(room, 60)
 
 
@@ -313,7 +316,7 @@ async def test_all_turns_of_a_sample_share_its_tokens_and_none_is_older_than_its
         at0=[[chunk(5, 6, 7, version=3, finish="stop")], [chunk(*range(7), version=5, finish="length")]]
     )
     await session.generate([1, 2])
-    assert not router.load, "between turns no place is taken"
+    assert not router.requests, "between turns no place is taken"
     session.min_version = 4  # the group's start is known
     await session.generate([1, 2, 5, 6, 7, 9])
     nothing = await session.generate([1])
@@ -322,7 +325,7 @@ async def test_all_turns_of_a_sample_share_its_tokens_and_none_is_older_than_its
     assert (first_at, second_at) == ("0", "0"), "the prefix is there"
     assert (first.max_new_tokens, second.max_new_tokens) == (10, 7)
     assert (first.min_version, second.min_version) == (3, 4)
-    assert (started, session.tokens_sampled, dict(router.load)) == ([3], 10, {})
+    assert (started, session.tokens_sampled, dict(router.requests)) == ([3], 10, {})
 
 
 async def test_a_turn_may_have_a_limit_of_its_own():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from areal.generation.routing import (
     REST_SECONDS,
     Concurrency,
-    Load,
+    GeneratorLoad,
     expected,
     fullness,
     groups_that_fit,
@@ -173,18 +173,18 @@ def test_some_sequences_wait_for_each_place_and_what_is_scored_takes_none_but_is
 
 
 def test_what_the_asker_has_begun_since_a_load_was_told_counts_once_for_each_asker():
-    load = Load(sequences=20, asker_sequences=5, limit=64, version=0)
+    load = GeneratorLoad(sequences=20, asker_sequences=5, limit=64, version=0)
     assert expected(load, asker_sequences=5, askers=4) == 20
     assert expected(load, asker_sequences=8, askers=4) == 32
     assert expected(load, asker_sequences=0, askers=4) == 0
 
 
 def test_a_generator_with_a_lower_limit_is_full_earlier():
-    assert fullness(Load(8, 0, 16, 0), 0, 1, 0) == fullness(Load(32, 0, 64, 0), 0, 1, 0)
+    assert fullness(GeneratorLoad(8, 0, 16, 0), 0, 1, 0) == fullness(GeneratorLoad(32, 0, 64, 0), 0, 1, 0)
 
 
 def test_older_weights_count_as_load():
-    behind, busier = Load(0, 0, 64, version=3), Load(8, 0, 64, version=4)
+    behind, busier = GeneratorLoad(0, 0, 64, version=3), GeneratorLoad(8, 0, 64, version=4)
     assert fullness(behind, 0, 1, min_version=4) > fullness(busier, 0, 1, min_version=4)
     assert fullness(behind, 0, 1, min_version=3) < fullness(busier, 0, 1, min_version=3)
 
@@ -198,9 +198,9 @@ def on(generator: str, n: int, sampled: int = 500, left: int = 1500, since: floa
     ]
 
 
-def loads_of(sequences: list[Sequence], limits: dict[str, int], version: int = 0) -> dict[str, Load]:
+def loads_of(sequences: list[Sequence], limits: dict[str, int], version: int = 0) -> dict[str, GeneratorLoad]:
     count = {name: sum(sequence.generator == name for sequence in sequences) for name in limits}
-    return {name: Load(count[name], count[name], limit, version) for name, limit in limits.items()}
+    return {name: GeneratorLoad(count[name], count[name], limit, version) for name, limit in limits.items()}
 
 
 BOTH = {"a": 64, "b": 64}
@@ -243,11 +243,8 @@ def test_nothing_moves_to_where_it_would_wait_for_weights():
 
 
 def test_many_askers_do_together_what_one_would_do_alone():
-    together = 4 * len(
-        plan_moves(
-            {"a": Load(64, 16, 64, 0), "b": Load(0, 0, 64, 0)}, on("a", 16), askers=4, now=REST_SECONDS
-        )
-    )  # fmt: skip
+    loads = {"a": GeneratorLoad(64, 16, 64, 0), "b": GeneratorLoad(0, 0, 64, 0)}
+    together = 4 * len(plan_moves(loads, on("a", 16), askers=4, now=REST_SECONDS))
     assert abs(together - moved(on("a", 64))) <= 4
 
 

@@ -75,12 +75,12 @@ async def test_an_engine_that_is_right_passes_and_tokens_of_the_wrong_version_fa
 
 
 async def test_an_engine_that_names_versions_one_off_fails(generator, folder, monkeypatch):
-    add = generation_engine._Stream.add
+    add = generation_engine._Sequence.add
 
     def one_off(stream, output, logprobs, version):
         add(stream, output, logprobs, str(int(version) + 1))
 
-    monkeypatch.setattr(generation_engine._Stream, "add", one_off)
+    monkeypatch.setattr(generation_engine._Sequence, "add", one_off)
     _, versions = await interrupted(generator, folder, "off")
     assert versions.result == "FAILED"
 
