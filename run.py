@@ -8,8 +8,9 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
 import uvloop
@@ -23,7 +24,10 @@ from areal.text import shown
 if TYPE_CHECKING:
     from actors.runtime.actor import Actor, Ending
     from actors.runtime.supervisor import Supervisor
+    from protocols.messages import Message
+    from protocols.transport import Bus
 
+T = TypeVar("T")
 # How long a role waits for its master: the nodes of a cluster start in any order.
 WAIT_SECONDS = 300.0
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
@@ -189,7 +193,6 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from actors.parts.direct_weights import check_transport
     from actors.runtime.addresses import take_folder
     from actors.runtime.preflight import check
-    from actors.runtime.supervisor import Supervisor
     from actors.watching.monitor import print_summary
     from areal.devices import deal_out
     from areal.observe.report import write_report
@@ -202,23 +205,15 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     environments = deal_out(config, [name for name, role in ROLES.items() for _ in range(role.processes(config))])
     network = take_folder(config, bool(arguments.resume))
     store_configuration(config)
-    console = Console()
     if config.master.address != address:
         print(f"{address} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
-
-    async def run() -> int:
-        supervisor = stoppable(Supervisor(console, environments=environments))
-        options = role_options(arguments, config.network.ports_text)
-        ending = await supervisor.run_everything(config, options, network)
-        if not ending.ok:
-            print(shown(ending.reason), file=sys.stderr)
-            return 2 if supervisor.user_error else 1
-        if not (config.folder / "report.html").exists():  # the master died between summary and report
-            write_report(config.folder)
-        print_summary(config.folder, console)
-        return 0
-
-    return asyncio.run(run())
+    options = role_options(arguments, config.network.ports_text)
+    if code := supervise(lambda supervisor: supervisor.run_everything(config, options, network), environments):
+        return code
+    if not (config.folder / "report.html").exists():  # the master died between summary and report
+        write_report(config.folder)
+    print_summary(config.folder, Console())
+    return 0
 
 
 def with_own_port(config: Config, arguments: argparse.Namespace) -> Config:
@@ -237,26 +232,13 @@ def with_own_port(config: Config, arguments: argparse.Namespace) -> Config:
 
 
 def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from actors.runtime.supervisor import Supervisor
     from areal.devices import deal_out
 
     config = ask_config(arguments)  # waits for the master here, where the wait is visible
-    environments = deal_out(config, roles)
     options = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
     options += role_options(arguments, arguments.ports)
     rewards = [word for name in arguments.reward or [] for word in ("--reward", name)]
-
-    async def run() -> int:
-        supervisor = stoppable(Supervisor(Console(), environments=environments))
-        ending = await supervisor.run_roles(roles, options, rewards)
-        if not ending.ok:
-            print(shown(ending.reason), file=sys.stderr)
-            return 2 if supervisor.user_error else 1
-        return 0
-
-    return asyncio.run(run())
+    return supervise(lambda supervisor: supervisor.run_roles(roles, options, rewards), deal_out(config, roles))
 
 
 def role_options(arguments: argparse.Namespace, ports: str) -> list[str]:
@@ -265,10 +247,24 @@ def role_options(arguments: argparse.Namespace, ports: str) -> list[str]:
     return [word for option, value in options.items() if value for word in (option, value)]
 
 
-def stoppable(supervisor: Supervisor) -> Supervisor:
-    for sign in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(sign, supervisor.interrupt, sign)
-    return supervisor
+def supervise(
+    run: Callable[[Supervisor], Coroutine[Any, Any, Ending]], environments: Mapping[str, Mapping[str, str]]
+) -> int:
+    """Do what `run` does with a supervisor. Returns the exit code of this program."""
+    from rich.console import Console
+
+    from actors.runtime.supervisor import Supervisor
+
+    async def supervised() -> int:
+        supervisor = Supervisor(Console(), environments=environments)
+        for sign in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sign, supervisor.interrupt, sign)
+        ending = await run(supervisor)
+        if not ending.ok:
+            print(shown(ending.reason), file=sys.stderr)
+        return 0 if ending.ok else 2 if supervisor.user_error else 1
+
+    return asyncio.run(supervised())
 
 
 def run_master(config: Config, resume: bool = False) -> int:
@@ -356,25 +352,10 @@ async def prepare(config: Config) -> Config:
 def run_monitor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from actors.runtime.actor import first_answer, incarnation
-    from actors.runtime.addresses import host_towards, open_network
     from actors.watching.monitor import Feed, follow
-    from protocols.addresses import host_of
     from protocols.messages import AskStatus
-    from protocols.transport import Bus
 
-    host_towards(arguments.master)
-    network = open_network(host_of(arguments.master))
-
-    async def run() -> int:
-        bus = Bus(f"monitor/0#{incarnation()}", network)
-        try:
-            await first_answer(bus, arguments.master, AskStatus(), arguments.wait)
-            return await follow(Feed(bus, arguments.master), Console())
-        finally:
-            await bus.close()
-
-    return asyncio.run(run())
+    return ask_first(arguments, AskStatus(), lambda bus, status: follow(Feed(bus, arguments.master), Console()))
 
 
 def run_role(role: str, arguments: argparse.Namespace) -> int:
@@ -443,22 +424,31 @@ def join_ranks(arguments: argparse.Namespace) -> None:
 
 def ask_config(arguments: argparse.Namespace) -> Config:
     """The configuration of the master. Waits until the master answers. Raises UserError."""
+    from protocols.messages import AskConfig
+
+    async def validated(bus: Bus, answer: Any) -> Config:
+        return Config.model_validate(answer.values)
+
+    return ask_first(arguments, AskConfig(), validated)
+
+
+def ask_first(arguments: argparse.Namespace, message: Message, use: Callable[[Bus, Any], Coroutine[Any, Any, T]]) -> T:
+    """What `use` makes of a bus and the master's answer to `message`. Waits until the master answers. Raises
+    UserError."""
     from actors.runtime.actor import first_answer, incarnation
     from actors.runtime.addresses import host_towards, open_network
     from protocols.addresses import host_of
-    from protocols.messages import AskConfig
     from protocols.transport import Bus
 
     host_towards(arguments.master)
     network = open_network(host_of(arguments.master))
 
-    async def ask() -> Config:
+    async def ask() -> T:
         bus = Bus(f"{arguments.role[0]}/?#{incarnation()}", network)
         try:
-            answer = await first_answer(bus, arguments.master, AskConfig(), arguments.wait)
+            return await use(bus, await first_answer(bus, arguments.master, message, arguments.wait))
         finally:
             await bus.close()
-        return Config.model_validate(answer.values)
 
     return asyncio.run(ask())
 

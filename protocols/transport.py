@@ -585,7 +585,7 @@ class Bus:
         self._secret = secret or secrets.token_bytes(32)
         self._ids = itertools.count()
         self._peers: dict[str, Peer] = {}
-        self._others: list[Publisher | Subscriber] = []
+        self._event_links: list[Publisher | Subscriber] = []
         self._closing: dict[asyncio.Task[None], None] = {}
         self._on_crash: OnCrash = _tell_loop
 
@@ -620,19 +620,19 @@ class Bus:
         Raises OSError (address in use).
         """
         publisher = Publisher(self._network, address, self.identity, self.run, first, self._on_crash)
-        self._others.append(publisher)
+        self._event_links.append(publisher)
         return publisher
 
     def subscribe(self, address: str, on_event: Callable[[int, Message], None]) -> Subscriber:
         """Call `on_event(sequence, event)` for each event published at `address`, until the subscriber is closed."""
-        self._others = [end for end in self._others if not end.closed]
+        self._event_links = [end for end in self._event_links if not end.closed]
         subscriber = Subscriber(self._network, self.run, address, on_event, self._on_crash)
-        self._others.append(subscriber)
+        self._event_links.append(subscriber)
         return subscriber
 
     async def close(self) -> None:
         """Cancel what is being answered, fail what waits for answers, and close the network."""
-        parts: list[Publisher | Subscriber | Peer | RequestServer] = [*self._others, *self._peers.values()]
+        parts: list[Publisher | Subscriber | Peer | RequestServer] = [*self._event_links, *self._peers.values()]
         for part in [*parts, self.server] if self.server else parts:
             await part.close()
         await asyncio.gather(*self._closing)

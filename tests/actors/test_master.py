@@ -346,7 +346,7 @@ async def thief_of(owner: Caller) -> AsyncIterator[Caller]:
 
 async def reconnect(caller: Caller) -> None:
     """The same process, over a new connection."""
-    await caller.bus._peers.pop(caller.address).close()
+    caller.bus.forget(caller.address)
 
 
 async def test_a_request_in_the_name_of_another_member_is_refused_and_counted(config):

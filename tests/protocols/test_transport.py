@@ -746,7 +746,7 @@ async def test_events_of_another_run_and_garbage_are_counted_not_delivered(net):
     socket = net.raw(zmq.XPUB, LOOPBACK)
     bus = net.bus("reward/0#b", run="mine")
     bus.subscribe(socket.last_endpoint.decode(), lambda sequence, event: got.append(sequence))
-    counts = bus._others[0].counts
+    counts = bus._event_links[0].counts
     assert await received(socket) == [b"\x01"]  # it subscribes to everything
     socket.send_multipart([b"garbage", b""])
     socket.send_multipart(frames(Shutdown(ok=True, reason=""), run="yours", part=1))

@@ -16,7 +16,7 @@ def check_actor(one: Incarnation, model: Model, processes: int) -> None:
     """Check one actor. Raises Violation. `processes`: the number of processes in the cluster."""
     actor, bus = one.actor, one.bus
     links = processes + SPARE_LINKS
-    bounds = {"links": (len(bus._peers), links), "publishers and subscribers": (len(bus._others), 2)}
+    bounds = {"links": (len(bus._peers), links), "publishers and subscribers": (len(bus._event_links), 2)}
     if one.role == "master":
         bounds |= _bounds_of_master(actor, model, links)
     else:
