@@ -183,7 +183,7 @@ class ZmqNetwork:
             door = self._context.socket(zmq.ROUTER)
             door.linger = 0
             door.bind(ANSWERS)
-            self._doorkeeping = Watch(door, Doorkeeper(self._keys, self._refusals, door.send_multipart).asked)
+            self._doorkeeping = Watch(door, Doorkeeper(self._keys, self._refusals, door.send_multipart).answer_request)
 
 
 class Watch:

@@ -195,7 +195,7 @@ class Doorkeeper:
         self._refusals = refusals
         self._answer = answer
 
-    def asked(self, frames: list[bytes]) -> None:
+    def answer_request(self, frames: list[bytes]) -> None:
         """Answer one ZAP request. `frames` begin with the route of the answer."""
         route, empty, version, number, domain, address, _, mechanism, *credentials = frames
         admitted = domain == DOMAIN and mechanism == b"CURVE" and self._keys.lets_in(credentials[0])

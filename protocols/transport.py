@@ -243,8 +243,8 @@ class RequestServer:
         call.keep_alive = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._keep_alive, call)
 
     def _keep_alive(self, call: _Call) -> None:
-        if call.sent != call.known:  # parts were sent since: no keep-alive is needed
-            call.known = call.sent
+        if call.sent != call.sent_at_keep_alive:  # parts were sent since: no keep-alive is needed
+            call.sent_at_keep_alive = call.sent
             self._keep_alive_later(call)
         elif isinstance(self._send(call.route, KeepAlive(), call.id, call.sent), Unreachable):
             call.task.cancel()  # the asker is gone: it would never grant credit again
@@ -270,16 +270,16 @@ class RequestServer:
 
 class _Call:
     """One request that is being answered. For a stream: `sent` parts, the value of `sent` when the last keep-alive was
-    due (`known`), and the credit that is left (`room`)."""
+    due (`sent_at_keep_alive`), and the credit that is left (`room`)."""
 
-    __slots__ = ("_granted", "id", "keep_alive", "known", "room", "route", "sent", "task")
+    __slots__ = ("_granted", "id", "keep_alive", "room", "route", "sent", "sent_at_keep_alive", "task")
 
     def __init__(self, route: Frame, id: str) -> None:
         self.route = route
         self.id = id
         self.task: asyncio.Task[None]
         self.keep_alive: asyncio.TimerHandle
-        self.sent = self.known = 0
+        self.sent = self.sent_at_keep_alive = 0
         self.room = STREAM_CREDIT
         self._granted: asyncio.Event | None = None
 

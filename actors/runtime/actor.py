@@ -179,7 +179,7 @@ class Actor(HandlesRequests):
         loop = asyncio.get_running_loop()
         self._stop: asyncio.Future[Ending] = loop.create_future()
         # Set by callbacks. They must not start tasks themselves, because the task group may already be ending.
-        self._told: asyncio.Future[str] = loop.create_future()
+        self._leave_sign: asyncio.Future[str] = loop.create_future()
         self._crash: asyncio.Future[None] = loop.create_future()
         self._sequence = 0
         self._numbers: dict[str, float] = {}  # for Prometheus, updated with each heartbeat
@@ -384,14 +384,14 @@ class Actor(HandlesRequests):
 
     def _told_to_leave(self, sign: str) -> None:
         """The first signal drains the actor, a second one ends it at once."""
-        if self.state == "healthy" and not self._told.done():
+        if self.state == "healthy" and not self._leave_sign.done():
             self.state = "draining"
-            self._told.set_result(sign)
+            self._leave_sign.set_result(sign)
         else:
             self.stop(True, f"told to leave by {sign}")
 
     async def _drain_when_told(self) -> None:
-        sign = await self._told
+        sign = await self._leave_sign
         self.activity = "draining"
         await self._beat()
         try:

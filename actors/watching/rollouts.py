@@ -54,11 +54,11 @@ class RolloutPages:
         sort, descending = request.query.get("sort") or "step", request.query.get("order", "desc") == "desc"
         start = ROWS * _number(request, "page")
 
-        def found() -> dict[str, Any]:
+        def query() -> dict[str, Any]:
             page = self._rollouts.page(condition(filters), sort, descending, ROWS, start)
             return {"fates": page.fates, "steps": page.steps, "rows": page.rows, "start": start}
 
-        return await self._answer(found)
+        return await self._answer(query)
 
     async def _row(self, request: web.Request) -> web.Response:
         group, sample, branch = request.query.get("group", ""), _number(request, "sample"), _number(request, "branch")
