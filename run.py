@@ -129,7 +129,7 @@ def start(arguments: argparse.Namespace) -> int:
         sign = signal.SIGKILL if "RANK" in os.environ else signal.SIGTERM
         die_with_parent(sign, int(os.environ[SUPERVISED]))
     roles = arguments.role or []
-    if roles == ["master"] and SUPERVISED in os.environ:
+    if roles == ["master"] and SUPERVISED in os.environ:  # the supervisor has resolved and checked the configuration
         return run_master(config_of_run(arguments.resume, secrets=True))
     if arguments.dry_run or roles in ([], ["master"]):
         config = configuration(arguments)

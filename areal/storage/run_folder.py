@@ -39,7 +39,7 @@ SPEED_ONLY = (
     "trainer.sequence_parallel",
 )  # fmt: skip
 
-# The values that config.yaml does not show, for the user's eyes alone. A run that is resumed reads them again.
+# The values that config.yaml does not show, for the user's eyes alone. A master reads them at its start.
 SECRETS = "secrets.json"
 
 # The first step whose waits are counted. In the steps before it the trainer waits for the first groups in any case.
