@@ -321,10 +321,9 @@ def test_with_one_sample_a_row_there_is_one_line_of_accuracy(folder):
     assert panel.lines == [("", [0], [0.5])]
 
 
-def test_the_same_run_gives_the_same_report(folder):
-    run = folder([record(1), record(2)], SUMMARY)
-    first = write_report(run).read_bytes()
-    assert write_report(run).read_bytes() == first
+def test_the_same_run_gives_the_same_report(folder, whole):
+    run = folder([record(step) for step in range(1, 6)], SUMMARY, evaluations=EVALUATIONS)
+    assert write_report(run).read_text() == whole
 
 
 def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
@@ -364,7 +363,7 @@ def test_the_last_minute_shows_who_did_what(folder):
         {"time": 999.0, "actor": "master/0", "state": "healthy", "activity": "nobody waits", "stats": {}},
     ]
     phases = {"train_seconds": 2.0, "trainer_wait_seconds": 1.0, "publish_wait_seconds": 0.0}
-    run = folder([record(1, time=1000.0, **phases)])
+    run = folder([BRIEF | {"time": 1000.0} | phases])
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     shown = [(s.actor, s.name, s.begin, s.seconds, measured) for s, measured in timeline_of(read_run(run))]
     assert shown == [
@@ -380,7 +379,7 @@ def test_the_last_minute_shows_who_did_what(folder):
 def test_an_activity_may_have_any_text(folder, activity):
     said = {"actor": f"generator/{activity}", "state": "healthy", "stats": {}}
     events = [said | {"time": at, "activity": activity} for at in (990.0, 995.0)]
-    run = folder([record(1, time=1000.0)])
+    run = folder([BRIEF | {"time": 1000.0}])
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     page = write_report(run).read_text()
     assert "Timeline: the last minute" in page and "\x1b" not in page
