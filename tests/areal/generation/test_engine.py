@@ -768,8 +768,8 @@ async def test_guessed_tokens_have_the_logprobs_and_versions_of_what_accepts_the
     deliver = engine._deliver
 
     def count_and_deliver(outputs: Any) -> None:
-        more = sum(max(0, len(output.new_token_ids) - 1) for output in outputs.outputs)
-        accepted[outputs.weight_version] += more
+        if outputs.scheduler_stats is not None and (step := outputs.scheduler_stats.spec_decoding_stats) is not None:
+            accepted[outputs.weight_version] += step.num_accepted_tokens
         deliver(outputs)
 
     engine._deliver = count_and_deliver  # type: ignore[method-assign]
