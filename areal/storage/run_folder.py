@@ -10,13 +10,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
+
+import structlog
 
 from areal.config import Config, UserError, dump_config, hidden_in, load_config, secrets_in, without_secrets
 from areal.models import with_folders
 from areal.storage.events import EventLog
+
+log = structlog.get_logger()
 
 # The configuration keys that may change when a run is resumed; a section stands for all keys in it. All other keys
 # have determined what the run has done so far, or determine what its journal and checkpoints mean.
@@ -48,7 +53,7 @@ STEADY = 3
 
 class RunFolder:
     """The folder of a run's results. The master writes it. Of a run that goes on, summary.json and report.html are
-    removed, and an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off."""
+    removed, an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off, and damaged ones are told."""
 
     def __init__(self, config: Config) -> None:
         self.path = config.folder
@@ -73,7 +78,7 @@ class RunFolder:
         step is there already."""
         if metrics["step"] <= self._step:
             return
-        self._metrics.write(json.dumps(metrics | {"time": time.time()}) + "\n")
+        self._metrics.write(line_of(metrics | {"time": time.time()}))
         # A restarted master repeats only the last record, so earlier records have to survive a crash of the machine.
         os.fsync(self._metrics.fileno())
         self._update_totals(metrics)
@@ -84,7 +89,7 @@ class RunFolder:
         if evaluation["version"] in self._evaluated:
             return
         with self._evaluations.open("a") as file:
-            file.write(json.dumps(evaluation | {"time": time.time()}) + "\n")
+            file.write(line_of(evaluation | {"time": time.time()}))
             file.flush()
             os.fsync(file.fileno())
         self._evaluated.add(evaluation["version"])
@@ -111,40 +116,60 @@ class RunFolder:
 
 
 def whole_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file up to the first incomplete one, and then cut off the rest of the file."""
-    end = 0
-    for record, size in read_metrics(path):
-        end += size
+    """Yield the records of a file, and then cut off what follows the last whole one. Damaged lines before it are told
+    and left as they are."""
+    end = number = 0
+    damaged: list[int] = []
+    for record, place, line in _records(path):
         yield record
+        damaged += range(number + 1, line)
+        end, number = place, line
+    if damaged:
+        log.warning("damaged lines are left out", file=str(path), lines=damaged[:20], count=len(damaged))
     if path.exists():
         os.truncate(path, end)
 
 
-def read_metrics(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the records of a metrics.jsonl (or evaluations.jsonl) and their sizes in bytes, up to the first incomplete
-    one."""
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole records of a metrics.jsonl (or evaluations.jsonl)."""
+    return (record for record, _, _ in _records(path))
+
+
+def _records(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield the whole records of a file, the offset of the end of each, and the number of its line."""
     if not path.exists():
         return
+    end = 0
     with path.open("rb") as file:  # by line: a long run has gigabytes of them
-        for line in file:
-            record = _parsed(line)
-            if record is None or not line.endswith(b"\n"):
-                return
-            yield record, len(line)
+        for number, line in enumerate(file, 1):
+            end += len(line)
+            if (record := _parsed(line)) is not None:
+                yield record, end, number
 
 
-def _parsed(line: bytes) -> Any:
+def line_of(record: Mapping[str, Any]) -> str:
+    """A record as a line of a file, with a checksum, `crc`."""
+    text = json.dumps(record)
+    return json.dumps({**record, "crc": crc32(text.encode())}) + "\n"
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if the line is not complete, or damaged."""
     try:
-        return json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return None
+    if not isinstance(record, dict) or not line.endswith(b"\n"):
+        return None
+    checksum = record.pop("crc", None)  # records of earlier versions have none
+    return record if checksum in (None, crc32(json.dumps(record).encode())) else None
 
 
 class NewRecords:
     """Reads the records of a file that is being written, each record once.
 
-    An incomplete last line is left for a later call: a resumed master may write it again at the same position. Lines
-    that are not JSON are skipped.
+    An incomplete last line is left for a later call: a resumed master may write it again at the same position. Damaged
+    lines are skipped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,9 +190,13 @@ class NewRecords:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the contents of summary.json of the run in `folder`, or None if the run is not over."""
-    summary = folder / "summary.json"
-    return json.loads(summary.read_text()) if summary.exists() else None
+    """Return the contents of summary.json of the run in `folder`, or None if the run is not over or the file is
+    damaged: `--resume` writes it anew."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) else None
 
 
 def checkpoint_of(folder: Path, version: int) -> Path:
@@ -177,7 +206,7 @@ def checkpoint_of(folder: Path, version: int) -> Path:
 
 def steps_trained(folder: Path) -> int:
     """The number of steps that the run in `folder` has trained."""
-    return max((record["step"] for record, _ in read_metrics(folder / "metrics.jsonl")), default=0)
+    return max((record["step"] for record in read_metrics(folder / "metrics.jsonl")), default=0)
 
 
 def last_checkpoint(folder: Path) -> Path | None:

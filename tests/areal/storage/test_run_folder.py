@@ -9,6 +9,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import structlog
 from helpers import read_jsonl
 
 from areal.config import Config, UserError, dump_config, load_config, secrets_in, without_secrets
@@ -226,9 +227,40 @@ def test_a_record_that_was_not_written_to_its_end_is_written_anew(config, torn):
     RunFolder(config).append_metrics(record(1))
     with (config.folder / "metrics.jsonl").open("a") as metrics:
         metrics.write(torn)
-    assert [m["step"] for m, _ in read_metrics(config.folder / "metrics.jsonl")] == [1]
+    assert [m["step"] for m in read_metrics(config.folder / "metrics.jsonl")] == [1]
     RunFolder(config).append_metrics(record(2))
     assert [m["step"] for m in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("place", range(0, 90, 7))
+def test_a_damaged_byte_costs_the_line_that_has_it_and_not_the_later_ones(config, place):
+    path = RunFolder(config).path / "metrics.jsonl"
+    for step in range(1, 5):
+        RunFolder(config).append_metrics(record(step, staleness=step))
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2][:place] + bytes([lines[2][place] ^ 1]) + lines[2][place + 1 :]
+    path.write_bytes(b"".join(lines))
+    assert [m["step"] for m in read_metrics(path)] == [1, 2, 4]
+    with structlog.testing.capture_logs() as logs:
+        folder = RunFolder(config)
+    (told,) = logs
+    assert (told["file"], told["lines"], told["count"]) == (str(path), [3], 1)
+    folder.append_metrics(record(5))
+    assert [m["step"] for m in read_metrics(path)] == [m["step"] for m in NewRecords(path).read()] == [1, 2, 4, 5]
+
+
+def test_a_record_without_a_checksum_of_an_earlier_version_is_read(config):
+    path = RunFolder(config).path / "metrics.jsonl"
+    path.write_text(json.dumps(record(1)) + "\n")
+    RunFolder(config).append_metrics(record(2))
+    assert [m["step"] for m in read_metrics(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "\0\0"])
+def test_a_damaged_summary_is_none(config, text):
+    folder = RunFolder(config).path
+    (folder / "summary.json").write_text(text)
+    assert read_summary(folder) is None
 
 
 def test_the_memory_of_a_restart_does_not_grow_with_the_steps(begun, config):
