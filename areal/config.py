@@ -290,10 +290,7 @@ class RewardConfig(Section):
     )
     memory_gib: float | None = Field(None, gt=0, description="memory limit of a worker, GiB")
     cache_size: int = Field(4096, ge=0, description="scores that each reward actor caches; 0: off")
-    credit: Credit = Field(
-        "sample",
-        description="which rewards a sampled token is credited with (docs/agents.md)",
-    )
+    credit: Credit = Field("sample", description="which rewards a sampled token is credited with (docs/agents.md)")
     turn_discount: float = Field(
         1.0, ge=0, le=1, description="with return_to_go: factor on a reward for each call between"
     )
@@ -332,15 +329,12 @@ class GeneratorConfig(Section):
         "trainer has the same GPU",
     )
     kv_cache_gib: float | None = Field(
-        None,
-        gt=0,
-        description="KV cache on each device, GiB; null: what memory_share leaves on a GPU, 1 on a CPU",
+        None, gt=0, description="KV cache on each device, GiB; null: what memory_share leaves on a GPU, 1 on a CPU"
     )
     tensor_parallel: int = Field(1, ge=1, description="devices of one engine")
     stream_interval: int = Field(16, ge=1, description="tokens of a sequence per streamed chunk")
     interrupt: bool = Field(
-        True,
-        description="new weights interrupt the running sequences; false: these finish first, and no others begin",
+        True, description="new weights interrupt the running sequences; false: these finish first, and no others begin"
     )
     kv_on_update: Literal["recompute", "keep"] = Field(
         "recompute",
@@ -377,8 +371,7 @@ class RolloutManagerConfig(Section):
     workflow_options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the workflow")
     endpoint_host: str = Field("127.0.0.1", description="interface at which agents reach the policy (docs/agents.md)")
     tool_call_parser: str = Field(
-        TOOL_CALL_PARSER,
-        description="vLLM's parser of tool calls for agents, such as qwen3_xml",
+        TOOL_CALL_PARSER, description="vLLM's parser of tool calls for agents, such as qwen3_xml"
     )
     reasoning_parser: str | None = Field(
         None, description="vLLM's parser of thinking for agents, such as qwen3; null: thinking is text"
@@ -417,12 +410,7 @@ OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
     "gspo": {**_GROUP, "loss_mean": "sequence", "eps_clip": 3e-4, "eps_clip_higher": 4e-4},
     "cispo": {**_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0},
     "tis": {"behaviour_weight": "truncated", "behaviour_weight_bounds": (0.0, 2.0)},
-    "icepop": {
-        **_GROUP,
-        "loss_mean": "sequence",
-        "behaviour_weight": "masked",
-        "behaviour_weight_bounds": (0.5, 5.0),
-    },
+    "icepop": {**_GROUP, "loss_mean": "sequence", "behaviour_weight": "masked", "behaviour_weight_bounds": (0.5, 5.0)},
     "m2po": dict(_GROUP),
 }
 
@@ -446,8 +434,7 @@ class TrainerConfig(Section):
 
     ranks: int = Field(1, ge=1, description="DeepSpeed ranks on this machine")
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        0,
-        description="what the ranks partition: nothing (0), Adam's moments (1), also gradients (2), also weights (3)",
+        0, description="what the ranks partition: nothing (0), Adam's moments (1), also gradients (2), also weights (3)"
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
@@ -532,8 +519,7 @@ class TrainerConfig(Section):
         "group's other samples",
     )
     advantage_std: Literal["batch", "group", "none"] = Field(
-        "batch",
-        description="standard deviation that divides the difference: of the global batch, or of the group",
+        "batch", description="standard deviation that divides the difference: of the global batch, or of the group"
     )
     loss_mean: Literal["token", "sequence", "constant"] = Field(
         "token",
@@ -669,9 +655,7 @@ class SandboxConfig(Section):
     )
     cpu_seconds: float = Field(4.0, gt=0, description="CPU time of a program's processes together")
     wall_seconds: float = Field(
-        8.0,
-        gt=0,
-        description="elapsed time of a program's tests together; above cpu_seconds, since machines are busy",
+        8.0, gt=0, description="elapsed time of a program's tests together; above cpu_seconds, since machines are busy"
     )
     memory_mib: int = Field(1024, ge=16, description="memory of a program's processes together, MiB")
     processes: int = Field(64, ge=1, description="processes and threads at once")
@@ -732,9 +716,7 @@ class EvaluatorConfig(Section):
     temperature: float = Field(1.0, ge=0, description="0: greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
     timeout_seconds: float | None = Field(
-        None,
-        gt=0,
-        description="time limit of one evaluation, which then reports what is scored",
+        None, gt=0, description="time limit of one evaluation, which then reports what is scored"
     )
     benchmarks: dict[str, BenchmarkConfig] = Field(default_factory=dict)
 
@@ -908,10 +890,7 @@ class Config(ScoringConfig):
         description="a prompt is discarded after this many failures; of failures in a row only the first counts",
     )
     max_failed_share: float = Field(
-        0.1,
-        ge=0,
-        le=1,
-        description="largest share of prompts discarded for failures; beyond, the run ends",
+        0.1, ge=0, le=1, description="largest share of prompts discarded for failures; beyond, the run ends"
     )
     outage_seconds: float = Field(
         3600.0,

@@ -184,10 +184,7 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("held-out accuracy, before → after", accuracy),
         *_headlines_of_benchmarks(summary.get("evaluations") or []),
         ("samples a second", _shown(summary, "samples_per_second", ",.1f")),
-        (
-            f"staleness, max (bound {_shown(summary, 'max_staleness', 'g')})",
-            _shown(summary, "staleness_max", "g"),
-        ),
+        (f"staleness, max (bound {_shown(summary, 'max_staleness', 'g')})", _shown(summary, "staleness_max", "g")),
         ("log-prob gap, max", _shown(summary, "logprob_gap_max", ".1e")),
         ("trainer idle", _shown(summary, "trainer_idle", ".1%")),
         ("training steps", _shown(summary, "steps", ",.0f")),

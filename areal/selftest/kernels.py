@@ -201,9 +201,4 @@ def _row(
 
 
 def _inputs(row: PackedRow, kind: str) -> dict[str, Any]:
-    return {
-        "input_ids": row.tokens,
-        "position_ids": row.positions,
-        "use_cache": False,
-        **attention_kwargs(row, kind),
-    }
+    return {"input_ids": row.tokens, "position_ids": row.positions, "use_cache": False, **attention_kwargs(row, kind)}

@@ -398,12 +398,7 @@ class TrainingEngine:
         }
 
     def step(
-        self,
-        batch: Sequence[Group] | None,
-        *,
-        version: int,
-        temperature: float,
-        mask_older_than: int | None = None,
+        self, batch: Sequence[Group] | None, *, version: int, temperature: float, mask_older_than: int | None = None
     ) -> StepResult:
         """Train on a batch: one optimizer step for each of `config.minibatches` (all ranks).
 
