@@ -10,16 +10,16 @@ import copy
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
 import jinja2
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from areal.engine_options import check_deepspeed_options, check_parser, check_vllm_options, devices_of
+from areal.engine_options import deepspeed_conflicts, devices_of, parser_conflicts, vllm_conflicts
 
 
 class UserError(Exception):
@@ -35,6 +35,17 @@ BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    def conflicts(self) -> Iterator[str]:
+        """What is wrong with the keys of this section, or with some of them together: sentences for the user, who gets
+        the first one."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _has_no_conflict(self) -> Self:
+        if conflict := next(self.conflicts(), None):
+            raise ValueError(conflict)
+        return self
 
 
 T = TypeVar("T", bound=Section)
@@ -102,15 +113,11 @@ class SourceConfig(Section):
         except ValueError as error:
             raise ValueError(f"data.reward {error}") from None
 
-    @field_validator("prompt_template")
-    @classmethod
-    def _is_template(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                jinja2.Environment().parse(value)
-            except jinja2.TemplateSyntaxError as error:
-                raise ValueError(f"data.prompt_template is not a Jinja template ({error}): correct it") from None
-        return value
+    def conflicts(self) -> Iterator[str]:
+        try:
+            jinja2.Environment().parse(self.prompt_template or "")
+        except jinja2.TemplateSyntaxError as error:
+            yield f"data.prompt_template is not a Jinja template ({error}): correct it"
 
 
 class PartConfig(SourceConfig):
@@ -141,23 +148,18 @@ class BenchmarkConfig(SourceConfig):
         1, ge=1, description="k: of the evaluated versions, the first, the last, and those that k divides"
     )
 
-    @model_validator(mode="after")
-    def _is_one_source(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
         if self.eval_source is not None:
-            raise ValueError(
+            yield (
                 f"the benchmark of source {self.source!r} has the eval_source {self.eval_source!r} too: set source to "
                 f"the one with its rows, and eval_source to null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _samples_differ(self) -> Self:
         if not self.temperature and self.samples > 1:
-            raise ValueError(
+            yield (
                 f"the benchmark of source {self.source!r} has {self.samples} samples, but at temperature 0 they are "
                 f"all the same: set samples to 1, or a higher temperature"
             )
-        return self
 
 
 # What a chat template gets from whoever renders with it, and arguments of the function that renders.
@@ -180,29 +182,23 @@ class RowsConfig(SourceConfig):
         default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
     )
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _are_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := [name for name in value if name in _GIVEN_TO_TEMPLATES]:
-            raise ValueError(f"data.chat_template_kwargs.{taken[0]} cannot be set, it is no variable of a template")
-        return value
-
-    @model_validator(mode="after")
-    def _one_or_several(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        if taken := [name for name in self.chat_template_kwargs if name in _GIVEN_TO_TEMPLATES]:
+            yield f"data.chat_template_kwargs.{taken[0]} cannot be set, it is no variable of a template"
         none = self.source is None and not self.sources
         if (none and self.eval_size != 0) or (self.source is not None and self.sources):
-            raise ValueError(ONE_OR_SEVERAL)
+            yield ONE_OR_SEVERAL
         keys = [
             k
             for k, field in SourceConfig.model_fields.items()
             if getattr(self, k) != field.get_default(call_default_factory=True)
         ]
         if self.sources and keys:
-            raise ValueError(f"data.{keys[0]} has no effect beside data.sources: set it for each source")
+            yield f"data.{keys[0]} has no effect beside data.sources: set it for each source"
         weights = [part.weight for part in self.sources]
         if None in weights and any(weights):
-            raise ValueError("some of data.sources have a weight and some have none: give all a weight, or none")
-        return self
+            yield "some of data.sources have a weight and some have none: give all a weight, or none"
 
     @property
     def parts(self) -> tuple[SourceConfig, ...]:
@@ -251,21 +247,14 @@ class SamplingConfig(Section):
         description="texts that end a turn, besides the model's stop tokens; they remain in the turn",
     )
 
-    @field_validator("stop")
-    @classmethod
-    def _ends_something(cls, stop: list[str]) -> list[str]:
-        if "" in stop:
-            raise ValueError("sampling.stop has an empty text, which would end every turn at once: remove it")
-        return stop
-
-    @model_validator(mode="after")
-    def _minimum_fits(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
+        if "" in self.stop:
+            yield "sampling.stop has an empty text, which would end every turn at once: remove it"
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
+            yield (
                 f"sampling.min_new_tokens is {self.min_new_tokens} but sampling.max_new_tokens is only "
                 f"{self.max_new_tokens}: lower sampling.min_new_tokens"
             )
-        return self
 
 
 Credit = Literal["sample", "return_to_go", "call"]
@@ -347,11 +336,8 @@ class GeneratorConfig(Section):
         description="further arguments of vLLM's engine, such as {kv_cache_dtype: fp8} (docs/running.md)",
     )
 
-    @field_validator("engine_options")
-    @classmethod
-    def _can_be_passed_on(cls, options: dict[str, Any]) -> dict[str, Any]:
-        check_vllm_options(options)
-        return options
+    def conflicts(self) -> Iterator[str]:
+        yield from vllm_conflicts(self.engine_options)
 
     @property
     def devices(self) -> int:
@@ -378,12 +364,9 @@ class RolloutManagerConfig(Section):
     )
     max_concurrent_groups: int = Field(64, ge=1, description="most groups that a manager runs at once")
 
-    @field_validator("tool_call_parser", "reasoning_parser")
-    @classmethod
-    def _is_known(cls, name: str | None, about: ValidationInfo) -> str | None:
-        if name is not None:
-            check_parser(str(about.field_name), name)
-        return name
+    def conflicts(self) -> Iterator[str]:
+        for key, name in ("tool_call_parser", self.tool_call_parser), ("reasoning_parser", self.reasoning_parser):
+            yield from parser_conflicts(key, name)
 
     @property
     def names_parsers(self) -> bool:
@@ -571,45 +554,27 @@ class TrainerConfig(Section):
         objective = values.get("objective")
         return OBJECTIVE_SETTINGS.get(objective, {}) | values if isinstance(objective, str) else values
 
-    @model_validator(mode="after")
-    def _weights_can_be_offloaded(self) -> TrainerConfig:
+    def conflicts(self) -> Iterator[str]:
         if self.offload == "all" and self.zero_stage != 3:
-            raise ValueError(
+            yield (
                 f"trainer.offload is all, but trainer.zero_stage is {self.zero_stage}, which leaves the weights on the "
                 f"devices: set trainer.zero_stage=3, or trainer.offload=optimizer"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _options_can_be_passed_on(self) -> TrainerConfig:
-        check_deepspeed_options(self.deepspeed_options, self.offload)
-        return self
-
-    @model_validator(mode="after")
-    def _bounds_rise(self) -> TrainerConfig:
+        yield from deepspeed_conflicts(self.deepspeed_options, self.offload)
         for key in ("behaviour_weight_bounds", "sequence_mask_bounds"):
             low, high = getattr(self, key)
             if not 0 <= low < high:
-                raise ValueError(f"trainer.{key} is [{low:g}, {high:g}]: write the lower bound, 0 or more, first")
-        return self
-
-    @model_validator(mode="after")
-    def _mask_is_known_before_the_minibatch(self) -> TrainerConfig:
+                yield f"trainer.{key} is [{low:g}, {high:g}]: write the lower bound, 0 or more, first"
         if self.objective == "m2po" and self.proximal != "recompute":
-            raise ValueError(
+            yield (
                 f"trainer.proximal is {self.proximal}, but the mask of m2po compares pi_prox and pi_behav over the "
                 f"whole minibatch, before it is trained: set trainer.proximal=recompute"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _objective_is_known(self) -> TrainerConfig:
         if ":" not in self.objective and self.objective not in OBJECTIVE_SETTINGS:
-            raise ValueError(
+            yield (
                 f"Unknown objective {self.objective!r} in trainer.objective: known are "
                 f"{', '.join(OBJECTIVE_SETTINGS)}, or write package.module:function"
             )
-        return self
 
 
 class GuardConfig(Section):
@@ -677,21 +642,15 @@ class ScoringConfig(Section):
     reward: RewardConfig = RewardConfig()
     sandbox: SandboxConfig = SandboxConfig()
 
-    @model_validator(mode="after")
-    def _programs_end_in_time(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if "code" in self.rewards and self.sandbox.wall_seconds >= self.reward.timeout_seconds:
-            raise ValueError(
+            yield (
                 f"reward.timeout_seconds is {self.reward.timeout_seconds:g}, but a program of the reward code may run "
                 f"for sandbox.wall_seconds, {self.sandbox.wall_seconds:g}: raise reward.timeout_seconds above that, or "
                 f"lower sandbox.wall_seconds"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_rewards(self) -> Self:
         if not self.rewards:
-            raise ValueError("reward.functions is missing: set it there or as an override, reward.functions=NAME")
-        return self
+            yield "reward.functions is missing: set it there or as an override, reward.functions=NAME"
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -728,14 +687,12 @@ class EvaluatorConfig(Section):
         except UserError as error:
             raise ValueError(str(error).rstrip(".")) from None
 
-    @model_validator(mode="after")
-    def _samples_differ(self) -> EvaluatorConfig:
+    def conflicts(self) -> Iterator[str]:
         if not self.temperature and self.samples > 1:
-            raise ValueError(
+            yield (
                 f"evaluator.samples is {self.samples}, but at evaluator.temperature 0 they are all the same: "
                 f"set evaluator.samples=1 or a higher temperature"
             )
-        return self
 
 
 def benchmarks_in(value: Any) -> dict[str, Any]:
@@ -796,15 +753,13 @@ class ObserveConfig(Section):
     wandb: str | None = Field(None, description="Weights & Biases project to log to")
     trackio: str | None = Field(None, description="trackio project to log to")
 
-    @model_validator(mode="after")
-    def _others_need_a_token(self) -> ObserveConfig:
+    def conflicts(self) -> Iterator[str]:
         beyond = self.prometheus_host not in ("127.0.0.1", "::1", "localhost")
         if self.prometheus_port and beyond and not self.prometheus_token:
-            raise ValueError(
+            yield (
                 f"observe.prometheus_host is {self.prometheus_host}, where other machines can read the metrics: set "
                 f"observe.prometheus_token, and give it to Prometheus as authorization.credentials"
             )
-        return self
 
 
 class MasterConfig(Section):
@@ -838,14 +793,9 @@ class NetworkConfig(Section):
     )
     ports: tuple[int, int] | None = Field(None, description="first and last port to listen at; null: any free port")
 
-    @field_validator("ports")
-    @classmethod
-    def _ports_rise(cls, ports: tuple[int, int] | None) -> tuple[int, int] | None:
-        if ports is not None and not 0 < ports[0] <= ports[1] < 65536:
-            raise ValueError(
-                f"network.ports is {list(ports)}: write the first and the last port, such as [20000, 20100]"
-            )
-        return ports
+    def conflicts(self) -> Iterator[str]:
+        if self.ports is not None and not 0 < self.ports[0] <= self.ports[1] < 65536:
+            yield f"network.ports is {list(self.ports)}: write the first and the last port, such as [20000, 20100]"
 
     @property
     def ports_text(self) -> str:
@@ -915,15 +865,6 @@ class Config(ScoringConfig):
     observe: ObserveConfig = ObserveConfig()
     network: NetworkConfig = NetworkConfig()
 
-    @field_validator("name")
-    @classmethod
-    def _names_a_folder(cls, name: str) -> str:
-        if not re.fullmatch(NAME, name):
-            raise ValueError(
-                f"name is {name!r}, which no run folder can have: use letters, digits, `_`, `-` and dots, not only dots"
-            )
-        return name
-
     @model_validator(mode="before")
     @classmethod
     def _settings_of_others(cls, values: Any) -> Any:
@@ -939,107 +880,78 @@ class Config(ScoringConfig):
             | {"trainer": {"loss_tokens": sampling["max_new_tokens"]} | trainer}
         )
 
-    @model_validator(mode="after")
-    def _has_rows(self) -> Config:
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        yield from self._conflicts_of_rows()
+        yield from self._conflicts_of_sections()
+        yield from self._conflicts_of_training()
+
+    def _conflicts_of_rows(self) -> Iterator[str]:
         if self.steps and not self.data.parts:
-            raise ValueError(ONE_OR_SEVERAL)
+            yield ONE_OR_SEVERAL
         if not self.steps and not self.evaluates:
-            raise ValueError(
-                "steps is 0 and there is nothing to evaluate: set steps, or evaluator.benchmarks, or data.eval_size"
+            yield "steps is 0 and there is nothing to evaluate: set steps, or evaluator.benchmarks, or data.eval_size"
+        for part in self.data.parts:
+            if self.rollout_manager.workflow == "verifiers" and not str(part.source).startswith("verifiers:"):
+                yield (
+                    f"rollout_manager.workflow=verifiers needs the rows of a verifiers environment, but the source is "
+                    f"{part.source!r}: set data.source=verifiers:NAME"
+                )
+        if not self.reward.functions and (bare := [part.source for part in self._sources if not part.reward]):
+            yield (
+                f"the rows of data.source {bare[0]!r} have no reward: set reward.functions, or the reward of the source"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _minibatches_fit(self) -> Config:
-        if self.trainer.minibatches > self.batch_size:
-            raise ValueError(
-                f"trainer.minibatches is {self.trainer.minibatches} but batch_size is only {self.batch_size}: "
-                f"lower trainer.minibatches"
+    def _conflicts_of_sections(self) -> Iterator[str]:
+        if not re.fullmatch(NAME, self.name):
+            yield (
+                f"name is {self.name!r}, which no run folder can have: use letters, digits, `_`, `-` and dots, not "
+                f"only dots"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _whole_models_are_sent(self) -> Config:
         if self.weights.backend and self.trainer.lora:
-            raise ValueError(
+            yield (
                 f"weights.transport={self.weights.transport} sends whole models, but trainer.lora publishes adapters: "
                 f"set weights.transport to folder or stream"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _devices_can_be_left(self) -> Config:
         if self.colocate and not self.generator.interrupt:
-            raise ValueError(
-                "colocate=true interrupts running sequences, but generator.interrupt is false: leave one of them out"
-            )
+            yield "colocate=true interrupts running sequences, but generator.interrupt is false: leave one of them out"
         if self.colocate and self.weights.backend:
-            raise ValueError(
+            yield (
                 f"colocate=true puts engines to sleep, but weights.transport={self.weights.transport} sends weights "
                 f"straight into them: set weights.transport to folder or stream"
             )
         if self.colocate and self.trainer.offload != "none":
-            raise ValueError(
+            yield (
                 f"colocate=true moves what the trainer has on its devices itself, but trainer.offload is "
                 f"{self.trainer.offload}: leave out trainer.offload"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _training_explores(self) -> Config:
-        if not self.sampling.temperature:
-            raise ValueError(
-                "sampling.temperature is 0, but identical samples teach nothing: raise sampling.temperature"
+    def _conflicts_of_training(self) -> Iterator[str]:
+        if self.trainer.minibatches > self.batch_size:
+            yield (
+                f"trainer.minibatches is {self.trainer.minibatches} but batch_size is only {self.batch_size}: "
+                f"lower trainer.minibatches"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _training_sees_the_sampled_distribution(self) -> Config:
+        if not self.sampling.temperature:
+            yield "sampling.temperature is 0, but identical samples teach nothing: raise sampling.temperature"
         for key, neutral in (("top_p", 1), ("min_new_tokens", 0)):
             value = getattr(self.sampling, key)
             if value != neutral and self.trainer.uses_behaviour:
-                raise ValueError(
+                yield (
                     f"sampling.{key} is {value:g}, but trainer.objective={self.trainer.objective} compares the "
                     f"log-probs of the truncated distribution with the trainer's, which are of the whole one: set "
                     f"sampling.{key}={neutral}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _overlong_fits(self) -> Config:
         if self.reward.overlong_tokens > self.sampling.max_new_tokens:
-            raise ValueError(
+            yield (
                 f"reward.overlong_tokens is {self.reward.overlong_tokens} but sampling.max_new_tokens is only "
                 f"{self.sampling.max_new_tokens}: lower reward.overlong_tokens"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _environment_has_rows(self) -> Config:
-        for part in self.data.parts:
-            if self.rollout_manager.workflow == "verifiers" and not str(part.source).startswith("verifiers:"):
-                raise ValueError(
-                    f"rollout_manager.workflow=verifiers needs the rows of a verifiers environment, but the source is "
-                    f"{part.source!r}: set data.source=verifiers:NAME"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _some_group_has_signal(self) -> Config:
         if self.filter_zero_signal and self.group_size == 1:
-            raise ValueError(
+            yield (
                 "filter_zero_signal discards every group if group_size is 1: raise group_size or set "
                 "filter_zero_signal=false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _every_row_has_a_reward(self) -> Config:
-        if not self.reward.functions and (bare := [part.source for part in self._sources if not part.reward]):
-            raise ValueError(
-                f"the rows of data.source {bare[0]!r} have no reward: set reward.functions, or the reward of the source"
-            )
-        return self
 
     @property
     def rewards(self) -> dict[str, float]:

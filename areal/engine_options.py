@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -116,27 +116,29 @@ _PARSERS = {
 }
 
 
-def check_vllm_options(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for options that cannot be passed on to vLLM."""
+def vllm_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
+    """Why some options cannot be passed on to vLLM."""
     place = "generator.engine_options"
     if options:
-        _check(options, place, _VLLM, _fields("vllm", "engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs"))
+        yield from _conflicts(
+            options, place, _VLLM, _fields("vllm", "engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs")
+        )
     for name in _SIZES:
         if type(options.get(name, 1)) is not int or options.get(name, 1) < 1:
-            raise ValueError(f"{place}.{name} is {options[name]!r}: set it to a number of devices")
+            yield f"{place}.{name} is {options[name]!r}: set it to a number of devices"
     speculation = options.get("speculative_config")
     if isinstance(speculation, dict) and speculation.get("rejection_sample_method") == "synthetic":
-        raise ValueError(
+        yield (
             f"{place}.speculative_config.rejection_sample_method is synthetic, which accepts tokens that the model has "
             f"not drawn: leave it out"
         )
 
 
-def check_parser(key: str, name: str) -> None:
-    """Raises ValueError if vLLM has no parser `name`. key: `tool_call_parser` or `reasoning_parser`."""
-    names = _keys("vllm", *_PARSERS[key])
+def parser_conflicts(key: str, name: str | None) -> Iterator[str]:
+    """Whether vLLM has no parser `name`. key: `tool_call_parser` or `reasoning_parser`."""
+    names = () if name is None else _keys("vllm", *_PARSERS[key])
     if names and name not in names:
-        raise ValueError(f"Unknown parser {name!r} in rollout_manager.{key}: known are {', '.join(names)}")
+        yield f"Unknown parser {name!r} in rollout_manager.{key}: known are {', '.join(names)}"
 
 
 def devices_of(options: Mapping[str, Any]) -> int:
@@ -147,31 +149,33 @@ def devices_of(options: Mapping[str, Any]) -> int:
     return devices
 
 
-def check_deepspeed_options(options: Mapping[str, Any], offload: str) -> None:
-    """Raises ValueError for options that cannot be passed on to DeepSpeed. offload: `trainer.offload`."""
+def deepspeed_conflicts(options: Mapping[str, Any], offload: str) -> Iterator[str]:
+    """Why some options cannot be passed on to DeepSpeed. offload: `trainer.offload`."""
     place = "trainer.deepspeed_options"
-    _check(options, place, _DEEPSPEED, _PASSED)
+    yield from _conflicts(options, place, _DEEPSPEED, _PASSED)
     zero = options.get("zero_optimization", {})
     if not isinstance(zero, dict):
-        raise ValueError(f"{place}.zero_optimization is {zero!r:.80}: write keys and values")
+        yield f"{place}.zero_optimization is {zero!r:.80}: write keys and values"
     if zero:
         fields = _fields("deepspeed", "runtime/zero/config.py", "DeepSpeedZeroConfig")
-        _check(zero, f"{place}.zero_optimization", _ZERO, fields)
+        yield from _conflicts(zero, f"{place}.zero_optimization", _ZERO, fields)
     for part, moved in (("offload_optimizer", offload != "none"), ("offload_param", offload == "all")):
         if part in zero and (not moved or not isinstance(zero[part], dict) or "device" in zero[part]):
-            raise ValueError(
+            yield (
                 f"{place}.zero_optimization.{part} may have keys beside `device`, which trainer.offload sets, and only "
                 f"if that is in use: set trainer.offload"
             )
 
 
-def _check(options: Mapping[str, Any], place: str, reserved: Mapping[str, str], names: Collection[str]) -> None:
+def _conflicts(
+    options: Mapping[str, Any], place: str, reserved: Mapping[str, str], names: Collection[str]
+) -> Iterator[str]:
     for name in options:
         if name in reserved:
-            raise ValueError(f"{place}.{name} cannot be set: {reserved[name]}")
+            yield f"{place}.{name} cannot be set: {reserved[name]}"
         if names and name not in names:
             close = difflib.get_close_matches(str(name), [*names, *reserved], 1, 0.0)[0]
-            raise ValueError(f"Unknown option {name!r} in {place}: the closest one that is known is {close!r}")
+            yield f"Unknown option {name!r} in {place}: the closest one that is known is {close!r}"
 
 
 @cache
