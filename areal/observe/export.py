@@ -34,6 +34,7 @@ from areal.weights.folders import atomic_folder
 Format = Literal["sft", "preference"]
 ROWS_AT_ONCE = 1024
 DATA_FILE = "data/train-00000-of-00001.parquet"
+CARD = str(Path(__file__).with_name("data_set_card.jinja"))
 ChatPrompt = tuple[list[dict[str, str]], str]
 _CONTENT = "content-sampled-6f1d8a"  # text that no template changes
 _MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
@@ -228,7 +229,7 @@ def _card(counts: Export, config: Config, kind: Format, best: bool) -> DatasetCa
         configs=[{"config_name": "default", "data_files": [{"split": "train", "path": "data/*.parquet"}]}],
     )
     return DatasetCard.from_template(
-        data, template_str=_CARD, config=config, counts=counts, kind=kind, best=best, name_of=name_of,
+        data, template_path=CARD, config=config, counts=counts, kind=kind, best=best, name_of=name_of,
         model=name_of(config.model),
         rewards=[name_of(reward) for reward in config.reward.functions],
         sources=[name_of(str(part.source)) for part in config.data.parts],
@@ -236,41 +237,3 @@ def _card(counts: Export, config: Config, kind: Format, best: bool) -> DatasetCa
 
 
 _SIZES = ["n<1K"] * 3 + ["1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "1B<n<10B"]
-_CARD = """\
----
-{{ card_data }}
----
-
-# {{ config.name }}: {{ "preference pairs" if kind == "preference" else "answers" }} of a reinforcement learning run
-
-{% if kind == "preference" -%}
-Each row has the best and the worst of {{ config.group_size }} answers that a language model sampled to the same
-prompt, where their rewards differ.
-{%- else -%}
-Each row has {{ "the best of" if best else "one of" }} {{ config.group_size }} answers that a language model sampled to
-the same prompt, if its reward was high enough.
-{%- endif %} The model was trained by reinforcement learning meanwhile, so later rows are from a better model.
-
-| | |
-|---|---|
-| rows | {{ counts.rows }}, of {{ counts.samples }} samples in {{ counts.groups }} groups |
-| model | {{ model }} |
-| prompts | {{ sources | join(", ") }} |
-| rewards | {{ rewards | join(", ") or "of each row" }} |
-| objective | {{ name_of(config.trainer.objective) }}, {{ config.steps }} steps |
-| sampling | temperature {{ config.sampling.temperature }}, top_p {{ config.sampling.top_p }} |
-
-```python
-from datasets import load_dataset
-
-rows = load_dataset("OWNER/NAME", split="train")  # or the path of this folder
-```
-
-{% if kind == "preference" -%}
-`prompt`, `chosen` and `rejected` are as TRL's `DPOTrainer` reads them; `score_chosen` and `score_rejected` are the
-rewards.
-{%- else -%}
-`prompt` and `completion` are as TRL's `SFTTrainer` reads them; `reward` is that of the answer.
-{%- endif %} `group` is the same for rows of the same prompt and time.
-
-"""

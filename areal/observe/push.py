@@ -30,6 +30,7 @@ WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*")
 LINKED = "*.safetensors"
 ADAPTER = "adapter"
 FIGURE = "training.svg"
+CARD = str(Path(__file__).with_name("model_card.jinja"))
 PAPER = "https://arxiv.org/abs/2505.24298"
 
 
@@ -175,7 +176,7 @@ def _card(run: Run, config: Config, version: int, name: str, target: Path) -> Mo
         eval_results=list(_evaluations(results)) or None,
     )
     return ModelCard.from_template(
-        data, template_str=_CARD, name=name, config=config, version=version, results=results, figure=FIGURE,
+        data, template_path=CARD, name=name, config=config, version=version, results=results, figure=FIGURE,
         base=name_of(config.model), hub_base=base, adapter=(target / ADAPTER).is_dir(), paper=PAPER, score=_score,
         name_of=name_of, sources=list(map(name_of, sources)), summary=run.summary,
         rewards=[name_of(reward) for reward in config.reward.functions],
@@ -190,59 +191,3 @@ def _score(scores: dict[str, Any] | None) -> str:
     pass_at = {int(k): share for k, share in (scores.get("pass_at") or {}).items()}
     largest = max(pass_at, default=1)
     return f"{mean}, pass@{largest} {100 * pass_at[largest]:.1f}" if largest > 1 else mean
-
-
-_CARD = """\
----
-{{ card_data }}
----
-
-# {{ name }}
-
-This is {% if hub_base %}[{{ base }}](https://huggingface.co/{{ base }}){% else %}the model `{{ base }}`{% endif %} \
-after {{ version }} steps of asynchronous reinforcement learning with AReaL-as-actors. Generation and training ran at \
-the same time; the method is AReaL's ([arXiv 2505.24298]({{ paper }})).
-{% if results %}
-| mean score, % | rows | before | after |
-|---|---|---|---|
-{% for result in results -%}
-| {{ result.name }} | {{ result.trained.rows }} | {{ score(result.untrained) }} | {{ score(result.trained) }} |
-{% endfor %}
-± is the standard error over rows.
-{% endif %}
-![Reward, held-out accuracy and staleness by step]({{ figure }})
-
-## Training
-
-| | |
-|---|---|
-| prompts | {{ sources | join(", ") }} |
-| rewards | {{ rewards | join(", ") or "of each row" }} |
-| objective | `{{ name_of(config.trainer.objective) }}`, advantages less the mean of the \
-{{ config.trainer.advantage_mean }}, scaled by the deviation of the {{ config.trainer.advantage_std }} |
-| steps | {{ version }} of {{ config.batch_size }} groups of {{ config.group_size }} samples, in \
-{{ config.trainer.minibatches }} minibatches |
-| learning rate | {{ config.trainer.lr }}, {{ config.trainer.lr_schedule }}; {% if config.trainer.lora %}LoRA of rank \
-{{ config.trainer.lora.rank }}{% else %}all weights{% endif %} in {{ config.trainer.dtype }} |
-| KL penalty | {{ config.trainer.kl_coef or "none" }} |
-| sampling | temperature {{ config.sampling.temperature }}, top_p {{ config.sampling.top_p }}, up to \
-{{ config.sampling.max_new_tokens }} tokens |
-| workflow | `{{ name_of(config.rollout_manager.workflow) }}` |
-| staleness | at most {{ summary.get("staleness_max", "?") }} versions, under a bound of {{ config.max_staleness }} |
-
-`config.yaml` has all settings, without paths and secrets; `metrics.jsonl` has a record for each step.
-
-## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{{ name }}")
-tokenizer = AutoTokenizer.from_pretrained("{{ name }}")
-```
-{% if adapter %}
-These are the merged weights. The adapter alone is in `adapter/`: \
-`PeftModel.from_pretrained(base, "{{ name }}", subfolder="adapter")`.
-{% endif %}
-
-"""
