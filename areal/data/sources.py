@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 import msgpack
@@ -37,16 +37,33 @@ MAX_DRAWS = 100
 BLOCK_ROWS = 1000
 
 
-class Table(Protocol):
-    """A finite source."""
+@dataclass(frozen=True)
+class Table:
+    """A finite source of at least one row. rows: as they are in the source, a list or a Hugging Face data set. place:
+    says in messages where the row of a position is."""
 
-    def __len__(self) -> int: ...
+    config: SourceConfig
+    rows: Any
+    place: Callable[[int], str]
 
-    def row(self, position: int) -> Row: ...
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, position: int) -> Row:
+        return _make_row(self.rows[position], self.config, self.place(position))
 
     def prompts(self) -> Iterable[Any]:
-        """The prompts of all rows, as they are in the source."""
-        ...
+        """The prompts of all rows, as the source or the template writes them; None for a row that does not fit, which
+        is discarded when it is looked up."""
+        if self.config.prompt_template is None and not isinstance(self.rows, list):
+            return self.rows[self.config.prompt_key][:]  # a column, without the others
+        return map(self._prompt, self.rows)
+
+    def _prompt(self, raw: Mapping[str, Any]) -> Any:
+        try:
+            return _prompt(raw, self.config, self.config.prompt_key, "")
+        except UserError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -294,7 +311,7 @@ def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int
     if name.endswith(".jsonl"):
         if options:
             raise UserError(f"{what} is a file, which takes no data.options: remove {', '.join(options)}")
-        return JsonlTable(config, Path(name), what)
+        return _open_jsonl(config, Path(name), what)
     if name.startswith("hf:") or Path(name).is_dir():
         return _open_hugging_face(config, name, options, what)
     raise UserError(
@@ -434,28 +451,15 @@ def _tried(generator: RowGenerator, mistakes: tuple[type[Exception], ...], what:
     return generator
 
 
-class JsonlTable:
+def _open_jsonl(config: SourceConfig, path: Path, what: str) -> Table:
     """A .jsonl file with one object per line; blank lines are skipped. The whole file is read and checked at once."""
-
-    def __init__(self, config: SourceConfig, path: Path, what: str):
-        self._config = config
-        self._path = path
-        self._rows = list(read_jsonl(path, what))
-        if not self._rows:
-            raise UserError(f"{what}: the file has no rows: name another one")
-        for position in range(len(self)):
-            self.row(position)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, position: int) -> Row:
-        line, raw = self._rows[position]
-        return _make_row(raw, self._config, f"{self._path}, line {line},")
-
-    def prompts(self) -> Iterable[Any]:
-        config = self._config
-        return (_prompt(raw, config, config.prompt_key, f"{self._path}, line {line},") for line, raw in self._rows)
+    numbered = list(read_jsonl(path, what))
+    if not numbered:
+        raise UserError(f"{what}: the file has no rows: name another one")
+    table = Table(config, [raw for _, raw in numbered], lambda position: f"{path}, line {numbered[position][0]},")
+    for position in range(len(table)):
+        table.row(position)
+    return table
 
 
 def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -497,43 +501,22 @@ def _read_object(text: str, where: str, advice: str) -> dict[str, Any]:
     return raw
 
 
-class HuggingFaceTable:
+def _table(config: SourceConfig, dataset: Any, what: str) -> Table:
     """A Hugging Face data set. Its columns and first row are checked at once, other rows when they are looked up."""
-
-    def __init__(self, config: SourceConfig, dataset: Any, what: str):
-        self._config = config
-        self._dataset = dataset
-        self._what = what
-        if not len(dataset):
-            raise UserError(f"{what}: the data set has no rows: name another one")
-        self.row(0)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def row(self, position: int) -> Row:
-        return _make_row(self._dataset[position], self._config, f"{self._what}, row {position},")
-
-    def prompts(self) -> Iterable[Any]:
-        config = self._config
-        if config.prompt_template is None:
-            return self._dataset[config.prompt_key][:]
-        return map(self._written, self._dataset)
-
-    def _written(self, raw: Mapping[str, Any]) -> Any:
-        try:
-            return _prompt(raw, self._config, "", self._what)
-        except UserError:  # the row is discarded when it is looked up
-            return None
+    if not len(dataset):
+        raise UserError(f"{what}: the data set has no rows: name another one")
+    table = Table(config, dataset, lambda position: f"{what}, row {position},")
+    table.row(0)
+    return table
 
 
-def _open_verifiers(config: SourceConfig, name: str, options: Mapping[str, Any], what: str) -> HuggingFaceTable:
+def _open_verifiers(config: SourceConfig, name: str, options: Mapping[str, Any], what: str) -> Table:
     """Open `verifiers:NAME`, or `verifiers:NAME:eval` for the environment's evaluation rows."""
     name, _, side = name.partition(":")
-    return HuggingFaceTable(config, verifiers_tasks.rows(name, options, side or "train"), what)
+    return _table(config, verifiers_tasks.rows(name, options, side or "train"), what)
 
 
-def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, Any], what: str) -> HuggingFaceTable:
+def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, Any], what: str) -> Table:
     """Open `hf:NAME`, `hf:NAME:SPLIT` (SPLIT replaces data.split), or a folder written by save_to_disk."""
     import datasets  # takes seconds
 
@@ -551,4 +534,4 @@ def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, An
         if split not in dataset:
             raise UserError(f"{what} has no split {split!r}: set data.split to one of {', '.join(dataset)}")
         dataset = dataset[split]
-    return HuggingFaceTable(config, dataset, what)
+    return _table(config, dataset, what)
