@@ -140,7 +140,12 @@ class Trajectory:
     @property
     def credits(self) -> np.ndarray:
         """float64 [T]: what each token is credited with."""
-        return np.full(len(self), self.reward) if self.returns is None else self.returns
+        return self.filled("returns")
+
+    def filled(self, name: str) -> np.ndarray:
+        """An array of it. If it does not have this one: its reward at each token for the returns, else 0."""
+        array: np.ndarray | None = getattr(self, name)
+        return np.full(len(self), self.reward if name == "returns" else 0) if array is None else array
 
     def sequences(self) -> Iterator[Trajectory]:
         """Each branch as a trajectory without branches, from its first token on. Only the branch that owns a sampled
@@ -191,20 +196,18 @@ def common(first: np.ndarray, second: np.ndarray) -> int:
 
 
 def columns(samples: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """The samples as the arrays of COLUMNS. `trajectories` is the inverse. Only if a sample has returns, there are
-    returns; only if one has branches, there are those of branches."""
+    """The samples as the arrays of COLUMNS. `trajectories` is the inverse. There is a column of tokens if a sample has
+    it, and there are those of branches if one has branches."""
     table = {
         "lengths": [len(t) for t in samples],
         "rewards": [t.reward for t in samples],
         "cut": [t.finish == "length" for t in samples],
         **{
-            name: np.concatenate([getattr(t, name) for t in samples])
-            for name, column in TOKEN_COLUMNS.items()
-            if column.required
+            name: np.concatenate([t.filled(name) for t in samples])
+            for name in TOKEN_COLUMNS
+            if any(getattr(t, name) is not None for t in samples)
         },
     }
-    if any(t.returns is not None for t in samples):
-        table["returns"] = np.concatenate([t.credits for t in samples])
     if any(t.branches for t in samples):
         branches = [branch for t in samples for branch in t.branches]
         table["branch_counts"] = [len(t.branches) for t in samples]

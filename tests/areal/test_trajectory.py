@@ -1,6 +1,6 @@
 """What a workflow may return as a sample."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -75,6 +75,13 @@ def test_a_penalty_lowers_the_reward_and_every_return():
     lowered = BRANCHED.lowered(0.5)
     assert (lowered.reward, lowered.returns.tolist()) == (0.5, (np.arange(8) - 0.5).tolist())
     assert SAMPLE.lowered(0.5).returns is None
+
+
+def test_every_field_of_a_sample_comes_back_from_columns():
+    (again,) = trajectories(columns([BRANCHED]))
+    for name in (field.name for field in fields(Trajectory)):
+        assert getattr(BRANCHED, name) is not None, f"helpers.BRANCHED has no {name}: add one"
+        np.testing.assert_array_equal(getattr(again, name), getattr(BRANCHED, name))
 
 
 @pytest.mark.parametrize("samples", [(SAMPLE,), (BRANCHED, SAMPLE), (SAMPLE, replace(BRANCHED, returns=None))])
