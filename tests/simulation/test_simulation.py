@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -19,15 +20,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors.evaluator import Evaluator
-from actors.generator import Generator
-from actors.master import Master
-from actors.reward import Reward
-from actors.rollout_manager import RolloutManager
 from actors.simulation.loop import EndlessCallbacks
 from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import Chunk, LoadTimes
+from areal.roles import ROLES
 from areal.storage.spool import Spool
 from protocols.codec import MAX_BODY_BYTES
 from protocols.errors import BusyError
@@ -359,11 +356,10 @@ def test_the_master_may_die_at_any_point_of_an_abandoned_evaluation() -> None:
 
 
 def test_every_handler_of_every_actor_has_fail_points() -> None:
-    actors = {"master": Master, "trainer": Trainer, "generator": Generator, "reward": Reward}
-    actors |= {"rollout_manager": RolloutManager, "evaluator": Evaluator}
     # What no actor asks of another there: the monitor's and the other ranks' questions, and files, which all see.
     outsiders = {"ask_status", "ask_config", "fetch_weights", "send_weights", "transfer_done"}
-    for role, actor in actors.items():
+    for role in ("master", *ROLES):
+        actor = getattr(import_module(f"actors.{role}"), role.title().replace("_", ""))
         methods = [method for _, method in inspect.getmembers(actor) if hasattr(method, "handled_kind")]
         kinds = {method.handled_kind.kind for method in methods} - outsiders
         assert kinds == set(HANDLERS.get(role, ())), role

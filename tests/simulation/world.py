@@ -20,7 +20,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, assert_never
 from zlib import crc32
 
 import safetensors.numpy
@@ -558,6 +558,8 @@ class World:
             case faults.ClockJump(_, name, seconds):
                 if one := self._running(name):
                     one.loop.jump(seconds)
+            case _:
+                assert_never(fault)
 
     def _running(self, name: str) -> Incarnation | None:
         one = self.processes[name].running
