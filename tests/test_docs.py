@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,26 @@ def test_an_example_imports_what_is_public_and_runs(code):
         if error.name is None or error.name.partition(".")[0] in OURS:
             raise
         pytest.skip(f"{error.name} is not installed")
+
+
+def test_every_metric_of_a_step_is_explained():
+    from actors import trainer
+    from actors.parts.accounts import StepMeter
+    from areal.storage.events import COUNTERS
+    from areal.training.tally import StepResult
+
+    names = {*COUNTERS, *StepResult.__annotations__, *(f"{what}_seconds" for what in trainer.PHASES)}
+    for function in (StepMeter.metrics, trainer._metrics):
+        names |= set(re.findall(r'^\s+"(\w+)":', inspect.getsource(function), re.MULTILINE))
+    page = (ROOT / "docs" / "observe.md").read_text(encoding="utf-8")
+    assert not {name for name in names if f"`{name}`" not in page}
+
+
+def test_every_alert_is_explained():
+    names = re.findall(r'_alert\("(.+?)"', (ROOT / "areal" / "observe" / "alerts.py").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "observe.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| alert \|.*\n\|---.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    assert names and table and names == re.findall(r"^\| (.+?) \|", table[1], re.MULTILINE)
 
 
 def test_the_public_names_are_those_of_the_architecture_page():
