@@ -1,3 +1,6 @@
+import ast
+import inspect
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +18,8 @@ from areal.config import (
     dump_config,
     load_config,
 )
+from areal.engine_options import vllm_conflicts
+from areal.generation.engine import _engine_args
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUN = {
@@ -87,6 +92,14 @@ def test_an_override_may_name_a_base(tmp_path):
 def test_a_base_that_cannot_be_read_is_one_sentence(tmp_path, files, sentence):
     with pytest.raises(UserError, match=sentence):
         load_config(written(tmp_path, **files))
+
+
+def test_an_argument_of_vllm_that_a_key_sets_is_no_option():
+    source = ast.parse(inspect.getsource(_engine_args))
+    pairs = [zip(node.keys, node.values, strict=True) for node in ast.walk(source) if isinstance(node, ast.Dict)]
+    names = {ast.literal_eval(key) for key, value in itertools.chain(*pairs) if key and "config." in ast.unparse(value)}
+    assert "dtype" in names
+    assert all("cannot be set" in next(vllm_conflicts({name: None}), "") for name in names)
 
 
 @pytest.mark.parametrize(

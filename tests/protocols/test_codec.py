@@ -6,6 +6,7 @@ import json
 import struct
 import sys
 import tracemalloc
+from zlib import crc32
 
 import msgpack
 import numpy as np
@@ -531,6 +532,13 @@ def test_every_message_stands_in_the_table_or_in_a_list():
     classes = [cls for _, cls in inspect.getmembers(messages, inspect.isclass) if cls.__module__ == messages.__name__]
     sent = {cls.__name__ for cls in classes if issubclass(cls, messages.Message) and cls is not messages.Message}
     assert sent <= words, sent - words
+
+
+def test_messages_with_other_fields_have_another_version():
+    """After a change of a message, raise PROTOCOL_VERSION once for the next release, and note both here."""
+    classes = [cls for _, cls in inspect.getmembers(messages, inspect.isclass) if issubclass(cls, messages.Part)]
+    declared = {cls.__name__: inspect.get_annotations(cls) for cls in classes}
+    assert (PROTOCOL_VERSION, crc32(json.dumps(declared, sort_keys=True).encode())) == (20, 4061051183)
 
 
 def test_every_message_is_known_by_its_kind():
