@@ -1,7 +1,8 @@
 """Simulated engines without a model: weights are a chain of hashes, and sampling and training take virtual time.
 
-The log-prob of every token encodes, as an exact float32, the file of weights that sampled it. So when a group is
-trained, the simulation can check for each token that its version label is correct.
+The log-prob of every token encodes, as an exact float32, the token and the file of weights that sampled it. A score
+depends on all sampled tokens and on the row. So when a group is trained, the simulation can check that each token has
+its own log-prob and version, and each sample its own reward.
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol, Self
+from zlib import crc32
 
 import numpy as np
 
+from actors.simulation.engines import ModelTokenizer
 from areal.config import GeneratorConfig, SamplingConfig
 from areal.data.rows import Row
 from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
 from areal.rewards.pool import RewardFailed
 from areal.rewards.result import Result
 from areal.trajectory import Finish, Group, Tokens, Trajectory
+from areal.workflows.conversation import Generation
 from areal.workflows.session import Session
 
-# A log-prob is -(serial + 1) / SCALE, which is exact in float32 for all files that a simulation writes.
-SCALE = 4096.0
+# A log-prob is -((serial + 1) * MARKS + mark) / SCALE; the mark is the token modulo the prime TOKEN_MARKS. That is
+# exact in float32 for the first 4095 files that a simulation writes.
+MARKS, TOKEN_MARKS = 4096, 4093
+SCALE = float(1 << 24)
 # A token is its position in the sequence plus a multiple of POSITIONS, which makes completions differ.
 POSITIONS = 4096
 # The largest factor by which the tokens of a straggler are slower. Without it, a very slow sequence could not be told
@@ -37,6 +43,8 @@ SLOWEST = 30.0
 HELDOUT = 1_000_000
 # Interval at which an engine that lets running sequences finish before a load checks whether they have.
 FINISH_SECONDS = 0.05
+# Reward of one call of the workflow `branching`, beside the score of the sample.
+CALL_REWARD = 0.5
 # Bytes of the content of weights that depend only on what was trained. The bytes after them depend on the trainers that
 # computed the steps, as the last bits of real weights do.
 STEM_BYTES = 12
@@ -52,14 +60,15 @@ class Weights:
     writer: str
     folder: str
 
-    @property
-    def logprob(self) -> float:
-        return -(self.serial + 1) / SCALE
+
+def logprobs_of(tokens: np.ndarray, serials: np.ndarray | int) -> np.ndarray:
+    """What the files of weights with these serials give to the tokens: float32 [n]."""
+    return ((tokens % TOKEN_MARKS + (serials + 1) * MARKS) / -SCALE).astype(np.float32)
 
 
 def serials_of(logprobs: np.ndarray) -> np.ndarray:
     """The serials of the files of weights that sampled the tokens with these log-probs."""
-    return (-logprobs * SCALE).astype(np.int64) - 1
+    return (-logprobs * SCALE).astype(np.int64) // MARKS - 1
 
 
 def tokens_at(position: int, n: int, chance: int) -> np.ndarray:
@@ -392,10 +401,10 @@ class _Stream:
         finish: Finish | None = None if self._left else ("stop" if self._stops else "length")
         if len(parts) == 1:
             _, weights, version = parts[0]
-            logprobs, versions = np.full(n, weights.logprob, np.float32), np.full(n, version, np.int32)
+            logprobs, versions = logprobs_of(tokens, weights.serial), np.full(n, version, np.int32)
         else:
             counts = [part[0] for part in parts]
-            logprobs = np.repeat(np.array([part[1].logprob for part in parts], np.float32), counts)
+            logprobs = logprobs_of(tokens, np.repeat([part[1].serial for part in parts], counts))
             versions = np.repeat(np.array([part[2] for part in parts], np.int32), counts)
         return Chunk(tokens, logprobs, versions, finish)
 
@@ -515,9 +524,21 @@ def next_content(content: bytes, groups: Sequence[Group], hand: bytes) -> bytes:
     return digest.digest() + (blake2b(content[STEM_BYTES:] + hand, digest_size=4).digest() if hand else b"")
 
 
+class SimTokenizer(ModelTokenizer):
+    """The text of tokens names all of them, as a checksum."""
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, *, skip_special_tokens: bool) -> str:
+        return f"{len(tokens)} tokens, {crc32(np.asarray(tokens, np.int32).tobytes()):08x}"
+
+
+def score_of(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """The score of a completion."""
+    return crc32(f"{prompt} {completion} {row['answer']}".encode()) % 7 / 7
+
+
 class SimRewards:
-    """A reward pool whose scores depend only on the completion. `parts`: the number of parts of each score, and the
-    length of the text of each failure."""
+    """A reward pool whose scores depend only on the row and the completion. `parts`: the number of parts of each score,
+    and the length of the text of each failure."""
 
     def __init__(self, pace: Pace, mishaps: Mishaps, random: Random, toil: Toil, parts: int = 0) -> None:
         self._toil = toil
@@ -540,7 +561,7 @@ class SimRewards:
         await self._toil.take(self._pace.score * (0.5 + self._random.random()), "scoring")
         if self._mishaps.score_fails and self._random.random() < self._mishaps.score_fails:
             raise RewardFailed(self._words, "raised")
-        return Result(len(completion) % 7 / 7, self._parts)
+        return Result(score_of(prompt, completion, row), self._parts)
 
 
 class SimSource:
@@ -550,7 +571,8 @@ class SimSource:
         self._more = {"tests": "t" * bytes_a_row} if bytes_a_row else {}
 
     def row(self, index: int) -> Row:
-        return Row(index, f"{index}", "answer", None, {"prompt": f"{index}", "answer": "answer", **self._more})
+        answer = f"answer {index}"
+        return Row(index, f"{index}", answer, None, {"prompt": f"{index}", "answer": answer, **self._more})
 
     def heldout(self, i: int) -> Row:
         return self.row(HELDOUT + i)
@@ -565,5 +587,15 @@ async def branching(session: Session, row: Row) -> Trajectory:
     again = longer[: len(prompt) + len(one.tokens) // 2]
     await asyncio.gather(session.generate(longer, 4), session.generate(again, 2))
     await session.generate(np.arange(1, 3))
-    session.reward(other, 0.5)
-    return session.trajectory(await session.score(session.tokenizer.decode(one.tokens, skip_special_tokens=True)))
+    session.reward(other, CALL_REWARD)
+    return session.trajectory(await session.score(text_of(session.calls)))
+
+
+def text_of(calls: Sequence[Generation]) -> str:
+    """What is scored of a sample: the text of all its calls."""
+    return SimTokenizer().decode(np.concatenate([call.tokens for call in calls]), skip_special_tokens=True)
+
+
+def reward_of(row: Row, calls: Sequence[Generation], branches: bool) -> float:
+    """The reward of a sample of `branching`, or else of a single call."""
+    return score_of(f"{row.prompt}", text_of(calls), row.fields) + CALL_REWARD * branches

@@ -17,7 +17,7 @@ from actors import generator, rollout_manager
 from actors.generator import Generator
 from actors.master import Master
 from actors.parts.calls import Call
-from actors.parts.jobs import CallJobs, RoutedGenerators
+from actors.parts.jobs import CallJobs, RoutedGenerators, ScoreJob, ScoreJobs
 from actors.parts.sessions import SampleSession
 from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
@@ -28,7 +28,17 @@ from areal.storage.spool import Spool
 from areal.training.guard import Guard
 from areal.trajectory import Branch, Group, Trajectory, columns, paths
 from protocols.codec import Frame, decode_header, encode_header
-from protocols.messages import AskRecovery, Done, GroupStarted, JobFailed, KeepAlive, Message, Recovery, TokenColumns
+from protocols.messages import (
+    AskRecovery,
+    Done,
+    GroupStarted,
+    JobFailed,
+    KeepAlive,
+    Message,
+    Permit,
+    Recovery,
+    TokenColumns,
+)
 from protocols.transport import STREAM_SILENCE_SECONDS, Peer, RequestServer
 from simulation.engines import SimLearner
 
@@ -365,6 +375,52 @@ def keep_alives_count_nothing() -> AbstractContextManager[None]:
     return patch.multiple(Peer, _receive=receive_uncounted)
 
 
+def rewards_negated() -> AbstractContextManager[None]:
+    """A group arrives at the trainer with the opposites of its rewards."""
+
+    def negated(samples: Sequence[Trajectory]) -> dict[str, Any]:
+        table = columns(samples)
+        return table | {"rewards": -table["rewards"]}
+
+    return patch.multiple(rollout_manager, columns=negated)
+
+
+def scores_exchanged() -> AbstractContextManager[None]:
+    """Where two completions are scored for an asker at the same time, each gets the score of the other one."""
+    deliver = ScoreJobs.deliver
+
+    def deliver_exchanged(part: Message, jobs: dict[int, ScoreJob]) -> Sequence[JobFailed]:
+        if len(jobs) > 1:
+            first, second = list(jobs)[:2]
+            jobs[first], jobs[second] = jobs[second], jobs[first]
+        return deliver(part, jobs)
+
+    return patch.multiple(ScoreJobs, deliver=staticmethod(deliver_exchanged))
+
+
+def next_row_sampled() -> AbstractContextManager[None]:
+    """A group is sampled for the row after its own."""
+    sample = RolloutManager._sample
+
+    async def sample_next(manager: RolloutManager, permit: Permit) -> tuple[Group, int, dict[str, float]]:
+        moved = permit.model_copy(update={"prompt_index": permit.prompt_index + 1})
+        group, *more = await sample(manager, moved)
+        return replace(group, prompt_index=permit.prompt_index), *more  # type: ignore[return-value]
+
+    return patch.multiple(RolloutManager, _sample=sample_next)
+
+
+def logprobs_reversed_after_a_break() -> AbstractContextManager[None]:
+    """A sequence that continues on another generator has the log-probs that it brings in the opposite order."""
+    leave = RoutedGenerators._leave
+
+    async def leave_reversed(generators: RoutedGenerators, call: Call, *more: Any) -> Any:
+        call._logprobs[: call.sampled] = call._logprobs[: call.sampled][::-1].copy()
+        return await leave(generators, call, *more)
+
+    return patch.multiple(RoutedGenerators, _leave=leave_reversed)
+
+
 MUTANTS: dict[str, Mutant] = {
     "capacity from a counter": capacity_from_a_counter,
     "no de-duplication": no_deduplication,
@@ -401,4 +457,8 @@ MUTANTS: dict[str, Mutant] = {
     "failures in parts are lost": failures_in_parts_are_lost,
     "columns mixed up": columns_mixed_up,
     "keep-alives count nothing": keep_alives_count_nothing,
+    "rewards negated": rewards_negated,
+    "scores exchanged": scores_exchanged,
+    "next row sampled": next_row_sampled,
+    "log-probs reversed after a break": logprobs_reversed_after_a_break,
 }

@@ -17,14 +17,26 @@ import msgpack
 import numpy as np
 
 from areal.config import Config
+from areal.data.rows import Row as DataRow
 from areal.staleness.ledger import LEASE_EXPIRED, RELEASED, ZERO_SIGNAL, Ledger
 from areal.storage.rollouts import Rollout
 from areal.trajectory import Group, Trajectory
 from areal.workflows.conversation import Generation
 from protocols.codec import Frame
 from protocols.messages import EvaluationDone, Message
-from simulation.engines import Files, Weights, are_whole, is_doubtful, serials_of, stem
+from simulation.engines import (
+    Files,
+    SimTokenizer,
+    Weights,
+    are_whole,
+    is_doubtful,
+    logprobs_of,
+    reward_of,
+    serials_of,
+    stem,
+)
 from simulation.loop import WorldScheduler
+from simulation.model import BRANCHING
 
 # Differences between times, as floating-point numbers, that mean nothing.
 ROUNDING = 1e-6
@@ -65,7 +77,8 @@ class Book:
     lineage: int = -1
     trainer: str = ""
     rows: dict[str, Row] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
+    prompt_of: dict[str, int] = field(default_factory=dict)
+    """The prompt of each group that was ever admitted."""
     waiting: set[int] = field(default_factory=set)
     trained: dict[int, int] = field(default_factory=dict)
     discarded: dict[int, str] = field(default_factory=dict)
@@ -99,7 +112,7 @@ class Book:
             handler(**body)
 
     def _admitted(self, group_id: str, prompt_index: int, owner: str, version: int, **_: Any) -> None:
-        self._hold(group_id not in self.seen, f"{group_id} is admitted a second time", group_id)
+        self._hold(group_id not in self.prompt_of, f"{group_id} is admitted a second time", group_id)
         self._hold(
             prompt_index not in self.trained, f"prompt {prompt_index} is admitted again after training", group_id
         )
@@ -120,7 +133,7 @@ class Book:
         )
         self.prompts = max(self.prompts, prompt_index + 1)
         self.waiting.discard(prompt_index)
-        self.seen.add(group_id)
+        self.prompt_of[group_id] = prompt_index
         self.rows[group_id] = Row(prompt_index, owner)
 
     def _started(self, group_id: str, version: int) -> None:
@@ -278,6 +291,8 @@ class Oracle:
         self.calls: set[tuple[str, tuple[str, str, bytes]]] = set()
         self._check_is_due = False
         self._samples: set[bytes] = set()  # digests of the samples that workflows made
+        self._tokenizer = SimTokenizer()
+        self._branching = config.rollout_manager.workflow == BRANCHING
         self.scores_fail = False
         """Whether scores may fail, so that an evaluation may have none."""
         self.clock: Callable[[], float] = lambda: 0.0
@@ -503,30 +518,41 @@ class Oracle:
                 raise Violation(f"{group.id} has {len(group.trajectories)} samples", group.id)
             if self.config.filter_zero_signal and len(set().union(*map(credits_of, group.trajectories))) == 1:
                 raise Violation(f"{group.id} is trained, but has no signal", group.id)
+            start = self._tokenizer.encode(f"{self.disk.prompt_of[group.id]}", add_special_tokens=False)
             for part in group.trajectories:
+                if part.tokens[: len(start)].tolist() != start:
+                    raise Violation(f"a sample of {group.id}, whose prompt is {start}, is {part.tokens}", group.id)
                 if _digest(part) not in self._samples:
                     raise Violation(f"a sample of {group.id} is trained that no workflow made: {part}", group.id)
                 for own in part.sequences():
                     if not are_whole(own.tokens, own.sampled):
                         raise Violation(f"tokens of {group.id} are lost or repeated: {own.tokens}", group.id)
-                self._check_labels(group.id, part.logprobs[part.sampled], part.versions[part.sampled])
+                self._check_labels(group.id, part)
             age = version - group.start_version
             if self.memory.bounds_groups and age > bound:
                 raise Violation(f"{group.id} is {age} versions old when it is trained", group.id)
 
-    def sampled(self, sample: Trajectory, calls: Sequence[Generation]) -> None:
-        """A workflow has made a sample of these calls."""
-        self._guard(self._check_sample, sample, calls)
-        self._samples.add(_digest(sample))
+    def sampled(self, row: DataRow, sample: Trajectory, calls: Sequence[Generation], trains: bool = True) -> None:
+        """A workflow has made a sample of the row, of these calls. `trains`: whether it may be trained."""
+        self._guard(self._check_sample, row, sample, calls)
+        if trains:
+            self._samples.add(_digest(sample))
 
-    def _check_sample(self, sample: Trajectory, calls: Sequence[Generation]) -> None:
+    def _check_sample(self, row: DataRow, sample: Trajectory, calls: Sequence[Generation]) -> None:
+        reward = reward_of(row, calls, self._branching)
+        if abs(sample.reward - reward) > ROUNDING:
+            raise Violation(f"a sample of row {row.index} has the reward {sample.reward}, but its score is {reward}")
         trained = sorted(pair for own in sample.sequences() for pair in _sampled(own.tokens, own.logprobs, own.sampled))
         if trained != sorted(pair for call in calls for pair in _sampled(call.tokens, call.logprobs)):
             raise Violation(f"a sample trains {trained}, but its calls are {calls}")
 
-    def _check_labels(self, group: str, logprobs: Any, versions: Any) -> None:
-        """Check that each token was sampled by the run's weights of the version on its label."""
-        pairs = dict.fromkeys(zip(serials_of(logprobs).tolist(), versions.tolist(), strict=True))
+    def _check_labels(self, group: str, part: Trajectory) -> None:
+        """Check that each token was sampled by the run's weights of the version on its label, with this log-prob."""
+        tokens, logprobs, versions = (column[part.sampled] for column in (part.tokens, part.logprobs, part.versions))
+        serials = serials_of(logprobs)
+        if not np.array_equal(logprobs_of(tokens, serials), logprobs):
+            raise Violation(f"tokens of {group} have log-probs of others: {tokens}, {logprobs}", group)
+        pairs = dict.fromkeys(zip(serials.tolist(), versions.tolist(), strict=True))
         for serial, version in pairs:
             weights = self.files.written[serial]
             if version >= len(self.contents) or stem(weights.content) != self.contents[version]:
@@ -546,7 +572,7 @@ class Oracle:
         name = f"an evaluation of {version}"
         for row, (scores, tokens) in rows.items():
             for part in seen[row]:
-                self._check_labels(name, part.logprobs[part.sampled], part.versions[part.sampled])
+                self._check_labels(name, part)
                 if set(part.versions[part.sampled].tolist()) != {version}:
                     raise Violation(f"{name} has tokens of versions {part.versions.tolist()}")
             known = [part.reward for part in seen[row]], sum(int(part.sampled.sum()) for part in seen[row])
@@ -693,8 +719,7 @@ def _sampled(tokens: np.ndarray, logprobs: np.ndarray, which: Any = slice(None))
 
 
 def _digest(sample: Trajectory) -> bytes:
-    found = blake2b(digest_size=16)
-    for own in sample.sequences():
-        for column in (own.tokens, own.logprobs, own.versions, own.returns):
-            found.update(b"" if column is None else column.tobytes())
+    found = blake2b(f"{sample.reward} {sample.finish} {sample.branches}".encode(), digest_size=16)
+    for column in (sample.tokens, sample.logprobs, sample.versions, sample.credits):
+        found.update(column.tobytes())
     return found.digest()

@@ -591,6 +591,10 @@ CAUGHT_BY = {
     "old trainers give devices": (53, 500),
     "failures in parts are lost": (6, 120),
     "columns mixed up": (84, 120),
+    "rewards negated": (0, 10),
+    "scores exchanged": (0, 10),
+    "next row sampled": (0, 10),
+    "log-probs reversed after a break": (0, 60),
 }
 
 

@@ -15,7 +15,7 @@ from areal.generation.engine import EngineError, WeightLoadError
 from areal.rewards.pool import RewardFailed
 from areal.rewards.result import Result
 from areal.staleness import failures
-from simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource
+from simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource, score_of
 from simulation.faults import Kill, Pause, Plan
 from simulation.model import Model
 from simulation.world import World
@@ -97,13 +97,13 @@ def test_a_workflow_may_take_its_time_between_two_calls(monkeypatch: pytest.Monk
 def test_each_score_is_computed_once_however_long_the_queue_is(monkeypatch: pytest.MonkeyPatch) -> None:
     scored = 0
 
-    async def one_at_a_time(self: Any, *_: Any, **__: Any) -> Result:
+    async def one_at_a_time(self: Any, name: str, prompt: str, completion: str, row: Any, *_: Any) -> Result:
         nonlocal scored
         lock = self.__dict__.setdefault("lock", asyncio.Lock())
         async with lock:
             await asyncio.sleep(30.0)
         scored += 1
-        return Result(scored % 7 / 7, {})
+        return Result(score_of(prompt, completion, row), {})
 
     monkeypatch.setattr(SimRewards, "score", one_at_a_time)
     run(model(steps=4, batch_size=4, group_size=4, max_staleness=2, run_ahead="max", concurrent=32))
@@ -266,7 +266,7 @@ def test_weights_that_are_removed_while_sequences_finish_are_not_loaded(monkeypa
 
 
 def test_an_evaluation_that_reaches_its_limit_reports_what_it_has() -> None:
-    settings = model(steps=2, eval_size=12, samples=2, pace=Pace(score=20.0), evaluation_seconds=15.0)
+    settings = model(steps=2, eval_size=12, samples=2, pace=Pace(score=20.0), evaluation_seconds=18.0)
     world, _ = run(settings)
     done = [body["evaluation"] for kind, body in world.oracle.events if kind == "evaluated"]
     assert all(0 < one["unfinished"] < 24 for one in done)

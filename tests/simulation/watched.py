@@ -128,7 +128,7 @@ class WatchedManager(RolloutManager):
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         done = await super().run_workflow(session, row)
-        self.oracle.sampled(done, session.calls)
+        self.oracle.sampled(row, done, session.calls)
         return done
 
 
@@ -139,6 +139,7 @@ class WatchedEvaluator(Evaluator):
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         done = await super().run_workflow(session, row)
+        self.oracle.sampled(row, done, session.calls, trains=False)
         self._seen.setdefault(row.index - HELDOUT, []).append(done)
         return done
 

@@ -30,7 +30,6 @@ from actors.master import Master
 from actors.reward import Reward
 from actors.runtime.actor import Ending
 from actors.runtime.addresses import Door
-from actors.simulation.engines import ModelTokenizer
 from actors.simulation.loop import EndlessCallbacks
 from actors.simulation.network import SimNetwork
 from actors.trainer import Trainer
@@ -49,6 +48,7 @@ from simulation.engines import (
     SimLearner,
     SimRewards,
     SimSource,
+    SimTokenizer,
     Weights,
 )
 from simulation.failpoints import FailPoints
@@ -267,7 +267,7 @@ class World:
             case "reward":
                 return Reward(one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
         common["open_source"] = lambda config, seed: SimSource(self.model.bytes_a_row)
-        common["load_tokenizer"] = lambda *_: ModelTokenizer()
+        common["load_tokenizer"] = lambda *_: SimTokenizer()
         watched = WatchedManager if one.role == "rollout_manager" else WatchedEvaluator
         sampler = watched(one.bus, MASTER, **common)
         sampler.oracle = self.oracle
