@@ -191,6 +191,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from actors.parts.direct_weights import check_transport
+    from actors.parts.record import check_record
     from actors.runtime.addresses import take_folder
     from actors.runtime.preflight import check
     from actors.watching.monitor import print_summary
@@ -204,6 +205,8 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     check(config)
     environments = deal_out(config, [name for name, role in ROLES.items() for _ in range(role.processes(config))])
     network = take_folder(config, bool(arguments.resume))
+    if arguments.resume:
+        check_record(config)
     store_configuration(config)
     if config.master.address != address:
         print(f"{address} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
@@ -270,6 +273,7 @@ def supervise(
 def run_master(config: Config, resume: bool = False) -> int:
     """Run the master of a new run, or of one that goes on."""
     from actors.master import Master
+    from actors.parts.record import check_record
     from actors.runtime import delays
     from actors.runtime.actor import incarnation
     from actors.runtime.addresses import open_network, take_folder
@@ -287,9 +291,11 @@ def run_master(config: Config, resume: bool = False) -> int:
     tracking.check(config.observe)
     # The supervisor, if there is one, has claimed the folder.
     network = open_network(host_of(config.master.address)) if SUPERVISED in os.environ else take_folder(config, resume)
+    if resume:
+        check_record(config)
     config = uvloop.run(prepare(config)).model_copy(update={"run_dir": config.run_dir.resolve()})
     journal = Journal.open(config.folder / "journal.db")  # the lock on the journal also guards the run folder
-    folder = RunFolder(config)
+    folder = RunFolder(config, journal.run)
     write_log_file(folder.path / "logs" / "master-0.jsonl")
 
     async def run() -> Ending:

@@ -492,6 +492,7 @@ class Master(HandlesRequests):
             self.state.emit("lineage_opened", lineage=self.state.lineage + 1, trainer=request.sender)
             self._evaluations.abandon("a new trainer has opened a new lineage")
         return Recovery(
+            run=self.journal.run,
             lineage=self.state.lineage,
             version=self.ledger.version,
             checkpoint_version=self.state.checkpoint_version,

@@ -316,6 +316,8 @@ class Trainer(Actor):
         """Restore the state of the run's last trainer: load the last checkpoint, redo the steps since, and publish."""
         spooled = await asyncio.to_thread(self._spool.ids)
         recovery = await self.ask_master(AskRecovery(spooled="\n".join(spooled)), Recovery)
+        await asyncio.to_thread(self._spool.assign, recovery.run)
+        await asyncio.to_thread(self._rollouts.assign, recovery.run)
         await asyncio.to_thread(self._spool.forget, recovery.drop.splitlines())
         self._takes_groups = True  # not before: one that the master did not know to be ready then would be dropped
         self._lineage = recovery.lineage

@@ -572,8 +572,9 @@ class AskRecovery(Message):
 class Recovery(Message):
     """What a starting trainer has to do: load `checkpoint` (None: the run's model), which is version
     `checkpoint_version`; redo the logged batches up to `version`; publish that version under `lineage`. The payloads of
-    the groups in `drop`, one a line, are no longer needed."""
+    the groups in `drop`, one a line, are no longer needed. `run`: the identity of the run."""
 
+    run: str
     lineage: int
     version: int
     checkpoint_version: int

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
+import shutil
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,15 +25,25 @@ Store = TypeVar("Store")
 # A previous process that was just killed may take a moment to exit.
 LOCK_ATTEMPTS = 100
 LOCK_RETRY_SECONDS = 0.1
+# What a file says of itself: `run`, the identity of its run; `program`, the version of the program that used it last.
+FACTS = "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);"
+PROGRAM = "areal-as-actors"
 
 
-def open_store(path: Path, noun: str, make: Callable[[sqlite3.Connection, int], Store]) -> Store:
+class FormatError(sqlite3.DatabaseError):
+    """Another version of this program has written the file."""
+
+
+def open_store(
+    path: Path, noun: str, make: Callable[[sqlite3.Connection, int], Store], original: Path | None = None
+) -> Store:  # fmt: skip
     """Open the file, which is made if it is missing, and return what `make` makes of the connection and the lock.
 
     Any thread may use the connection. The lock is a descriptor that keeps other processes out until it is closed or
-    this process ends. Raises UserError if another process keeps using the file, if the file is not a `noun`, or if it
-    cannot be used.
+    this process ends. original: of a copy, named in errors. Raises UserError if another process keeps using the file,
+    if the file is not a `noun`, or if it cannot be used.
     """
+    name = original or path
     try:
         with ExitStack() as undo:
             lock = _lock(path, noun)
@@ -39,17 +52,26 @@ def open_store(path: Path, noun: str, make: Callable[[sqlite3.Connection, int], 
             store = make(connection, lock)
             undo.pop_all()
         return store
+    except FormatError as error:
+        raise UserError(
+            f"{name} cannot be used as a {noun} ({error}): resume the run with that version, or start a new run from "
+            f"its last checkpoint with model=CHECKPOINT."
+        ) from error
     except sqlite3.DatabaseError as error:
         raise UserError(
-            f"{path} cannot be used as a {noun} ({error}): move it away or choose another folder for the run"
+            f"{name} cannot be used as a {noun} ({error}): put back a backup of the run, or choose another folder for this one"
         ) from error
 
 
-def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str) -> None:
-    """Make every transaction survive a crash of the machine, and create the tables of `schema` in a new file.
+def prepare(
+    connection: sqlite3.Connection, mark: int, version: int, schema: str, upgrades: Mapping[int, str]
+) -> None:  # fmt: skip
+    """Make every transaction survive a crash of the machine, create the tables of `schema` in a new file, and bring an
+    earlier format to this one.
 
-    mark: the application id of this kind of file. version: its format version. Raises sqlite3.DatabaseError, without
-    changing the file, if the file is of another kind or format version.
+    mark: the application id of this kind of file. version: its format version. upgrades: what leads from an earlier
+    version to the next one, in SQL. Raises sqlite3.DatabaseError, without changing the file, if the file is of another
+    kind, or of a format that cannot be read.
     """
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # before the first access, which would create shared memory
     marks = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
@@ -57,13 +79,59 @@ def prepare(connection: sqlite3.Connection, mark: int, version: int, schema: str
     new = marks == [0, 0] and not tables
     if not new and marks[0] != mark:
         raise sqlite3.DatabaseError("it is a database of another program or purpose")
-    if not new and marks[1] != version:
-        raise sqlite3.DatabaseError(f"it has format version {marks[1]}, this program reads {version}")
+    if not new and any(step not in upgrades for step in range(marks[1], version)) or marks[1] > version:
+        program = fact(connection, "program") or "an earlier version"
+        raise FormatError(f"{program} wrote it in format version {marks[1]}, this program reads {version}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
-    if new:
-        marking = f"PRAGMA application_id = {mark}; PRAGMA user_version = {version};"
-        connection.executescript(f"BEGIN; {schema} {marking} COMMIT;")
+    steps = [schema, FACTS, f"PRAGMA application_id = {mark};"] if new else map(upgrades.get, range(marks[1], version))
+    if new or marks[1] != version:
+        connection.executescript(f"BEGIN; {' '.join(map(str, steps))} PRAGMA user_version = {version}; COMMIT;")
+
+
+def fact(connection: sqlite3.Connection, name: str) -> str:
+    """What the file says of itself; empty if it does not."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
+        return ""
+    row = connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+    return row[0] if row else ""
+
+
+def note(connection: sqlite3.Connection, name: str, value: str) -> None:
+    """Make the file say something of itself."""
+    if fact(connection, name) != value:
+        with connection:
+            connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+
+
+def note_program(connection: sqlite3.Connection) -> None:
+    note(connection, "program", f"version {version_of(PROGRAM)}")
+
+
+def new_identity() -> str:
+    """An identity for a run."""
+    return secrets.token_hex(8)
+
+
+def copy_store(path: Path, folder: Path) -> Path:
+    """Copy a file that `open_store` has made into `folder`, also while another process uses it. Returns the copy, which
+    has everything that was on disk when this began.
+
+    Its user alone may open it. What SQLite appends goes into the log, and only a log that is complete goes into the
+    file: copies of both are one state if the file did not change meanwhile.
+    """
+    log, copy = path.with_name(f"{path.name}-wal"), folder / path.name
+    while True:
+        before = path.stat()
+        shutil.copyfile(path, copy)
+        copied_log = copy.with_name(log.name)
+        try:
+            shutil.copyfile(log, copied_log)
+        except FileNotFoundError:  # its user has ended in order
+            copied_log.unlink(missing_ok=True)
+        after = path.stat()
+        if (before.st_mtime_ns, before.st_size, before.st_ino) == (after.st_mtime_ns, after.st_size, after.st_ino):
+            return copy
 
 
 def try_lock(file: int, attempts: int) -> bool:

@@ -5,7 +5,7 @@
 
 Everything that is appended while a transaction is being written goes into the next transaction, so callers of `durable`
 share the cost of a disk write. After a crash, each transaction is on disk completely or not at all, and a transaction
-is only there if all earlier ones are.
+is only there if all earlier ones are. SQLite has no checksums of what it stores, so each event has one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from zlib import crc32
 
-from areal.storage.database import open_store, prepare
+from areal.config import UserError
+from areal.storage.database import FACTS, fact, new_identity, note, note_program, open_store, prepare
+from areal.storage.run_folder import ways_out
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files
 _SCHEMA = """
-    CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL);
-    CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL);
+    CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL, crc INTEGER);
+    CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL, crc INTEGER);
 """
+_UPGRADES = {4: f"ALTER TABLE events ADD COLUMN crc INTEGER; ALTER TABLE snapshot ADD COLUMN crc INTEGER; {FACTS}"}
 
 
 class JournalError(Exception):
@@ -37,12 +41,16 @@ class Journal:
     """See the module. All methods must be called from one event loop; a thread of the journal's own writes the file.
 
     connection: usable from several threads; the journal's tables are created unless it has them. lock: a descriptor
-    that `close` closes. `size`: the number of events since the last snapshot.
+    that `close` closes. `size`: the number of events since the last snapshot. `run`: the identity of the run, which is
+    made with the file. `file`: named in errors.
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
-        prepare(connection, _MARK, FORMAT_VERSION, _SCHEMA)
+        prepare(connection, _MARK, FORMAT_VERSION, _SCHEMA, _UPGRADES)
         self._connection = connection
+        self.run = fact(connection, "run")
+        (_, _, file), *_ = connection.execute("PRAGMA database_list")
+        self.file = Path(file)
         self._lock = lock
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._snapshot: str | None = None  # to be written, and then the events
@@ -53,18 +61,31 @@ class Journal:
         (self.size,) = connection.execute("SELECT count(*) FROM events").fetchone()
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open the journal in the file, which is made if it is missing.
+    def open(cls, path: Path, original: Path | None = None) -> Self:
+        """Open the journal in the file, which is made if it is missing. original: of a copy, named in errors.
 
         Raises UserError if another process keeps using it, or if it is not a journal of this format.
         """
-        return open_store(path, "journal", cls)
+        journal = open_store(path, "journal", cls, original)
+        journal.file = original or path
+        journal.run = journal.run or new_identity()
+        note(journal._connection, "run", journal.run)
+        note_program(journal._connection)
+        return journal
 
     def read(self) -> tuple[dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]:
-        """Return what is on disk: the last snapshot or None, and (kind, body) of each event since then."""
-        snapshot = self._connection.execute("SELECT body FROM snapshot").fetchone()
-        events = self._connection.execute("SELECT kind, body FROM events ORDER BY seq").fetchall()
-        return snapshot and json.loads(snapshot[0]), [(kind, json.loads(body)) for kind, body in events]
+        """Return what is on disk: the last snapshot or None, and (kind, body) of each event since then. Raises
+        UserError if a part of it is missing or not as it was written."""
+        try:
+            snapshot = self._connection.execute("SELECT 'snapshot', body, crc FROM snapshot").fetchone()
+            events = self._connection.execute("SELECT kind, body, crc, seq FROM events ORDER BY seq").fetchall()
+        except sqlite3.DatabaseError as error:
+            raise _damaged(self.file, str(error)) from error
+        for expected, (*_, seq) in enumerate(events, 1):
+            if seq != expected:
+                raise _damaged(self.file, f"event {expected} is missing")
+        state = snapshot and _body(self.file, "the snapshot", *snapshot)
+        return state, [(kind, _body(self.file, f"event {seq}", kind, body, crc)) for kind, body, crc, seq in events]
 
     def append(self, kind: str, body: dict[str, Any]) -> None:
         """Append an event. Later changes of `body` have no effect. The event is on disk after the next `durable`."""
@@ -109,11 +130,31 @@ class Journal:
         with self._connection:
             if snapshot is not None:
                 self._connection.execute("DELETE FROM events")
-                self._connection.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?)", (snapshot,))
-            self._connection.executemany("INSERT INTO events (kind, body) VALUES (?, ?)", events)
+                crc = _checksum("snapshot", snapshot)
+                self._connection.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?)", (snapshot, crc))
+            rows = ((kind, body, _checksum(kind, body)) for kind, body in events)
+            self._connection.executemany("INSERT INTO events (kind, body, crc) VALUES (?, ?, ?)", rows)
 
     def _committed(self, up_to: int, commit: asyncio.Future[None]) -> None:
         self._commit = None
         self._failure = commit.exception()
         if self._failure is None:
             self._durable = up_to
+
+
+def _checksum(kind: str, body: str) -> int:
+    return crc32(body.encode(), crc32(kind.encode()))
+
+
+def _body(file: Path, name: str, kind: str, body: str, crc: int | None) -> Any:
+    """The body of an event. crc: None if an earlier version has written it."""
+    if crc not in (None, _checksum(kind, body)):
+        raise _damaged(file, f"{name} ({kind}) does not have the checksum that it was written with")
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise _damaged(file, f"{name} ({kind}) is no JSON, {error}") from error
+
+
+def _damaged(file: Path, what: str) -> UserError:
+    return UserError(f"The journal {file} is damaged ({what}): {ways_out(file.parent)}")

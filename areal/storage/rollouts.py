@@ -93,7 +93,7 @@ class RolloutWriter:
 
     selection: `all`, `sample` or `none`. limit: bytes of all files together. texts: decodes sequences of tokens.
     `step`: the newest step whose trained groups are in the files or added. `waiting`: bytes that `write` would write,
-    before they are compressed.
+    before they are compressed. `run`: the identity of the run, which each file has.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class RolloutWriter:
         self._texts = texts
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._pending: list[Rollout] = []
+        self.run = ""
         self._newest_ids: deque[str] = deque(maxlen=KNOWN_GROUPS)
         self._number = self.step = self.waiting = 0
         for step, ids in self.earlier() if self._keep_every else ():
@@ -121,6 +122,13 @@ class RolloutWriter:
                 log.error(str(error))
                 continue
             yield pc.max(table["step"]).as_py() or 0, table["group"].unique().to_pylist()
+
+    def assign(self, run: str) -> None:
+        """Write for the run with this identity. Raises UserError if the files are of another one."""
+        self.run = run
+        for path in files(self._folder)[-1:]:
+            if _run_of(path) not in ("", run):
+                raise UserError(f"The rollouts in {self._folder} are those of another run: move the folder away.")
 
     def add_trained(self, step: int, groups: Sequence[Group], values: TokenValues | None) -> None:
         """Add the groups that a step has trained, unless the files have this step."""
@@ -162,7 +170,8 @@ class RolloutWriter:
         path = self._folder / f"{self._number + 1:06}.parquet"
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:
-            with pq.ParquetWriter(file, SCHEMA, compression="zstd", use_dictionary=_DICTIONARY) as parquet:
+            schema = SCHEMA.with_metadata({**SCHEMA.metadata, b"run": self.run.encode()})
+            with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=_DICTIONARY) as parquet:
                 for portion in _portions(_branches(rollouts)):
                     parquet.write_table(_table(portion, self._texts))
             file.flush()
@@ -317,6 +326,15 @@ def _read(path: Path, columns: list[str]) -> pa.Table:
         return pq.read_table(path, columns=columns)
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error) from None
+
+
+def _run_of(path: Path) -> str:
+    """The identity of the run that a file is of; empty if it has none or cannot be read."""
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (OSError, pa.ArrowException):
+        return ""
+    return metadata.get(b"run", b"").decode()
 
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:

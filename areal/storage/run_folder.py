@@ -53,10 +53,13 @@ STEADY = 3
 
 class RunFolder:
     """The folder of a run's results. The master writes it. Of a run that goes on, summary.json and report.html are
-    removed, an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off, and damaged ones are told."""
+    removed, an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off, and damaged ones are told.
 
-    def __init__(self, config: Config) -> None:
+    run: the identity of the run, which each record has."""
+
+    def __init__(self, config: Config, run: str = "") -> None:
         self.path = config.folder
+        self._run = run
         self._step = 0
         self._staleness_max = 0
         self._logprob_gap_max: float | None = None
@@ -78,7 +81,7 @@ class RunFolder:
         step is there already."""
         if metrics["step"] <= self._step:
             return
-        self._metrics.write(line_of(metrics | {"time": time.time()}))
+        self._metrics.write(self._line(metrics))
         # A restarted master repeats only the last record, so earlier records have to survive a crash of the machine.
         os.fsync(self._metrics.fileno())
         self._update_totals(metrics)
@@ -89,10 +92,13 @@ class RunFolder:
         if evaluation["version"] in self._evaluated:
             return
         with self._evaluations.open("a") as file:
-            file.write(line_of(evaluation | {"time": time.time()}))
+            file.write(self._line(evaluation))
             file.flush()
             os.fsync(file.fileno())
         self._evaluated.add(evaluation["version"])
+
+    def _line(self, record: dict[str, Any]) -> str:
+        return line_of(record | {"run": self._run, "time": time.time()})
 
     def _update_totals(self, metrics: dict[str, Any]) -> None:
         self._step = metrics["step"]
@@ -212,6 +218,34 @@ def steps_trained(folder: Path) -> int:
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint of the run in `folder`, a model folder; None if it has none."""
     return max(folder.glob("checkpoints/step_*"), key=lambda path: path.name, default=None)
+
+
+def ways_out(folder: Path) -> str:
+    """What to do if the record of the run in `folder` is not whole, for the end of a sentence."""
+    newest = last_checkpoint(folder)
+    weights = f" from its weights with model={newest}" if newest else ""
+    return f"put back a backup of {folder} (areal backup), or start a new run{weights}."
+
+
+def compare_record(folder: Path, run: str, version: int) -> None:
+    """Compare what else the run in `folder` has kept with its journal, which is of the run with the identity `run`
+    (empty: of an earlier version) and has trained `version`. Raises UserError if the journal is the older, or if they
+    are not of one run."""
+    journal, metrics, newest = folder / "journal.db", folder / "metrics.jsonl", last_checkpoint(folder)
+    # The checkpoint of a step may be on disk before the step is in the journal.
+    kept = {str(newest): int(newest.name.removeprefix("step_")) - 1} if newest else {}
+    runs = set()
+    for record in read_metrics(metrics):
+        kept[str(metrics)] = record["step"]
+        runs.add(record.get("run", run))
+    for name, step in kept.items():
+        if step > version:
+            raise UserError(
+                f"{journal} is not whole: it ends at step {version}, and {name} is of a later one. Put back the newer "
+                f"{journal.name} with its {journal.name}-wal, or {ways_out(folder)}"
+            )
+    if run and runs - {run}:
+        raise UserError(f"{metrics} has records of another run than {journal}: {ways_out(folder)}")
 
 
 def store_configuration(config: Config) -> None:

@@ -22,7 +22,7 @@ from areal.config import Config
 from areal.observe.timeline import read_events, spans
 from areal.staleness.failures import UNSCORED_LIMIT
 from areal.storage.journal import Journal
-from areal.storage.run_folder import RunFolder
+from areal.storage.run_folder import RunFolder, read_metrics
 from protocols.codec import Header, decode_body, decode_header, encode, encode_body
 from protocols.errors import BusError, BusyError, DeadlineError, FencedError, ForgedError, MalformedError, RefusedError
 from protocols.messages import (
@@ -637,9 +637,10 @@ async def test_a_version_that_is_due_is_held_by_one_generator_until_it_is_evalua
         due = await evaluator.ask(AskEvaluation())
         assert (due.version, due.holder) == (4, None)  # nothing newer will come
     assert fates(config) == ([0, 1, 2, 3], {})
-    records = [json.loads(line) for line in (config.folder / "evaluations.jsonl").read_text().splitlines()]
+    records = list(read_metrics(config.folder / "evaluations.jsonl"))
     assert [record["version"] for record in records] == [0, 1, 2, 3]
     assert records[1].pop("time") > 0
+    assert records[1].pop("run") == ""
     assert records[1] == {
         "version": 1, "accuracy": 0.5, "standard_error": None, "pass_at": {"1": 0.5}, "rows": 4, "failed": 0,
         "unfinished": 0, "completion_tokens_mean": 7.5, "benchmarks": {},

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sqlite3
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import areal.storage.database
 import areal.storage.journal
 from areal.config import UserError
+from areal.storage.database import copy_store
 from areal.storage.journal import Journal, JournalError
 from areal.storage.spool import Spool
 
@@ -323,3 +325,115 @@ def test_a_journal_that_was_made_but_never_written_is_an_empty_one(path: Path):
 def test_only_json_is_remembered():
     with pytest.raises(TypeError):
         Journal(in_memory()).append("event", {"what": object()})
+
+
+# ------------------------------------------------------------------------------------------------------ what is damaged
+
+
+def filled(path: Path, count: int = 5) -> str:
+    """Make a journal of `count` events. Returns the identity of its run."""
+
+    async def fill() -> str:
+        journal = Journal.open(path)
+        for number in range(count):
+            journal.append("ready", {"group": f"g{number}.0", "start_version": number})
+        await journal.durable()
+        journal.close()
+        return journal.run
+
+    return asyncio.run(fill())
+
+
+def change(path: Path, sql: str) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(sql)
+
+
+@pytest.mark.parametrize(
+    ("sql", "what"),
+    [
+        (
+            "UPDATE events SET body = replace(body, '3', '2') WHERE seq = 4",
+            "event 4 (ready) does not have the checksum",
+        ),
+        ("UPDATE events SET body = substr(body, 2) WHERE seq = 2", "event 2 (ready) does not have the checksum"),
+        ("UPDATE events SET kind = 'readz' WHERE seq = 1", "event 1 (readz) does not have the checksum"),
+        ("UPDATE events SET body = substr(body, 2), crc = NULL WHERE seq = 2", "event 2 (ready) is no JSON"),
+        ("DELETE FROM events WHERE seq = 3", "event 3 is missing"),
+        ("INSERT INTO snapshot VALUES (1, '{}', 7)", "the snapshot (snapshot) does not have the checksum"),
+    ],
+)
+def test_an_event_that_is_not_as_it_was_written_is_named_with_the_ways_out(path: Path, sql: str, what: str):
+    filled(path)
+    change(path, sql)
+    (path.parent / "checkpoints" / "step_000002").mkdir(parents=True)
+    journal = Journal.open(path)
+    with pytest.raises(UserError) as refused:
+        journal.read()
+    journal.close()
+    message = str(refused.value)
+    assert message.startswith(f"The journal {path} is damaged ({what}") and "\n" not in message
+    assert "areal backup" in message and f"model={path.parent}/checkpoints/step_000002" in message
+
+
+def test_a_zeroed_page_is_told_in_one_sentence(path: Path):
+    filled(path, 1000)
+    content = bytearray(path.read_bytes())
+    content[4096 * 5 : 4096 * 6] = bytes(4096)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="malformed.*: put back a backup"):
+        Journal.open(path).read()
+
+
+def test_a_journal_keeps_the_identity_of_its_run_and_no_two_have_the_same(path: Path):
+    run = filled(path)
+    journal = Journal.open(path)
+    assert journal.run == run != filled(path.with_name("other.db"))
+    journal.close()
+
+
+def test_a_journal_of_the_format_before_is_read_and_gets_an_identity(path: Path):
+    change(
+        path,
+        """
+        PRAGMA application_id = 0x4A524E4C; PRAGMA user_version = 4;
+        CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL);
+        CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL);
+        INSERT INTO events (kind, body) VALUES ('finished', '{"version": 3}');
+        """,
+    )
+    journal = Journal.open(path)
+    assert journal.run and journal.read() == (None, [("finished", {"version": 3})])
+    journal.close()
+
+
+def test_a_journal_of_a_later_format_names_the_version_that_wrote_it(path: Path):
+    write_later_format(path)
+    change(path, "UPDATE facts SET value = 'version 7.1.0' WHERE name = 'program'")
+    with pytest.raises(
+        UserError, match=r"version 7\.1\.0 wrote it in format version .*: resume the run with that version"
+    ):
+        Journal.open(path)
+
+
+def test_a_copy_of_a_journal_that_is_being_written_is_what_it_was_at_some_moment(path: Path, tmp_path: Path):
+    async def write_and_copy() -> None:
+        journal = Journal.open(path)
+        written = copied = 0
+        while copied < 10:
+            for _ in range(200):  # so much that SQLite empties its log in between
+                journal.append("event", {"number": written, "text": "x" * 100})
+                written += 1
+            copying = asyncio.create_task(asyncio.to_thread(copy_store, path, tmp_path / "copies"))
+            durable = written - 200
+            await journal.durable()
+            copy = Journal.open(await copying)
+            _, events = copy.read()
+            copy.close()
+            assert [body["number"] for _, body in events] == list(range(len(events)))
+            assert durable <= len(events) <= written and copy.run == journal.run
+            copied += 1
+        journal.close()
+
+    (tmp_path / "copies").mkdir()
+    asyncio.run(write_and_copy())

@@ -154,3 +154,13 @@ def test_a_file_that_cannot_be_read_is_named_and_stops_no_trainer(tmp_path):
     own.add_trained(2, [replace(group(2), notes="")], None)
     own.write()
     assert [path.stem for path in files(tmp_path)] == ["000001", "000002", "000003"]
+
+
+def test_the_files_are_those_of_one_run(tmp_path):
+    own = writer(tmp_path)
+    own.assign("a")
+    own.add_untrained(group(1), "discarded", "")
+    own.write()
+    writer(tmp_path).assign("a")
+    with pytest.raises(UserError, match="are those of another run"):
+        writer(tmp_path).assign("b")

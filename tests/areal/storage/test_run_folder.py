@@ -17,6 +17,7 @@ from areal.storage.claim import announce, claim, claimed_address
 from areal.storage.run_folder import (
     NewRecords,
     RunFolder,
+    compare_record,
     config_of_run,
     configuration_to_resume,
     read_metrics,
@@ -387,3 +388,30 @@ def test_records_are_read_once_each_and_when_they_are_whole(tmp_path):
     assert records.read() == [{"step": 2}]
     path.write_text('{"step": 1}\n')
     assert records.read() == [{"step": 1}]
+
+
+def test_a_journal_that_is_older_than_the_rest_of_the_record_is_refused_with_the_ways_out(config):
+    folder = RunFolder(config, "a")
+    for step in range(1, 10):
+        folder.append_metrics(record(step))
+    for version in (9, 10):
+        compare_record(folder.path, "a", version)
+    with pytest.raises(
+        UserError, match=r"journal.db is not whole: it ends at step 8, and .*metrics.jsonl is of a later"
+    ):
+        compare_record(folder.path, "a", 8)
+    with pytest.raises(UserError, match=r"with its journal.db-wal, or put back a backup of"):
+        compare_record(folder.path, "", 0)
+    (folder.path / "checkpoints" / "step_000010").mkdir(parents=True)
+    compare_record(folder.path, "a", 9)  # killed before its step was in the journal
+    (folder.path / "checkpoints" / "step_000011").mkdir()
+    with pytest.raises(UserError, match=r"it ends at step 9, and .*step_000011 is of a later one"):
+        compare_record(folder.path, "a", 9)
+
+
+def test_a_journal_of_another_run_is_refused(config):
+    folder = RunFolder(config, "a")
+    folder.append_metrics(record(1))
+    with pytest.raises(UserError, match="has records of another run"):
+        compare_record(folder.path, "b", 7)
+    compare_record(folder.path, "", 7)  # a journal of an earlier version

@@ -226,3 +226,30 @@ def test_a_file_that_is_no_spool_is_told_in_one_sentence(path: Path, write):
     with pytest.raises(UserError) as told:
         Spool.open(path)
     assert str(told.value).startswith(f"{path} cannot be used as a spool (") and "\n" not in str(told.value)
+
+
+# ------------------------------------------------------------------------------------------------------ what is damaged
+
+
+@pytest.mark.parametrize("place", [-200, 9, 0])
+def test_a_flipped_bit_in_a_group_is_found_and_named(path: Path, place: int):
+    spool = Spool.open(path)
+    for number in range(3):
+        spool.put(make_group(number, (100,)))
+    (blob,) = spool._connection.execute("SELECT arrays FROM groups WHERE id = 'g1.0'").fetchone()
+    flipped = bytearray(blob)
+    flipped[place] ^= 0x40
+    spool._connection.execute("UPDATE groups SET arrays = ? WHERE id = 'g1.0'", (bytes(flipped),))
+    assert [group.id for group in spool.get(["g0.0", "g2.0"])] == ["g0.0", "g2.0"]
+    with pytest.raises(UserError, match=f"The spool {path} is damaged .group g1.0 does not have the checksum"):
+        spool.get(["g0.0", "g1.0"])
+    spool.close()
+
+
+def test_a_spool_is_that_of_one_run(path: Path):
+    spool = Spool.open(path)
+    spool.assign("a")
+    spool.assign("a")
+    with pytest.raises(UserError, match="is the spool of another run: move it away"):
+        spool.assign("b")
+    spool.close()
