@@ -59,7 +59,8 @@ def open_store(
         ) from error
     except sqlite3.DatabaseError as error:
         raise UserError(
-            f"{name} cannot be used as a {noun} ({error}): put back a backup of the run, or choose another folder for this one"
+            f"{name} cannot be used as a {noun} ({error}): put back a backup of the run, or choose another folder for "
+            f"this one."
         ) from error
 
 
