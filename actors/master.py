@@ -43,6 +43,7 @@ from protocols.messages import (
     AskSnapshot,
     AskStatus,
     BatchAnswer,
+    Cause,
     CheckpointSaved,
     CommitStep,
     Configuration,
@@ -373,7 +374,7 @@ class Master(HandlesRequests):
         self.members.record_heartbeat(member.identity, beat)
         fresh = self._meter.count(beat.stats, None if pulse.restored else pulse.beat.stats)
         if beat.stats.get("samples_scored", 0.0) > 0:
-            self._failures.any_scored = True
+            self._failures.any_succeeded = True
         worked = beat.stats.get("work_done", 0.0) > pulse.beat.stats.get("work_done", 0.0)
         if changed or worked or fresh["tokens_generated"] > 0:
             self._progress.made()
@@ -458,6 +459,7 @@ class Master(HandlesRequests):
                 self._fail(self._failures.too_long(failed.reason))
             else:
                 self._count_failure(failed)
+            self._show_first(failed.cause, failed.reason, owner)
         self._changed.notify()
         return Done()
 
@@ -479,9 +481,14 @@ class Master(HandlesRequests):
 
     @handles(ScoringFailed)
     async def scoring_failed(self, request: Request[ScoringFailed]) -> Done:
-        self._member(request)
-        self._fail(self._failures.scoring_failed(request.message.reason, self._now()))
+        sender, failed = self._member(request).identity, request.message
+        self._show_first(failed.cause, failed.reason, sender)
+        self._fail(self._failures.sample_failed(failed.reason, self._now()))
         return Done()
+
+    def _show_first(self, cause: Cause, reason: str, sender: str) -> None:
+        if self._failures.is_first(cause, reason, actor_name(sender)):
+            log.error(self._failures.firsts[cause])
 
     # --- training
 
@@ -682,6 +689,7 @@ class Master(HandlesRequests):
                 "max_staleness": self.config.max_staleness,
                 **self._counts(),
                 "waiting": self._progress.describe(),
+                "alerts": list(self._failures.firsts.values()),
                 "metrics": self.state.last_step,
                 "recent": [] if since is None else self._meter.recent(since),
                 "accuracy": {

@@ -161,6 +161,7 @@ class RolloutManager(Sampler):
         try:
             row = self._source.row(permit.prompt_index)
         except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
+            log.error("row failed", row=permit.prompt_index, exc_info=error)
             raise _GroupFailed("row", f"row {permit.prompt_index} of the data cannot be used: {error}", 0) from None
         if too_long := self.services.too_long(row):
             raise _GroupFailed("long", too_long, 0)

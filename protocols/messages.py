@@ -342,8 +342,10 @@ class GroupFailed(Message):
 
 
 class ScoringFailed(Message):
-    """The sender could not score a completion, and has not scored any yet."""
+    """A sample of the sender failed or a reward refused it, for the first time for this cause, or before any sample of
+    the sender has succeeded."""
 
+    cause: Cause
     reason: Annotated[str, Field(max_length=4096)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.parsers import Parsers
-from protocols.messages import Done, ScoringFailed
+from protocols.messages import Cause, Done, ScoringFailed
 
 log = structlog.get_logger()
 
@@ -44,6 +45,7 @@ class Sampler(Actor):
         self._open_source = open_source
         self._load_tokenizer = load_tokenizer
         self.services: Services = None  # type: ignore[assignment]  # set by `setup`
+        self._causes: set[Cause] = set()  # of failures that were reported
 
     async def setup(self) -> None:
         config = self.config
@@ -60,7 +62,9 @@ class Sampler(Actor):
             tokenizer=tokenizer,
             parsers=parsers,
             generators=RoutedGenerators(self._router, self._servers),
-            rewards=RoutedRewards(self._router, self._servers, config, self.scoring_failed),
+            rewards=RoutedRewards(
+                self._router, self._servers, config, functools.partial(self.report_failure, "reward")
+            ),
             programs=Programs(config.sandbox),
             endpoint=Endpoint(config),
         )
@@ -70,7 +74,7 @@ class Sampler(Actor):
             await self.services.close()
 
     def stats(self) -> dict[str, float]:
-        return {"samples_scored": self.services.scored if self.services else 0}
+        return {"samples_scored": self.services.succeeded if self.services else 0}
 
     def oldest_work(self) -> tuple[str, float] | None:
         own_code = self.services.own_code if self.services else {}
@@ -79,11 +83,13 @@ class Sampler(Actor):
             return super().oldest_work()
         return f"the workflow's own code, in {len(own_code)} samples", since
 
-    def scoring_failed(self, reason: str) -> None:
-        """Report to the master that a completion could not be scored, unless this actor has scored one before. If no
-        completion of the run can be scored, the user's reward or workflow is probably wrong."""
-        if not self.services.scored:
-            self.spawn(self.ask_master(ScoringFailed(reason=reason[:4096]), Done), "scoring failed")
+    def report_failure(self, cause: Cause, reason: str) -> None:
+        """Report to the master that a sample failed, or that a reward refused it: the first of each cause, which the
+        user is shown, and all until one has succeeded. If no sample of the run does, the user's reward, workflow or
+        data are probably wrong."""
+        if not self.services.succeeded or cause not in self._causes:
+            self._causes.add(cause)
+            self.spawn(self.ask_master(ScoringFailed(cause=cause, reason=reason[:4096]), Done), "report failure")
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's own code: it fails
@@ -91,13 +97,18 @@ class Sampler(Actor):
         try:
             with session.in_workflow():
                 sample = (await self._workflow(session, row)).checked()
-        except (SampleFailed, asyncio.CancelledError):
+        except SampleFailed as failure:
+            if failure.cause not in ("reward", "workflow"):  # those are reported where they occur
+                self.report_failure(failure.cause, f"{failure}")
+            raise
+        except asyncio.CancelledError:
             raise
         except Exception as error:
             log.error("workflow failed", workflow=self.config.rollout_manager.workflow, exc_info=error)
-            self.scoring_failed(f"the workflow raised {type(error).__name__}: {error}")
-            raise SampleFailed("workflow", f"the workflow raised {type(error).__name__}: {error}") from error
+            reason = f"the workflow raised {type(error).__name__}: {error}"
+            self.report_failure("workflow", reason)
+            raise SampleFailed("workflow", reason) from error
         finally:
             session.close()
-        self.services.scored += 1  # for workflows that compute the reward without a reward actor
+        self.services.succeeded += 1
         return sample

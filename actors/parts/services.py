@@ -95,8 +95,8 @@ class Endpoint:
 
 @dataclass(eq=False)
 class Services:
-    """See the module. `scored`: number of scores from rewards, plus number of trajectories from workflows. `own_code`:
-    samples in their workflow's own code, and since when."""
+    """See the module. `succeeded`: number of samples that were finished and scored. `own_code`: samples in their
+    workflow's own code, and since when."""
 
     config: Config
     tokenizer: Any
@@ -105,7 +105,7 @@ class Services:
     rewards: Rewards
     programs: Programs
     endpoint: Endpoint
-    scored: int = 0
+    succeeded: int = 0
     own_code: dict[object, float] = field(default_factory=dict)
 
     def too_long(self, row: Row) -> str | None:

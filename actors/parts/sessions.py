@@ -132,6 +132,5 @@ class SampleSession(SampleState):
             results = {
                 name: await services.rewards.score(name, prompt, completion, row.fields, own_tokens) for name in weights
             }
-        services.scored += 1
         score, self.reward_parts = combined(weights, results)
         return score

@@ -32,6 +32,7 @@ from rich.console import Console
 
 from actors.runtime.actor import Ending, incarnation
 from actors.runtime.logs import LogFile
+from actors.watching.health import status_of
 from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
 from areal.config import Config
 from areal.processes import ROOT, SUPERVISED
@@ -62,6 +63,8 @@ STOP_SECONDS = 10.0
 # How long to read a dead child's output if a process that the child left behind still holds the pipe open.
 LAST_WORDS_SECONDS = 1.0
 ASK_SECONDS = 2.0
+# The interval of looks at the status of the run.
+LOOK_SECONDS = 2.0
 
 
 @dataclass(slots=True)
@@ -158,6 +161,7 @@ class Supervisor:
                         words = ["--index", str(index), "--master", address, *options]
                         child = self._add(role.name, index, words)
                         tasks.create_task(self._keep(child), name=child.name)
+                tasks.create_task(self._watch(bus, address), name="watch")
                 await self._view(bus, address, config, skipped)
 
         address = on_this_machine(config.master.address)
@@ -224,6 +228,17 @@ class Supervisor:
         finally:
             view.cancel()
             await asyncio.gather(view, return_exceptions=True)
+
+    async def _watch(self, bus: Bus, address: str) -> None:
+        """Print the alerts of the master, each once, on any kind of console."""
+        printed: set[str] = set()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            with contextlib.suppress(BusError):  # it is asked again
+                for alert in (await status_of(bus, address, ASK_SECONDS))["alerts"]:
+                    if alert not in printed:
+                        printed.add(alert)
+                        self._say(alert)
 
     async def _until_answers(self, master: Child, bus: Bus, address: str) -> None:
         """Wait until the master answers. Its output is shown meanwhile: it may first have to make the quickstart's

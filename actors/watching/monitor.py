@@ -110,6 +110,7 @@ async def follow(feed: Feed, console: Console) -> int:
         await watch_live(feed, console)
     loop = asyncio.get_running_loop()
     heard = loop.time()
+    alerts: set[str] = set()
     while feed.ended is None:
         try:
             status = await feed.look()
@@ -122,6 +123,9 @@ async def follow(feed: Feed, console: Console) -> int:
             for metrics in status["recent"]:
                 line = step_line(metrics, status["steps"], status["max_staleness"])
                 console.print(line, highlight=False, soft_wrap=True)
+            for alert in set(status["alerts"]) - alerts:
+                alerts.add(alert)
+                console.print(alert, highlight=False, markup=False, soft_wrap=True)
         await asyncio.sleep(REFRESH_SECONDS)
     console.print(feed.ended, highlight=False, markup=False)
     return 0
@@ -143,7 +147,10 @@ def render(status: dict[str, Any]) -> Panel:
     numbers = Table.grid(padding=(0, 3))
     for row in _numbers(status, m):
         numbers.add_row(*(Text.from_markup(cell) for cell in row))
-    body = Group(numbers, Text(), actors_table(status["members"]), Text(), Text(status["waiting"], style="italic"))
+    alerts = [Text(alert, style="red") for alert in status["alerts"]]
+    body = Group(
+        numbers, Text(), actors_table(status["members"]), Text(), Text(status["waiting"], style="italic"), *alerts
+    )
     return Panel(body, title=f"{status['run']}  ·  step {status['version']} of {status['steps']}", title_align="left")
 
 

@@ -20,12 +20,14 @@ LEAST_DISCARDED = 20
 FILTERED_LIMIT = 100
 # The run ends after this many prompts in a row that are longer than data.max_prompt_tokens.
 LONG_LIMIT = 1000
-# While no completion at all has been scored, the run ends after UNSCORED_LIMIT failures, or after UNSCORED_LEAST
+# While no sample at all has succeeded, the run ends after UNSCORED_LIMIT failures, or after UNSCORED_LEAST
 # failures once UNSCORED_SECONDS have passed since the first one. A few early failures do not end it: the first
-# completions to finish are the shortest and often the least typical.
+# samples to finish are the shortest and often the least typical.
 UNSCORED_LIMIT = 20
 UNSCORED_SECONDS = 30.0
 UNSCORED_LEAST = 3
+# So much of a reason is shown on the console.
+SHOWN_CHARACTERS = 500
 
 
 class Failures:
@@ -45,9 +47,11 @@ class Failures:
         self._next_try = 0.0
         self.last: dict[str, str] = {}
         """The last reason, by cause."""
-        self.any_scored = False
-        """True once a completion was scored."""
-        self._unscored: list[float] = []  # times of failed scorings
+        self.firsts: dict[str, str] = {}
+        """The first failure of each cause, in one line."""
+        self.any_succeeded = False
+        """True once a sample was finished and scored."""
+        self._unsuccessful: list[float] = []  # times of failures before that
         self._long = self.filtered_in_a_row = 0
 
     @property
@@ -57,7 +61,7 @@ class Failures:
     def ready(self, filtered: bool, mean: float) -> str | None:
         """A group became ready, or was filtered. `mean`: the mean reward of the last groups."""
         self.in_a_row = self._long = 0
-        self.any_scored = True
+        self.any_succeeded = True
         self.filtered_in_a_row = self.filtered_in_a_row + 1 if filtered else 0
         if self.filtered_in_a_row <= FILTERED_LIMIT * self._batch_size:
             return None
@@ -75,18 +79,28 @@ class Failures:
             return None
         return f"{self._long} prompts in a row were too long, the last one: {reason}; raise it."
 
-    def scoring_failed(self, reason: str, now: float) -> str | None:
-        """A completion could not be scored. If none at all was, the reward or the workflow is probably wrong."""
-        if self.any_scored:
+    def is_first(self, cause: str, reason: str, actor: str) -> bool:
+        """True for the first failure of its cause in the run. It is kept in `firsts`. `actor`: who reports it."""
+        if cause in self.firsts:
+            return False
+        # The traceback of a reward function is in the output of the reward actor.
+        log = "reward-*" if cause == "reward" else actor.replace("/", "-") + ".jsonl"
+        because = " ".join(reason.split())[:SHOWN_CHARACTERS]
+        self.firsts[cause] = f"first failure ({cause}), at {actor}: {because}. More is in {self._folder}/logs/{log}"
+        return True
+
+    def sample_failed(self, reason: str, now: float) -> str | None:
+        """A sample failed. If none has ever succeeded, the reward, the workflow or the data are probably wrong."""
+        if self.any_succeeded:
             return None
-        self._unscored.append(now)
-        failed, seconds = len(self._unscored), now - self._unscored[0]
+        self._unsuccessful.append(now)
+        failed, seconds = len(self._unsuccessful), now - self._unsuccessful[0]
         if failed < UNSCORED_LIMIT and (failed < UNSCORED_LEAST or seconds < UNSCORED_SECONDS):
             return None
         because = " ".join(reason.split())
         return (
-            f"No completion has been scored, and {failed} have failed. The last failure: {because}. Correct that and "
-            f"start again."
+            f"No sample has succeeded, and {failed} have failed. The last failure: {because}. Correct that and start "
+            f"again. More is in {self._folder}/logs."
         )
 
     def failed(self, cause: str, reason: str, now: float) -> None:

@@ -461,10 +461,10 @@ async def test_the_parts_of_rewards_are_averaged_over_the_groups_of_a_step(confi
 async def test_a_run_ends_where_no_completion_at_all_can_be_scored(config):
     async with master_of(config) as running, callers(config, "evaluator", "rollout_manager") as (evaluator, manager):
         for number in range(UNSCORED_LIMIT - 1):
-            await evaluator.ask(ScoringFailed(reason=f"{number}"))
+            await evaluator.ask(ScoringFailed(cause="workflow", reason=f"{number}"))
         assert not running.done()
         await evaluator.ask(Leave(reason="it failed too"))
-        await manager.ask(ScoringFailed(reason="reward 'own:short': KeyError:\n'x'"))
+        await manager.ask(ScoringFailed(cause="reward", reason="reward 'own:short': KeyError:\n'x'"))
         await manager.ask(Leave(reason="done"))
         ending = await asyncio.wait_for(running, SECONDS)
     assert not ending.ok
@@ -475,10 +475,10 @@ async def test_a_reward_that_hangs_needs_fewer_failures_to_end_the_run_but_some_
     monkeypatch.setattr("areal.staleness.failures.UNSCORED_SECONDS", 0.3)
     async with master_of(config) as running, callers(config, "evaluator") as (evaluator,):
         for _ in range(4):
-            await evaluator.ask(ScoringFailed(reason="no score within 10 s"))
+            await evaluator.ask(ScoringFailed(cause="reward", reason="no score within 10 s"))
         assert not running.done()
         await asyncio.sleep(0.3)
-        await evaluator.ask(ScoringFailed(reason="no score within 10 s"))
+        await evaluator.ask(ScoringFailed(cause="reward", reason="no score within 10 s"))
         await evaluator.ask(Leave(reason="done"))
         assert "no score within 10 s" in (await asyncio.wait_for(running, SECONDS)).reason
 
@@ -487,9 +487,27 @@ async def test_failures_end_no_run_in_which_anybody_has_scored_anything(config):
     async with master_of(config) as running, callers(config, "evaluator", "rollout_manager") as (evaluator, manager):
         await manager.beat(samples_scored=1)
         for number in range(2 * UNSCORED_LIMIT):
-            await evaluator.ask(ScoringFailed(reason=f"{number}"))
+            await evaluator.ask(ScoringFailed(cause="workflow", reason=f"{number}"))
         assert (await evaluator.ask(AskStatus())).values["ended"] is False
         assert not running.done()
+
+
+async def test_the_status_has_the_first_failure_of_each_cause(config):
+    async with master_of(config), callers(config, "evaluator", "rollout_manager") as (evaluator, manager):
+        await manager.ask(ScoringFailed(cause="workflow", reason="the workflow raised KeyError:\n'b'"))
+        await manager.ask(ScoringFailed(cause="workflow", reason="the workflow raised KeyError: 'c'"))
+        await evaluator.ask(ScoringFailed(cause="reward", reason="reward 'own:short': no score"))
+        (permit,) = (await manager.ask(AskPermits(count=1))).permits
+        await manager.ask(GroupFailed(group=permit.group, cause="row", reason="row 0 of the data cannot be used"))
+        alerts = (await evaluator.ask(AskStatus())).values["alerts"]
+    logs = config.folder / "logs"
+    assert [*alerts] == [
+        f"first failure (workflow), at rollout_manager/0: the workflow raised KeyError: 'b'. More is in "
+        f"{logs}/rollout_manager-0.jsonl",
+        f"first failure (reward), at evaluator/0: reward 'own:short': no score. More is in {logs}/reward-*",
+        f"first failure (row), at rollout_manager/0: row 0 of the data cannot be used. More is in "
+        f"{logs}/rollout_manager-0.jsonl",
+    ]
 
 
 # --- groups without signal

@@ -648,7 +648,7 @@ class Oracle:
 
     def stopped(self, reason: str) -> None:
         """The run has failed. Only the guard may end a run so, or rewards of which each has failed so far."""
-        if self.scores_fail and not self._samples and reason.startswith("No completion has been scored"):
+        if self.scores_fail and not self._samples and reason.startswith("No sample has succeeded"):
             return
         version = self.disk.version + 1
         if not self._is_stopped_at(version) or f"at step {version}:" not in reason:

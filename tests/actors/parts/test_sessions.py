@@ -42,12 +42,12 @@ class Cluster:
         self.router = Router(self)
         self.services = Services(
             self.config, Characters(), Parsers(Characters()), RoutedGenerators(self.router, self),
-            RoutedRewards(self.router, self, self.config, self.scoring_failed), Programs(self.config.sandbox),
+            RoutedRewards(self.router, self, self.config, self.failures.append), Programs(self.config.sandbox),
             Endpoint(self.config),
         )  # fmt: skip
 
-    def scoring_failed(self, reason: str) -> None:
-        self.failures.append(reason)
+    def report_failure(self, cause: str, reason: str) -> None:
+        self.failures.append((cause, reason))
 
     def with_role(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
@@ -258,7 +258,7 @@ async def test_the_score_is_the_weighted_sum_of_the_rows_rewards_and_each_is_a_p
     assert await session.score("done", np.array([5, 6])) == 1.75
     assert session.reward_parts == {"math": 1.0, "brief": 0.25, "math/answer": 0.5}
     assert [(asked.completion, asked.tokens.tolist()) for asked in cluster.asked] == [("done", [5, 6])] * 2
-    assert cluster.services.scored == 1
+    assert cluster.services.succeeded == 0  # the workflow may still raise
 
 
 async def test_a_single_reward_is_the_score_and_no_part_of_it():
@@ -417,7 +417,7 @@ async def test_the_master_hears_of_a_workflow_that_raises_as_of_a_reward_that_do
     sampler._workflow = of_the_user
     _, session = session_at(sampler, generator(0))
     assert (await Sampler.run_workflow(sampler, session, "a")).reward == 1.0
-    assert (sampler.services.scored, sampler.failures) == (1, [])
+    assert (sampler.services.succeeded, sampler.failures) == (1, [])
     with pytest.raises(SampleFailed, match="the workflow raised KeyError"):
         await Sampler.run_workflow(sampler, session, "b")
-    assert (sampler.services.scored, sampler.failures) == (1, ["the workflow raised KeyError: 'b'"])
+    assert (sampler.services.succeeded, sampler.failures) == (1, [("workflow", "the workflow raised KeyError: 'b'")])

@@ -136,6 +136,7 @@ class FakeMaster:
             values={
                 "run": "demo", "version": len(self.steps), "steps": 9, "max_staleness": 4, "alive": 5, "ready": 3,
                 "capacity": 2, "waiting": "the trainer waits: 3 of 4 groups are ready", "accuracy": {"0": 0.25},
+                "alerts": ["first failure (reward)"],
                 "members": members, "recent": recent, "ended": False, "events": self.address, "metrics": {},
             }
         )  # fmt: skip
@@ -163,6 +164,7 @@ async def test_on_a_terminal_a_live_view_shows_who_does_what_and_survives_a_sile
     first, silent, again = screens
     assert "generating, 7 running of 8, 2 queued, KV 25%" in first and "loading [1/2]" in first
     assert "the trainer waits: 3 of 4 groups are ready" in first and "step 2 of 9" in first and "v0 0.250" in first
+    assert "first failure (reward)" in first
     assert "The master does not answer: no answer" in silent and "the trainer waits" in again
     assert "the run reached its end" in out.getvalue()
 
@@ -176,19 +178,19 @@ async def test_each_step_is_asked_for_once():
     assert master.asked == [0, 2]
 
 
-async def test_without_a_terminal_each_step_is_a_line_and_the_end_ends_it(monkeypatch):
+async def test_without_a_terminal_each_step_and_each_alert_is_a_line_and_the_end_ends_it(monkeypatch):
     monkeypatch.setattr(monitor, "REFRESH_SECONDS", 0.0)
     master, out = FakeMaster(step(1), step(2)), io.StringIO()
 
-    class EndsAfterTwo(Console):
+    class EndsAfterThree(Console):
         def print(self, *args, **kwargs):
             super().print(*args, **kwargs)
-            if out.getvalue().count("\n") == 2:
+            if out.getvalue().count("\n") == 3:
                 master.end()
 
-    assert await follow(Feed(master, "tcp://m:1"), EndsAfterTwo(file=out)) == 0
+    assert await follow(Feed(master, "tcp://m:1"), EndsAfterThree(file=out)) == 0
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == [
-        "step 1/9", "step 2/9", "the run reached its end",
+        "step 1/9", "step 2/9", "first failure (reward)", "the run reached its end",
     ]  # fmt: skip
 
 

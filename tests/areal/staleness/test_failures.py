@@ -29,8 +29,8 @@ def test_only_groups_in_a_row_without_signal_end_a_run(failures):
     assert "201 groups in a row" in str(failures.ready(True, 0.25))
 
 
-def test_scoring_that_fails_from_the_beginning_ends_a_run_once_it_had_some_time(failures):
-    assert all(failures.scoring_failed("no\nscore", 0.0) is None for _ in range(UNSCORED_LEAST))
-    assert "4 have failed. The last failure: no score." in str(failures.scoring_failed("no\nscore", UNSCORED_SECONDS))
+def test_samples_that_fail_from_the_beginning_end_a_run_once_it_had_some_time(failures):
+    assert all(failures.sample_failed("no\nscore", 0.0) is None for _ in range(UNSCORED_LEAST))
+    assert "4 have failed. The last failure: no score." in str(failures.sample_failed("no\nscore", UNSCORED_SECONDS))
     failures.ready(True, 0.0)
-    assert failures.scoring_failed("no\nscore", UNSCORED_SECONDS) is None
+    assert failures.sample_failed("no\nscore", UNSCORED_SECONDS) is None
