@@ -52,7 +52,7 @@ run.mkdir(exist_ok=True)
 (run / "metrics.jsonl").touch()
 (run / "journal.db").touch()
 async def answer(request):
-    return Status(values={})
+    return Status(values={"alerts": ["first failure (reward)"]})
 async def serve():
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
@@ -314,6 +314,17 @@ async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, c
     (tmp_path / "end").write_text("0")
     assert (await running).ok
     assert len(play.starts("generator")) == 1
+
+
+async def test_an_alert_of_the_master_is_a_line_on_a_console_that_is_no_terminal(whole, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.01)
+    play = whole()
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
+    await until(lambda: "first failure (reward)\n" in play.output)
+    await asyncio.sleep(0.1)
+    (tmp_path / "end").write_text("0")
+    assert (await running).ok
+    assert play.output.count("first failure (reward)") == 1
 
 
 async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_path, monkeypatch):
