@@ -103,9 +103,9 @@ class Learner(Protocol):
     ) -> dict[str, float | None]: ...
     async def snapshot(self, folder: Path) -> None: ...
     async def finish_snapshot(self) -> Manifest | None: ...
-    async def save(self, folder: Path) -> None: ...
+    async def save(self, folder: Path, run: str) -> None: ...
     async def finish_save(self) -> None: ...
-    async def load(self, folder: Path) -> None: ...
+    async def load(self, folder: Path, run: str) -> None: ...
     async def offload(self) -> None: ...
     async def reload(self) -> None: ...
     async def forget(self, folder: Path) -> None: ...
@@ -324,11 +324,11 @@ class Trainer(Actor):
         self._version = self._checkpoint_version = recovery.checkpoint_version
         if recovery.checkpoint is not None:
             self.activity = f"loading {recovery.checkpoint}"
-            await self._learner.load(Path(recovery.checkpoint))
+            await self._learner.load(Path(recovery.checkpoint), recovery.run)
         for version in range(recovery.checkpoint_version, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"
             batch = await self.ask_master(AskBatch(version=version), BatchAnswer)
-            _, groups = await self._train(batch)
+            _, groups = await self._train(batch, again=True)
             self._rollouts.add_trained(self._version, groups, self._learner.values)
         if recovery.lineage:
             await self._publish_again(self.policy)
@@ -358,11 +358,13 @@ class Trainer(Actor):
                 if batch.status == "ready":
                     return batch
 
-    async def _train(self, batch: BatchAnswer) -> tuple[dict[str, Any], list[Group]]:
-        """Do a training step, or redo it after a restart. Returns its metrics and its groups. If the guard rejects the
-        step, the run ends: the step is not published, committed or saved."""
+    async def _train(self, batch: BatchAnswer, again: bool = False) -> tuple[dict[str, Any], list[Group]]:
+        """Do a training step, `again` after a restart. Returns its metrics and its groups. If a token is older than the
+        bound allows, or the guard rejects the step, the run ends: the step is not published, committed or saved."""
         with self._timed("fetch"):
             groups = await self._load_groups(batch.groups)
+        if not again and (breach := breach_of_bound(self.config, self._version, groups, batch.mask_older_than)):
+            await self._give_up(f"Step {self._version + 1} was not trained: {breach}.")
         with self._timed("train"):
             metrics = await self._learner.step(
                 groups,
@@ -379,7 +381,7 @@ class Trainer(Actor):
     async def _give_up(self, reason: str) -> NoReturn:
         """Report the failure to the master repeatedly, until the master ends the run."""
         await self._wait_for_checkpoint()
-        self.activity = "stopped by the guard; the master ends the run"
+        self.activity = "told the master to end the run"
         log.error(reason)
         while True:
             await self.ask_master(TrainingFailed(reason=reason), Done)
@@ -455,7 +457,7 @@ class Trainer(Actor):
         self.activity = f"saving a checkpoint of version {self._version}"
         folder = checkpoint_of(self.config.folder, self._version)
         with self._timed("save"):
-            await self._learner.save(folder)
+            await self._learner.save(folder, self._rollouts.run)
         self._saving = self.spawn(self._complete_checkpoint(self._version, folder, self._publication), "save")
 
     async def _wait_for_checkpoint(self) -> UserError | None:
@@ -519,6 +521,22 @@ class Trainer(Actor):
         seconds = asyncio.get_running_loop().time() - began
         self._seconds[what] += seconds
         self.took(what, began, seconds)
+
+
+def breach_of_bound(config: Config, version: int, groups: Sequence[Group], mask_older_than: int | None) -> str | None:
+    """What breaks the promise of `on_straggler` if weights of `version` are trained on these groups. The ledger keeps
+    it, by what it was told of the tokens; this looks at the tokens."""
+    oldest = version - config.max_staleness
+    if config.on_straggler in ("wait", "requeue"):
+        group = min(groups, key=lambda group: group.start_version)
+        if group.start_version < oldest:
+            return (
+                f"group {group.id} has tokens of version {group.start_version}, and max_staleness = "
+                f"{config.max_staleness} allows none older than version {oldest}"
+            )
+    if config.on_straggler == "mask" and (mask_older_than is None or mask_older_than < oldest):
+        return f"tokens older than version {oldest} are not masked, but those older than {mask_older_than}"
+    return None
 
 
 def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:

@@ -77,17 +77,18 @@ class Ranks:
         UserError if it cannot be written."""
         return await asyncio.wrap_future(self._snapshot_written)
 
-    async def save(self, folder: Path) -> None:
-        """Copy everything that `load` needs. It is written to `folder`, a model folder, beside what is done next."""
-        self._checkpoint_written = await self._on_all_ranks({"do": "save", "folder": str(folder)})
+    async def save(self, folder: Path, run: str) -> None:
+        """Copy everything that `load` needs. It is written to `folder`, a model folder, beside what is done next. run:
+        the identity of the run."""
+        self._checkpoint_written = await self._on_all_ranks({"do": "save", "folder": str(folder), "run": run})
 
     async def finish_save(self) -> None:
         """Wait until the last checkpoint is on disk. Raises UserError if it cannot be written."""
         await asyncio.wrap_future(self._checkpoint_written)
 
-    async def load(self, folder: Path) -> None:
-        """Restore the state of a checkpoint."""
-        await self._on_all_ranks({"do": "load", "folder": str(folder)})
+    async def load(self, folder: Path, run: str) -> None:
+        """Restore the state of a checkpoint of the run with the identity `run`."""
+        await self._on_all_ranks({"do": "load", "folder": str(folder), "run": run})
 
     async def offload(self) -> None:
         """Move everything from the devices to host memory, until `reload`."""
@@ -137,7 +138,7 @@ def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group
     if command["do"] == "snapshot":
         engine.snapshot()
         return engine.begin_write(folder)
-    return {"save": engine.begin_save, "load": engine.load}[command["do"]](folder)
+    return {"save": engine.begin_save, "load": engine.load}[command["do"]](folder, arguments["run"])
 
 
 def follow(config: Config) -> None:

@@ -149,7 +149,7 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
     with path.open("rb") as file:  # by line: a long run has gigabytes of them
         for number, line in enumerate(file, 1):
             end += len(line)
-            if (record := _parsed(line)) is not None:
+            if (record := record_of(line)) is not None:
                 yield record, end, number
 
 
@@ -159,7 +159,7 @@ def line_of(record: Mapping[str, Any]) -> str:
     return json.dumps({**record, "crc": crc32(text.encode())}) + "\n"
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def record_of(line: bytes) -> dict[str, Any] | None:
     """The record in a line; None if the line is not complete, or damaged."""
     try:
         record = json.loads(line)
@@ -192,7 +192,7 @@ class NewRecords:
             file.seek(self._place)
             lines = [line for line in file if line.endswith(b"\n")]
         self._place += sum(map(len, lines))
-        return [record for line in lines if (record := _parsed(line)) is not None]
+        return [record for line in lines if (record := record_of(line)) is not None]
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:

@@ -1,9 +1,10 @@
 """The training state in a checkpoint: fp32 weights (masters), Adam's moments, the schedule, random generators.
 
-It is stored as safetensors and JSON in a subfolder of the model folder, which model loaders ignore. Each rank writes a
-*share*: parts of the flattened parameters, [start, stop) each, with their moments. Under ZeRO 1 to 3 they are the parts
-that the rank holds, else an equal part of all elements. A checkpoint can be loaded with another number of ranks and at
-another ZeRO stage: each rank reads the parts that it needs. Loading a checkpoint runs no code of its author.
+It is stored as safetensors and JSON, with checksums, in a subfolder of the model folder, which model loaders ignore.
+Each rank writes a *share*: parts of the flattened parameters, [start, stop) each, with their moments. Under ZeRO 1 to 3
+they are the parts that the rank holds, else an equal part of all elements. A checkpoint can be loaded with another
+number of ranks and at another ZeRO stage: each rank reads the parts that it needs. Loading a checkpoint runs no code of
+its author.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from isal import isal_zlib as zlib
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal.config import UserError
+from areal.storage.run_folder import record_of
 from areal.training.agreement import agree
 from areal.weights.folders import sync, write_tensors
 
@@ -33,6 +36,8 @@ STATE_FILE = "state.json"
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *MOMENTS)
+# What is in memory while checksums are computed.
+ELEMENTS_AT_ONCE = 1 << 24
 
 
 class Fragment(NamedTuple):
@@ -59,7 +64,8 @@ class Share:
     def write(self, model: Path) -> None:
         """Write the share to disk, into the model folder `model`."""
         file = model / FOLDER / share_file(dist.get_rank(), dist.get_world_size())
-        write_tensors(self.tensors, file, parts=json.dumps(self.parts))
+        sums = {name: _checksum([tensor]) for name, tensor in self.tensors.items()}
+        write_tensors(self.tensors, file, parts=json.dumps(self.parts), sums=json.dumps(sums))
         sync(file)
 
 
@@ -144,16 +150,16 @@ class TrainingState:
 
     # --- saving
 
-    def copy(self) -> Share:
+    def copy(self, run: str = "") -> Share:
         """Copy this rank's share of the state to host memory: 12 bytes per parameter, divided by the number of ranks
-        (all ranks; they need not be in step)."""
+        (all ranks; they need not be in step). run: the identity of the run, which is stored, too."""
         parts = list(self._share())
         tensors = {kind: torch.empty(sum(part.size for part in parts)) for kind in KINDS}
         for kind, flat in tensors.items():
             for part, elements in _cut(flat, parts):
                 elements.copy_(self._held(part, kind))
         random = {f"random.{kind}": state for kind, state in _random_states().items()}
-        return Share(parts, tensors | random, self._facts())
+        return Share(parts, tensors | random, self._facts() | {"run": run})
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -172,14 +178,15 @@ class TrainingState:
 
     # --- loading
 
-    def load(self, model: Path) -> None:
+    def load(self, model: Path, run: str = "") -> None:
         """Restore the state from the model folder `model` (all ranks).
 
-        Each rank reads its own share. Raises UserError on all ranks, before anything is changed, if the folder holds no
-        training state or that of another model, or if a share is missing or damaged.
+        Each rank reads its own share, after the checksums of an equal part of all shares. run: if it is given, the
+        state has to be of this run, or of no run. Raises UserError on all ranks, before anything is changed, if the
+        folder holds no training state or that of another model or run, or if a share is missing or damaged.
         """
         opened: list[_StoredState] = []
-        agree(lambda: opened.append(_StoredState(model, self._shapes())), self._control)
+        agree(lambda: opened.append(_StoredState(model, self._shapes(), run)), self._control)
         stored = opened[0]
         for kind in KINDS:
             if self._stage:
@@ -233,15 +240,17 @@ class TrainingState:
 
 
 class _StoredState:
-    """The training state in the model folder `model`, with all its files open. shapes: of the run's parameters. Raises
-    UserError."""
+    """The training state in the model folder `model`, with all its files open. shapes: of the run's parameters. run:
+    its identity, if it has to be that of the state. Raises UserError."""
 
-    def __init__(self, model: Path, shapes: Mapping[str, list[int]]) -> None:
+    def __init__(self, model: Path, shapes: Mapping[str, list[int]], run: str) -> None:
         file = model / FOLDER / STATE_FILE
         if not file.is_file():
             raise UserError(f"{model} is not a checkpoint to resume from: it has no {FOLDER}/{STATE_FILE}.")
         try:
-            self.facts: dict[str, Any] = json.loads(file.read_text())
+            self.facts = _facts_in(file)
+            if run and self.facts.get("run") not in (None, "", run):
+                raise UserError(f"The checkpoint {model} is of another run: put back that of this run.")
             if self.facts["shapes"] != shapes:
                 raise UserError(
                     f"The checkpoint {model} belongs to another model than the run's, or has another trainer.lora."
@@ -258,10 +267,13 @@ class _StoredState:
                 self._shares.append(safe_open(file, framework="pt"))
                 self._note_places(rank)
             self._check_places(shapes)
+            for rank in range(dist.get_rank(), len(self._shares), dist.get_world_size()):
+                file = model / FOLDER / share_file(rank, len(self._shares))
+                self._check_sums(rank)
         except (KeyError, OSError, SafetensorError, TypeError, ValueError) as error:
             raise UserError(
                 f"The training state of the checkpoint {model} is damaged: {file.name} is missing or does not fit "
-                f"({error}). Restore the file, or start a new run with model= an older checkpoint."
+                f"({error}). Put the file back, or start a new run with model= an older checkpoint."
             ) from error
 
     def _note_places(self, rank: int) -> None:
@@ -279,6 +291,16 @@ class _StoredState:
             ends = [0, *(end for part, _, _ in places for end in (part.start, part.stop)), prod(shapes[name])]
             if any(stop != start for stop, start in list(pairwise(ends))[::2]):
                 raise ValueError(f"{name} is not stored as a whole")
+
+    def _check_sums(self, rank: int) -> None:
+        """Compare the tensors in the share of a rank with their checksums. Earlier versions have stored none."""
+        share = self._shares[rank]
+        for name, checksum in json.loads(share.metadata().get("sums", "{}")).items():
+            stored = share.get_slice(name)
+            (size,) = stored.get_shape()
+            pieces = (stored[start : start + ELEMENTS_AT_ONCE] for start in range(0, size, ELEMENTS_AT_ONCE))
+            if _checksum(pieces) != checksum:
+                raise ValueError(f"{name} does not have the checksum that it was written with")
 
     def read(self, part: Fragment, kind: str, to: Tensor) -> None:
         """Read a part's elements of a kind into `to`, [n]."""
@@ -299,6 +321,20 @@ class _StoredState:
             for kind in _random_states():
                 if (name := f"random.{kind}") in share.keys():  # noqa: SIM118 - it is not a dict
                     setters[kind](share.get_tensor(name))
+
+
+def _facts_in(file: Path) -> dict[str, Any]:
+    if (facts := record_of(file.read_bytes())) is None:
+        raise ValueError("it is not as it was written")
+    return facts
+
+
+def _checksum(pieces: Iterable[Tensor]) -> int:
+    """The CRC-32 of a tensor in pieces, [n] each."""
+    checksum = 0
+    for piece in pieces:
+        checksum = zlib.crc32(piece.contiguous().view(torch.uint8).numpy().data, checksum)
+    return checksum
 
 
 def _cut(flat: Tensor, parts: Iterable[Fragment]) -> Iterator[tuple[Fragment, Tensor]]:

@@ -618,16 +618,16 @@ class TrainingEngine:
         self.begin_write(folder).result()
         return folder
 
-    def begin_save(self, folder: Path) -> Future[Manifest | None]:
+    def begin_save(self, folder: Path, run: str = "") -> Future[Manifest | None]:
         """Copy the current weights and training state, and begin to write a checkpoint: a model folder that loads by
-        itself, with the state for `load` (all ranks).
+        itself, with the state for `load` (all ranks). run: the identity of the run.
 
         Training steps and `begin_write` may run meanwhile. The folder appears as with those. Until it is written, the
         copies take up host memory: on each rank 12 bytes per trained parameter, divided by the number of ranks, and on
         rank 0's host the weights, divided by the number of its ranks. With the same number of ranks and threads and the
         same ZeRO stage, fp32 training on the CPU that resumes from it gives the same bits as if it had never stopped.
         """
-        return self._begin_save(folder, self._state.copy())
+        return self._begin_save(folder, self._state.copy(run))
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint and wait for the disk; returns `folder` (all ranks)."""
@@ -643,13 +643,13 @@ class TrainingEngine:
         copied = self._copy({})
         return self._saver.begin(folder, ModelFolder(copied, self.source, self.config.dtype, share))
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, run: str = "") -> None:
         """Resume from a checkpoint of `save`, written with any number of ranks and at any ZeRO stage (all ranks).
 
         Raises UserError on every rank, before anything is changed, if the folder holds no checkpoint, one of another
-        model, or a damaged one.
+        model or of another run than `run`, or a damaged one.
         """
-        self._state.load(folder)
+        self._state.load(folder, run)
 
     def offload(self) -> None:
         """Move weights, gradients and the optimizer's state to host memory, so that others can have the devices' memory

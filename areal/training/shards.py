@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal.storage.run_folder import line_of
 from areal.training.checkpoint import FOLDER as STATE
 from areal.training.checkpoint import STATE_FILE, Share
 from areal.weights.chunks import FileSums, Manifest
@@ -116,7 +117,7 @@ class ModelFolder:
             write_adapter(self.copied.module, self.copied.tensors, folder / ADAPTER)
         if self.share:
             (folder / STATE).mkdir()
-            (folder / STATE / STATE_FILE).write_text(json.dumps(self.share.facts, indent=2) + "\n")
+            (folder / STATE / STATE_FILE).write_text(line_of(self.share.facts))
 
     def write(self, folder: Path) -> str:
         if self.share:

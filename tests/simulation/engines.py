@@ -467,7 +467,7 @@ class SimLearner:
         # If another snapshot has replaced this one meanwhile, the file contains the newer one.
         self._judge.published(self._writer, self._files.write(str(folder), self._snapshot, self._writer))
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path, run: str) -> None:
         self._judge.uses_devices(self.resident)
         await self._take(self._pace.snapshot, "a copy for a checkpoint")
         self._checkpoint = folder, self._content
@@ -477,7 +477,7 @@ class SimLearner:
         await self._take(self._pace.save, f"saving {folder}")
         self._files.write(str(folder), content, self._writer)
 
-    async def load(self, folder: Path) -> None:
+    async def load(self, folder: Path, run: str) -> None:
         self._judge.uses_devices(self.resident)
         await self._take(self._pace.restore, f"loading {folder}")
         self._content = self._files.folders[str(folder)].content

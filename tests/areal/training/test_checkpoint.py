@@ -36,6 +36,7 @@ from tiny_training import (
 from transformers import AutoModelForCausalLM
 
 from areal.config import UserError
+from areal.storage.run_folder import line_of
 from areal.training import checkpoint, shards
 from areal.training.engine import TrainingEngine
 from areal.training.shards import Copied, share_out
@@ -122,7 +123,14 @@ def test_a_damaged_checkpoint_is_told_before_anything_is_changed(folder, four_ra
         state = {name: tensor[:0] if name in checkpoint.KINDS else tensor for name, tensor in state.items()}
         safetensors.torch.save_file(state, damaged / share, {"parts": "[]"})
 
+    def flip(file, place):
+        content = bytearray(file.read_bytes())
+        content[place] ^= 0x40
+        file.write_bytes(content)
+
     for damage, told in {
+        lambda damaged: flip(damaged / share, -40_000): f"{share.name} is .* does not have the checksum",
+        lambda damaged: flip(damaged / "training" / "state.json", 10): "state.json",
         lambda damaged: (damaged / share).unlink(): share.name,
         lambda damaged: os.truncate(damaged / share, 10_000): share.name,
         lambda damaged: shutil.copy(damaged / other, damaged / share): "not stored as a whole",
@@ -136,10 +144,13 @@ def test_a_damaged_checkpoint_is_told_before_anything_is_changed(folder, four_ra
             engine.load(damaged)
         assert "is damaged" in str(error.value) and "\n" not in str(error.value)
     facts = json.loads((saved / "training" / "state.json").read_text())
-    del facts["shares"]
-    (damaged / "training" / "state.json").write_text(json.dumps(facts))
+    del facts["shares"], facts["crc"]
+    (damaged / "training" / "state.json").write_text(line_of(facts))
     with pytest.raises(UserError, match="was written by an older version"):
         engine.load(damaged)
+    (damaged / "training" / "state.json").write_text(line_of(facts | {"shares": 4, "run": "a"}))
+    with pytest.raises(UserError, match="is of another run"):
+        engine.load(damaged, "b")
     unchanged = engine.publish(tmp_path / "weights")
     engine.close()
     before = weights_of(folder)
