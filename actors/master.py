@@ -541,11 +541,21 @@ class Master(HandlesRequests):
         self._trainer(request)
         match answer:
             case Batch() as batch:
-                return BatchAnswer(status="ready", groups=batch.group_ids, mask_older_than=batch.min_token_version)
+                return BatchAnswer(
+                    status="ready", groups=batch.group_ids, mask_older_than=batch.min_token_version,
+                    oldest=self._oldest_allowed(batch),
+                )  # fmt: skip
             case RunEnded():
                 return BatchAnswer(status="ended")
             case _:
                 return BatchAnswer(status="waiting")
+
+    def _oldest_allowed(self, batch: Batch) -> int | None:
+        """The oldest version of a token that the bound allows in a batch; None: any, or the batch is redone."""
+        groups = [group for name in batch.group_ids if (group := self.ledger.group(name)) is not None]
+        if self.config.on_straggler not in ("wait", "requeue") or not groups:
+            return None
+        return batch.version - max(self.ledger.deadline(group) - (group.start_version or 0) for group in groups)
 
     @handles(CommitStep)
     async def commit_step(self, request: Request[CommitStep]) -> Done:

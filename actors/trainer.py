@@ -328,7 +328,7 @@ class Trainer(Actor):
         for version in range(recovery.checkpoint_version, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"
             batch = await self.ask_master(AskBatch(version=version), BatchAnswer)
-            _, groups = await self._train(batch, again=True)
+            _, groups = await self._train(batch)
             self._rollouts.add_trained(self._version, groups, self._learner.values)
         if recovery.lineage:
             await self._publish_again(self.policy)
@@ -358,12 +358,12 @@ class Trainer(Actor):
                 if batch.status == "ready":
                     return batch
 
-    async def _train(self, batch: BatchAnswer, again: bool = False) -> tuple[dict[str, Any], list[Group]]:
-        """Do a training step, `again` after a restart. Returns its metrics and its groups. If a token is older than the
-        bound allows, or the guard rejects the step, the run ends: the step is not published, committed or saved."""
+    async def _train(self, batch: BatchAnswer) -> tuple[dict[str, Any], list[Group]]:
+        """Do a training step, or redo it after a restart. Returns its metrics and its groups. If a token is older than
+        the bound allows, or the guard rejects the step, the run ends: it is not published, committed or saved."""
         with self._timed("fetch"):
             groups = await self._load_groups(batch.groups)
-        if not again and (breach := breach_of_bound(self.config, self._version, groups, batch.mask_older_than)):
+        if breach := breach_of_bound(groups, batch.oldest):
             await self._give_up(f"Step {self._version + 1} was not trained: {breach}.")
         with self._timed("train"):
             metrics = await self._learner.step(
@@ -523,20 +523,16 @@ class Trainer(Actor):
         self.took(what, began, seconds)
 
 
-def breach_of_bound(config: Config, version: int, groups: Sequence[Group], mask_older_than: int | None) -> str | None:
-    """What breaks the promise of `on_straggler` if weights of `version` are trained on these groups. The ledger keeps
-    it, by what it was told of the tokens; this looks at the tokens."""
-    oldest = version - config.max_staleness
-    if config.on_straggler in ("wait", "requeue"):
-        group = min(groups, key=lambda group: group.start_version)
-        if group.start_version < oldest:
-            return (
-                f"group {group.id} has tokens of version {group.start_version}, and max_staleness = "
-                f"{config.max_staleness} allows none older than version {oldest}"
-            )
-    if config.on_straggler == "mask" and (mask_older_than is None or mask_older_than < oldest):
-        return f"tokens older than version {oldest} are not masked, but those older than {mask_older_than}"
-    return None
+def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
+    """What breaks the bound on staleness, which allows these groups no token older than version `oldest`. The ledger
+    keeps it, by what it was told of the tokens; this looks at the tokens."""
+    group = min(groups, key=lambda group: group.start_version)
+    if oldest is None or group.start_version >= oldest:
+        return None
+    return (
+        f"group {group.id} has tokens of version {group.start_version}, and max_staleness allows none older than "
+        f"version {oldest}"
+    )
 
 
 def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:

@@ -611,12 +611,13 @@ class AskBatch(Message):
 
 
 class BatchAnswer(Message):
-    """`ready`: train `groups`, and leave tokens of versions before `mask_older_than` out of the loss. `waiting`: ask
-    again. `ended`: the run has reached its end, no batch will come."""
+    """`ready`: train `groups`, which have no token of a version before `oldest`, and leave tokens of versions before
+    `mask_older_than` out of the loss. `waiting`: ask again. `ended`: the run has reached its end, no batch comes."""
 
     status: Literal["ready", "waiting", "ended"]
     groups: Several[Name] = ()
     mask_older_than: int | None = None
+    oldest: int | None = None
 
 
 class CommitStep(Message):

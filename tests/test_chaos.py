@@ -182,6 +182,25 @@ def test_every_role_may_be_killed_once_and_then_the_machine(run, small, free_por
     assert summary["lineages"] >= 2
 
 
+@pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)
+def test_a_record_that_is_not_whole_is_refused_and_the_run_goes_on_from_its_backup(run, small, free_port, tmp_path):
+    folder, copy = tmp_path / "runs" / "test", tmp_path / "copy"
+    started = run("--config", CONFIG, *small, "steps=8", "generator.count=1", "data.eval_size=0")
+    wait_for_step(started, folder, 4)
+    assert main(["backup", str(folder), str(copy)]) == 0  # while it goes on
+    after_steps(started, folder, 1)
+    lose_machine(started)
+    assert steps_done(copy) in range(4, steps_done(folder) + 1)
+
+    (folder / "journal.db-wal").rename(tmp_path / "wal")
+    refused = run("--resume", str(folder))
+    assert re.search(r"journal.db is not whole: it ends at step \d, and .* is of a later one", refused.wait(120))
+    assert refused.code == 2
+    folder.rename(tmp_path / "lost")
+    copy.rename(folder)
+    check_finished(run("--resume", str(folder)), folder, SECONDS_OF_A_SMALL_RUN)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)
 def test_a_run_goes_on_after_it_lost_its_generators_was_stopped_and_lost_its_machine(

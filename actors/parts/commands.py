@@ -1,4 +1,4 @@
-"""The tools that try engines, or an agent on one, without a run."""
+"""The tools that try engines, or an agent on one, without a run, and the one that copies a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
 
-from areal.command_line import CONFIG, OVERRIDES, RoomTools, output
+from areal.command_line import CONFIG, OVERRIDES, RUN, RoomTools, output
 
 PARTS = {
     "trainer": "areal.selftest.training:TrainingChecks",
@@ -32,6 +32,11 @@ def declare(tools: RoomTools) -> None:
     add("--row", type=Path, metavar="FILE", help="rows (.jsonl), or one (default: the configured ones)")
     add("--index", type=int, default=0, metavar="N", help="number of the row (default: 0)")
     add("--config", help="configuration of the run", **CONFIG)
+
+    summary = "copy the folder of a run, which may go on meanwhile, so that it can be resumed (docs/operating.md)"
+    add = tools.add("backup", "backup:backup", summary).add_argument
+    add("folder", **RUN)
+    add("copy", type=Path, metavar="COPY", help="a new folder; checkpoints are linked if it is on the same disk")
 
     summary = "check this machine, and with --config a run on it, before the first run (docs/gpu.md)"
     epilog = "Exit code 0: nothing failed. 1: something did; the table says what to do."

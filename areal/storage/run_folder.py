@@ -141,6 +141,12 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     return (record for record, _, _ in _records(path))
 
 
+def metrics_up_to(path: Path, step: int) -> bytes:
+    """The lines of a metrics.jsonl up to the record of `step`."""
+    end = max((end for record, end, _ in _records(path) if record["step"] <= step), default=0)
+    return path.read_bytes()[:end] if end else b""
+
+
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
     """Yield the whole records of a file, the offset of the end of each, and the number of its line."""
     if not path.exists():
