@@ -28,6 +28,7 @@ LOCK_RETRY_SECONDS = 0.1
 # What a file says of itself: `run`, the identity of its run; `program`, the version of the program that used it last.
 FACTS = "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);"
 PROGRAM = "areal-as-actors"
+LOG_HEADER_BYTES = 32
 
 
 class FormatError(sqlite3.DatabaseError):
@@ -118,21 +119,31 @@ def copy_store(path: Path, folder: Path) -> Path:
     """Copy a file that `open_store` has made into `folder`, also while another process uses it. Returns the copy, which
     has everything that was on disk when this began.
 
-    Its user alone may open it. What SQLite appends goes into the log, and only a log that is complete goes into the
-    file: copies of both are one state if the file did not change meanwhile.
+    Its user alone may open it. SQLite appends to the log, puts a log that is complete into the file, and begins a new
+    log. So copies of file and log are one state if neither happened meanwhile.
     """
     log, copy = path.with_name(f"{path.name}-wal"), folder / path.name
     while True:
-        before = path.stat()
+        before = _marks(path, log)
         shutil.copyfile(path, copy)
         copied_log = copy.with_name(log.name)
         try:
             shutil.copyfile(log, copied_log)
         except FileNotFoundError:  # its user has ended in order
             copied_log.unlink(missing_ok=True)
-        after = path.stat()
-        if (before.st_mtime_ns, before.st_size, before.st_ino) == (after.st_mtime_ns, after.st_size, after.st_ino):
+        if _marks(path, log) == before:
             return copy
+
+
+def _marks(path: Path, log: Path) -> tuple[int, int, bytes]:
+    """What changes when a log is put into its file, and when a new log begins."""
+    stat = path.stat()
+    try:
+        with log.open("rb") as opened:
+            header = opened.read(LOG_HEADER_BYTES)
+    except FileNotFoundError:
+        header = b""
+    return stat.st_mtime_ns, stat.st_size, header
 
 
 def try_lock(file: int, attempts: int) -> bool:
