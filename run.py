@@ -281,6 +281,7 @@ def run_master(config: Config, resume: bool = False) -> int:
     from actors.runtime.preflight import check_port
     from areal.observe import tracking
     from areal.observe.report import write_report
+    from areal.storage.disk import Patience
     from areal.storage.journal import Journal
     from areal.storage.run_folder import RunFolder
     from protocols.addresses import host_of
@@ -294,8 +295,10 @@ def run_master(config: Config, resume: bool = False) -> int:
     if resume:
         check_record(config)
     config = uvloop.run(prepare(config)).model_copy(update={"run_dir": config.run_dir.resolve()})
-    journal = Journal.open(config.folder / "journal.db")  # the lock on the journal also guards the run folder
-    folder = RunFolder(config, journal.run)
+    patience = Patience(config.folder, "the master")
+    # The lock on the journal also guards the run folder.
+    journal = patience.write_in_thread(lambda: Journal.open(config.folder / "journal.db"), "the journal")
+    folder = patience.write_in_thread(lambda: RunFolder(config, journal.run), "its records")
     write_log_file(folder.path / "logs" / "master-0.jsonl")
 
     async def run() -> Ending:

@@ -141,13 +141,15 @@ class Benchmark:
         self._unfinished = len(self.missing)
         self._samples = len(samples)
 
-    def add(self, row: Row, number: int, sample: Trajectory | None, completion: str = "") -> None:
-        """Keep a sample; None: it could not be scored."""
+    def add(self, row: Row, number: int, sample: Trajectory | None) -> None:
+        """Count a sample; None: it could not be scored."""
         self._unfinished -= 1
-        if sample is None:
-            return
-        tokens = int(sample.sampled.sum())
-        self._results[row.index, number] = sample.reward, tokens, sample.finish == "length"
+        if sample is not None:
+            tokens = int(sample.sampled.sum())
+            self._results[row.index, number] = sample.reward, tokens, sample.finish == "length"
+
+    def keep(self, row: Row, number: int, sample: Trajectory, completion: str) -> None:
+        """Write a sample into the file. May be called from any thread."""
         self._file.append(
             {
                 "row": row.index,
@@ -157,7 +159,7 @@ class Benchmark:
                 "answer": row.answer,
                 "score": sample.reward,
                 "finish": sample.finish,
-                "tokens": tokens,
+                "tokens": int(sample.sampled.sum()),
             }
         )
 
@@ -297,7 +299,10 @@ class Evaluator(Sampler):
         async def solve(name: str, row: Row, number: int) -> None:
             benchmark = benchmarks[name]
             trajectory = await sampled(row, benchmark.sampling)
-            benchmark.add(row, number, trajectory, self._texts(trajectory)[1] if trajectory else "")
+            if trajectory:
+                text = self._texts(trajectory)[1]
+                await self.on_disk("samples of a benchmark", benchmark.keep, row, number, trajectory, text)
+            benchmark.add(row, number, trajectory)
             self.activity = f"evaluating version {evaluation.version}: {_progress_of(benchmarks)}"
 
         try:

@@ -30,10 +30,11 @@ from areal.devices import CORES, settle
 from areal.observe.tracking import flat
 from areal.staleness.failures import Failures
 from areal.staleness.ledger import Batch, Ledger, LedgerError, ReportAnswer, RunEnded
+from areal.storage.disk import DiskShortageError, Patience
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from protocols.addresses import host_of, is_loopback
-from protocols.errors import FencedError, ForgedError, MalformedError, RefusedError
+from protocols.errors import FencedError, ForgedError, MalformedError, PreparingError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskConfig,
@@ -101,6 +102,7 @@ class Records(Protocol):
 
     @property
     def path(self) -> Path: ...
+    def free_reserve(self) -> None: ...
     def append_metrics(self, metrics: dict[str, Any]) -> None: ...
     def append_evaluation(self, evaluation: dict[str, Any]) -> None: ...
     def write_summary(self, summary: dict[str, Any]) -> None: ...
@@ -122,6 +124,7 @@ class Master(HandlesRequests):
         self.journal = journal
         self.state = RunState(config, journal)
         self._changed = Signal()
+        self._patience, self._recording = Patience(folder.path, "the master"), asyncio.Lock()
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._outbox: deque[Message] = deque()
         self._mail = Signal()
@@ -151,7 +154,8 @@ class Master(HandlesRequests):
             self._open()
             settle(CORES)
             async with asyncio.TaskGroup() as tasks:
-                helpers = [tasks.create_task(self._watch(), name="watch"), tasks.create_task(self._announce())]
+                works = {"records": self._repeat_records(), "watch": self._watch(), "announce": self._announce()}
+                helpers = [tasks.create_task(work, name=name) for name, work in works.items()]
                 await self._end_if_complete()
                 ending = await self._end
                 await self._say_farewell(ending)
@@ -168,10 +172,6 @@ class Master(HandlesRequests):
         """Continue from the state in the journal. All leases are renewed, and every member counts as heard from now."""
         self.state.emit("master_started")
         self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
-        if self.state.last_step:
-            self.folder.append_metrics(self.state.last_step)
-        for evaluation in self.state.evaluations.values():
-            self.folder.append_evaluation(evaluation_record(evaluation))
         self._evaluations.hold_version_0()
         if self.state.masters > 1:
             self._meter.begin()
@@ -179,6 +179,13 @@ class Master(HandlesRequests):
                 "the master continues from its journal", version=self.ledger.version, alive=self.ledger.alive,
                 members=list(self.state.members),
             )  # fmt: skip
+
+    async def _repeat_records(self) -> None:
+        """Write what the master before has not written, before any other record."""
+        if self.state.last_step:
+            await self._record("the metrics", self.folder.append_metrics, self.state.last_step)
+        for evaluation in list(self.state.evaluations.values()):
+            await self._record("an evaluation", self.folder.append_evaluation, evaluation_record(evaluation))
 
     def _open(self) -> None:
         address = self.config.master.address
@@ -202,15 +209,29 @@ class Master(HandlesRequests):
             raise ForgedError(
                 f"this {request.message.kind!r} is not from {request.sender}, which it names as its sender"
             )
-        return self._durably(super().dispatch(request))
+        answer = super().dispatch(request)
+        return answer if isinstance(request.message, AskStatus) else self._durably(answer)
 
     async def _durably(self, answer: Awaitable[Message]) -> Message:
+        """Raises PreparingError while the journal waits for its disk."""
         try:
             result = await answer
+            await self.journal.durable(wait_for_room=False)
         except LedgerError as error:  # the request was invalid, and the ledger is unchanged
             raise RefusedError(str(error)) from None
-        await self.journal.durable()
+        except DiskShortageError as error:
+            raise PreparingError(str(error)) from None
         return result
+
+    async def _record(self, what: str, write: Callable[[dict[str, Any]], None], record: dict[str, Any]) -> None:
+        """Write a record into the run folder, after those before, once its disk has room."""
+        async with self._recording:
+            await self._patience.write(lambda: asyncio.to_thread(write, record), what)
+
+    @property
+    def _shortage(self) -> str:
+        """Why the master waits for its disk; empty if it does not."""
+        return self.journal.shortage or self._patience.shortage
 
     async def _announce(self) -> None:
         """Publish events in order, each one only after the changes that it reports are on disk."""
@@ -244,7 +265,12 @@ class Master(HandlesRequests):
             self._finish(False, reason)
 
     async def _say_farewell(self, ending: Ending) -> None:
-        self.folder.write_summary(summary(self.config, self.state, ending))
+        self.folder.free_reserve()
+        try:
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await self._record("the summary", self.folder.write_summary, summary(self.config, self.state, ending))
+        except TimeoutError:
+            log.error("the run ends without a summary", why=self._shortage)
         self._send_out(_shutdown(ending))
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
@@ -271,13 +297,14 @@ class Master(HandlesRequests):
                 log.warning("leases expired", groups=lost)
             self._evaluations.watch()
             self._changed.notify()
-            if self._progress.longest_work():
+            if self._shortage or self._progress.longest_work():
                 self._progress.made()
             self._fail(self._failures.verdict(self.ledger.counters.discarded, self.ledger.counters.trained, now))
             self.state.compact_if_due()
             counts = self._counts()
             delay = delays.longest()
-            self.folder.record_heartbeat("master/0", "healthy", self._progress.who_waits(), counts | delay)
+            doing = self._shortage or self._progress.who_waits()
+            self.folder.record_heartbeat("master/0", "healthy", doing, counts | delay)
             self._numbers = {
                 **{f"groups_{name}": float(n) for name, n in counts.items()},
                 **{f"step_{name}": value for name, value in flat(self.state.last_step or {}).items() if name != "step"},
@@ -427,8 +454,8 @@ class Master(HandlesRequests):
         )
 
     def _free(self) -> int:
-        """Number of groups that may start now. It is 0 after the end of the run."""
-        if self._end.done():
+        """Number of groups that may start now. It is 0 after the end of the run, and while the disk is full."""
+        if self._end.done() or self._shortage:
             return 0
         capacity = self.ledger.capacity
         if self._failures.outage:
@@ -575,7 +602,7 @@ class Master(HandlesRequests):
         self._progress.made()
         self._changed.notify()
         await self.journal.durable()
-        self.folder.append_metrics(metrics)
+        await self._record("the metrics", self.folder.append_metrics, metrics)
         long = ("prompts", "discarded")
         shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in metrics.items() if k not in long}
         log.info("step", **shown)
@@ -666,7 +693,7 @@ class Master(HandlesRequests):
         log.info("evaluated", **record)
         self._progress.made()
         await self.journal.durable()
-        self.folder.append_evaluation(record)
+        await self._record("an evaluation", self.folder.append_evaluation, record)
         await self._end_if_complete()
         self._changed.notify()
         return Done()
@@ -698,7 +725,7 @@ class Master(HandlesRequests):
                 "steps": self.config.steps,
                 "max_staleness": self.config.max_staleness,
                 **self._counts(),
-                "waiting": self._progress.describe(),
+                "waiting": self._shortage or self._progress.describe(),
                 "alerts": list(self._failures.firsts.values()),
                 "metrics": self.state.last_step,
                 "recent": [] if since is None else self._meter.recent(since),

@@ -153,7 +153,7 @@ class Trainer(Actor):
 
     async def setup(self) -> None:
         self.activity = "starting DeepSpeed"
-        self._spool = await asyncio.to_thread(self._open_spool, self.config.folder / "spool.db")
+        self._spool = await self.on_disk("the spool", self._open_spool, self.config.folder / "spool.db")
         self._to_close.callback(self._spool.close)
         self._rollouts = await asyncio.to_thread(self._open_rollouts, self.config)
         self._to_close.push_async_callback(self._write_rollouts)
@@ -264,7 +264,11 @@ class Trainer(Actor):
             start_version = group.start_version
         except ValueError as error:
             raise RefusedError(f"group {stored.group}: {error}") from None
-        await asyncio.to_thread(self._spool.put, group)
+        try:
+            async with parked(request):
+                await self.on_disk("the spool", self._spool.put, group)
+        except TimeoutError:
+            raise BusyError("the trainer waits for its disk") from None
         self._keep_in_memory(group)
         ready = GroupReady(
             group=group.id,
@@ -295,7 +299,7 @@ class Trainer(Actor):
 
     async def _forget(self, group: Group) -> None:
         self._in_memory.pop(group.id, None)
-        await asyncio.to_thread(self._spool.forget, [group.id])
+        await self.on_disk("the spool", self._spool.forget, [group.id])
 
     def _keep_in_memory(self, group: Group) -> None:
         """Keep the group in memory, so that the next steps need not read it from disk. At most as many groups are kept
@@ -314,11 +318,11 @@ class Trainer(Actor):
 
     async def _recover(self) -> None:
         """Restore the state of the run's last trainer: load the last checkpoint, redo the steps since, and publish."""
-        spooled = await asyncio.to_thread(self._spool.ids)
+        spooled = await self.on_disk("the spool", self._spool.ids)
         recovery = await self.ask_master(AskRecovery(spooled="\n".join(spooled)), Recovery)
-        await asyncio.to_thread(self._spool.assign, recovery.run)
+        await self.on_disk("the spool", self._spool.assign, recovery.run)
         await asyncio.to_thread(self._rollouts.assign, recovery.run)
-        await asyncio.to_thread(self._spool.forget, recovery.drop.splitlines())
+        await self.on_disk("the spool", self._spool.forget, recovery.drop.splitlines())
         self._takes_groups = True  # not before: one that the master did not know to be ready then would be dropped
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = recovery.checkpoint_version
@@ -488,7 +492,8 @@ class Trainer(Actor):
         await self.ask_master(CheckpointSaved(version=version, folder=str(folder)), Done)
         self._checkpoint_version = version
         covered = [step for step in self.steps_to_redo if step < version]
-        await asyncio.to_thread(self._spool.forget, [group for step in covered for group in self.steps_to_redo[step]])
+        groups = [group for step in covered for group in self.steps_to_redo[step]]
+        await self.on_disk("the spool", self._spool.forget, groups)
         for step in covered:
             del self.steps_to_redo[step]
         oldest = (version - 1) // every * every - (limit - 1) * every
@@ -509,7 +514,7 @@ class Trainer(Actor):
 
     async def _write_rollouts(self) -> None:
         try:
-            await asyncio.to_thread(self._rollouts.write)
+            await self.on_disk("the rollouts", self._rollouts.write)
         except Exception as error:  # whatever it is, the run goes on without them
             log.error("rollouts are lost, because they cannot be written", exc_info=error)
 

@@ -31,6 +31,7 @@ from actors.runtime.logs import write_log_file
 from actors.watching import prometheus
 from areal.config import Config, UserError
 from areal.devices import CORES, settle
+from areal.storage.disk import Patience
 from protocols.addresses import host_of, reachable
 from protocols.errors import BusError, DeadlineError, FencedError, PreparingError, RefusedError
 from protocols.messages import (
@@ -183,6 +184,7 @@ class Actor(HandlesRequests):
         self._crash: asyncio.Future[None] = loop.create_future()
         self._sequence = 0
         self._numbers: dict[str, float] = {}  # for Prometheus, updated with each heartbeat
+        self._master_waits = 0.0  # when the master has last said that it cannot answer yet, by the loop's clock
         self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._works: dict[object, tuple[str, float]] = {}  # what, and since when; the oldest first
         self._events: Subscriber | None = None
@@ -224,17 +226,22 @@ class Actor(HandlesRequests):
         """The master's answer to `message`. The request is resent until a master answers, also a restarted one.
 
         park: seconds for which the master may keep the request until it can answer. Raises BusError, and
-        MasterLostError after `master.lost_seconds` of silence.
+        MasterLostError after `master.lost_seconds` of silence. A master that says that it waits for its disk is not
+        silent.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
             try:
                 return await self.ask(self.master, message, answer, park + CONTROL_SECONDS)
+            except PreparingError:
+                self._master_waits = loop.time()
+                await asyncio.sleep(PREPARING_ASK_SECONDS)
             except DeadlineError:
-                if loop.time() - began - park >= self.config.master.lost_seconds:
+                heard = max(began, self._master_waits)
+                if loop.time() - heard - park >= self.config.master.lost_seconds:
                     raise MasterLostError(
-                        f"the master at {self.master} has been silent for {loop.time() - began:.0f} s"
+                        f"the master at {self.master} has been silent for {loop.time() - heard:.0f} s"
                     ) from None
 
     async def ask(self, address: str, message: Message, answer: type[M], timeout: float = CONTROL_SECONDS) -> M:
@@ -258,6 +265,11 @@ class Actor(HandlesRequests):
             yield
         finally:
             del self._works[mark]
+
+    async def on_disk(self, what: str, write: Callable[..., T], *arguments: Any) -> T:
+        """Do a write in a thread, and again until the disk has room for it. what: is written."""
+        with self.working(f"writing {what}"):
+            return await self._disk.write(lambda: asyncio.to_thread(write, *arguments), what)
 
     def oldest_work(self) -> tuple[str, float] | None:
         """The operation in progress that began first, and when it began; None while the actor only waits."""
@@ -338,6 +350,7 @@ class Actor(HandlesRequests):
         self.bus.identity.name = welcome.identity
         self.config = Config.model_validate(welcome.config)
         self.index = int(welcome.identity.split("/")[1].split("#")[0])
+        self._disk = Patience(self.config.folder, f"the {self.role.replace('_', ' ')}")
         self._keep_log(self.config.folder / "logs" / f"{self.role}-{self.index}.jsonl")
         prometheus.serve(self.config.observe, self.role, self.index, lambda: self._numbers)
         await self._believe(welcome.snapshot)
@@ -409,7 +422,8 @@ class Actor(HandlesRequests):
     async def _beat(self) -> None:
         now, oldest = asyncio.get_running_loop().time(), self.oldest_work()
         beat = Heartbeat(
-            state=self.state, serves=self.serves(), activity=self.activity[:512], stats=self.stats() | delays.longest(),
+            state=self.state, serves=self.serves(), activity=(self._disk.shortage or self.activity)[:512],
+            stats=self.stats() | delays.longest(),
             engagement=self.engagement(), work=oldest and Work(what=oldest[0][:256], seconds=now - oldest[1]),
             spans=tuple(self._spans), clock=now,
         )  # fmt: skip

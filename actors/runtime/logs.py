@@ -5,33 +5,33 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 import structlog
 from structlog.typing import EventDict
 
+from areal.storage.disk import Backlog
 from areal.text import shown
 
 # A file that has grown to this size is renamed to NAME.1, in place of an older one.
 LIMIT_BYTES = 32 << 20
 
+# Begins a line of the output of a role that its supervisor also shows on the console.
+NOTICE = "! "
+
 _file: LogFile | None = None
 
 
 class LogFile:
-    """A file to which lines are appended. It and the file NAME.1 keep the newest LIMIT_BYTES to twice that."""
+    """A file to which lines are appended. It and the file NAME.1 keep the newest LIMIT_BYTES to twice that. Lines that
+    a full disk refuses are written later."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._handler = RotatingFileHandler(path, maxBytes=LIMIT_BYTES, backupCount=1, encoding="utf-8")
+        self._file = Backlog(path, path.with_name(f"{path.name}.1"), LIMIT_BYTES)
 
     def write(self, line: str) -> None:
-        self._handler.emit(logging.makeLogRecord({"msg": line}))
-
-    def close(self) -> None:
-        self._handler.close()
+        self._file.append([f"{line}\n"])
 
 
 def configure_logging(name: str) -> None:
@@ -44,7 +44,7 @@ def configure_logging(name: str) -> None:
             structlog.processors.format_exc_info,
             _to_file,
             _as_shown,
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0),
+            _rendered,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -70,3 +70,10 @@ def _as_shown(logger: Any, method: str, event: EventDict) -> EventDict:
         key: shown(value) if key == "exception" else shown(value).replace("\n", "\\n")
         for key, value in ((key, value if isinstance(value, str) else repr(value)) for key, value in event.items())
     }
+
+
+def _rendered(logger: Any, method: str, event: EventDict) -> str:
+    """The line for the terminal. With `notice` it is the event alone, for the user of the run."""
+    if event.pop("notice", None):
+        return f"{NOTICE}{event['event']}"
+    return str(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)(logger, method, event))

@@ -4,7 +4,8 @@ It starts each role with the command line that a user would type. The exit code 
 
     0       of the master: the run reached its end. Of another role: it was told to leave; it is not restarted
     1       of the master: the run failed, and the last line of its output says why. Of another role: it died
-    2       at its first start: something that the user supplied has to be changed, and the run ends. Later: it died
+    2       at its first start, before a step was trained: something that the user supplied has to be changed, and the
+            run ends. Later: it died
     3       the master has fenced it; it is restarted at once
     others  it died
 
@@ -23,7 +24,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -31,7 +32,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from actors.runtime.actor import Ending, incarnation
-from actors.runtime.logs import LogFile
+from actors.runtime.logs import NOTICE, LogFile
 from actors.watching.health import status_of
 from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
 from areal.config import Config
@@ -48,7 +49,7 @@ from protocols.transport import Bus
 RUN_PY = ROOT / "run.py"
 END, FAILED, USER_ERROR, FENCED = range(4)
 TAIL_LINES, QUOTED_LINES = 40, 15
-LONGEST_LINE_BYTES = 1 << 24
+LONGEST_LINE_BYTES = 1 << 16
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
@@ -140,6 +141,7 @@ class Supervisor:
         self._command = command
         self._master: Child | None = None
         self._folder: Path | None = None  # the run's, once the master has made it
+        self._progress_before = 0  # what `_progress` was when the supervisor began
         self._over: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
     async def run_everything(self, config: Config, options: list[str], network: Network) -> Ending:
@@ -156,6 +158,7 @@ class Supervisor:
                 tasks.create_task(self._keep(master), name="master/0")
                 await self._until_answers(master, bus, address)
                 self._folder = folder
+                self._progress_before = self._progress()
                 for role in ROLES.values():
                     for index in range(role.processes(config)):
                         words = ["--index", str(index), "--master", address, *options]
@@ -328,18 +331,19 @@ class Supervisor:
     async def _pump(self, child: Child, pipe: IO[bytes]) -> None:
         """Read the output of a child. Keeps its last lines in `child.tail`, and writes all lines to the run folder,
         once that exists."""
-        lines = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
+        reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(lines), pipe
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
-        with contextlib.closing(transport), contextlib.ExitStack() as files:
-            out = None
-            while line := await lines.readline():
-                child.tail.append(line.decode(errors="replace").rstrip())
+        with contextlib.closing(transport):
+            out: LogFile | None = None
+            async for line in _lines(reader):
+                child.tail.append(line)
+                if line.startswith(NOTICE):
+                    self._say(line.removeprefix(NOTICE))
                 new = 1
                 if out is None and self._folder is not None:
-                    file = self._folder / "logs" / f"{child.role}-{child.index}.out"
-                    out = files.enter_context(contextlib.closing(LogFile(file)))
+                    out = LogFile(self._folder / "logs" / f"{child.role}-{child.index}.out")
                     new = len(child.tail)
                 if out is not None:
                     out.write("\n".join(list(child.tail)[-new:]))
@@ -347,7 +351,7 @@ class Supervisor:
     def _end_of_run(self, child: Child, code: int) -> Ending | None:
         """How the run ended, if the end of this child ends it; else None."""
         firsts = child.starts == 1 and (self._master is None or self._master.starts == 1)
-        if code == USER_ERROR and firsts:
+        if code == USER_ERROR and firsts and self._progress() == self._progress_before:
             self.user_error = True
             return Ending(False, child.last_line)
         if child is not self._master:
@@ -389,6 +393,20 @@ class Supervisor:
         ends = [asyncio.create_task(process.wait()) for child in self.children if (process := child.running)]
         if ends:
             await asyncio.wait(ends, timeout=timeout)
+
+
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
+    """The lines of an output. Those of more than LONGEST_LINE_BYTES, such as those of a progress bar that returns to
+    the start of its line, are cut."""
+    begun = b""  # the last line, whose end has not come yet
+    while data := await reader.read(LONGEST_LINE_BYTES):
+        *lines, begun = (begun + data).split(b"\n")
+        if len(begun) > LONGEST_LINE_BYTES:
+            lines, begun = [*lines, begun], b""
+        for line in lines:
+            yield line.decode(errors="replace").rstrip()
+    if begun:
+        yield begun.decode(errors="replace").rstrip()
 
 
 def _how(code: int) -> str:

@@ -87,6 +87,9 @@ class _Folder:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
+    def free_reserve(self) -> None:
+        pass
+
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         self._cluster.stepped(metrics)
 

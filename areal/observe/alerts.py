@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from areal.storage.disk import STEPS_LOOKED_AT, running_out
+
 EARLY = 10
 RECENT = 5
 PAIRS = 0.9
@@ -131,6 +133,7 @@ def alerts(
         *_no_signal(records, digests, filtered),
         *_entropy(Curve.of(records, "entropy"), reward, guard or {}),
         *_ranges(records, guard or {}),
+        *_disk(Curve.of(records, "disk_free")),
     ]
 
 
@@ -373,3 +376,9 @@ def _ranges(records: Sequence[Mapping[str, Any]], guard: Mapping[str, float]) ->
             f"step {first}{near}: compare generator.dtype with trainer.dtype, and the sampling settings."
         )
         yield _alert("log-prob gap", gap, first, sentence)
+
+
+def _disk(free: Curve) -> Iterator[Alert]:
+    if sentence := running_out(free.values.tolist()):
+        steps = free.steps[-STEPS_LOOKED_AT:]
+        yield Alert("disk fills up", sentence, int(steps[0]), int(steps[-1]))

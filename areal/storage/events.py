@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import structlog
+from areal.storage.disk import Backlog
 
 FILE, OLDER_FILE = "events.jsonl", "events.1.jsonl"
 LIMIT_BYTES = 32 << 20
@@ -40,21 +39,17 @@ TOTALS = frozenset(COUNTERS) | {
     "samples_scored", "samples_finished", "moved",
 }  # fmt: skip
 
-log = structlog.get_logger()
-
 
 class EventLog:
-    """Writes the events of the run in `folder`; the master owns it. Events that cannot be written are lost, which
-    raises no error."""
+    """Writes the events of the run in `folder`; the master owns it. What a full disk refuses is written later."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path = folder / FILE
+        self._file = Backlog(folder / FILE, folder / OLDER_FILE, LIMIT_BYTES)
         self._clock = clock
         self._lines: list[str] = []
         self._last_written: dict[str, tuple[float, str, str]] = {}  # by actor: time of the last write, state, activity
         self._delays: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DELAYS_KEPT))
         self._flushed = clock()
-        self._failed = False
 
     def record_heartbeat(
         self, actor: str, state: str, activity: str, stats: Mapping[str, float],
@@ -81,16 +76,7 @@ class EventLog:
 
     def flush(self) -> None:
         lines, self._lines, self._flushed = self._lines, [], self._clock()
-        try:
-            with self._path.open("a") as file:
-                file.writelines(lines)
-                size = file.tell()
-            if size > LIMIT_BYTES:
-                os.replace(self._path, self._path.with_name(OLDER_FILE))
-        except OSError as error:
-            if not self._failed:
-                log.warning("events are lost", error=str(error))
-            self._failed = True
+        self._file.append(lines)
 
     def _add(self, event: dict[str, Any]) -> None:
         self._lines.append(json.dumps(event) + "\n")

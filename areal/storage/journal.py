@@ -22,6 +22,7 @@ from zlib import crc32
 
 from areal.config import UserError
 from areal.storage.database import FACTS, fact, new_identity, note, note_program, open_store, prepare
+from areal.storage.disk import RETRY_SECONDS, DiskShortageError, Patience
 from areal.storage.run_folder import ways_out
 
 FORMAT_VERSION = 5
@@ -40,6 +41,9 @@ class JournalError(Exception):
 class Journal:
     """See the module. All methods must be called from one event loop; a thread of the journal's own writes the file.
 
+    A transaction that the disk refuses because it is full is repeated as a whole until the disk takes it, together with
+    what was appended meanwhile.
+
     connection: usable from several threads; the journal's tables are created unless it has them. lock: a descriptor
     that `close` closes. `size`: the number of events since the last snapshot. `run`: the identity of the run, which is
     made with the file. `file`: named in errors.
@@ -57,7 +61,9 @@ class Journal:
         self._events: list[tuple[str, str]] = []
         self._appended = self._durable = 0
         self._commit: asyncio.Future[None] | None = None
+        self._retry: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
+        self._patience = Patience(self.file.parent, "the master")
         (self.size,) = connection.execute("SELECT count(*) FROM events").fetchone()
 
     @classmethod
@@ -68,9 +74,13 @@ class Journal:
         """
         journal = open_store(path, "journal", cls, original)
         journal.file = original or path
-        journal.run = journal.run or new_identity()
-        note(journal._connection, "run", journal.run)
-        note_program(journal._connection)
+        try:
+            journal.run = journal.run or new_identity()
+            note(journal._connection, "run", journal.run)
+            note_program(journal._connection)
+        except sqlite3.Error:  # a full disk: the file is opened again
+            journal.close()
+            raise
         return journal
 
     def read(self) -> tuple[dict[str, Any] | None, list[tuple[str, dict[str, Any]]]]:
@@ -100,11 +110,21 @@ class Journal:
         self._appended += 1
         self.size = 0
 
-    async def durable(self) -> None:
+    @property
+    def shortage(self) -> str:
+        """Why the journal waits for the disk, in a sentence; empty if it does not."""
+        return self._patience.shortage
+
+    async def durable(self, wait_for_room: bool = True) -> None:
         """Return once everything that was appended before this call is on disk. Raises JournalError if the disk write
-        fails, and on every call after that."""
+        fails, and on every call after that.
+
+        wait_for_room: False if a full disk raises DiskShortageError. What was appended is written later all the same.
+        """
         target = self._appended
         while self._durable < target and self._failure is None:
+            if self.shortage and not wait_for_room:
+                raise DiskShortageError(self.shortage)
             commit = self._commit or self._start_commit()
             await asyncio.wait([commit])  # cancelling a caller here does not cancel the commit
         if self._failure is not None:
@@ -113,6 +133,8 @@ class Journal:
     def close(self) -> None:
         """Wait for a transaction that is being written, and close the file. Events that no `durable` was awaited for
         may be lost."""
+        if self._retry is not None:
+            self._retry.cancel()
         self._executor.shutdown()
         self._connection.close()
         if self._lock is not None:
@@ -123,7 +145,7 @@ class Journal:
         self._snapshot, self._events = None, []
         loop = asyncio.get_running_loop()
         self._commit = commit = loop.run_in_executor(self._executor, self._write, snapshot, events)
-        commit.add_done_callback(partial(self._committed, self._appended))
+        commit.add_done_callback(partial(self._committed, self._appended, snapshot, events))
         return commit
 
     def _write(self, snapshot: str | None, events: list[tuple[str, str]]) -> None:
@@ -135,11 +157,26 @@ class Journal:
             rows = ((kind, body, _checksum(kind, body)) for kind, body in events)
             self._connection.executemany("INSERT INTO events (kind, body, crc) VALUES (?, ?, ?)", rows)
 
-    def _committed(self, up_to: int, commit: asyncio.Future[None]) -> None:
+    def _committed(
+        self, up_to: int, snapshot: str | None, events: list[tuple[str, str]], commit: asyncio.Future[None]
+    ) -> None:
         self._commit = None
-        self._failure = commit.exception()
-        if self._failure is None:
+        error = commit.exception()
+        if error is None:
             self._durable = up_to
+            self._patience.goes_on()
+        elif self._patience.must_wait(error, "the journal"):
+            if self._snapshot is None:  # a newer one stands for all of it
+                self._snapshot, self._events = snapshot, events + self._events
+            self._commit = pause = asyncio.get_running_loop().create_future()
+            self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._try_again, pause)
+        else:
+            self._failure = error
+
+    def _try_again(self, pause: asyncio.Future[None]) -> None:
+        self._retry = None
+        self._start_commit()
+        pause.set_result(None)
 
 
 def _checksum(kind: str, body: str) -> int:

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 import structlog
 
 from areal.config import UserError
+from areal.storage.disk import shortage
 from areal.trajectory import NOT_SAMPLED, TOKEN_COLUMNS, Branch, Group, TokenValues, Trajectory
 
 log = structlog.get_logger()
@@ -150,12 +151,19 @@ class RolloutWriter:
             self._add(Rollout(group, fate, reason))
 
     def write(self) -> None:
-        """Write what was added into a new file. If that raises anything, what was added is lost."""
+        """Write what was added into a new file. If the disk is full, it is kept for the next call; if that raises
+        anything else, it is lost."""
         with self._writing:
             with self._lock:  # not while the file is written: an event loop adds rollouts meanwhile
                 added, self._pending, self.waiting = self._pending, [], 0
-            if added:
-                self.store(added)
+            try:
+                if added:
+                    self.store(added)
+            except Exception as error:
+                if shortage(error, self._folder):
+                    with self._lock:
+                        self._pending[:0] = added
+                raise
 
     def _add(self, rollout: Rollout) -> None:
         with self._lock:

@@ -2,7 +2,7 @@
 
 It has config.yaml, journal.db, spool.db, metrics.jsonl, evaluations.jsonl, events.jsonl, summary.json, report.html,
 tensorboard/, logs/, rollouts/, checkpoints/ and weights/; secrets.json if the configuration has secrets;
-and, while the run goes on, address and keys/ (areal.storage.claim).
+and, while the run goes on, address and keys/ (areal.storage.claim) and reserve (areal.storage.disk).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import structlog
 
 from areal.config import Config, UserError, dump_config, hidden_in, load_config, secrets_in, without_secrets
 from areal.models import with_folders
+from areal.storage.disk import STEPS_LOOKED_AT, Reserve, append, free_bytes, running_out
 from areal.storage.events import EventLog
 
 log = structlog.get_logger()
@@ -69,9 +71,13 @@ class RunFolder:
         store_configuration(config)
         for record in whole_records(self.path / "metrics.jsonl"):
             self._update_totals(record)
-        self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
+        self._metrics = self.path / "metrics.jsonl"
+        self._metrics.touch()  # now a run has begun here
         self._evaluations = self.path / "evaluations.jsonl"
         self._evaluated = {record["version"] for record in whole_records(self._evaluations)}
+        self._free: deque[int] = deque(maxlen=STEPS_LOOKED_AT)  # bytes on the disk after each of the newest steps
+        self._is_filling = False
+        self.free_reserve = Reserve(self.path).free
         events = EventLog(self.path)
         self.record_heartbeat = events.record_heartbeat
         self._flush_events = events.flush
@@ -81,20 +87,25 @@ class RunFolder:
         step is there already."""
         if metrics["step"] <= self._step:
             return
-        self._metrics.write(self._line(metrics))
         # A restarted master repeats only the last record, so earlier records have to survive a crash of the machine.
-        os.fsync(self._metrics.fileno())
+        free = free_bytes(self.path)
+        append(self._metrics, self._line(metrics | {"disk_free": free}))
         self._update_totals(metrics)
+        self._warn_of_full_disk(free)
+
+    def _warn_of_full_disk(self, free: int) -> None:
+        self._free.append(free)
+        warning = running_out(list(self._free))
+        if warning and not self._is_filling:
+            log.warning(warning, notice=True)
+        self._is_filling = bool(warning)
 
     def append_evaluation(self, evaluation: dict[str, Any]) -> None:
         """Append one version's result and the time as a line of JSON. It is on disk on return. A result is skipped if
         its version is there already."""
         if evaluation["version"] in self._evaluated:
             return
-        with self._evaluations.open("a") as file:
-            file.write(self._line(evaluation))
-            file.flush()
-            os.fsync(file.fileno())
+        append(self._evaluations, self._line(evaluation))
         self._evaluated.add(evaluation["version"])
 
     def _line(self, record: dict[str, Any]) -> str:

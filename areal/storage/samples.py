@@ -9,8 +9,10 @@ import json
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
+from areal.storage.disk import append
 from areal.storage.run_folder import whole_records
 
 
@@ -19,6 +21,7 @@ class SampleFile:
     under others are left in the file, but not read."""
 
     def __init__(self, folder: Path, name: str, version: int, settings: Mapping[str, Any]) -> None:
+        self._lock = Lock()
         self._path = folder / "benchmarks" / f"{name}-{version}.jsonl"
         self._settings = blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -28,5 +31,5 @@ class SampleFile:
 
     def append(self, sample: dict[str, Any]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(sample | {"settings": self._settings}) + "\n")
+        with self._lock:
+            append(self._path, json.dumps(sample | {"settings": self._settings}) + "\n")

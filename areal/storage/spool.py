@@ -57,7 +57,11 @@ class Spool:
         """Open the spool in the file, which is made if it is missing. Raises UserError if another process, such as
         another trainer of the run, keeps using it, or if it is not a spool."""
         spool = open_store(path, "spool", cls)
-        note_program(spool._connection)
+        try:
+            note_program(spool._connection)
+        except sqlite3.Error:  # a full disk: the file is opened again
+            spool.close()
+            raise
         return spool
 
     def assign(self, run: str) -> None:

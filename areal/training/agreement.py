@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from areal.config import UserError
+from areal.storage.disk import DiskShortageError, Patience, shortage
 from areal.weights.chunks import Manifest
 from areal.weights.folders import atomic_folder
 
@@ -30,19 +32,20 @@ SILENCE = timedelta(days=7)
 def agree(task: Callable[[], str | None], group: dist.ProcessGroup | None) -> list[str]:
     """Do `task` on every rank of a CPU process group, and return what it returned, by rank (all ranks).
 
-    If it fails on any rank, the same error is raised on all: UserError if a file cannot be read or written or `task`
-    raised UserError, else RuntimeError. group: None if there is one rank.
+    If it fails on any rank, the same error is raised on all: DiskShortageError if a disk is full, UserError if a file
+    cannot be read or written or `task` raised UserError, else RuntimeError. group: None if there is one rank.
     """
     cause: Exception | None = None
     try:
         answer = f"+{task() or ''}"
     except (OSError, SafetensorError, UserError) as error:
-        answer, cause = f"-{error}", error
+        why = shortage(error)
+        answer, cause = f"~{why}" if why else f"-{error}", error
     except Exception as error:
         log.exception("failed", rank=dist.get_rank())
         answer, cause = f"!{type(error).__name__}: {error}", error
     answers = [answer] if group is None else _exchange(answer, group)
-    for kind, raised in {"!": RuntimeError, "-": UserError}.items():
+    for kind, raised in {"!": RuntimeError, "-": UserError, "~": DiskShortageError}.items():
         if failed := next((answer for answer in answers if answer[0] == kind), None):
             raise raised(failed[1:]) from cause
     return [answer[1:] for answer in answers]
@@ -61,7 +64,11 @@ def _exchange(text: str, group: dist.ProcessGroup) -> list[str]:
 
 
 class Contents(Protocol):
-    """The files of a folder that all ranks write."""
+    """The files of a folder that all ranks write. What was written may have to be written again. `size`: about how many
+    bytes this rank writes."""
+
+    @property
+    def size(self) -> int: ...
 
     def prepare(self, folder: Path) -> None:
         """Write what has to be there before the others (rank 0)."""
@@ -85,10 +92,12 @@ class Writer:
         """Write `folder` beside what this thread does next (all ranks, in the same order).
 
         It replaces a folder of that name. Once the result is there, it is complete and on disk; on rank 0 the result is
-        what `contents.finish` returned. If a file cannot be written, the result is a UserError on all ranks, and
-        nothing is changed.
+        what `contents.finish` returned. If the disk is full, the folder is written again until there is room; if
+        a file cannot be written for another reason, the result is a UserError on all ranks, and nothing is changed.
         """
-        return self._thread.submit(self._write, folder, contents)
+        patience = Patience(folder.parent, "the trainer", tells=dist.get_rank() == 0)
+        what = f"{folder.name} ({contents.size >> 20} MiB)"
+        return self._thread.submit(patience.write_in_thread, partial(self._write, folder, contents), what)
 
     def _write(self, folder: Path, contents: Contents) -> Manifest | None:
         first = dist.get_rank() == 0

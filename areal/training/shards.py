@@ -60,6 +60,11 @@ class Copied:
     writers: int
     adapters: bool
 
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
     def stored(self) -> Mapping[str, Tensor]:
         """The weights by their Hugging Face names."""
         from transformers.core_model_loading import revert_weight_conversion
@@ -80,6 +85,10 @@ class Published:
     """The files of weights for generators: shards, or an adapter in peft's format without the weights it belongs to."""
 
     copied: Copied
+
+    @property
+    def size(self) -> int:
+        return self.copied.size
 
     def prepare(self, folder: Path) -> None:
         if self.copied.adapters:
@@ -109,6 +118,10 @@ class ModelFolder:
     source: Path
     dtype: str
     share: Share | None
+
+    @property
+    def size(self) -> int:
+        return self.copied.size + sum(tensor.nbytes for tensor in (self.share.tensors if self.share else {}).values())
 
     def prepare(self, folder: Path) -> None:
         copy_model_files(self.source, folder, dtype=self.dtype)

@@ -137,13 +137,22 @@ class SlowDisk:
 
 
 @dataclass(frozen=True, slots=True)
+class FullDisk:
+    """For `seconds`, the disk of a process has no room for more."""
+
+    at: float
+    process: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ClockJump:
     at: float
     process: str
     seconds: float
 
 
-Fault = Kill | Leave | Pause | Arrive | Replace | Partition | Reset | Storm | SlowDisk | ClockJump
+Fault = Kill | Leave | Pause | Arrive | Replace | Partition | Reset | Storm | SlowDisk | FullDisk | ClockJump
 
 
 @dataclass(slots=True)
@@ -279,6 +288,11 @@ def _draw_slow_disk(random: Random, plan: Plan, processes: list[str]) -> None:
     plan.faults.append(SlowDisk(_when(random, plan), name, random.choice((0.05, 0.5, 2.0)), random.uniform(0.5, 4.0)))
 
 
+def _draw_full_disk(random: Random, plan: Plan, processes: list[str]) -> None:
+    for name in random.choice((["master-0"], ["trainer-0"], ["master-0", "trainer-0"])):
+        plan.faults.append(FullDisk(_when(random, plan), name, random.choice((0.5, 3.0, 10.0))))
+
+
 def _draw_clock_jumps(random: Random, plan: Plan, processes: list[str]) -> None:
     plan.faults.append(
         ClockJump(_when(random, plan), _some(random, processes), random.choice((0.5, 3.0, 10.0, 3600.0)))
@@ -315,6 +329,7 @@ _DRAWS = {
     "delay": _draw_delay,
     "duplication": _draw_duplication,
     "fail-points": _draw_points,
+    "full disk": _draw_full_disk,
     "kills": _draw_kills,
     "leaves": _draw_leaves,
     "loads": _draw_loads,

@@ -12,6 +12,8 @@ from simulation.loop import DEAD, FaultyLoop
 from simulation.network import FaultyNetwork
 from simulation.watched import Disk, WatchedBus, WatchedRollouts
 
+MOST_PAGES = 0xFFFFFFFE
+
 
 class Process:
     """One name in the cluster, such as `generator-0`, over all restarts. `slower`: extra seconds of each disk
@@ -27,6 +29,12 @@ class Process:
         self.disk: Disk | None = None
         self.rollouts: list[Rollout] = []
         self.writer: WatchedRollouts | None = None
+
+    def limit_disk(self, full: bool) -> None:
+        """Let the disk have no room for more than it holds, or as much as there may ever be."""
+        if self.disk is not None:
+            (pages,) = self.disk.execute("PRAGMA page_count").fetchone()
+            self.disk.execute(f"PRAGMA max_page_count = {pages if full else MOST_PAGES}")
 
 
 class Incarnation:

@@ -90,9 +90,9 @@ class WatchedJournal(Journal):
     def compact(self, snapshot: dict[str, Any]) -> None:
         super().compact({**snapshot, "position": len(self.oracle.events)})
 
-    async def durable(self) -> None:
+    async def durable(self, wait_for_room: bool = True) -> None:
         appended = len(self.oracle.events)
-        await super().durable()
+        await super().durable(wait_for_room)
         self.oracle.committed(appended)
 
 
@@ -169,6 +169,9 @@ class Folder:
         self._on_gone = on_gone
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
+        pass
+
+    def free_reserve(self) -> None:
         pass
 
     append_evaluation = append_metrics

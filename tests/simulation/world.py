@@ -555,6 +555,9 @@ class World:
             case faults.SlowDisk(_, name, slower, seconds):
                 self.processes[name].slower = slower
                 self.scheduler.call_at(now + seconds, self._speed_up, name)
+            case faults.FullDisk(_, name, seconds):
+                self.processes[name].limit_disk(True)
+                self.scheduler.call_at(now + seconds, self.processes[name].limit_disk, False)
             case faults.ClockJump(_, name, seconds):
                 if one := self._running(name):
                     one.loop.jump(seconds)
@@ -582,6 +585,7 @@ class World:
             setattr(self.plan.mishaps, name, getattr(calm, name))
         for process in self.processes.values():
             process.slower = 0.0
+            process.limit_disk(False)
         for one in self.incarnations:
             one.loop.resume()
             one.loop.before_work = one.loop.after_work = one.network.on_answer = None
@@ -638,7 +642,7 @@ def _seconds_of(fault: faults.Fault) -> float:
             return seconds + 2 * weather.delay_seconds
         case faults.SlowDisk(_, _, slower, seconds):
             return seconds + slower
-        case faults.Pause(_, _, seconds) | faults.Partition(_, _, _, seconds):
+        case faults.Pause(_, _, seconds) | faults.Partition(_, _, _, seconds) | faults.FullDisk(_, _, seconds):
             return seconds
     return 0.0
 

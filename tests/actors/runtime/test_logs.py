@@ -44,7 +44,6 @@ def test_a_log_file_is_bounded_and_keeps_the_newest_lines(tmp_path, monkeypatch)
     log = logs.LogFile(file)
     for number in range(1000):
         log.write(f"{number:05d}" + "." * 95)
-    log.close()
     kept = [line for name in ("master-0.jsonl.1", "master-0.jsonl") for line in (file.parent / name).open()]
     assert sorted(path.name for path in file.parent.iterdir()) == ["master-0.jsonl", "master-0.jsonl.1"]
     assert sum(path.stat().st_size for path in file.parent.iterdir()) <= 2 * 4096

@@ -177,20 +177,21 @@ async def test_a_caller_that_gives_up_does_not_stop_the_others():
     assert journal.read() == (None, [("event", {})])
 
 
-async def test_once_the_disk_has_refused_nothing_is_durable_any_more():
+async def test_once_a_write_has_failed_nothing_is_durable_any_more():
     connection = in_memory()
     journal = Journal(connection)
     journal.append("kept", {})
     await journal.durable()
-    connection.execute("PRAGMA max_page_count = 1")
+    failing = "BEFORE INSERT ON events WHEN new.kind = 'large' BEGIN SELECT RAISE(FAIL, 'it is damaged'); END"
+    connection.execute(f"CREATE TEMP TRIGGER damage {failing}")
     journal.append("small", {})
     journal.append("large", {"text": "x" * 100_000})
-    with pytest.raises(JournalError, match="full"):
+    with pytest.raises(JournalError, match="damaged"):
         await journal.durable()
-    connection.execute("PRAGMA max_page_count = 100000")
+    connection.execute("DROP TRIGGER damage")
     journal.append("late", {})
     for _ in range(2):
-        with pytest.raises(JournalError, match="full"):
+        with pytest.raises(JournalError, match="damaged"):
             await journal.durable()
     assert journal.read() == (None, [("kept", {})]), "half a transaction was kept"
 

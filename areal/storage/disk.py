@@ -1,0 +1,247 @@
+"""A disk that takes no write for a while: it is full, its quota or its inodes are used up, or it is read-only.
+
+Every writer of a run repeats what the disk has refused until the disk takes it: `Patience` waits and says so, `append`
+leaves no part of a line behind, and `Reserve` has the room in which a run can be ended on a full disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import sqlite3
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+T = TypeVar("T")
+
+RETRY_SECONDS = 1.0
+RESERVE_BYTES = 16 << 20
+# A disk is said to fill by what the newest steps have written, STEPS_LOOKED_AT of them and at least LEAST_STEPS.
+STEPS_LOOKED_AT, LEAST_STEPS, STEPS_TO_COME = 20, 5, 50
+CAUSES = {errno.ENOSPC: "full", errno.EDQUOT: "out of quota", errno.EROFS: "read-only"}
+# SQLite hides which error the system has reported behind these.
+SYSTEM_ERRORS = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+
+log = structlog.get_logger()
+
+
+class DiskShortageError(Exception):
+    """A disk takes no writes for now."""
+
+
+def shortage(error: BaseException | None, folder: Path | None = None) -> str | None:
+    """What keeps a disk from taking a write that has raised `error`, in a word or two; None if something else has gone
+    wrong. folder: where it was written, for errors that do not say what the system has reported."""
+    if error is None:
+        return None
+    if isinstance(error, DiskShortageError):
+        return str(error)
+    number = getattr(error, "errno", None)
+    if isinstance(error, sqlite3.Error):
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        number = errno.ENOSPC if code == sqlite3.SQLITE_FULL else None
+        if folder and code in SYSTEM_ERRORS:
+            number = _refusal(folder)
+    elif found := re.search(r"\(os error (\d+)\)", str(error)):  # of safetensors, which has it in its text alone
+        number = int(found[1])
+    if cause := CAUSES.get(number or 0):
+        return f"{cause}{_inodes(folder)}"
+    return shortage(error.__cause__, folder)
+
+
+def _refusal(folder: Path) -> int | None:
+    """The number of the error with which the disk refuses a small file in `folder`; None if it takes one."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe.") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def _inodes(folder: Path | None) -> str:
+    with suppress(OSError):
+        if folder and (found := os.statvfs(folder)).f_files and not found.f_favail and found.f_bavail:
+            return " (it has no inodes left)"
+    return ""
+
+
+def free_bytes(folder: Path) -> int:
+    """What this user may still write into `folder`."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def append(path: Path, text: str, durable: bool = True) -> None:
+    """Append whole lines to a file. durable: they survive a crash of the machine. If the disk refuses them, the file is
+    as it was, and OSError is raised."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        data = memoryview(text.encode(errors="replace"))
+        try:
+            written = 0
+            while written < len(data):
+                written += file.write(data[written:])
+            if durable:
+                os.fsync(file.fileno())
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+class Backlog:
+    """Appends lines to a file that may lose some: those that the disk refuses are kept, the newest LINES of them, until
+    it takes them. limit: before the file has more bytes, it is renamed to `older`."""
+
+    LINES = 10_000
+
+    def __init__(self, path: Path, older: Path, limit: int) -> None:
+        self._path, self._older, self._limit = path, older, limit
+        self._lines: deque[str] = deque(maxlen=self.LINES)
+        self._lock = threading.Lock()
+
+    def append(self, lines: Iterable[str]) -> None:
+        """lines: each with its end."""
+        with self._lock, suppress(OSError):
+            self._lines.extend(lines)
+            text = "".join(self._lines)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            size = self._path.stat().st_size if self._path.exists() else 0
+            if size and size + len(text) > self._limit:
+                self._path.replace(self._older)
+            append(self._path, text, durable=False)
+            self._lines.clear()
+
+
+def running_out(free: Sequence[float]) -> str | None:
+    """What is said of a disk that will soon be full; None if it will not. free: its free bytes after each of the newest
+    steps. Two more steps have to fit that take as much as the largest one, and STEPS_TO_COME as all of them do."""
+    free = free[-STEPS_LOOKED_AT:]
+    if len(free) < LEAST_STEPS:
+        return None
+    largest = max(earlier - later for earlier, later in pairwise(free))
+    each = (free[0] - free[-1]) / (len(free) - 1)
+    if free[-1] < 2 * largest:
+        why = f"and one step took {_gib(largest)}"
+    elif free[-1] < STEPS_TO_COME * each:
+        why = f"{_gib(each)} less with each step, for about {free[-1] / each:.0f} steps"
+    else:
+        return None
+    return (
+        f"The disk of the run folder has {_gib(free[-1])} left, {why}: free some room there, or lower "
+        f"trainer.checkpoints_kept or observe.rollouts_gib."
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / (1 << 30):.3g} GiB"
+
+
+class Patience:
+    """Repeats writes into `folder` that the disk refuses, until it takes them, and tells when that begins and ends.
+    writer: who writes. tells: False if another process tells. `shortage`: while a write waits, why, in a sentence;
+    otherwise empty.
+
+    A write has to leave the same on disk when it is repeated, whatever part of it was done before it failed.
+    """
+
+    def __init__(self, folder: Path, writer: str, tells: bool = True) -> None:
+        self.shortage = ""
+        self._tell: Callable[..., None] = partial(log.warning, notice=True) if tells else _keep_silent
+        self._folder = folder
+        self._writer = writer
+        self._waiting: set[object] = set()
+        self._since = 0.0
+
+    async def write(self, write: Callable[[], Awaitable[T]], what: str) -> T:
+        """Return what `write` returns. what: is written. Raises what `write` raises for other reasons."""
+        mark = object()
+        try:
+            while True:
+                try:
+                    result = await write()
+                except Exception as error:
+                    if not self.must_wait(error, what, mark):
+                        raise
+                else:
+                    self.goes_on(mark)
+                    return result
+                await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            self._forget(mark)
+
+    def write_in_thread(self, write: Callable[[], T], what: str) -> T:
+        """The same in a thread that has no event loop."""
+        while True:
+            try:
+                result = write()
+            except Exception as error:
+                if not self.must_wait(error, what):
+                    raise
+            else:
+                self.goes_on()
+                return result
+            time.sleep(RETRY_SECONDS)
+
+    def must_wait(self, error: BaseException, what: str, mark: object = None) -> bool:
+        """Whether a write that has failed is to be repeated. mark: tells it from others that wait at the same time."""
+        cause = shortage(error, self._folder)
+        if cause is None:
+            return False
+        if not self._waiting:
+            self._since = time.monotonic()
+            self.shortage = f"{self._writer} waits to write {what}: the disk of {self._folder} is {cause}"
+            self._tell(
+                f"{self.shortage}. Free some room there, and the run goes on by itself; Ctrl-C ends it, and --resume "
+                f"continues it."
+            )
+        self._waiting.add(mark)
+        return True
+
+    def goes_on(self, mark: object = None) -> None:
+        """The write is on disk."""
+        if self._forget(mark):
+            seconds = time.monotonic() - self._since
+            self._tell(f"{self._writer} goes on: the disk of {self._folder} refused writes for {seconds:.0f} s.")
+
+    def _forget(self, mark: object) -> bool:
+        """Returns True if it was the last one that waited."""
+        if mark not in self._waiting:
+            return False
+        self._waiting.discard(mark)
+        if self._waiting:
+            return False
+        self.shortage = ""
+        return True
+
+
+def _keep_silent(text: str) -> None:
+    pass
+
+
+class Reserve:
+    """A file in `folder` that takes room on the disk while the run goes on. `free` gives it back, so that the run can
+    end in order also on a full disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "reserve"
+        with suppress(OSError), self._path.open("ab") as file:  # the run begins also where there is no room for it
+            os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+
+    def free(self) -> None:
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)

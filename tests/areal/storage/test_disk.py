@@ -1,0 +1,243 @@
+"""Writers on a disk that is full for a while: a small tmpfs, where this user may mount one."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import sqlite3
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from structlog.testing import capture_logs
+
+from areal.storage import disk
+from areal.storage.disk import Backlog, Patience, Reserve, append, running_out, shortage
+from areal.storage.events import EventLog
+from areal.storage.journal import Journal
+from areal.storage.spool import Spool, SpoolError
+from areal.trajectory import Group, Trajectory
+from areal.weights.folders import write_tensors
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("disk", "journal"):
+        monkeypatch.setattr(f"areal.storage.{module}.RETRY_SECONDS", 0.02)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of 1 MiB and 20 inodes."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=20", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Fill the disk to its last byte. Returns the file that does."""
+    with (folder / "hog").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            while size:
+                try:
+                    file.write(bytes(size))
+                except OSError:
+                    size = 0
+    return folder / "hog"
+
+
+def use_up_inodes(folder: Path) -> list[Path]:
+    files: list[Path] = []
+    while True:
+        try:
+            (folder / f"inode{len(files)}").touch(exist_ok=False)
+        except OSError:
+            return files
+        files.append(folder / f"inode{len(files)}")
+
+
+def test_every_way_in_which_a_full_disk_is_reported_is_understood(small: Path):
+    connection = sqlite3.connect(small / "store.db")
+    connection.execute("CREATE TABLE texts (text TEXT)")
+    connection.commit()
+    hog = fill(small)
+    with pytest.raises(OSError) as written:
+        (small / "hog2").write_bytes(bytes(8192))
+    with pytest.raises(sqlite3.Error) as inserted, connection:
+        connection.execute("INSERT INTO texts VALUES (?)", ("x" * 100_000,))
+    with pytest.raises(SafetensorError) as saved:
+        write_tensors({"a": torch.zeros(4096)}, small / "a.safetensors")
+    with pytest.raises(SpoolError) as spooled:
+        try:
+            raise inserted.value
+        except sqlite3.Error as error:
+            raise SpoolError("the spool cannot be used") from error
+    for error in (written, inserted, saved, spooled):
+        assert shortage(error.value, small) == "full"
+    hog.unlink()
+    connection.close()
+    use_up_inodes(small)
+    with pytest.raises(sqlite3.Error) as opened:
+        sqlite3.connect(small / "other.db").execute("CREATE TABLE texts (text TEXT)")
+    assert shortage(opened.value, small) == "full (it has no inodes left)"
+
+
+@pytest.mark.parametrize("number, word", [(errno.EDQUOT, "out of quota"), (errno.EROFS, "read-only")])
+def test_a_quota_and_a_read_only_disk_are_waited_for(number: int, word: str):
+    assert shortage(OSError(number, os.strerror(number))) == word
+
+
+def test_other_errors_are_not_waited_for(tmp_path: Path):
+    connection = sqlite3.connect(tmp_path / "store.db")
+    with pytest.raises(sqlite3.Error) as wrong:
+        connection.execute("INSERT INTO missing VALUES (1)")
+    for error in (wrong.value, OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "denied")):
+        assert shortage(error, tmp_path) is None
+
+
+async def test_a_write_is_repeated_until_there_is_room_and_that_is_said_once(small: Path):
+    hog, patience = fill(small), Patience(small, "the trainer")
+
+    def write(name: str) -> None:
+        (small / name).write_bytes(bytes(100_000))
+
+    with capture_logs() as logs:
+        names = ("a", "b")
+        writes = [
+            asyncio.create_task(patience.write(lambda n=name: asyncio.to_thread(write, n), name)) for name in names
+        ]
+        await asyncio.sleep(0.1)
+        assert f"the disk of {small} is full" in patience.shortage and not any(task.done() for task in writes)
+        hog.unlink()
+        await asyncio.gather(*writes)
+    assert patience.shortage == "" and [(small / name).stat().st_size for name in names] == [100_000] * 2
+    first, last = [entry["event"] for entry in logs]
+    assert str(small) in first and "Free some room" in first and "goes on" in last
+
+
+async def test_a_wait_for_a_disk_can_be_cancelled(small: Path):
+    fill(small)
+    patience = Patience(small, "the trainer")
+    write = asyncio.create_task(patience.write(lambda: asyncio.to_thread((small / "a").write_bytes, bytes(8192)), "a"))
+    await asyncio.sleep(0.05)
+    write.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await write
+    assert patience.shortage == ""
+
+
+def test_a_line_that_does_not_fit_leaves_nothing_behind(small: Path):
+    file = small / "metrics.jsonl"
+    append(file, "first\n")
+    hog = fill(small)
+    with pytest.raises(OSError):
+        append(file, "x" * 20_000 + "\n")
+    assert file.read_text() == "first\n"
+    hog.unlink()
+    append(file, "second\n")
+    assert file.read_text() == "first\nsecond\n"
+
+
+def test_lines_of_a_log_and_events_that_did_not_fit_are_written_later(small: Path):
+    log, events = Backlog(small / "a.jsonl", small / "a.jsonl.1", 1 << 20), EventLog(small, lambda: 0.0)
+    hog = fill(small)
+    for number in range(3):
+        log.append([f"{number}" * 3000 + "\n"])
+    events.record_heartbeat("trainer/0", "healthy", "training", {})
+    events.flush()
+    hog.unlink()
+    log.append(["last\n"])
+    events.flush()
+    assert [line[0] for line in (small / "a.jsonl").open()] == ["0", "1", "2", "l"]
+    assert len(list((small / "events.jsonl").open())) == 1
+
+
+def test_the_reserve_has_room_on_a_full_disk_for_what_ends_a_run(small: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk, "RESERVE_BYTES", 300_000)
+    reserve = Reserve(small)
+    fill(small)
+    with pytest.raises(OSError):
+        append(small / "summary.json", "x" * 100_000)
+    reserve.free()
+    append(small / "summary.json", "x" * 100_000)
+    assert not (small / "reserve").exists()
+
+
+async def until_short(journal: Journal) -> None:
+    while not journal.shortage:  # noqa: ASYNC110 - it announces nothing to others
+        await asyncio.sleep(0.01)
+
+
+async def test_what_a_full_disk_refused_is_in_the_journal_once_and_in_order(small: Path):
+    journal = Journal.open(small / "journal.db")
+    journal.append("first", {})
+    await journal.durable()
+    hog = fill(small)
+    journal.append("large", {"text": "x" * 200_000})
+    waiting = asyncio.create_task(journal.durable())
+    await until_short(journal)
+    journal.append("later", {})
+    with pytest.raises(disk.DiskShortageError, match="full"):
+        await journal.durable(wait_for_room=False)
+    assert not waiting.done() and journal.read() == (None, [("first", {})]), "half a transaction is there"
+    hog.unlink()
+    await waiting
+    await journal.durable()
+    assert [kind for kind, _ in journal.read()[1]] == ["first", "large", "later"] and not journal.shortage
+    journal.close()
+
+
+async def test_a_snapshot_stands_for_what_a_full_disk_refused_before_it(small: Path):
+    journal = Journal.open(small / "journal.db")
+    hog = fill(small)
+    journal.append("large", {"text": "x" * 200_000})
+    waiting = asyncio.create_task(journal.durable())
+    await until_short(journal)
+    journal.compact({"state": 1})
+    journal.append("later", {})
+    hog.unlink()
+    await waiting
+    await journal.durable()
+    assert journal.read() == ({"state": 1}, [("later", {})])
+    journal.close()
+
+
+async def test_a_journal_that_waits_for_its_disk_can_be_closed(small: Path):
+    journal = Journal.open(small / "journal.db")
+    fill(small)
+    journal.append("large", {"text": "x" * 200_000})
+    waiting = asyncio.create_task(journal.durable())
+    await until_short(journal)
+    waiting.cancel()
+    journal.close()
+    assert Journal.open(small / "journal.db").read() == (None, [])
+
+
+def test_a_group_that_did_not_fit_is_in_the_spool_once_there_is_room(small: Path):
+    spool, patience = Spool.open(small / "spool.db"), Patience(small, "the trainer")
+    tokens = np.arange(20_000, dtype=np.int32)
+    sample = Trajectory(
+        tokens=tokens, logprobs=np.zeros(20_000, np.float32), versions=tokens, reward=1.0, finish="stop"
+    )
+    hog = fill(small)
+    threading.Timer(0.1, hog.unlink).start()
+    patience.write_in_thread(lambda: spool.put(Group("g1.0", 1, (sample,))), "the spool")
+    assert spool.ids() == ["g1.0"]
+    spool.close()
+
+
+def test_a_disk_that_fills_is_told_before_it_is_full():
+    gib = float(1 << 30)
+    assert running_out([100 * gib - step * gib for step in range(10)]) is None  # 90 more steps
+    assert "about 31 steps" in (running_out([40 * gib - step * gib for step in range(10)]) or "")
+    checkpoints = [100, 100, 100, 60, 60, 60, 60, 60, 60, 60]
+    assert "one step took 40 GiB" in (running_out([free * gib for free in checkpoints]) or "")
+    assert running_out([gib] * 10) is None and running_out([4 * gib, 3 * gib]) is None
