@@ -102,8 +102,7 @@ class RunView:
         alerts = self._digests.alerts(self._steps, self._evaluated, config, ROLLOUTS_SECONDS)
         rollouts = self._digests.has_rollouts
         return [
-            {"name": a.name, "text": a.sentence, "query": urlencode(a.filters) if rollouts and a.filters else None}
-            for a in alerts
+            {"name": a.name, "text": a.sentence, "query": urlencode(a.filters) if rollouts else None} for a in alerts
         ]
 
     def _lanes(self) -> list[dict[str, Any]]:

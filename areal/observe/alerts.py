@@ -380,5 +380,4 @@ def _ranges(records: Sequence[Mapping[str, Any]], guard: Mapping[str, float]) ->
 
 def _disk(free: Curve) -> Iterator[Alert]:
     if sentence := running_out(free.values.tolist()):
-        steps = free.steps[-STEPS_LOOKED_AT:]
-        yield Alert("disk fills up", sentence, int(steps[0]), int(steps[-1]))
+        yield _alert("disk fills up", free, int(free.steps[-STEPS_LOOKED_AT:][0]), sentence)

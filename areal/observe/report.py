@@ -174,7 +174,7 @@ def alerts_of(folder: Path, run: Run) -> list[tuple[Alert, str]]:
     digests = Digests(folder)
     alerts = digests.alerts(run.records, run.evaluations, run.settings, ROLLOUTS_SECONDS)
     shows = f"python -m areal rollouts {shlex.quote(str(folder))} --where"
-    return [(alert, f'{shows} "{alert.where}"' if digests.has_rollouts and alert.filters else "") for alert in alerts]
+    return [(alert, f'{shows} "{alert.where}"' if digests.has_rollouts else "") for alert in alerts]
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -12,8 +12,6 @@ from simulation.loop import DEAD, FaultyLoop
 from simulation.network import FaultyNetwork
 from simulation.watched import Disk, WatchedBus, WatchedRollouts
 
-MOST_PAGES = 0xFFFFFFFE
-
 
 class Process:
     """One name in the cluster, such as `generator-0`, over all restarts. `slower`: extra seconds of each disk
@@ -31,10 +29,9 @@ class Process:
         self.writer: WatchedRollouts | None = None
 
     def limit_disk(self, full: bool) -> None:
-        """Let the disk have no room for more than it holds, or as much as there may ever be."""
+        """Let the disk have no room for more, or again."""
         if self.disk is not None:
-            (pages,) = self.disk.execute("PRAGMA page_count").fetchone()
-            self.disk.execute(f"PRAGMA max_page_count = {pages if full else MOST_PAGES}")
+            self.disk.full = full
 
 
 class Incarnation:

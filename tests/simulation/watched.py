@@ -7,7 +7,7 @@ import functools
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from actors.evaluator import Evaluator
 from actors.parts.sessions import SampleSession
@@ -27,7 +27,17 @@ from simulation.oracle import Oracle
 
 class Disk(sqlite3.Connection):
     """A database that outlives the processes that use it. `close` only rolls back what is not committed; `scrap` closes
-    the database."""
+    the database. `full`: it commits nothing."""
+
+    full = False
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> Literal[False]:
+        if self.full and kind is None and self.in_transaction:
+            self.rollback()
+            refusal = sqlite3.OperationalError("database or disk is full")
+            refusal.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise refusal
+        return super().__exit__(kind, *error)
 
     def close(self) -> None:
         self.rollback()
