@@ -10,13 +10,13 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar, cast
 
 import structlog
 import uvloop
 
 from areal.config import Config, UserError, dump_config, load_config
-from areal.processes import KEYS, SUPERVISED, die_with_parent, importing, raise_open_files, torchrun
+from areal.processes import KEYS, SUPERVISED, LenientOutput, die_with_parent, importing, raise_open_files, torchrun
 from areal.roles import ROLES
 from areal.storage.run_folder import config_of_run, configuration_to_resume
 from areal.text import shown
@@ -113,6 +113,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    sys.stdout, sys.stderr = cast(TextIO, LenientOutput(sys.stdout)), cast(TextIO, LenientOutput(sys.stderr))
     raise_open_files()
     try:
         return start(arguments)

@@ -1,4 +1,4 @@
-"""What the processes of a run share: the death with their parent, the limit of open files, fast imports."""
+"""What the processes of a run share: the death with their parent, the limit of open files, fast imports, the output."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 ROOT = Path(__file__).parent.parent
 # Environment variable that a supervisor sets for the processes it starts.
@@ -70,3 +71,34 @@ def torchrun(ranks: int) -> list[str]:
 if __name__ == "__main__":  # PARENT PROGRAM ARGUMENT...: become a program that is killed when its parent ends
     die_with_parent(signal.SIGKILL, int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
+
+
+class LenientOutput:
+    """A stream of text that may lose what is written: where its reader has gone, or its file is on a full disk, nothing
+    is raised, so that a run does not end for its display."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._losses():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._losses():
+            self._stream.flush()
+
+    @contextmanager
+    def _losses(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:  # nobody will read it any more, also not what is still in the buffer
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+        except OSError:
+            pass

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
 
-from areal.processes import torchrun
+from areal.processes import LenientOutput, torchrun
 
 
 def test_the_limit_on_open_files_rises_to_what_is_allowed_and_no_further():
@@ -51,3 +52,11 @@ def test_torchrun_opens_no_port_but_that_at_which_the_ranks_meet(tmp_path):
     )
     ran = subprocess.run([*torchrun(2), str(script)], capture_output=True, text=True, timeout=120)
     assert ran.stdout.splitlines() == ["listens True 2"] * 2, ran.stderr
+
+
+def test_an_output_on_a_full_disk_raises_nothing():
+    with open("/dev/full", "w") as full, open(os.devnull, "w") as nowhere:
+        output = LenientOutput(full)
+        output.write("x" * 100_000)
+        output.flush()
+        os.dup2(nowhere.fileno(), full.fileno())  # for what is in the buffers when it is closed

@@ -18,7 +18,7 @@ from rich.console import Console
 from actors.runtime import supervisor
 from actors.runtime.supervisor import Deaths, Supervisor
 from areal.config import Config
-from areal.processes import ROOT
+from areal.processes import ROOT, LenientOutput
 
 # Each start of a role appends its arguments to ROLE.starts; then it does what the script for that start says.
 PRELUDE = """\
@@ -247,6 +247,29 @@ async def test_a_fenced_child_is_started_again_at_once(stage, monkeypatch):
 async def test_a_child_with_a_very_long_line_is_heard(stage):
     play = stage(reward="print('x' * 1_000_000)\nprint('and so on')\nsys.exit(2)")
     assert (await play.supervisor.run_roles(["reward"], [], [])).reason == "and so on"
+
+
+async def test_an_output_without_line_feeds_ends_no_child(stage):
+    bar = "for _ in range(17):\n    print('x' * (1 << 20), end='\\r')\n"
+    play = stage(reward=f"{bar}print('\\nand so on')\nsys.exit(2)")
+    assert (await play.supervisor.run_roles(["reward"], [], [])).reason == "and so on"
+    assert len(play.starts("reward")) == 1
+
+
+async def test_what_a_child_notices_for_the_user_is_a_line_on_the_console(stage):
+    play = stage(reward="print('! the disk is full')\nprint('as always')\nsys.exit(2)")
+    await play.supervisor.run_roles(["reward"], [], [])
+    assert play.output.splitlines() == ["the disk is full"]
+
+
+async def test_a_console_that_nobody_reads_ends_nothing(stage, at_once):
+    reading, writing = os.pipe()
+    os.close(reading)
+    play = stage(reward="if start < 3:\n    sys.exit(1)\nprint('enough')\nsys.exit(0)")
+    with os.fdopen(writing, "w") as broken:
+        play.supervisor.console = Console(file=LenientOutput(broken))
+        await play.supervisor.run_roles(["reward"], [], [])
+    assert len(play.starts("reward")) == 3
 
 
 # --- a whole run
