@@ -170,7 +170,10 @@ class Master(HandlesRequests):
 
     def _take_over(self) -> None:
         """Continue from the state in the journal. All leases are renewed, and every member counts as heard from now."""
+        if self.config.steps < self.ledger.version:
+            raise UserError(f"The run has trained {self.ledger.version} steps: set steps to at least that.")
         self.state.emit("master_started")
+        self.ledger.change_settings(self.state.settings)
         self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
         self._evaluations.hold_version_0()
         if self.state.masters > 1:

@@ -118,9 +118,12 @@ class Evaluations:
 
     def abandon(self, reason: str) -> None:
         """If a generator holds a version in between, give up its evaluation. Version 0 is never given up for such a
-        reason: there is no other one to compare the result with."""
+        reason: there is no other one to compare the result with. Nor is a version that has become the last one."""
         if (due := self.due) and due.holder and due.version:
-            self.give_up(due, reason)
+            if due.version == self._config.steps:
+                self._release(due)
+            else:
+                self.give_up(due, reason)
 
     def close(self) -> None:
         """The run has reached its end."""

@@ -130,6 +130,8 @@ class RunState:
                 self._drop(group_id)
             case Requeued(group_id):
                 self._drop(group_id)
+            case LedgerSettings(steps=steps) if steps != self.ledger.settings.steps:
+                self.not_evaluated.pop(steps, None)  # it is evaluated after all, as the last version
 
     def _drop(self, group: str) -> None:
         self._forget_reward(group)

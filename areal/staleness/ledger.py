@@ -18,7 +18,8 @@ These transitions cannot happen:
 
 * At most `(max_staleness + 1) * batch_size` groups are alive (admitted and neither trained, re-queued nor discarded).
 * With `wait` and `requeue`, the steps that are left before the deadlines have room for every alive group. Therefore
-  every group trained at version i has i - s <= max_staleness, where s is its start version.
+  every group trained at version i has i - s <= max_staleness, where s is its start version. This is the bound at its
+  admission: the settings may change when a run is resumed.
 * Every admitted prompt is alive, re-queued, trained once, or discarded for a recorded reason.
 
 The ledger does no I/O and reads no clock: callers pass in the time. A command checks its arguments, hands its events to
@@ -65,7 +66,10 @@ class ReportAnswer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LedgerSettings:
-    """The settings that the ledger needs. `prompts` is the number of prompts in all; None means no limit."""
+    """The settings that the ledger needs. `prompts` is the number of prompts in all; None means no limit.
+
+    As an event: these settings hold from here on. What happened earlier is judged by the settings of that time.
+    """
 
     batch_size: int
     max_staleness: int
@@ -149,7 +153,18 @@ class Checkpointed:
     version: int
 
 
-Event = Admitted | Renewed | Started | Ready | Requeued | Discarded | BatchLogged | Committed | Checkpointed
+Event = (
+    LedgerSettings
+    | Admitted
+    | Renewed
+    | Started
+    | Ready
+    | Requeued
+    | Discarded
+    | BatchLogged
+    | Committed
+    | Checkpointed
+)
 
 _KINDS: dict[type, str] = {
     event: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", event.__name__).lower() for event in get_args(Event)
@@ -190,7 +205,8 @@ class GroupPermit:
 
 @dataclass(frozen=True, slots=True)
 class LedgerGroup:
-    """A row of the ledger. `attempt` counts the earlier admissions of the prompt, `failures` those that failed."""
+    """A row of the ledger. `attempt` counts the earlier admissions of the prompt, `failures` those that failed.
+    `max_staleness`: the bound at its admission, which holds for it whatever the settings become."""
 
     group_id: str
     prompt_index: int
@@ -199,6 +215,7 @@ class LedgerGroup:
     owner: str
     lease_expires: float | None
     admission_version: int
+    max_staleness: int
     start_version: int | None = None
     state: GroupState = GroupState.ADMITTED
 
@@ -318,7 +335,10 @@ class Ledger:
     def load(
         cls, dump: dict[str, Any], settings: LedgerSettings, journal: Callable[[Event], None] | None = None
     ) -> Ledger:
-        """Return the ledger that `dump` was made from. The dump may have been through JSON. The story starts empty."""
+        """Return the ledger that `dump` was made from. The dump may have been through JSON. The story starts empty.
+        `settings`: those of a dump that is so old that it has none."""
+        if "settings" in dump:
+            settings = LedgerSettings(**dump["settings"])
         ledger = cls(settings, journal)
         ledger.version = dump["version"]
         ledger._next_prompt = dump["next_prompt"]
@@ -326,7 +346,8 @@ class Ledger:
             **dump["counters"] | {name: Counter(dump["counters"][name]) for name in ("discarded", "requeued")}
         )
         for row in dump["groups"]:
-            ledger._place(LedgerGroup(**row | {"state": GroupState(row["state"])}))
+            bound = {"max_staleness": settings.max_staleness}
+            ledger._place(LedgerGroup(**bound | row | {"state": GroupState(row["state"])}))
         ledger._requeued.extend(QueuedPrompt(**prompt) for prompt in dump["requeued"])
         ledger._batch = None if dump["batch"] is None else Batch(**_with_tuples(dump["batch"]))
         for step in dump["steps"]:
@@ -338,6 +359,7 @@ class Ledger:
     def dump(self) -> dict[str, Any]:
         """Return all state except the story, fit for JSON. `load` restores it without the events so far."""
         return {
+            "settings": _fields(self.settings),
             "version": self.version,
             "next_prompt": self._next_prompt,
             "counters": _fields(self.counters)
@@ -408,16 +430,23 @@ class Ledger:
         return group_id in self._redoable or (group is not None and group.state is not GroupState.ADMITTED)
 
     def deadline(self, group: LedgerGroup) -> int:
-        """The last version that may train this group: its start version + eta. The version at admission replaces the
-        start version until that is known."""
+        """The last version that may train this group: its start version + the bound at its admission. The version at
+        admission replaces the start version until that is known."""
         start = group.admission_version if group.start_version is None else group.start_version
-        return start + self.settings.max_staleness
+        return start + group.max_staleness
 
     def story(self, group_id: str) -> list[Event]:
         """The recent events of a group, oldest first, without renewals of its lease."""
         return [event for event in self._story if group_id in _groups_of(event)]
 
     # ----------------------------------------------------------------------------------------------------- commands
+
+    def change_settings(self, settings: LedgerSettings) -> None:
+        """From here on, `settings` hold. Groups that are alive keep the bound of their admission. If more are alive
+        than the new settings allow, none is admitted until enough of them have left; those for which there is no step
+        any more are not trained, unless a later change adds steps. Raises LedgerError for fewer steps than are trained.
+        """
+        self._emit(settings)
 
     def admit(self, owner: str, n: int, now: float, lease_seconds: float) -> list[GroupPermit]:
         """Admit up to n groups, as many as `capacity` allows: re-queued prompts first, then new ones in order."""
@@ -547,6 +576,11 @@ class Ledger:
         """The limit of rule 1, and at most what the steps left can train. It uses the version, never counters."""
         settings = self.settings
         return settings.batch_size * min(settings.max_staleness + 1, settings.steps - self.version)
+
+    def _most_admitted(self) -> int:
+        """How many groups can be alive that were admitted under these bounds, perhaps by other settings than now."""
+        bound = max((group.max_staleness for group in self._groups.values()), default=0)
+        return self.settings.batch_size * (bound + 1)
 
     @property
     def _prompts_left(self) -> int | None:
@@ -685,6 +719,8 @@ class Ledger:
         """Make one transition. Raises LedgerError, without changing anything, if the event does not fit the state."""
         self._check(event)
         match event:
+            case LedgerSettings():
+                self.settings = event
             case Admitted():
                 self._apply_admitted(event)
             case Renewed(group_ids, lease_expires):
@@ -727,6 +763,7 @@ class Ledger:
             owner=event.owner,
             lease_expires=event.lease_expires,
             admission_version=event.version,
+            max_staleness=self.settings.max_staleness,
         )
         self._place(group)
         self.counters.admitted += 1
@@ -776,6 +813,8 @@ class Ledger:
 
     def _check(self, event: Event) -> None:
         match event:
+            case LedgerSettings(batch_size, steps=steps):
+                fits = batch_size == self.settings.batch_size and steps >= self.version
             case Admitted():
                 fits = self._next_permit() == (event.group_id, event.prompt_index, event.attempt)
                 fits = fits and event.version == self.version and self.capacity > 0
@@ -786,7 +825,7 @@ class Ledger:
             case BatchLogged(version, group_ids):
                 fits = version == self.version and self._batch is None and self._all_in(group_ids, GroupState.READY)
             case Committed(version):
-                fits = version == self.version and self._batch is not None
+                fits = version == self.version < self.settings.steps and self._batch is not None
             case Checkpointed(version):
                 fits = version <= self.version
         if not fits:
@@ -811,7 +850,7 @@ class Ledger:
         gone = self.counters.trained + self.counters.discarded.total()
         batched = [row.group_id for row in rows if row.state is GroupState.BATCHED]
         invariants = {
-            "alive groups are within capacity": self.alive <= self._most_alive(),
+            "alive groups are within capacity": self.alive <= max(self._most_alive(), self._most_admitted()),
             "a prompt is alive or re-queued at most once": len(prompts) == len(set(prompts)),
             "no prompt is lost": self._next_prompt == len(prompts) + gone,
             "no prompt is beyond the data": self.settings.prompts is None or self._next_prompt <= self.settings.prompts,
@@ -841,7 +880,7 @@ def _groups_of(event: Event) -> tuple[str, ...]:
     match event:
         case Renewed(group_ids) | BatchLogged(group_ids=group_ids):
             return tuple(group_ids)
-        case Committed() | Checkpointed():
+        case LedgerSettings() | Committed() | Checkpointed():
             return ()
         case _:
             return (event.group_id,)

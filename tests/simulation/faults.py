@@ -28,6 +28,8 @@ HANDLERS: dict[str, tuple[str, ...]] = {
 
 Point = Literal["before", "working", "worked", "handled", "answered"]
 POINTS: tuple[Point, ...] = ("before", "working", "worked", "handled", "answered")
+# The share of the runs that are resumed with other settings.
+RESUMED = 0.15
 # The other roles have no disk, so they have no points `working` and `worked`.
 WITH_A_DISK = ("master", "trainer")
 
@@ -152,7 +154,16 @@ class ClockJump:
     seconds: float
 
 
-Fault = Kill | Leave | Pause | Arrive | Replace | Partition | Reset | Storm | SlowDisk | FullDisk | ClockJump
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """All processes die, and the run is resumed with so many more steps (less if negative) and another bound."""
+
+    at: float
+    more_steps: int
+    max_staleness: int
+
+
+Fault = Kill | Leave | Pause | Arrive | Replace | Partition | Reset | Storm | SlowDisk | FullDisk | ClockJump | Resume
 
 
 @dataclass(slots=True)
@@ -176,6 +187,14 @@ def draw(random: Random, processes: list[str], until: float) -> Plan:
         _DRAWS[kind](random, plan, processes)
     plan.faults.sort(key=lambda fault: fault.at)
     return plan
+
+
+def add_resume(random: Random, plan: Plan) -> None:
+    """Add to some plans that the run is resumed with other settings."""
+    if random.random() < RESUMED:
+        fault = Resume(_when(random, plan), random.choice((-2, -1, -1, 0, 1, 2)), random.choice((0, 1, 2)))
+        plan.faults.append(fault)
+        plan.until = max(plan.until, fault.at + random.uniform(0.5, 2.0))
 
 
 def _when(random: Random, plan: Plan) -> float:

@@ -71,14 +71,21 @@ class Book:
     """The state of the run after a list of journal events. Raises Violation if an event breaks an invariant."""
 
     batch_size: int
-    max_staleness: int
     bounds_groups: bool
+    steps: int = 0
+    earlier_ends: set[int] = field(default_factory=set)
+    """Numbers of steps that the run was to have until it was resumed with another number."""
+    max_staleness: int = 0
     version: int = 0
     lineage: int = -1
     trainer: str = ""
     rows: dict[str, Row] = field(default_factory=dict)
     prompt_of: dict[str, int] = field(default_factory=dict)
     """The prompt of each group that was ever admitted."""
+    bounds: dict[str, int] = field(default_factory=dict)
+    """Of every group that was ever admitted: `max_staleness` at that time."""
+    masks: dict[int, int] = field(default_factory=dict)
+    """The oldest version in the loss with `mask`, of each batch."""
     waiting: set[int] = field(default_factory=set)
     trained: dict[int, int] = field(default_factory=dict)
     discarded: dict[int, str] = field(default_factory=dict)
@@ -111,6 +118,15 @@ class Book:
         if handler is not None:
             handler(**body)
 
+    def _ledger_settings(self, steps: int, max_staleness: int, **_: Any) -> None:
+        self._hold(steps >= self.version, f"the run is to end at step {steps}, but is at version {self.version}")
+        if self.steps not in (0, steps):
+            self.earlier_ends.add(self.steps)
+            self.evaluated = {
+                version: result for version, result in self.evaluated.items() if result or version != steps
+            }
+        self.steps, self.max_staleness = steps, max_staleness
+
     def _admitted(self, group_id: str, prompt_index: int, owner: str, version: int, **_: Any) -> None:
         self._hold(group_id not in self.prompt_of, f"{group_id} is admitted a second time", group_id)
         self._hold(
@@ -121,7 +137,7 @@ class Book:
         )
         alive = [row.prompt for row in self.rows.values()]
         self._hold(prompt_index not in alive, f"prompt {prompt_index} is alive twice", group_id)
-        most = (self.max_staleness + 1) * self.batch_size
+        most = min(self.max_staleness + 1, self.steps - self.version) * self.batch_size
         self._hold(len(alive) < most, f"{len(alive) + 1} groups are alive, but at most {most} may be", group_id)
         self._hold(
             version == self.version, f"{group_id} is admitted at version {version}, not {self.version}", group_id
@@ -134,6 +150,7 @@ class Book:
         self.prompts = max(self.prompts, prompt_index + 1)
         self.waiting.discard(prompt_index)
         self.prompt_of[group_id] = prompt_index
+        self.bounds[group_id] = self.max_staleness
         self.rows[group_id] = Row(prompt_index, owner)
 
     def _started(self, group_id: str, version: int) -> None:
@@ -173,9 +190,10 @@ class Book:
             row = self._row(group_id)
             self._hold(row.ready and row.started_at is not None, f"{group_id} is in a batch, but not ready", group_id)
             age = version - (row.started_at or 0)
-            fresh = not self.bounds_groups or age <= self.max_staleness
+            fresh = not self.bounds_groups or age <= self.bounds[group_id]
             self._hold(fresh, f"{group_id} is {age} versions old at version {version}", group_id)
         self.batches[version] = tuple(group_ids)
+        self.masks[version] = max(0, version - self.max_staleness)
 
     def _committed(self, version: int) -> None:
         self._hold(version == self.version, f"version {version} is committed at version {self.version}", f"{version}")
@@ -453,7 +471,7 @@ class Oracle:
             raise Violation(f"the ledger is at version {ledger.version}, but its journal at {book.version}")
         if ledger.alive != len(book.rows) or not all(map(ledger.group, book.rows)):
             raise Violation(f"the ledger does not have the groups {list(book.rows)} that are alive by its journal")
-        steps = min(book.max_staleness + 1, self.config.steps - book.version)
+        steps = min(book.max_staleness + 1, book.steps - book.version)
         capacity = max(0, steps * book.batch_size - len(book.rows))
         if ledger.capacity != capacity:
             raise Violation(
@@ -510,8 +528,7 @@ class Oracle:
         logged = self.disk.batches.get(version)
         if ids != logged:
             raise Violation(f"{writer} trains {ids} at version {version}, but the logged batch is {logged}", *ids)
-        bound = self.config.max_staleness
-        if self.config.on_straggler == "mask" and mask != max(0, version - bound):
+        if self.config.on_straggler == "mask" and mask != self.disk.masks[version]:
             raise Violation(f"{writer} masks tokens older than {mask} at version {version}", *ids)
         for group in groups:
             if len(group.trajectories) != self.config.group_size:
@@ -529,7 +546,7 @@ class Oracle:
                         raise Violation(f"tokens of {group.id} are lost or repeated: {own.tokens}", group.id)
                 self._check_labels(group.id, part)
             age = version - group.start_version
-            if self.memory.bounds_groups and age > bound:
+            if self.memory.bounds_groups and age > self.memory.bounds[group.id]:
                 raise Violation(f"{group.id} is {age} versions old when it is trained", group.id)
 
     def sampled(self, row: DataRow, sample: Trajectory, calls: Sequence[Generation], trains: bool = True) -> None:
@@ -692,7 +709,7 @@ class Oracle:
         due = {0, steps} | (set(range(0, steps, every)) if every else set())
         first = book.evaluated.get(0) or book.lost_version_0
         both = self.scores_fail or (first and book.evaluated.get(steps))
-        if due != set(book.evaluated) or not both:
+        if (due ^ set(book.evaluated)) - book.earlier_ends or not both:
             self.fail(Violation(f"the versions {due} had to be evaluated, but the outcomes are {book.evaluated}"))
 
     # ---
@@ -700,7 +717,7 @@ class Oracle:
     def _book(self) -> Book:
         config = self.config
         bounds = config.on_straggler in ("wait", "requeue")
-        return Book(config.batch_size, config.max_staleness, bounds)
+        return Book(config.batch_size, bounds)
 
     def _guard(self, check: Callable[..., Any], *arguments: Any, **more: Any) -> None:
         try:

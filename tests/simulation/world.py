@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any, assert_never
@@ -87,6 +87,8 @@ LOOK_SECONDS = 1.5
 # are torn; an evaluator could score nothing, or not in time. (A trainer that was replaced may also end with a
 # SpoolError, when its successor on the same disk has removed a group.)
 FAILURES = {"generator": (UserError, EngineError), "evaluator": (UserError, RuntimeError)}
+# How much longer a run may take that is resumed with more steps.
+RESUMED_SECONDS = 60.0
 STORY_LINES = 120
 
 
@@ -123,6 +125,8 @@ class World:
         self.random = Random(seed)
         self.model = model or draw_model(self.random)
         self.plan = plan or faults.draw(self.random, self.model.processes, self.model.faults_until)
+        if plan is None:
+            faults.add_resume(Random(f"resume {seed}"), self.plan)
         self.config = config_of(self.model)
         self.scheduler = WorldScheduler()
         self.wire = FaultyWire(self.scheduler, self.random)
@@ -152,7 +156,7 @@ class World:
         for process in self.processes.values():
             delay = 0.0 if process.role == "master" else self.random.random() * 0.2
             self.scheduler.call_at(delay, self.start, process)
-        deadline = self.plan.until + self.model.patience
+        deadline = self.plan.until + self.model.patience + RESUMED_SECONDS
         with quiet(self):
             try:
                 self.scheduler.run(deadline)
@@ -561,8 +565,19 @@ class World:
             case faults.ClockJump(_, name, seconds):
                 if one := self._running(name):
                     one.loop.jump(seconds)
+            case faults.Resume(_, more_steps, max_staleness):
+                self._resume(more_steps, max_staleness)
             case _:
                 assert_never(fault)
+
+    def _resume(self, more_steps: int, max_staleness: int) -> None:
+        version = self.oracle.memory.version
+        self.model = replace(self.model, steps=max(1, version, self.model.steps + more_steps))
+        self.config = self.oracle.config = config_of(replace(self.model, max_staleness=max_staleness))
+        # What is alive may have been admitted by either bound.
+        self.model = replace(self.model, max_staleness=max(self.model.max_staleness, max_staleness))
+        for one in self.incarnations:
+            self.kill(one, SUPERVISOR_SECONDS * self.random.random())
 
     def _running(self, name: str) -> Incarnation | None:
         one = self.processes[name].running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import operator
 import random
 from dataclasses import replace
 from typing import Any
@@ -150,6 +151,62 @@ def test_no_group_is_admitted_that_the_run_cannot_train():
     train(ledger)
     assert ledger.next_batch(2) == RunEnded(2, "steps")
     assert ledger.alive == 0
+
+
+def test_what_was_admitted_for_more_steps_is_left_over_and_trained_once_there_are_steps_again():
+    events: list[Event] = []
+    settings = make_settings(batch_size=2, max_staleness=2, steps=9)
+    ledger = Ledger(settings, journal=events.append)
+    finish(ledger, *admit(ledger, 100))
+    first = train(ledger)
+    ledger.change_settings(replace(settings, steps=2))
+    assert (ledger.alive, ledger.capacity) == (4, 0)
+    train(ledger)
+    assert ledger.next_batch(2) == RunEnded(2, "steps")
+    ledger.validate()
+    assert replay(Ledger, events, settings) == ledger
+    ledger.change_settings(replace(settings, steps=4))
+    assert ledger.capacity == 2
+    finish(ledger, *admit(ledger, 100))
+    trained = [*first, *train(ledger), *train(ledger)]
+    assert trained == [f"g{n}.0" for n in (0, 1, 4, 5, 6, 7)]
+
+
+def test_no_step_is_committed_beyond_the_last_one():
+    ledger = make(steps=9)
+    finish(ledger, *admit(ledger, 100))
+    train(ledger)
+    ledger.next_batch(1)
+    ledger.change_settings(make_settings(steps=1))
+    assert ledger.next_batch(1) == RunEnded(1, "steps")
+    with pytest.raises(LedgerError, match="does not fit the state at version 1"):
+        ledger.commit(1)
+    with pytest.raises(LedgerError, match="does not fit the state at version 1"):
+        ledger.change_settings(make_settings(steps=0))
+
+
+@pytest.mark.parametrize("bounds", [(1, 3), (3, 1)])
+def test_a_group_keeps_the_bound_of_its_admission(bounds: tuple[int, int]):
+    events: list[Event] = []
+    earlier, later = (make_settings(batch_size=1, max_staleness=bound) for bound in bounds)
+    ledger = Ledger(earlier, journal=events.append)
+    old = admit(ledger, 2)
+    ledger.change_settings(later)
+    new = admit(ledger, 100)
+    assert len(new) == max(0, later.max_staleness + 1 - 2)
+    assert [ledger.deadline(group) for group in unbatched(ledger)] == sorted(
+        bounds[:1] * len(old) + bounds[1:] * len(new)
+    )
+    assert replay(Ledger, events, later) != ledger  # which it would not be if the settings were not events
+    assert replay(Ledger, events, earlier) == ledger
+
+
+def test_a_dump_of_before_settings_were_kept_is_loaded_with_those_of_now():
+    ledger = make(max_staleness=2)
+    admit(ledger, 1)
+    dump = through_json(ledger.dump())
+    del dump["settings"], dump["groups"][0]["max_staleness"]
+    assert all_but_the_story(Ledger.load(dump, ledger.settings)) == all_but_the_story(ledger)
 
 
 def test_requeued_prompts_come_first_and_oldest_first():
@@ -426,6 +483,7 @@ def test_an_event_that_does_not_fit_is_refused_with_nothing_changed():
 
 def test_every_kind_of_event_comes_back_from_its_record():
     events = [
+        (make_settings(), "ledger_settings"),
         (Admitted("g3.1", 3, 1, "manager/0#1", 7, 30.5), "admitted"),
         (Renewed(("g3.1", "g4.0"), 60.0), "renewed"),
         (Started("g3.1", 7), "started"),
@@ -573,13 +631,15 @@ class LedgerMachine(RuleBasedStateMachine):
     )
     def begin(self, **chosen: object) -> None:
         self.events: list[Event] = []
-        self.settings = LedgerSettings(**chosen)
+        self.first_settings = self.settings = LedgerSettings(**chosen)
         self.ledger = self.ledger_class(self.settings, journal=self.events.append)
         self.now = 0.0
         self.leases: dict[str, str] = {}
         """Owners of the groups that are admitted and not known to be ready."""
         self.ready_groups: set[str] = set()
         self.admitted_at: dict[str, int] = {}
+        self.bounds: dict[str, int] = {}
+        self.most_alive = (self.settings.max_staleness + 1) * self.settings.batch_size
         self.starts: dict[str, int] = {}
         self.batches: dict[int, tuple[str, ...]] = {}
         self.trained: list[str] = []
@@ -591,6 +651,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for permit in self.ledger.admit(owner, n, self.now, LEASE):
             assert permit.group_id not in self.admitted_at
             self.admitted_at[permit.group_id] = self.ledger.version
+            self.bounds[permit.group_id] = self.settings.max_staleness
             self.leases[permit.group_id] = owner
 
     def some_group(self, data: st.DataObject, groups: set[str] | None = None) -> str:
@@ -712,7 +773,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.trained += self.batches[version]
         if self.settings.on_straggler in ("wait", "requeue"):
             ages = [version - self.starts[group_id] for group_id in self.batches[version]]
-            assert max(ages) <= self.settings.max_staleness, "a group was trained past the bound"
+            bounds = [self.bounds[group_id] for group_id in self.batches[version]]
+            assert all(map(operator.le, ages, bounds)), "a group was trained past the bound"
             assert records[0].staleness == tuple(ages)
 
     @precondition(lambda self: self.ledger.version > 0)
@@ -728,7 +790,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def master_restarts(self) -> None:
         """Whoever goes on from a dump is where the events, from the first one on, lead to."""
-        again = replay(self.ledger_class, self.events, self.settings)
+        again = replay(self.ledger_class, self.events, self.first_settings)
         assert all_but_the_story(again) == all_but_the_story(self.ledger)
         self.ledger = self.from_a_dump()
 
@@ -742,7 +804,7 @@ class LedgerMachine(RuleBasedStateMachine):
         admitted = sum(isinstance(event, Admitted) for event in self.events)
         left = sum(isinstance(event, Requeued | Discarded) for event in self.events)
         alive = admitted - left - len(self.trained)
-        assert alive == self.ledger.alive <= (self.settings.max_staleness + 1) * self.settings.batch_size
+        assert alive == self.ledger.alive <= self.most_alive
 
     @invariant()
     def a_dump_holds_everything(self) -> None:
@@ -788,6 +850,25 @@ def prompt_of(group_id: str) -> int:
     return int(group_id[1:].split(".")[0])
 
 
+class ResumedMachine(LedgerMachine):
+    """The run is also resumed, with other settings."""
+
+    @rule(more_steps=st.integers(-3, 3), max_staleness=st.integers(0, 4))
+    def resume(self, more_steps: int, max_staleness: int) -> None:
+        self.master_restarts()
+        steps = max(1, self.ledger.version, self.settings.steps + more_steps)
+        self.settings = replace(self.settings, steps=steps, max_staleness=max_staleness)
+        self.most_alive = max(self.ledger.alive, (max_staleness + 1) * self.settings.batch_size)
+        self.ledger.change_settings(self.settings)
+
+    def teardown(self) -> None:
+        """With enough steps, all that earlier settings have left over is trained."""
+        if hasattr(self, "ledger"):
+            self.settings = replace(self.settings, steps=self.ledger.version + self.ledger.alive + 1)
+            self.ledger.change_settings(self.settings)
+        super().teardown()
+
+
 SEQUENCES = settings(
     max_examples=100,
     stateful_step_count=30,
@@ -798,6 +879,8 @@ SEQUENCES = settings(
 
 TestAnySequence = LedgerMachine.TestCase
 TestAnySequence.settings = SEQUENCES
+TestAnyResumedSequence = ResumedMachine.TestCase
+TestAnyResumedSequence.settings = SEQUENCES
 
 
 # ----------------------------------------------------------------------------------------------------------- mutants
