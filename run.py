@@ -8,7 +8,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar, cast
 
@@ -18,7 +18,7 @@ import uvloop
 from areal.config import Config, UserError, dump_config, load_config
 from areal.processes import KEYS, SUPERVISED, LenientOutput, die_with_parent, importing, raise_open_files, torchrun
 from areal.roles import ROLES
-from areal.storage.run_folder import config_of_run, configuration_to_resume
+from areal.storage.run_folder import config_of_run, configuration_to_resume, steps_trained
 from areal.text import shown
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ Everything on this machine:
   python run.py --config FILE batch_size=32 generator.count=2
   python run.py --config FILE --dry-run             print the resolved configuration
   python run.py --resume RUN_FOLDER                 resume a run that was stopped, or whose machine was lost
+  python run.py --resume RUN_FOLDER steps=200       resume it with other settings, or extend one that is complete
+  python run.py --resume RUN_FOLDER --end           end it where it is, with a checkpoint and an evaluation
 
 One role per terminal or node. Only the master reads the configuration; the other roles get it from the master. Links
 between machines need keys, the same on every node (docs/security.md):
@@ -89,6 +91,10 @@ def parse() -> argparse.Namespace:
         "--resume", type=Path, metavar="RUN_FOLDER", help="resume this run (default for --config: its own)"
     )
     parser.add_argument(
+        "--end", action="store_true",
+        help="with --resume: end the run at the step that it has reached, with a checkpoint and an evaluation",
+    )  # fmt: skip
+    parser.add_argument(
         "--dry-run", action="store_true", help="check and print the resolved configuration without starting anything"
     )
     parser.add_argument(
@@ -130,6 +136,8 @@ def start(arguments: argparse.Namespace) -> int:
         sign = signal.SIGKILL if "RANK" in os.environ else signal.SIGTERM
         die_with_parent(sign, int(os.environ[SUPERVISED]))
     roles = arguments.role or []
+    if arguments.end and not arguments.resume:
+        raise UserError("Name the run that is to end: --resume RUN_FOLDER --end.")
     if roles == ["master"] and SUPERVISED in os.environ:  # the supervisor has resolved and checked the configuration
         return run_master(config_of_run(arguments.resume, secrets=True))
     if arguments.dry_run or roles in ([], ["master"]):
@@ -175,7 +183,8 @@ def keep_keys(keys: str | None) -> None:
 
 def configuration(arguments: argparse.Namespace) -> Config:
     if arguments.resume:
-        return configuration_to_resume(arguments.resume, arguments.config, arguments.overrides)
+        end = [f"steps={steps_trained(arguments.resume)}"] if arguments.end else []
+        return configuration_to_resume(arguments.resume, arguments.config, [*arguments.overrides, *end])
     return load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
 
 
@@ -207,7 +216,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     environments = deal_out(config, [name for name, role in ROLES.items() for _ in range(role.processes(config))])
     network = take_folder(config, bool(arguments.resume))
     if arguments.resume:
-        check_record(config)
+        print_lines(check_record(config))
     store_configuration(config)
     if config.master.address != address:
         print(f"{address} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
@@ -218,6 +227,12 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
         write_report(config.folder)
     print_summary(config.folder, Console())
     return 0
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print what the user has to know of the start of a run."""
+    for line in lines:
+        print(shown(line), file=sys.stderr)
 
 
 def with_own_port(config: Config, arguments: argparse.Namespace) -> Config:
@@ -294,7 +309,7 @@ def run_master(config: Config, resume: bool = False) -> int:
     # The supervisor, if there is one, has claimed the folder.
     network = open_network(host_of(config.master.address)) if SUPERVISED in os.environ else take_folder(config, resume)
     if resume:
-        check_record(config)
+        print_lines(check_record(config))
     config = uvloop.run(prepare(config)).model_copy(update={"run_dir": config.run_dir.resolve()})
     patience = Patience(config.folder, "the master")
     # The lock on the journal also guards the run folder.

@@ -133,7 +133,9 @@ class Master(HandlesRequests):
         self._meter = StepMeter(self.state, asyncio.get_running_loop().time)
         self._numbers: dict[str, float] = {}  # for Prometheus, updated every second
         # Not journaled: a resumed run, perhaps with other settings, starts all counts at 0.
-        self._failures = Failures(config.batch_size, config.outage_seconds, config.max_failed_share, folder.path)
+        self._failures = Failures(
+            config.batch_size, config.outage_seconds, config.max_failed_share, folder.path, self.ledger.counters
+        )
         self.members = Members(self.state, self._send_out, self._now)
         self._evaluations = Evaluations(self.state, self.members)
         self._progress = Progress(self.state, self.members, self._failures, self._free)
@@ -170,8 +172,6 @@ class Master(HandlesRequests):
 
     def _take_over(self) -> None:
         """Continue from the state in the journal. All leases are renewed, and every member counts as heard from now."""
-        if self.config.steps < self.ledger.version:
-            raise UserError(f"The run has trained {self.ledger.version} steps: set steps to at least that.")
         self.state.emit("master_started")
         self.ledger.change_settings(self.state.settings)
         self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
@@ -302,7 +302,7 @@ class Master(HandlesRequests):
             self._changed.notify()
             if self._shortage or self._progress.longest_work():
                 self._progress.made()
-            self._fail(self._failures.verdict(self.ledger.counters.discarded, self.ledger.counters.trained, now))
+            self._fail(self._failures.verdict(self.ledger.counters, now))
             self.state.compact_if_due()
             counts = self._counts()
             delay = delays.longest()

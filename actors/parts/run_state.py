@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from areal.config import Config
@@ -25,6 +26,7 @@ from areal.staleness.ledger import (
 )
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.journal import Journal
+from areal.storage.run_folder import checkpoint_of
 from protocols.messages import EvaluationDone, Member, Policy
 
 # Number of events after which a snapshot replaces them. It bounds the journal, and the replay at a restart.
@@ -81,6 +83,7 @@ class RunState:
         self.seconds = 0.0
         self.last_step: dict[str, Any] = {}
         self._restore()
+        self._find_folders()
         self.ledger.journal = self._ledger_event
 
     def emit(self, kind: str, **body: Any) -> None:
@@ -219,6 +222,14 @@ class RunState:
                 continue
             self._follow(event)
             self.ledger.apply(event)
+
+    def _find_folders(self) -> None:
+        """The run folder may have been moved since the journal was written."""
+        if self.checkpoint:
+            self.checkpoint = str(checkpoint_of(self.config.folder, self.checkpoint_version))
+        name = Path(self.policy.folder).name
+        folder = str(self.config.weights_folder / name) if self.policy.version else self.config.model
+        self.policy = self.policy.model_copy(update={"folder": folder})
 
     def _dump(self) -> dict[str, Any]:
         return {

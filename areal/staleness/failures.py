@@ -9,8 +9,9 @@ Decisions only, without I/O; the caller hands in the time, in seconds.
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
+
+from areal.staleness.ledger import Counters
 
 LEAST_IN_A_ROW = 8
 TRY_SECONDS = 10.0
@@ -31,16 +32,19 @@ SHOWN_CHARACTERS = 500
 
 
 class Failures:
-    """The failures of a run. `outage_seconds`: how long an outage may last. `max_share`: the largest share of the
-    finished prompts that may be discarded for failures. `folder`: the run's. Sentences returned say why the run has to
-    end."""
+    """The failures of a run since it was started or resumed. `outage_seconds`: how long an outage may last.
+    `max_share`: the largest share of the finished prompts that may be discarded for failures. `folder`: the run's.
+    `earlier`: the counts of groups until now. Sentences returned say why the run has to end."""
 
-    def __init__(self, batch_size: int, outage_seconds: float, max_share: float, folder: Path) -> None:
+    def __init__(
+        self, batch_size: int, outage_seconds: float, max_share: float, folder: Path, earlier: Counters
+    ) -> None:
         self._batch_size = batch_size
         self._limit = max(LEAST_IN_A_ROW, batch_size)
         self._outage_seconds = outage_seconds
         self._max_share = max_share
         self._folder = folder
+        self._discarded_earlier, self._trained_earlier = earlier.discarded.copy(), earlier.trained
         self.in_a_row = 0
         """Failures since the last group that became ready."""
         self._since = 0.0
@@ -122,12 +126,14 @@ class Failures:
         reason = " ".join(next(reversed(self.last.values())).split())
         return f"all {self.in_a_row} groups of the last {now - self._since:.0f} s failed, the last because {reason}"
 
-    def verdict(self, discarded: Counter[str], trained: int, now: float) -> str | None:
-        """An outage lasts too long, or too many prompts fail. `discarded`: groups by cause; `trained`: groups."""
+    def verdict(self, counters: Counters, now: float) -> str | None:
+        """An outage lasts too long, or too many prompts fail. `counters`: of the groups until now."""
         if self.outage and now - self._since > self._outage_seconds:
             return (
                 f"{self.describe_outage(now)}; that has lasted longer than outage_seconds ({self._outage_seconds:g} s)."
             )
+        discarded = counters.discarded - self._discarded_earlier
+        trained = counters.trained - self._trained_earlier
         lost = {cause: discarded[cause] for cause in self.last if discarded[cause]}
         failed = sum(lost.values())
         if failed <= LEAST_DISCARDED or failed <= self._max_share * (trained + discarded.total()):

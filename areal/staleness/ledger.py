@@ -388,6 +388,11 @@ class Ledger:
         return len(self._lines[GroupState.READY])
 
     @property
+    def batches_logged(self) -> int:
+        """The number of steps whose batches are fixed, the last of which may not be committed yet."""
+        return self.version + (self._batch is not None)
+
+    @property
     def capacity(self) -> int:
         """The number of groups that may be admitted now: limited by rule 1, the steps left and the prompts left."""
         allowed = max(0, self._most_alive() - self.alive)
@@ -673,8 +678,7 @@ class Ledger:
 
     def _fits(self, groups: Iterable[LedgerGroup]) -> bool:
         """True if the steps after the logged batch can train all `groups`, which are outside it, in time."""
-        first = self.version + (self._batch is not None)
-        return schedulable(map(self.deadline, groups), first, self.settings.batch_size)
+        return schedulable(map(self.deadline, groups), self.batches_logged, self.settings.batch_size)
 
     def _fail(self, group: LedgerGroup, reason: str) -> None:
         """Re-queue the prompt, or discard it after `max_attempts` failures."""

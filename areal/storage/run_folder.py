@@ -1,7 +1,7 @@
 """Reads and writes the run folder.
 
-It has config.yaml, journal.db, spool.db, metrics.jsonl, evaluations.jsonl, events.jsonl, summary.json, report.html,
-tensorboard/, logs/, rollouts/, checkpoints/ and weights/; secrets.json if the configuration has secrets;
+It has config.yaml, changes.jsonl, journal.db, spool.db, metrics.jsonl, evaluations.jsonl, events.jsonl, summary.json,
+report.html, tensorboard/, logs/, rollouts/, checkpoints/ and weights/; secrets.json if the configuration has secrets;
 and, while the run goes on, address and keys/ (areal.storage.claim) and reserve (areal.storage.disk).
 """
 
@@ -28,13 +28,20 @@ log = structlog.get_logger()
 # The configuration keys that may change when a run is resumed; a section stands for all keys in it. All other keys
 # have determined what the run has done so far, or determine what its journal and checkpoints mean.
 MAY_CHANGE = (
-    "steps", "run_ahead", "oversample", "filter_zero_signal", "generator", "rollout_manager", "guard", "evaluator",
-    "master", "network", "observe", "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
+    "steps", "max_staleness", "run_ahead", "oversample", "filter_zero_signal", "max_attempts", "max_failed_share",
+    "outage_seconds", "generator", "rollout_manager", "guard", "evaluator", "master", "network", "observe",
+    "weights.transport", "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
     "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
-    "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads",
+    "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads", "trainer.ranks", "trainer.zero_stage",
+    "trainer.offload",
     "trainer.max_tokens_per_microbatch", "trainer.microbatches", "trainer.gradient_checkpointing",
     "trainer.checkpoint_every", "trainer.checkpoints_kept", "trainer.deepspeed_options",
 )  # fmt: skip
+
+# The keys among them that also hold for the steps that the trainer redoes from its checkpoint.
+REDONE = ("trainer", "guard", "steps")
+# What was changed when the run was resumed, and the first step for which it holds.
+CHANGES = "changes.jsonl"
 
 # The configuration keys that change how fast a run is, and how stale its data, but not what it learns from them.
 SPEED_ONLY = (
@@ -288,18 +295,28 @@ def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool 
 def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence[str]) -> Config:
     """Return the configuration for resuming the run in `folder`: its own, or the one in `file`, with `overrides`.
 
-    Raises UserError if there is no run, if its folder was moved, if the run has reached its end or has trained more
-    than `steps`, or if the configuration differs in a key that may not change.
+    The run goes on in `folder`, wherever it was made. Raises UserError if there is no run, if it has reached its end or
+    has trained more than `steps`, or if the configuration differs in a key that may not change.
     """
     if not all((folder / name).is_file() for name in ("config.yaml", "journal.db")):
         raise UserError(f"There is no run in {folder} that could be continued: give its folder, runs/NAME.")
     stored = config_of_run(folder, secrets=True)
-    if stored.folder.resolve() != folder.resolve():
-        raise UserError(f"The run in {folder} was made in {stored.folder}: move it back there to continue it.")
+    place = {"run_dir": folder.resolve().parent, "name": folder.resolve().name}
+    config: Config
+    if file is None:
+        here = [f"{key}={json.dumps(str(value))}" for key, value in place.items()]
+        config = config_of_run(folder, [*here, *overrides], secrets=True)
+    else:
+        config = load_config(file, overrides)
+        if config.folder.resolve() == stored.folder.resolve():
+            config = config.model_copy(update=place)
+    stored = stored.model_copy(update=place)
     summary = read_summary(folder)
-    if summary and summary["ok"]:
-        raise UserError(f"The run in {folder} is complete: it has reached the end of its {summary['steps']} steps.")
-    config: Config = load_config(file, overrides) if file else config_of_run(folder, overrides, secrets=True)
+    if summary and summary["ok"] and config.steps <= summary["steps"]:
+        raise UserError(
+            f"The run in {folder} is complete: it has reached the end of its {summary['steps']} steps. Resume it with "
+            f"more to extend it, steps=N."
+        )
     if hidden := hidden_in(config.model_dump(mode="json")):
         raise UserError(
             f"{hidden} is hidden in {file or folder / 'config.yaml'}, and {folder / SECRETS} does not have it: give it "
@@ -313,10 +330,40 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
         config = with_folders(config)
     for key, old, new in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
         again = hidden_in(old) is not None  # a secret that is given again
-        if not again and not within(key, MAY_CHANGE):
+        if not again and not within(key, MAY_CHANGE) and not _is_elsewhere(old, new):
             old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
             raise UserError(f"{key} was {old!r} when the run in {folder} began and cannot become {new!r}: keep it.")
     return config
+
+
+def _is_elsewhere(old: Any, new: Any) -> bool:
+    """Whether a file or folder that a key names was moved, or is in another place on this machine."""
+    if not isinstance(old, str) or not isinstance(new, str):
+        return False
+    return Path(old).is_absolute() and not Path(old).exists() and Path(new).exists()
+
+
+def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
+    """Append to changes.jsonl what `config` changes in the configuration of a run that is resumed, and the first step
+    for which it holds. Returns the changes in words. trained: the number of steps whose batches are fixed. checkpoint:
+    the version from which the trainer redoes them."""
+    stored = config_of_run(config.folder, secrets=True)
+    sentences = []
+    with (config.folder / CHANGES).open("a") as file:
+        for key, old, new in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
+            step = 1 + (checkpoint if within(key, REDONE) else trained)
+            old, new = (without_secrets(value, key.rpartition(".")[2]) for value in (old, new))
+            file.write(line_of({"step": step, "key": key, "before": old, "now": new, "time": time.time()}))
+            sentences.append(f"{key} was {old!r} and is {new!r} from step {step} on")
+        file.flush()
+        os.fsync(file.fileno())
+    return sentences
+
+
+def changed_back(folder: Path, step: int) -> dict[str, Any]:
+    """The settings by which the run in `folder` has trained `step`, as far as they were changed since, by key."""
+    changes = [change for change in read_metrics(folder / CHANGES) if within(change["key"], MAY_CHANGE)]
+    return {change["key"]: change["before"] for change in reversed(changes) if change["step"] > step}
 
 
 def _secrets(folder: Path) -> dict[str, Any]:

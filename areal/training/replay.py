@@ -50,6 +50,7 @@ from areal.processes import die_with_parent, torchrun
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage import rollouts
 from areal.storage.run_folder import (
+    changed_back,
     checkpoint_of,
     config_of_run,
     differences,
@@ -116,6 +117,16 @@ class Replay:
         batches = rollouts.batches(self.run / rollouts.FOLDER, self.first + 1)
         return itertools.takewhile(lambda pair: pair[0] <= self.last, batches)
 
+    def config_at(self, step: int) -> Config:
+        """The settings for a step: those of the run at that step, if they were changed since, with the changes of the
+        replay."""
+        settings = {key: value for key, value in changed_back(self.run, step).items() if key not in self.changes}
+        if not settings:
+            return self.config
+        values = overridden(self.config.model_dump(mode="json"), settings=settings)
+        config: Config = checked(values, self.run / "config.yaml")
+        return config
+
     def what_matters(self) -> str:
         """The settings without those that have no effect: two replays with the same ones learn the same."""
         from areal.training.objectives import LOSSES
@@ -157,12 +168,14 @@ def plan(
     if output and output.exists():
         raise UserError(f"{output} already exists: name another folder for the trained model.")
     common = dict(map(parsed, overrides))
+    changed_since = changed_back(run, first + 1)
     all_steps = not first and last == steps_trained(run)
     replays = []
     for point in points(read_grid(sweep), "The sweep"):
         changes = common | point
         changed = _changed(run / "config.yaml", config, changes)
-        variant = Replay(run, changed, changes, changed != config, first, last, all_steps)
+        off_policy = changed != config or any(key in changed_since for key in changes)
+        variant = Replay(run, changed, changes, off_policy, first, last, all_steps)
         replays.append(altered(variant, output=output / variant.name if output and sweep else output))
     if len({variant.config.trainer.ranks for variant in replays}) > 1:
         raise UserError("trainer.ranks differs in the sweep, but its replays share their ranks: leave it out.")
@@ -291,14 +304,17 @@ def _run_variant(variant: Replay, console: Console) -> dict[str, Any]:
         shutil.rmtree(variant.folder, ignore_errors=True)
         variant.folder.mkdir(parents=True)
         replace(variant.folder / "config.yaml", dump_config(variant.config))
-    engine = TrainingEngine.of_run(variant.config, keep_values=True)
+    config = variant.config_at(variant.first + 1)
+    engine = TrainingEngine.of_run(config, keep_values=True)
     if variant.first:
         engine.load(variant.checkpoint)
     records, reason = [], ""
     guard = Guard(_NUMBERS_ONLY)
     with (variant.folder / "metrics.jsonl").open("w") if writes else open(os.devnull, "w") as file:
         for step, batch in variant.batches():
-            record = _step(engine, variant, step, batch)
+            if (current := variant.config_at(step)) != config:
+                config, engine = current, _with_settings(current, engine, variant.folder / "changing")
+            record = _step(engine, config, step, batch)
             file.write(json.dumps(record | {"time": time.time()}) + "\n")
             records.append(record)
             _print_step(variant, record, console)
@@ -318,14 +334,26 @@ def _run_variant(variant: Replay, console: Console) -> dict[str, Any]:
     return summary
 
 
-def _step(engine: TrainingEngine, variant: Replay, step: int, batch: list[Group]) -> dict[str, Any]:
+def _with_settings(config: Config, engine: TrainingEngine, folder: Path) -> TrainingEngine:
+    """An engine with other settings that goes on where `engine` is, as a run does that is resumed (all ranks). folder:
+    for a checkpoint, and then removed."""
+    engine.save(folder)
+    engine.close()
+    engine = type(engine).of_run(config, keep_values=True)
+    engine.load(folder)
+    if engine.rank == 0:
+        shutil.rmtree(folder)
+    return engine
+
+
+def _step(engine: TrainingEngine, config: Config, step: int, batch: list[Group]) -> dict[str, Any]:
     """Train the batch of a step (all ranks). Returns its metrics: those of a run, and what the weights of the batch's
     samples, pi / pi_behav with pi the policy before this step, say about pi.
 
     effective_samples: the equivalent number of equally weighted samples, as a share. reward_weighted: the mean over the
     groups of the weighted mean of their rewards; an estimate of the reward that pi would have had on these prompts.
     """
-    config, trainer = variant.config, variant.config.trainer
+    trainer = config.trainer
     temperature = config.sampling.temperature
     mask = oldest_in_loss(config.on_straggler, config.max_staleness, step - 1)
     on_rank_0 = batch if engine.rank == 0 else None

@@ -242,7 +242,7 @@ class Book:
             self.lost_version_0 = True
         elif before is not None:
             self._hold(
-                before in self.evaluated,
+                before in self.evaluated or before == self.steps,
                 f"the hold of {identity} ends, but version {before} is neither evaluated nor abandoned",
                 identity,
             )
@@ -691,7 +691,7 @@ class Oracle:
 
     def _check_rollouts(self, book: Book, rollouts: Sequence[Rollout]) -> None:
         kept = [(r.step, r.place, r.group.id) for r in rollouts if r.fate == "trained"]
-        trained = [(v + 1, *pair) for v, groups in sorted(book.batches.items()) for pair in enumerate(groups)]
+        trained = [(v + 1, *pair) for v in range(book.version) for pair in enumerate(book.batches[v])]
         if kept != trained:
             wrong = sorted(set(kept) ^ set(trained)) or kept
             self.fail(Violation(f"the rollouts of {wrong} are missing, twice or not in order", wrong[0][2]))

@@ -15,6 +15,7 @@ from actors.parts.progress import Progress
 from actors.parts.run_state import RunState
 from areal.config import Config
 from areal.staleness.failures import Failures
+from areal.staleness.ledger import Counters
 from areal.storage.journal import Journal
 from protocols.messages import EvaluationDone, Heartbeat, Join, Member, Policy, Work
 
@@ -37,7 +38,9 @@ class Run:
         self.state = RunState(config, Journal(self.connection))
         self.members = Members(self.state, lambda event: None, lambda: self.now)
         self.evaluations = Evaluations(self.state, self.members)
-        self.progress = Progress(self.state, self.members, Failures(2, 60.0, 0.1, Path("runs/x")), lambda: 1)
+        self.progress = Progress(
+            self.state, self.members, Failures(2, 60.0, 0.1, Path("runs/x"), Counters()), lambda: 1
+        )
 
     def join(self, role: Any, mark: str = "x", **beat: Any) -> Member:
         member = self.members.new_entry(Join(role=role, index=None, address="tcp://a:1"), mark)

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from areal.staleness.failures import FILTERED_LIMIT, LONG_LIMIT, UNSCORED_LEAST, UNSCORED_SECONDS, Failures
+from areal.staleness.failures import (
+    FILTERED_LIMIT,
+    LEAST_DISCARDED,
+    LONG_LIMIT,
+    UNSCORED_LEAST,
+    UNSCORED_SECONDS,
+    Failures,
+)
+from areal.staleness.ledger import Counters
 
 
 @pytest.fixture
 def failures() -> Failures:
-    return Failures(batch_size=2, outage_seconds=60.0, max_share=0.1, folder=Path("runs/x"))
+    return Failures(batch_size=2, outage_seconds=60.0, max_share=0.1, folder=Path("runs/x"), earlier=Counters())
+
+
+def test_prompts_that_were_lost_before_the_run_was_resumed_do_not_count():
+    counters = Counters(trained=10, discarded=Counter({"reward": 30}))
+    failures = Failures(2, 60.0, 0.1, Path("runs/x"), counters)
+    failures.failed("reward", "no score", 0.0)
+    failures.ready(False, 1.0)
+    counters.discarded["reward"] += LEAST_DISCARDED
+    assert failures.verdict(counters, 0.0) is None
+    counters.discarded["reward"] += 1
+    assert "21 of 21 prompts were discarded because their groups failed" in str(failures.verdict(counters, 0.0))
+    counters.trained += 300
+    assert failures.verdict(counters, 0.0) is None
 
 
 def test_only_prompts_in_a_row_that_are_too_long_end_a_run(failures):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import tracemalloc
 from pathlib import Path
@@ -17,9 +18,11 @@ from areal.storage.claim import announce, claim, claimed_address
 from areal.storage.run_folder import (
     NewRecords,
     RunFolder,
+    changed_back,
     compare_record,
     config_of_run,
     configuration_to_resume,
+    keep_changes,
     read_metrics,
     read_summary,
     store_configuration,
@@ -318,6 +321,14 @@ def test_a_run_may_go_on_with_more_steps_and_other_machines(begun, config, file)
         "network.keys=keys",
         "trainer.lr=1e-6",
         "guard.patience=9",
+        "max_staleness=3",
+        "max_attempts=5",
+        "max_failed_share=0.5",
+        "outage_seconds=60",
+        "weights.transport=stream",
+        "trainer.ranks=2",
+        "trainer.zero_stage=2",
+        "trainer.offload=optimizer",
     ]
     changed = configuration_to_resume(begun, None, overrides)
     assert (changed.steps, changed.generator.count, changed.reward.workers, changed.trainer.lr) == (9, 3, 2, 1e-6)
@@ -330,7 +341,7 @@ def test_a_run_may_go_on_with_more_steps_and_other_machines(begun, config, file)
     ("override", "key"),
     [
         ("batch_size=3", "batch_size"),
-        ("max_staleness=3", "max_staleness"),
+        ("on_straggler=mask", "on_straggler"),
         ("seed=1", "seed"),
         ("sampling.temperature=0.5", "sampling.temperature"),
         ("data.options={a: 1}", "data.options.a"),
@@ -347,16 +358,16 @@ def test_what_shaped_the_run_so_far_cannot_change(begun, override, key):
 def test_another_model_is_refused_and_the_same_one_by_another_name_is_not(begun, config, model, file, monkeypatch):
     monkeypatch.chdir(model.parent)
     assert configuration_to_resume(begun, file, ["model=./model", "run_dir=runs"]) == config
-    other = model.parent / "other"
-    model.rename(other)
+    other = shutil.copytree(model, model.with_name("other"))
     with pytest.raises(UserError, match=r"^model was .*/model' .* cannot become .*/other'"):
         configuration_to_resume(begun, file, [f"model={other}"])
 
 
 def test_a_complete_run_says_so(begun, config):
     RunFolder(config).write_summary({"ok": True, "steps": 4})
-    with pytest.raises(UserError, match="is complete: it has reached the end of its 4 steps"):
+    with pytest.raises(UserError, match="is complete: it has reached the end of its 4 steps.*, steps=N"):
         configuration_to_resume(begun, None, [])
+    assert configuration_to_resume(begun, None, ["steps=5"]).steps == 5
 
 
 def test_a_run_that_failed_may_go_on(begun, config):
@@ -371,10 +382,38 @@ def test_a_folder_without_a_run_says_so(begun, missing):
         configuration_to_resume(begun, None, [])
 
 
-def test_a_run_that_was_moved_does_not_go_on_in_the_folder_of_another(begun):
-    moved = begun.rename(begun.with_name("elsewhere"))
-    with pytest.raises(UserError, match="was made in .*: move it back"):
-        configuration_to_resume(moved, None, [])
+@pytest.mark.parametrize("with_file", [False, True])
+def test_a_run_that_was_moved_goes_on_where_it_is(begun, config, file, with_file, tmp_path):
+    moved = begun.rename(tmp_path / "elsewhere")
+    changed = configuration_to_resume(moved, file if with_file else None, [])
+    assert changed == config.model_copy(update={"run_dir": tmp_path, "name": "elsewhere"})
+    with pytest.raises(UserError, match="name was 'elsewhere'"):
+        configuration_to_resume(moved, None, ["name=mine"])
+
+
+def test_a_model_that_is_elsewhere_on_this_machine_is_named_anew(begun, config, model):
+    other = model.rename(model.with_name("other"))
+    assert configuration_to_resume(begun, None, [f"model={other}"]) == config.model_copy(update={"model": str(other)})
+
+
+def test_changes_are_kept_with_the_step_from_which_they_hold(begun, config):
+    def resume(trained: int, checkpoint: int, *overrides: str) -> list[str]:
+        changed = configuration_to_resume(begun, None, overrides)
+        sentences = keep_changes(changed, trained, checkpoint)
+        RunFolder(changed)
+        return sentences
+
+    assert resume(9, 6) == []
+    assert resume(9, 6, "trainer.lr=1e-6", "max_staleness=3") == [
+        f"max_staleness was {config.max_staleness} and is 3 from step 10 on",
+        f"trainer.lr was {config.trainer.lr} and is 1e-06 from step 7 on",
+    ]
+    resume(12, 12, "trainer.lr=2e-6")
+    lr = config.trainer.lr
+    by_step = {6: {"max_staleness": config.max_staleness, "trainer.lr": lr}, 7: {"trainer.lr": 1e-6}, 13: {}}
+    by_step[7]["max_staleness"] = config.max_staleness
+    assert {step: changed_back(begun, step) for step in by_step} == by_step
+    assert changed_back(begun, 10) == {"trainer.lr": 1e-6}
 
 
 def test_records_are_read_once_each_and_when_they_are_whole(tmp_path):

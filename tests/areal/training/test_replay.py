@@ -18,7 +18,7 @@ from tiny_training import TEMPERATURE, make_batch, make_model, weights_of
 from areal.__main__ import main
 from areal.config import Config, dump_config, load_config
 from areal.staleness.ledger import oldest_in_loss
-from areal.storage.rollouts import RolloutWriter
+from areal.storage.rollouts import RolloutWriter, batches
 from areal.training.engine import TrainingEngine
 from areal.training.replay import weighted
 from areal.trajectory import Group, Trajectory
@@ -86,6 +86,28 @@ def test_a_replay_may_begin_and_end_at_a_checkpoint(run, capsys):
     assert [m["step"] for m in read_jsonl(run / "replays" / "steps-2-4" / "metrics.jsonl")] == [3, 4]
     assert main(["replay", str(run), "--steps", ":3"]) == 0
     assert "nothing is known of the run's weights after step 3" in capsys.readouterr().out
+
+
+def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_each_step(run, tmp_path, capsys):
+    resumed = load_config(run / "config.yaml", ["trainer.lr=2e-3", "steps=9"])
+    changes = [("trainer.lr", 1e-3, 2e-3), ("steps", STEPS, 9), ("max_staleness", 1, 2), ("generator.count", 1, 7)]
+    lines = [json.dumps({"step": 3, "key": key, "before": before, "now": now}) + "\n" for key, before, now in changes]
+    (run / "changes.jsonl").write_text("".join(lines))
+    resumed = resumed.model_copy(update={"max_staleness": 2})
+    (run / "config.yaml").write_text(dump_config(resumed))
+    engine = TrainingEngine.of_run(resumed, keep_values=True)
+    engine.load(run / "checkpoints" / "step_000002")
+    for step, batch in batches(run / "rollouts", 3):
+        mask = oldest_in_loss("mask", 2, step - 1)
+        engine.step(batch, version=step - 1, temperature=TEMPERATURE, mask_older_than=mask)
+    engine.snapshot()
+    stamp = engine.begin_write(tmp_path / "weights").result().stamp
+    engine.close()
+    (run / "summary.json").write_text(json.dumps({"weights": {"version": STEPS, "stamp": stamp}}))
+    for steps in (":", "2:"):
+        assert main(["replay", str(run), "--steps", steps]) == 0
+        assert "the same weights, bit by bit" in capsys.readouterr().out
+    assert main(["replay", str(run), "trainer.lr=2e-3"]) == 0
 
 
 def test_other_weights_than_the_runs_are_an_error(run, capsys):
