@@ -49,18 +49,18 @@ def backup(options: Namespace) -> None:
         except (OvertakenError, FileNotFoundError, shutil.Error) as error:  # a file that was removed meanwhile
             if attempt == ATTEMPTS - 1:
                 raise UserError(f"{folder} cannot be copied to {copy}: {error}.") from error
-    print(f"The run with its {version} steps is in {copy}: python run.py --resume {copy} goes on from there.")
+    print(f"The run with its {version} steps is in {copy}. In the place of {folder}, --resume goes on from it.")
 
 
 def _fill(config: Config, folder: Path, copy: Path) -> int:
     """Copy the run into an empty folder. Returns its version."""
-    copy.chmod(0o700)  # it holds completions, and perhaps secrets
     before = _state(config, folder / JOURNAL).checkpoint_version
     for name in LINKED:
         if (folder / name).exists():
             ignored = shutil.ignore_patterns(*ELSEWHERE)
             shutil.copytree(folder / name, copy / name, copy_function=_link, ignore=ignored)
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*ELSEWHERE, *LINKED), dirs_exist_ok=True)
+    copy.chmod(0o700)  # it holds completions, and perhaps secrets
     state = _state(config, folder / JOURNAL, copy)
     if (folder / SPOOL).exists():  # else it is on the trainer's host
         copy_store(folder / SPOOL, copy)
