@@ -196,9 +196,7 @@ def test_a_record_that_is_not_whole_is_refused_and_the_run_goes_on_from_its_back
     refused = run("--resume", str(folder))
     assert re.search(r"journal.db is not whole: it ends at step \d, and .* is of a later one", refused.wait(120))
     assert refused.code == 2
-    folder.rename(tmp_path / "lost")
-    copy.rename(folder)
-    check_finished(run("--resume", str(folder)), folder, SECONDS_OF_A_SMALL_RUN)
+    check_finished(run("--resume", str(copy)), copy, SECONDS_OF_A_SMALL_RUN)
 
 
 @pytest.mark.slow

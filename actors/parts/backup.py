@@ -49,7 +49,7 @@ def backup(options: Namespace) -> None:
         except (OvertakenError, FileNotFoundError, shutil.Error) as error:  # a file that was removed meanwhile
             if attempt == ATTEMPTS - 1:
                 raise UserError(f"{folder} cannot be copied to {copy}: {error}.") from error
-    print(f"The run with its {version} steps is in {copy}. In the place of {folder}, --resume goes on from it.")
+    print(f"The run with its {version} steps is in {copy}: python run.py --resume {copy} goes on from it.")
 
 
 def _fill(config: Config, folder: Path, copy: Path) -> int:
