@@ -22,7 +22,7 @@ from areal.config import Config
 from areal.observe.timeline import read_events, spans
 from areal.staleness.failures import UNSCORED_LIMIT
 from areal.storage.journal import Journal
-from areal.storage.run_folder import RunFolder, read_metrics
+from areal.storage.run_folder import RunFolder, checkpoint_of, read_metrics
 from protocols.codec import Header, decode_body, decode_header, encode, encode_body
 from protocols.errors import BusError, BusyError, DeadlineError, FencedError, ForgedError, MalformedError, RefusedError
 from protocols.messages import (
@@ -1063,6 +1063,38 @@ async def callers_of_several_masters(*roles: str, config: Config) -> AsyncIterat
 
 
 # --- a trainer that dies and comes back
+
+
+async def test_a_run_whose_folder_was_moved_finds_its_checkpoint_and_its_weights_there(config, tmp_path):
+    config = without_evaluation(config)
+    async with master_of(config), callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        await recover(trainer)
+        await make_ready(manager, trainer, 0)
+        await train(trainer, 0, str(config.weights_folder / "l0-v000001"))
+        await trainer.ask(CheckpointSaved(version=1, folder=str(checkpoint_of(config.folder, 1))))
+    moved = config.model_copy(update={"run_dir": tmp_path / "elsewhere"})
+    moved.run_dir.mkdir()
+    config.folder.rename(moved.folder)
+    async with master_of(moved), callers(moved, "trainer") as (trainer,):
+        recovery = await trainer.ask(AskRecovery(spooled=""))
+        assert (recovery.checkpoint_version, recovery.checkpoint) == (1, str(checkpoint_of(moved.folder, 1)))
+        assert (await trainer.beat()).policy.folder == str(moved.weights_folder / "l0-v000001")
+
+
+async def test_a_run_is_resumed_with_fewer_steps_than_it_has_admitted_groups_for(config):
+    config = without_evaluation(config).model_copy(update={"steps": 9, "max_staleness": 3})
+    async with master_of(config), callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        await recover(trainer)
+        for _ in range(2):
+            await make_ready(manager, trainer, 0)
+        await train(trainer, 0, "weights")
+    for steps in (1, 2):  # the second start replays what the first one has changed
+        shorter = config.model_copy(update={"steps": steps, "max_staleness": 0})
+        async with master_of(shorter), callers(shorter, "trainer", "rollout_manager") as (trainer, manager):
+            await recover(trainer)
+            answer = await trainer.ask(AskBatch(version=1))
+            assert answer.status == ("ended" if steps == 1 else "ready")
+            assert (await manager.ask(AskStatus())).values["capacity"] == 0
 
 
 async def test_a_new_trainer_is_told_what_to_redo_and_the_old_one_is_fenced(config):

@@ -22,7 +22,7 @@ from actors.parts.sessions import SampleSession
 from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
 from actors.trainer import Trainer
-from areal.staleness.ledger import Ledger
+from areal.staleness.ledger import Ledger, LedgerGroup
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
@@ -421,7 +421,18 @@ def logprobs_reversed_after_a_break() -> AbstractContextManager[None]:
     return patch.multiple(RoutedGenerators, _leave=leave_reversed)
 
 
+def bounds_of_now() -> AbstractContextManager[None]:
+    """When a run is resumed with another `max_staleness`, it holds for the groups of before, too."""
+
+    def deadline(ledger: Ledger, group: LedgerGroup) -> int:
+        start = group.admission_version if group.start_version is None else group.start_version
+        return start + ledger.settings.max_staleness
+
+    return patch.multiple(Ledger, deadline=deadline)
+
+
 MUTANTS: dict[str, Mutant] = {
+    "bounds of now": bounds_of_now,
     "capacity from a counter": capacity_from_a_counter,
     "no de-duplication": no_deduplication,
     "no batch gate": no_batch_gate,

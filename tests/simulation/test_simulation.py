@@ -558,6 +558,7 @@ def test_a_starting_trainer_takes_no_group_before_it_has_dropped_old_ones(monkey
 # A seed that catches it soon, and how many are tried from there on, since every change to the actors draws other
 # simulations.
 CAUGHT_BY = {
+    "bounds of now": (25, 120),
     "capacity from a counter": (6, 40),
     "no de-duplication": (4, 20),
     "no batch gate": (101, 200),
