@@ -15,7 +15,8 @@ from simulation.watched import Disk, WatchedBus, WatchedRollouts
 
 class Process:
     """One name in the cluster, such as `generator-0`, over all restarts. `slower`: extra seconds of each disk
-    operation, at most. `rollouts`: those that are written. `writer`: the only one that may write more."""
+    operation, at most. `rollouts`: those that are written. `writers`: of them, by the order in which their processes
+    were started; only the last one may write more."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -26,7 +27,7 @@ class Process:
         self.running: Incarnation | None = None
         self.disk: Disk | None = None
         self.rollouts: list[Rollout] = []
-        self.writer: WatchedRollouts | None = None
+        self.writers: dict[int, WatchedRollouts] = {}
 
     def limit_disk(self, full: bool) -> None:
         """Let the disk have no room for more, or again."""

@@ -117,7 +117,8 @@ class WatchedSpool(Spool):
 
 
 class WatchedRollouts(RolloutWriter):
-    """The real writer of rollouts, which writes into `written`. `may_write`: whether no other has opened them since."""
+    """The real writer of rollouts, which writes into `written`. `may_write`: whether no later
+    process has opened them."""
 
     def __init__(self, written: list[Rollout], may_write: Callable[[WatchedRollouts], bool]) -> None:
         self._written, self._may_write = written, may_write

@@ -261,7 +261,7 @@ class World:
                 seams: dict[str, Any] = {
                     "start_learner": lambda config: self._start_learner(one),
                     "open_spool": lambda path: self._open_spool(one),
-                    "open_rollouts": lambda config: self._open_rollouts(one.process),
+                    "open_rollouts": lambda config: self._open_rollouts(one),
                 }
                 return Trainer(one.bus, MASTER, **common, **seams)
             case "generator":
@@ -355,9 +355,10 @@ class World:
         spool.on_put = functools.partial(self._puts, one)
         return spool
 
-    def _open_rollouts(self, process: Process) -> WatchedRollouts:
-        process.writer = WatchedRollouts(process.rollouts, lambda writer: writer is process.writer)
-        return process.writer
+    def _open_rollouts(self, one: Incarnation) -> WatchedRollouts:
+        writers, number = one.process.writers, self.incarnations.index(one)
+        writers[number] = WatchedRollouts(one.process.rollouts, lambda writer: writer is writers[max(writers)])
+        return writers[number]
 
     def _puts(self, one: Incarnation, group: str) -> None:
         self.spooled_by[group] = one, self.scheduler.now
