@@ -54,7 +54,7 @@ def backup(options: Namespace) -> None:
 
 def _fill(config: Config, folder: Path, copy: Path) -> int:
     """Copy the run into an empty folder. Returns its version."""
-    before = _state(config, folder / JOURNAL).checkpoint_version
+    checkpoint_version = _state(config, folder / JOURNAL).checkpoint_version
     for name in LINKED:
         if (folder / name).exists():
             ignored = shutil.ignore_patterns(*ELSEWHERE)
@@ -64,7 +64,7 @@ def _fill(config: Config, folder: Path, copy: Path) -> int:
     state = _state(config, folder / JOURNAL, copy)
     if (folder / SPOOL).exists():  # else it is on the trainer's host
         copy_store(folder / SPOOL, copy)
-    if _state(config, folder / JOURNAL).checkpoint_version != before:
+    if _state(config, folder / JOURNAL).checkpoint_version != checkpoint_version:
         raise OvertakenError("a checkpoint was saved meanwhile")
     # The journal was copied before, and must not be the older.
     (copy / METRICS).write_bytes(metrics_up_to(folder / METRICS, state.ledger.version))

@@ -124,14 +124,14 @@ def copy_store(path: Path, folder: Path) -> Path:
     """
     log, copy = path.with_name(f"{path.name}-wal"), folder / path.name
     while True:
-        before = _marks(path, log)
+        marks = _marks(path, log)
         shutil.copyfile(path, copy)
         copied_log = copy.with_name(log.name)
         try:
             shutil.copyfile(log, copied_log)
         except FileNotFoundError:  # its user has ended in order
             copied_log.unlink(missing_ok=True)
-        if _marks(path, log) == before:
+        if _marks(path, log) == marks:
             return copy
 
 
