@@ -304,3 +304,23 @@ class TokenValues(NamedTuple):
 
     proximal_logprobs: np.ndarray
     advantages: np.ndarray
+
+
+def random_groups(
+    vocabulary: int, lengths: Sequence[Sequence[int]], *, shared: int = 0, version: int = 0, seed: int = 0
+) -> list[Group]:
+    """A group for each item of `lengths`, which has the lengths of its samples in tokens. All tokens but a sample's
+    first are sampled, by `version`. shared: number of first tokens that the samples of a group have in common."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for number, of_group in enumerate(lengths):
+        prefix = random.integers(0, vocabulary, shared)
+        samples = []
+        for index, length in enumerate(of_group):
+            tokens = random.integers(0, vocabulary, length)
+            tokens[: min(shared, length)] = prefix[:length]
+            versions = np.repeat([NOT_SAMPLED, version], [1, length - 1]).astype(np.int32)
+            logprobs = np.where(versions == NOT_SAMPLED, 0, -np.log(vocabulary)).astype(np.float32)
+            samples.append(Trajectory(tokens.astype(np.int32), logprobs, versions, float(index % 2), "stop"))
+        groups.append(Group(f"{number}", number, tuple(samples)))
+    return groups

@@ -169,11 +169,11 @@ class GenerationEngine:
         Every process that starts an engine needs the guard `if __name__ == "__main__"`: the child imports its main
         module. Raises UserError if `model` or `config` is at fault, EngineError if the engine does not start.
         """
-        weights = _read_model_folder(model, lora)
+        shapes, tied = _read_model_folder(model)
         # In a thread: importing vLLM and waiting for its process take seconds; the actor has to send heartbeats then.
         core, stop_tokens = await asyncio.to_thread(_start_core, model, config, seed, lora, sleeps, transfer)
         limits = core.vllm_config.model_config
-        facts = _Model(model, weights, stop_tokens, limits.get_vocab_size(), limits.max_model_len)
+        facts = _Model(model, shapes, tied, lora, stop_tokens, limits.get_vocab_size(), limits.max_model_len)
         engine = cls(core, config, facts, version)
         if lora:
             await engine._call(core.collective_rpc_async("start_adapter", args=(ADAPTER,)))
@@ -375,7 +375,7 @@ class GenerationEngine:
             sampling_params=params,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=LoRARequest("policy", ADAPTER, "loaded by open_policy") if self._model.weights.lora else None,
+            lora_request=LoRARequest("policy", ADAPTER, "loaded by open_policy") if self._model.lora else None,
             cache_salt=salt if self._config.kv_on_update == "keep" else None,
             data_parallel_rank=None,
         )
@@ -387,7 +387,7 @@ class GenerationEngine:
 
     async def _open(self, folder: Path) -> None:
         """Have the files opened that are loaded next. The trainer may have removed them since they were checked."""
-        adapter = ADAPTER if self._model.weights.lora else None
+        adapter = ADAPTER if self._model.lora else None
         if wrong := await self._call_workers("open_policy", str(folder), adapter):
             raise WeightLoadError(f"{folder} cannot be read: {wrong}")
 
@@ -505,16 +505,11 @@ class GenerationEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Weights:
+class _Model:
+    folder: Path
     shapes: Shapes
     tied: bool
     lora: LoraConfig | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    folder: Path
-    weights: _Weights
     stop_tokens: list[int]
     vocab_size: int
     max_len: int
@@ -707,27 +702,25 @@ def _max_lora_rank(rank: int) -> int:
     raise UserError(f"trainer.lora.rank is {rank}, but vLLM takes at most {max(get_args(MaxLoRARanks))}: lower it.")
 
 
-def _read_model_folder(model: Path, lora: LoraConfig | None) -> _Weights:
-    """Shapes of the tensors that `load` expects, from the headers of the weight files in a Hugging Face folder.
-
-    Raises UserError if the folder does not hold a readable model.
-    """
+def _read_model_folder(model: Path) -> tuple[Shapes, bool]:
+    """Shapes of the tensors that `load` expects, from the headers of the weight files in a Hugging Face folder, and
+    whether the head is tied. Raises UserError if the folder does not hold a readable model."""
     if not (model / "config.json").is_file():
         raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
     if not any(model.glob("*.safetensors")):
         raise UserError(f"{model} has no weights in safetensors format (*.safetensors).")
     try:
-        shapes = _read_all_shapes(model)
+        shapes = _read_shapes(model)
         tied = json.loads((model / "config.json").read_bytes()).get("tie_word_embeddings", HEAD not in shapes)
     except (OSError, ValueError) as error:
         raise UserError(f"The model in {model} cannot be read: {error}.") from error
-    return _Weights(shapes, tied, lora)
+    return shapes, tied
 
 
 def _check_offer(folder: Path, model: _Model) -> None:
     """Raises WeightLoadError if the weights in `folder` do not fit the model."""
     try:
-        shapes = _read_all_shapes(folder)
+        shapes = _read_shapes(folder)
     except (OSError, KeyError, ValueError) as error:
         raise WeightLoadError(f"{folder} cannot be read: {error}") from error
     _check_shapes(shapes, model, str(folder))
@@ -735,13 +728,12 @@ def _check_offer(folder: Path, model: _Model) -> None:
 
 def _check_shapes(shapes: Shapes, model: _Model, named: str) -> None:
     """Raises WeightLoadError if tensors of these shapes do not fit the model."""
-    weights = model.weights
-    if weights.lora:
-        wrong = _differences(shapes, _factors(weights.lora.rank, shapes, weights.shapes), ())
+    if model.lora:
+        wrong = _differences(shapes, _factors(model.lora.rank, shapes, model.shapes), ())
     else:
-        optional = (HEAD,) if weights.tied else ()  # it may be stored or left out
+        optional = (HEAD,) if model.tied else ()  # it may be stored or left out
         # Most models have the tensors that a trainer publishes and no others. This spares them transformers.
-        wrong = _differences(shapes, weights.shapes, optional)
+        wrong = _differences(shapes, model.shapes, optional)
         if wrong:
             try:
                 wrong = _differences(shapes, published_shapes(model.folder), optional)
@@ -771,18 +763,16 @@ def _factors(rank: int, names: Iterable[str], weights: Shapes) -> Shapes:
     return shapes
 
 
-def _read_all_shapes(folder: Path) -> Shapes:
-    files = sorted(folder.glob("*.safetensors")) or [folder / WEIGHTS_FILE]  # raises: it is missing
-    return {name: shape for file in files for name, shape in _read_shapes(file).items()}
-
-
-def _read_shapes(path: Path) -> Shapes:
-    """Tensor shapes from the header of a safetensors file. Raises ValueError if the file is cut short."""
-    try:
-        with safe_open(path, framework="np") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path.name} is cut short, or no safetensors file ({error})") from None
+def _read_shapes(folder: Path) -> Shapes:
+    """Tensor shapes from the headers of the safetensors files. Raises OSError, and ValueError if one is cut short."""
+    shapes: Shapes = {}
+    for path in sorted(folder.glob("*.safetensors")) or [folder / WEIGHTS_FILE]:  # raises: it is missing
+        try:
+            with safe_open(path, framework="np") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path.name} is cut short, or no safetensors file ({error})") from None
+    return shapes
 
 
 def _handed_over() -> EngineError:

@@ -22,7 +22,7 @@ from areal.selftest.disk import size_of
 from areal.selftest.findings import GAP, LAYERS, REPORT, Finding, judged
 from areal.selftest.sequences import Sampled, read, write
 from areal.selftest.transport import Receiving
-from areal.weights.folders import ADAPTER_FILE, copy_model_files, tensor_names, write_index, write_weights
+from areal.weights.folders import ADAPTER_FILE, copy_model_files, write_index, write_weights
 
 SEQUENCES, TOKENS, LONGEST = 8, 64, 1024
 """Sequences that are compared, and how many tokens of each; most tokens of one that is interrupted."""
@@ -43,15 +43,20 @@ class GenerationChecks:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._engine: GenerationEngine | None = None
+        self._started: GenerationEngine | None = None
         self._receiving: Receiving | None = None
+
+    @property
+    def _engine(self) -> GenerationEngine:
+        assert self._started is not None
+        return self._started
 
     async def start(self) -> list[Finding]:
         """Start the engine. Its KV cache is recomputed on new weights, whatever the run does: only then are log-probs
         those of one version."""
         started = time.perf_counter()
         generator = self._config.generator.model_copy(update={"kv_on_update": "recompute", "interrupt": True})
-        self._engine = await GenerationEngine.start(
+        self._started = await GenerationEngine.start(
             Path(self._config.model), generator, version=0, lora=self._config.trainer.lora,
             transfer=self._config.weights.backend,
         )  # fmt: skip
@@ -61,13 +66,11 @@ class GenerationChecks:
 
     async def sample(self, file: str) -> list[Finding]:
         """Sample some whole sequences into a file."""
-        assert self._engine is not None
         write(await sample(self._engine, self._config), Path(file))
         return []
 
     async def interrupt(self, published: str, file: str) -> list[Finding]:
         """Interrupt sequences by loading the weights in the folder `published` as version 1."""
-        assert self._engine is not None
         sequences, times = await interrupt(self._engine, self._config, Path(published))
         write(sequences, Path(file))
         measured, values = _load_cost(times, size_of(Path(published)))
@@ -75,7 +78,6 @@ class GenerationChecks:
 
     async def receive(self, call: str, info: dict[str, Any]) -> list[Finding]:
         """Do a call by which the trainer sends its weights as version 2. Returns what went wrong."""
-        assert self._engine is not None
         self._receiving = self._receiving or Receiving(self._engine)
         try:
             await self._receiving.follow(call, info)
@@ -85,7 +87,6 @@ class GenerationChecks:
 
     async def speed(self, of_token: float, peak_tflops: float | None) -> list[Finding]:
         """Tokens/s of a full engine. of_token: operations of a token. peak_tflops: of one device."""
-        assert self._engine is not None
         rate = await speed(self._engine, self._config)
         tflops = rate * of_token / 1e12 / self._config.generator.devices
         mfu = tflops / peak_tflops if peak_tflops else None
@@ -101,7 +102,6 @@ class GenerationChecks:
 
     async def close(self) -> list[Finding]:
         """End the engine's process."""
-        assert self._engine is not None
         await self._engine.close()
         return []
 
@@ -314,7 +314,7 @@ def _model_of(base: Path, published: Path, folder: Path) -> Path:
         for file in files:
             (folder / file.name).symlink_to(file)
         if len(files) > 1:  # several ranks have written a shard each
-            write_index({file.name: tensor_names(file) for file in files}, folder)
+            write_index(folder)
     return folder
 
 

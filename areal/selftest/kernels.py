@@ -12,11 +12,11 @@ from areal.config import TrainerConfig
 from areal.planning.activations import of_layers
 from areal.selftest import references
 from areal.selftest.findings import GAP, LAYERS, SHARE, Finding, judged
-from areal.selftest.synthetic import random_groups
 from areal.training import head
 from areal.training.head import Head, linear_logprobs
 from areal.training.packed import FLASH, FlatBatch, PackedRow, attention_kwargs, choose_attention, pack
 from areal.training.separation import keeps_apart
+from areal.trajectory import random_groups
 
 LENGTHS, SHARED = ((300, 260, 200), (129, 2), (128,)), 150
 """Tokens of the samples of each group, and how many the samples of the first group have in common."""

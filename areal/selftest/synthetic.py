@@ -1,15 +1,11 @@
-"""What a self-test runs on: a tiny model, and groups of random tokens."""
+"""What a self-test runs on: a tiny model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from areal.config import Config
-from areal.trajectory import NOT_SAMPLED, Group, Trajectory
 
 TINY = {
     "model_type": "qwen2", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
@@ -49,26 +45,6 @@ def tiny_config(model: Path, dtype: str, transport: str = "folder") -> Config:
             "weights": {"transport": transport},
         }
     )
-
-
-def random_groups(
-    vocabulary: int, lengths: Sequence[Sequence[int]], *, shared: int = 0, version: int = 0, seed: int = 0
-) -> list[Group]:
-    """A group for each item of `lengths`, which has the lengths of its samples in tokens. All tokens but a sample's
-    first are sampled, by `version`. shared: number of first tokens that the samples of a group have in common."""
-    random = np.random.default_rng(seed)
-    groups = []
-    for number, of_group in enumerate(lengths):
-        prefix = random.integers(0, vocabulary, shared)
-        samples = []
-        for index, length in enumerate(of_group):
-            tokens = random.integers(0, vocabulary, length)
-            tokens[: min(shared, length)] = prefix[:length]
-            versions = np.repeat([NOT_SAMPLED, version], [1, length - 1]).astype(np.int32)
-            logprobs = np.where(versions == NOT_SAMPLED, 0, -np.log(vocabulary)).astype(np.float32)
-            samples.append(Trajectory(tokens.astype(np.int32), logprobs, versions, float(index % 2), "stop"))
-        groups.append(Group(f"{number}", number, tuple(samples)))
-    return groups
 
 
 def sizes_of(model: str) -> Any:

@@ -24,12 +24,13 @@ from areal.planning.split import GIB, row_tokens, training_memory
 from areal.selftest import disk, kernels, sequences
 from areal.selftest.findings import GAP, LAYERS, Finding, judged
 from areal.selftest.memory import peak, resident
-from areal.selftest.synthetic import random_groups, sizes_of
+from areal.selftest.synthetic import sizes_of
 from areal.selftest.transport import Sending
 from areal.training.engine import TrainingEngine
 from areal.training.flops import Operations, peak_tflops
 from areal.training.packed import FlatBatch, pack
 from areal.training.tally import StepResult
+from areal.trajectory import random_groups
 
 MOVE, LORA_MOVE = 6.0, 60.0
 """Learning rate of the step whose weights are published, times the root of the number of parameters. In its first step
@@ -53,9 +54,14 @@ class TrainingChecks:
             self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         else:
             cpu.set_environment(trainer.dtype)
-        self._engine: TrainingEngine | None = None
+        self._started: TrainingEngine | None = None
         self._sending: Sending | None = None
         self._resident_at_start = 0
+
+    @property
+    def _engine(self) -> TrainingEngine:
+        assert self._started is not None
+        return self._started
 
     def devices(self) -> list[Finding]:
         """What torch sees of this machine."""
@@ -130,7 +136,7 @@ class TrainingChecks:
             "lr_schedule": "constant",
             "weight_decay": 0.0,
         }
-        self._engine = TrainingEngine(Path(self._config.model), config.model_copy(update=changes), seed=0)
+        self._started = TrainingEngine(Path(self._config.model), config.model_copy(update=changes), seed=0)
         seconds = time.perf_counter() - started
         measured = f"{self._engine.world_size} ranks, {config.dtype}, started in {seconds:.0f} s"
         return [Finding("trainer", "ok", measured, values={"seconds": seconds, "ranks": self._engine.world_size})]
@@ -140,7 +146,6 @@ class TrainingChecks:
 
         sampled: a file of `sequences`. published: the folder for version 1.
         """
-        assert self._engine is not None
         batch = [sequences.as_group(sequences.read(Path(sampled)))] if self._engine.rank == 0 else None
         temperature = self._config.sampling.temperature
         result = self._engine.step(batch, version=0, temperature=temperature)
@@ -175,7 +180,6 @@ class TrainingChecks:
     def longest(self) -> list[Finding]:
         """Two steps on rows of the greatest length, on every rank: memory, tokens/s, and MFU in the second one."""
         engine = self._engine
-        assert engine is not None
         ranks = engine.world_size
         together = ranks // self._config.trainer.sequence_parallel
         longest, tokens = self._longest, self._row_tokens
@@ -237,7 +241,6 @@ class TrainingChecks:
     def send(self, folder: str, workers: int) -> dict[str, Any] | None:
         """Publish the weights that the trainer has now, and begin to send them to an engine of `workers` processes.
         Returns the first call that the engine has to do."""
-        assert self._engine is not None
         published = self._engine.publish(Path(folder))
         backend = self._config.weights.backend
         if self._engine.rank != 0 or backend is None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from areal.training.packed import FlatBatch, PackedRow, pack
-from areal.trajectory import NOT_SAMPLED, Group, Trajectory
+from areal.trajectory import random_groups
 
 LENGTHS, PREFIX = (13, 12, 9), 5
 """Tokens of the sequences of the check, and how many of them all have in common."""
@@ -38,7 +37,7 @@ def keeps_apart(
     must be exactly 0, in any dtype; besides, log-probs must be those of each sequence alone, except for rounding.
     forward: log-probs and entropies of a row; embeddings: the module that makes its tokens' embeddings.
     """
-    flat = FlatBatch.of([_random_group(vocabulary)], minibatches=1, prefix_tree=prefix_tree)
+    flat = FlatBatch.of(random_groups(vocabulary, [LENGTHS], shared=PREFIX), minibatches=1, prefix_tree=prefix_tree)
     trained, members = flat.trained(None), range(len(flat.lengths))
     row = pack(flat, trained, members, device)
     paths = row.paths.split(row.lengths)
@@ -66,7 +65,7 @@ def only_attention_mixes(
     The gradient of a log-prob with respect to the embeddings of all tokens but the one that predicts it must be exactly
     0. forward: log-probs and entropies of a row, with 0 for what attention returns; embeddings: as in `keeps_apart`.
     """
-    flat = FlatBatch.of([_random_group(vocabulary)], minibatches=1)
+    flat = FlatBatch.of(random_groups(vocabulary, [LENGTHS], shared=PREFIX), minibatches=1)
     row = pack(flat, flat.trained(None), [0], device)
     with torch.enable_grad(), _watching(embeddings) as seen:
         logp, _ = forward(row)
@@ -74,17 +73,6 @@ def only_attention_mixes(
     influence = gradient[0].abs().sum(-1)
     influence[row.predicts[row.distribution[-1]]] = 0
     return not influence.any()
-
-
-def _random_group(vocabulary: int) -> Group:
-    random = np.random.default_rng(0)
-    prefix = random.integers(0, vocabulary, PREFIX)
-    members = []
-    for length in LENGTHS:
-        versions = np.repeat([NOT_SAMPLED, 0], [1, length - 1]).astype(np.int32)
-        tokens = np.concatenate([prefix, random.integers(0, vocabulary, length - PREFIX)]).astype(np.int32)
-        members.append(Trajectory(tokens, np.zeros(length, np.float32), versions, 0.0, "stop"))
-    return Group("check", 0, tuple(members))
 
 
 @contextmanager

@@ -132,12 +132,10 @@ class ModelFolder:
             (folder / STATE).mkdir()
             (folder / STATE / STATE_FILE).write_text(line_of(self.share.facts))
 
-    def write(self, folder: Path) -> str:
+    def write(self, folder: Path) -> None:
         if self.share:
             self.share.write(folder)
-        tensors = self._tensors(folder)
-        file = self.copied.write_shard(tensors, folder)
-        return json.dumps([file.name, list(tensors)]) if file else ""
+        self.copied.write_shard(self._tensors(folder), folder)
 
     def _tensors(self, folder: Path) -> Mapping[str, Tensor]:
         if not self.copied.adapters:
@@ -147,4 +145,4 @@ class ModelFolder:
 
     def finish(self, folder: Path, entries: list[str]) -> None:
         if self.copied.writers > 1:
-            write_index(dict(json.loads(shard) for shard in entries if shard), folder)
+            write_index(folder)

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
@@ -119,14 +119,6 @@ def sums_of(file: Path, tensors: Mapping[str, Tensor]) -> FileSums:
     return FileSums.of_parts(file.name, chain([memoryview(size + header)], stored))
 
 
-def tensor_names(file: Path) -> list[str]:
-    """The names of the tensors in a safetensors file."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as tensors:
-        return list(tensors.keys())
-
-
 def saved_buffers(module: Module) -> dict[str, Tensor]:
     """The buffers that a model's files have beside its parameters, by name."""
     saved = module.state_dict().keys()
@@ -151,13 +143,16 @@ def published_shapes(model: Path) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(module, tensors).items()}
 
 
-def write_index(files: Mapping[str, Collection[str]], folder: Path) -> None:
-    """Write the index that loaders need if the weights in `folder` are in several files. files: the names of the
-    tensors in each."""
-    described = {
-        "metadata": {"total_size": sum((folder / file).stat().st_size for file in files)},
-        "weight_map": {name: file for file, names in files.items() for name in sorted(names)},
-    }
+def write_index(folder: Path) -> None:
+    """Write the index that loaders need if the weights in `folder` are in several files."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    weight_map: dict[str, str] = {}
+    for file in files:
+        with safe_open(file, framework="np") as tensors:
+            weight_map |= dict.fromkeys(sorted(tensors.keys()), file.name)
+    described = {"metadata": {"total_size": sum(file.stat().st_size for file in files)}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(described, indent=2) + "\n")
 
 

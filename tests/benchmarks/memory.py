@@ -30,9 +30,9 @@ from areal.cpu.processor import avoid_broken_amx
 from areal.planning.command import read_model
 from areal.planning.split import training_memory
 from areal.selftest.memory import peak
-from areal.selftest.synthetic import random_groups
 from areal.training.engine import TrainingEngine
 from areal.training.head import linear_logprobs
+from areal.trajectory import random_groups
 
 MODELS = {  # tokens of the row, and the model
     "Qwen2.5-0.5B, 2 layers": (
