@@ -1177,13 +1177,11 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
             return f"{first['msg'].removeprefix('Value error, ')} ({place})."
         case _:
             value = without_secrets(first["input"], key.rpartition(".")[2])
-            return f"{key} is {value!r:.80} in {place} or the overrides, but {_lower(first['msg'])}."
+            return (
+                f"{key} is {value!r:.80} in {place} or the overrides, but {first['msg'][0].lower() + first['msg'][1:]}."
+            )
 
 
 def _section(annotation: Any) -> Any:
     """The section class of a key, also where the annotation is `Section | None`, or a list or mapping of sections."""
     return next((part for part in get_args(annotation) if hasattr(part, "model_fields")), annotation)
-
-
-def _lower(text: str) -> str:
-    return text[0].lower() + text[1:]

@@ -307,11 +307,11 @@ class TokenValues(NamedTuple):
 
 
 def random_groups(
-    vocabulary: int, lengths: Sequence[Sequence[int]], *, shared: int = 0, version: int = 0, seed: int = 0
+    vocabulary: int, lengths: Sequence[Sequence[int]], *, shared: int = 0, version: int = 0
 ) -> list[Group]:
     """A group for each item of `lengths`, which has the lengths of its samples in tokens. All tokens but a sample's
     first are sampled, by `version`. shared: number of first tokens that the samples of a group have in common."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     groups = []
     for number, of_group in enumerate(lengths):
         prefix = random.integers(0, vocabulary, shared)

@@ -181,8 +181,8 @@ class Muon(torch.optim.Optimizer):
     fp32; `torch.optim.Muon` computes in bf16, which not every CPU supports.
     """
 
-    def __init__(self, matrices: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(matrices, {"lr": lr, "momentum": momentum})
+    def __init__(self, matrices: list[torch.nn.Parameter], lr: float) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": 0.95})
 
     @torch.no_grad()
     def step(self) -> None:

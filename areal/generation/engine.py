@@ -299,7 +299,8 @@ class GenerationEngine:
             return
         self._drained_since = time.perf_counter()
         try:
-            await self._finish_running()
+            # No sequence starts until `resume_scheduler_async`; this returns once none is running.
+            await self._call(self._core.pause_scheduler_async(mode="wait", clear_cache=False))
             yield
         finally:
             self._drained_since = None
@@ -380,10 +381,6 @@ class GenerationEngine:
             data_parallel_rank=None,
         )
         await self._call(self._core.add_request_async(request))
-
-    async def _finish_running(self) -> None:
-        """Start no sequence until `resume_scheduler_async`; return once none is running."""
-        await self._call(self._core.pause_scheduler_async(mode="wait", clear_cache=False))
 
     async def _open(self, folder: Path) -> None:
         """Have the files opened that are loaded next. The trainer may have removed them since they were checked."""

@@ -24,13 +24,13 @@ from areal.processes import ROOT
 from areal.storage.run_folder import SPEED_ONLY, config_of_run, within
 
 PUBLISHED = ROOT / "configs" / "paper" / "published.yaml"
-# Names of a measure: in general, of the paper's number and of the run's.
-MEASURES = {
-    "base": ("before", "%", "%"),
-    "accuracy": ("accuracy", "%", "%"),
-    "hours": ("hours", "", ""),
-    "throughput": ("throughput", "k tok/s", "k tok/s"),
-    "tflops": ("training", "TFLOP/s", "TFLOP/s"),
+# Of a measure: its name and unit in the table, the number in a run's summary, and the factor to that unit.
+MEASURES: dict[str, tuple[str, str, str, float]] = {
+    "base": ("before", "%", "accuracy_before", 100),
+    "accuracy": ("accuracy", "%", "accuracy_after", 100),
+    "hours": ("hours", "", "seconds", 1 / 3600),
+    "throughput": ("throughput", "k tok/s", "effective_throughput", 1 / 1000),
+    "tflops": ("training", "TFLOP/s", "tflops", 1),
 }
 # Keys that say where and how a run is started, and the model, which is compared by name and size.
 OTHERWISE = ("name", "run_dir", "seed", "model", "master", "network", "observe", "trainer.peak_tflops")
@@ -97,18 +97,13 @@ class TableRow:
 def _read_measures(folder: Path) -> RunMeasures:
     run, config = read_run(folder), config_of_run(folder)
     tflops = [record["tflops"] for record in run.steady or run.records if record.get("tflops")]
+    numbers = {**run.summary, "tflops": statistics.fmean(tflops) if tflops else None}
     measures = {
-        "base": _times(run.summary.get("accuracy_before"), 100),
-        "accuracy": _times(run.summary.get("accuracy_after"), 100),
-        "hours": _times(run.summary.get("seconds"), 1 / 3600),
-        "throughput": _times(run.summary.get("effective_throughput"), 1 / 1000),
-        "tflops": statistics.fmean(tflops) if tflops else None,
+        measure: numbers[key] * factor
+        for measure, (*_, key, factor) in MEASURES.items()
+        if numbers.get(key) is not None
     }
-    return RunMeasures(folder, config, _model_name(config.model), {k: v for k, v in measures.items() if v is not None})
-
-
-def _times(number: float | None, factor: float) -> float | None:
-    return None if number is None else number * factor
+    return RunMeasures(folder, config, _model_name(config.model), measures)
 
 
 def _model_name(model: str) -> str:
@@ -135,9 +130,9 @@ def _table(table: Mapping[str, Any], rows: Sequence[TableRow], runs: Sequence[Ru
     for column in (*models, *_key_names(rows), "runs"):
         shown.add_column(column)
     for measure in measures:
-        label, paper_unit, run_unit = MEASURES[measure]
-        shown.add_column(f"{label} {paper_unit}".strip(), justify="right")
-        shown.add_column(f"here {run_unit}".strip(), justify="right")
+        label, unit, *_ = MEASURES[measure]
+        shown.add_column(f"{label} {unit}".strip(), justify="right")
+        shown.add_column(f"here {unit}".strip(), justify="right")
         if _is_rate(measure, table):
             shown.add_column("ratio", justify="right")
             shown.add_column("here", justify="right")

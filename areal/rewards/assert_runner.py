@@ -628,9 +628,8 @@ class TestsEnd:
                 return decode_iterator(decoder.items(items), error and self.errors.decode(error, decoder))
             case "awaitable", failed, value:
                 return awaited(failed, (self.errors.decode(value, decoder) if failed else decoder.decode(value)))
-            case "object", int(number), [int(), str(), str(), list(), bool()] as description if decoder.objects in (
-                "object",
-                "made",
+            case "object", int(number), [int(), str(), str(), list(), bool()] as description if (
+                decoder.objects in OBJECTS
             ):
                 return self.handle(number, self.kind(*description), decoder.objects != "made")
         raise ValueError(kind)

@@ -122,8 +122,8 @@ class Encoder:
     """Values as JSON. `encode_other` encodes what is not in the table; `objects` is for it. containers: those that have
     a number."""
 
-    def __init__(self, encode_other, containers=(), objects=""):
-        self.encode_other, self.containers, self.objects = encode_other, [*containers], objects
+    def __init__(self, encode_other, containers=()):
+        self.encode_other, self.containers, self.objects = encode_other, [*containers], ""
         self.numbers = {id(container): number for number, container in enumerate(self.containers)}
 
     def encode(self, value):

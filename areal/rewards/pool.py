@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import msgpack
@@ -120,7 +120,7 @@ class _Job:
     request: bytes
     key: bytes
     deterministic: bool
-    answer: asyncio.Future[Result]
+    answer: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     callers: int = 0
 
 
@@ -178,7 +178,7 @@ class RewardPool:
         if cached := self._results.get(key):
             return cached
         self._quarantine.check(key)
-        job = self._shared.get(key) or self._queue(_Job(msgpack.packb(request), key, deterministic, _future()))
+        job = self._shared.get(key) or self._queue(_Job(msgpack.packb(request), key, deterministic))
         job.callers += 1
         try:
             return await asyncio.shield(job.answer)
@@ -340,10 +340,6 @@ class _Worker:
     async def _receive(self) -> list[Any]:
         head = await self._answers.readexactly(LENGTH.size)
         return msgpack.unpackb(await self._answers.readexactly(*LENGTH.unpack(head)))
-
-
-def _future() -> asyncio.Future[Result]:
-    return asyncio.get_running_loop().create_future()
 
 
 def _settle(answer: asyncio.Future[Result], outcome: Result | RewardFailed) -> None:

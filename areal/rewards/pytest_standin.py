@@ -12,6 +12,7 @@ import inspect
 import io
 import itertools
 import math
+import operator
 import re
 import sys
 import types
@@ -79,7 +80,7 @@ class approx:
                 and all(value[key] == near(item) for key, item in expected.items())
             )
         if isinstance(expected, (list, tuple)):
-            return len(value) == len(expected) and all(map(operator_eq, value, map(near, expected)))
+            return len(value) == len(expected) and all(map(operator.eq, value, map(near, expected)))
         if value == expected:
             return True
         if not isinstance(value, (int, float, complex)) and not hasattr(value, "__float__"):
@@ -93,10 +94,6 @@ class approx:
             return self.abs
         relative = (1e-6 if self.rel is None else self.rel) * abs(self.expected)
         return max(relative, 1e-12 if self.abs is None else self.abs)
-
-
-def operator_eq(value, expected):
-    return value == expected
 
 
 def fail(reason=""):

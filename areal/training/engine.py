@@ -564,7 +564,9 @@ class TrainingEngine:
                 self._deepspeed.backward((loss * row.weights).sum() * self.world_size)
             self.work_done += 1
         with tally.clock("optimizer"):
-            norm = self._clip() if self._stage == 0 else None
+            norm = None
+            if self._stage == 0:
+                norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)
             self._deepspeed.step()
             tally.grad_norms.append(float(self._deepspeed.get_global_grad_norm() if norm is None else norm))
 
@@ -572,9 +574,6 @@ class TrainingEngine:
         if first and self.config.proximal == "recompute":
             return logp.detach()
         return interpolated_proximal(logp, row.behaviour, version - row.versions)
-
-    def _clip(self) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(self._module.parameters(), self.config.grad_clip)
 
     def snapshot(self) -> None:
         """Copy the current weights into host memory, each on the rank that writes it, for `begin_write` (all ranks).

@@ -198,10 +198,12 @@ def rehearse(name: str, options: Mapping[str, Any]) -> None:
 def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options; those of a built-in workflow as the types that it wants. Raises UserError."""
     where = f"rollout_manager.workflow_options: workflow {name!r}"
+    signature = inspect.signature(workflow)
     try:
-        inspect.signature(workflow).bind(None, None, **options)
+        signature.bind(None, None, **options)
     except TypeError as error:
-        raise UserError(f"{where}: {error}: it takes {_options_of(workflow)}.") from None
+        known = ", ".join([*signature.parameters][2:]) or "no options"
+        raise UserError(f"{where}: {error}: it takes {known}.") from None
     if name not in BUILT_IN:
         return options
     hints = get_type_hints(workflow, include_extras=True)
@@ -212,7 +214,3 @@ def _checked(name: str, workflow: Workflow, options: Mapping[str, Any]) -> Mappi
         except ValidationError as error:
             raise UserError(f"{where}: {option} is {value!r:.80}: {error.errors()[0]['msg']}.") from None
     return checked
-
-
-def _options_of(workflow: Workflow) -> str:
-    return ", ".join(list(inspect.signature(workflow).parameters)[2:]) or "no options"
