@@ -137,15 +137,9 @@ class LocalSandbox:
             self._launcher.wait()
 
     async def run(
-        self,
-        code: str,
-        language: str = "python",
-        *,
-        stdin: str = "",
-        files: Mapping[str, bytes] | None = None,
-        expected: int = 0,
-        cpu_seconds: float | None = None,
-    ) -> Outcome:
+        self, code: str, language: str = "python", *, stdin: str = "", files: Mapping[str, bytes] | None = None,
+        expected: int = 0, cpu_seconds: float | None = None,
+    ) -> Outcome:  # fmt: skip
         """Runs a program with the input `stdin` and with `files` (content by path) in its folder. Its output may have
         `output_kib` more than the `expected` bytes. cpu_seconds: in place of that of the configuration.
 
@@ -181,14 +175,9 @@ class LocalSandbox:
         return self._built[key]
 
     async def _execute(
-        self,
-        command: Sequence[str],
-        stdin: str,
-        files: Mapping[str, bytes],
-        keep: Sequence[str] = (),
-        limits: Mapping[str, float] | None = None,
-        expected: int = 0,
-    ) -> tuple[Outcome, dict[str, bytes]]:
+        self, command: Sequence[str], stdin: str, files: Mapping[str, bytes], keep: Sequence[str] = (),
+        limits: Mapping[str, float] | None = None, expected: int = 0,
+    ) -> tuple[Outcome, dict[str, bytes]]:  # fmt: skip
         """The outcome of a command, and the files named in `keep` that it left."""
         job = self._job(command, files, keep) | dict(limits or {})
         run, out, err = self._ask(job, stdin)
@@ -288,15 +277,9 @@ class RemoteSandbox:
         """Does nothing: no process was started."""
 
     async def run(
-        self,
-        code: str,
-        language: str = "python",
-        *,
-        stdin: str = "",
-        files: Mapping[str, bytes] | None = None,
-        expected: int = 0,
-        cpu_seconds: float | None = None,
-    ) -> Outcome:
+        self, code: str, language: str = "python", *, stdin: str = "", files: Mapping[str, bytes] | None = None,
+        expected: int = 0, cpu_seconds: float | None = None,
+    ) -> Outcome:  # fmt: skip
         """As LocalSandbox.run, but with the server's own limit of CPU time. If the caller is cancelled, the server runs
         the program on until its time limit."""
         return await asyncio.to_thread(self._post, code, language, stdin, files or {}, expected)

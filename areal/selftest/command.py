@@ -239,14 +239,9 @@ class SelfTest:
             self._add("", [Finding("stream", "FAILED", str(error), REPORT)])
 
     def _do(
-        self,
-        model: str,
-        child: CheckProcess,
-        order: str,
-        finds: set[str],
-        needed_for: Collection[str] = (),
+        self, model: str, child: CheckProcess, order: str, finds: set[str], needed_for: Collection[str] = (),
         **arguments: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Have `child` follow an order, which `finds` something and is `needed_for` more.
 
         Returns its answer; None: it is not wanted, or it failed."""

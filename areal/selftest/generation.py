@@ -319,13 +319,9 @@ def _model_of(base: Path, published: Path, folder: Path) -> Path:
 
 
 async def _follow(
-    engine: GenerationEngine,
-    config: Config,
-    prompt: np.ndarray,
-    tokens: int | None,
-    parts: list[Chunk],
+    engine: GenerationEngine, config: Config, prompt: np.ndarray, tokens: int | None, parts: list[Chunk],
     enough: Callable[[], bool] = lambda: False,
-) -> None:
+) -> None:  # fmt: skip
     """Sample a continuation of at most `tokens` tokens into `parts`, until it is `enough`."""
     room = engine.max_model_len - len(prompt)
     stream = engine.generate(

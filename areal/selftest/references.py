@@ -39,14 +39,9 @@ def curved(logits: Tensor, curve: LogitCurve) -> Tensor:
 
 
 def logprobs_of_whole_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    distribution: Tensor,
-    targets: Tensor,
-    temperature: float,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, distribution: Tensor, targets: Tensor, temperature: float,
     curve: LogitCurve = PLAIN,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log-probs and entropies, as `areal.training.head.linear_logprobs`."""
     logps = torch.log_softmax(curved(linear(hidden, weight, bias), curve) / temperature, -1)
     return logps[distribution, targets], -(logps.exp() * logps).sum(-1)[distribution]

@@ -15,16 +15,9 @@ EPS = 1e-6
 
 
 def advantages(
-    rewards: np.ndarray,
-    groups: np.ndarray,
-    samples: np.ndarray,
-    returns: np.ndarray | None = None,
-    penalties: np.ndarray | None = None,
-    *,
-    sampled: np.ndarray,
-    mean: str,
-    std: str,
-) -> np.ndarray:
+    rewards: np.ndarray, groups: np.ndarray, samples: np.ndarray, returns: np.ndarray | None = None,
+    penalties: np.ndarray | None = None, *, sampled: np.ndarray, mean: str, std: str,
+) -> np.ndarray:  # fmt: skip
     """(return - mean) / (std + EPS) of every token, float64 [T].
 
     rewards: [M], of each sample. groups: int [M], the group of each sample. Groups may differ in size. samples: int

@@ -467,14 +467,9 @@ class TrainingEngine:
         return logprobs[flat.by_sample()]
 
     def _logprobs(
-        self,
-        flat: FlatBatch,
-        trained: np.ndarray,
-        members: np.ndarray,
-        temperature: float,
-        tally: Tally,
+        self, flat: FlatBatch, trained: np.ndarray, members: np.ndarray, temperature: float, tally: Tally,
         module: torch.nn.Module | None = None,
-    ) -> np.ndarray:
+    ) -> np.ndarray:  # fmt: skip
         """Log-probabilities of the tokens in the loss of the sequences `members` (all ranks).
 
         Returns float32 [T] on all ranks, 0 for all other tokens. No gradients are needed, so sequences of several

@@ -303,17 +303,9 @@ def _boundaries(row: PackedRow) -> dict[str, Any]:
 
 
 def packed_sdpa(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    row: PackedRow,
-    mask: Tensor,
-    scaling: float | None = None,
-    **options: object,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    row: PackedRow, mask: Tensor, scaling: float | None = None, **options: object,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention along each path of a packed row; an attention function as transformers registers them.
 
     query: [1, heads, T, D], key and value: [1, kv heads, T, D]; returns [1, T, heads, D]. mask: bool, lower triangle as
@@ -370,17 +362,9 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def packed_flex(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    row: PackedRow,
-    mask: BlockMask,
-    scaling: float | None = None,
-    **options: object,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    row: PackedRow, mask: BlockMask, scaling: float | None = None, **options: object,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Like `packed_sdpa`, but with one kernel call for the whole row. mask: `block_mask(row)`."""
     _refuse(row, options)
     attend = _compiled_flex() if query.is_cuda else flex_attention

@@ -24,13 +24,9 @@ standard deviation. In bf16, rounding takes a few hundredths; wrong positions ta
 
 
 def keeps_apart(
-    forward: Callable[[PackedRow], tuple[Tensor, Tensor]],
-    embeddings: torch.nn.Module,
-    vocabulary: int,
-    device: torch.device,
-    *,
-    prefix_tree: bool,
-) -> bool:
+    forward: Callable[[PackedRow], tuple[Tensor, Tensor]], embeddings: torch.nn.Module, vocabulary: int,
+    device: torch.device, *, prefix_tree: bool,
+) -> bool:  # fmt: skip
     """Whether a row of several sequences gives each of them the log-probs that it has alone (all ranks).
 
     No log-prob of a sequence may depend on another sequence's tokens. So its gradient with respect to their embeddings

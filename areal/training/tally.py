@@ -105,14 +105,9 @@ class Tally:
         self.seconds[phase] += time.perf_counter() - started
 
     def result(
-        self,
-        control: dist.ProcessGroup,
-        *,
-        tokens_trained: int,
-        tokens_total: int,
-        reference: bool,
+        self, control: dist.ProcessGroup, *, tokens_trained: int, tokens_total: int, reference: bool,
         peak_tflops: float | None,
-    ) -> StepResult:
+    ) -> StepResult:  # fmt: skip
         """The step's result, which is the same on all ranks except for the seconds and what follows from them (all
         ranks)."""
         totals, weight_max = self.sums.cpu(), self.weight_max.cpu()

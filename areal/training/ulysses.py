@@ -121,17 +121,9 @@ def register(name: str) -> None:
 
 
 def _attend(
-    attention: Attention,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    together: SequenceGroup | None = None,
-    muted: bool = False,
-    **options: Any,
-) -> tuple[Tensor, None]:
+    attention: Attention, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, *, together: SequenceGroup | None = None, muted: bool = False, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """An attention function as transformers registers them. together: None, if this rank has the whole row. muted:
     return 0 in place of what attention gives."""
     if together is not None:
