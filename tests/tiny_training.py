@@ -89,11 +89,10 @@ def divide(folder, shards):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     number = share_out({name: tensor.numel() for name, tensor in tensors.items()}, shards)
-    files = {}
     for shard in range(shards):
         its = {name: tensor for name, tensor in tensors.items() if number[name] == shard}
-        files[write_weights(its, folder, shard, shards).name] = its
-    write_index(files, folder)
+        write_weights(its, folder, shard, shards)
+    write_index(folder)
 
 
 def state_of(checkpoint):
