@@ -1,6 +1,6 @@
 """Runs programs written by a model in a sandbox.
 
-    with open_sandbox(SandboxConfig()) as sandbox:
+    with closing(open_sandbox(SandboxConfig())) as sandbox:
         outcome = await sandbox.run("print(int(input()) + 1)", stdin="41")
         assert outcome.stdout == "42\\n"
 
@@ -30,7 +30,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, BinaryIO, Literal
 
 from areal.config import SandboxConfig, UserError
 from areal.sandbox import inside as sandbox_init
@@ -120,12 +120,6 @@ class LocalSandbox:
             except BaseException:
                 self.close()
                 raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends all programs."""
@@ -266,12 +260,6 @@ class RemoteSandbox:
             raise UserError(f"sandbox.url is {config.url}, but {error}: start the server or correct the URL") from None
         if outcome.stdout.strip() != "42":
             raise UserError(f"sandbox.url is {config.url}, but programs do not run there: {outcome.stderr[:300]}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Does nothing: no process was started."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -79,7 +80,7 @@ async def rate(program: Program, count: int) -> float:
 async def measure(rounds: int, count: int) -> dict[str, tuple[list[float], list[float]]]:
     """For each kind of program the rates in the sandbox and bare, one a round, after a round that warms up."""
     reward = CodeTests()
-    with LocalSandbox(SandboxConfig()) as sandbox, tempfile.TemporaryDirectory() as name:
+    with contextlib.closing(LocalSandbox(SandboxConfig())) as sandbox, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         contestants = {
             "Python, stdin": (sandboxed(sandbox, PYTHON, "python"), bare(folder, PYTHON, "python")),

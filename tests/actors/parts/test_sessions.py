@@ -357,7 +357,7 @@ async def test_a_conversation_that_outgrows_the_model_is_cut_but_a_first_prompt_
 async def test_python_runs_in_the_sandbox_and_what_it_prints_is_told(tmp_path):
     cluster = Cluster(generator(0))
     _, session = session_at(cluster, generator(0))
-    with open_sandbox(cluster.config.sandbox) as sandbox:
+    with contextlib.closing(open_sandbox(cluster.config.sandbox)) as sandbox:
         cluster.services.programs = Programs(cluster.config.sandbox, lambda config: sandbox)
         assert await session.run_python("print(6 * 7)") == "42\n"
         assert (await session.run_python("1 / 0")).rstrip().endswith("ZeroDivisionError: division by zero")

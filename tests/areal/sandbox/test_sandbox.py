@@ -40,13 +40,13 @@ HURRIED = LIMITS | {"cpu_seconds": 0.6, "wall_seconds": 4.0}
 @pytest.fixture(scope="module")
 def sandbox():
     os.environ["HARNESS_SECRET"] = "1"
-    with open_sandbox(SandboxConfig(**LIMITS)) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(**LIMITS))) as sandbox:
         yield sandbox
 
 
 @pytest.fixture(scope="module")
 def hurried():
-    with open_sandbox(SandboxConfig(**HURRIED)) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(**HURRIED))) as sandbox:
         yield sandbox
 
 
@@ -127,7 +127,7 @@ async def test_what_a_program_uses_up_is_limited(kind, request):
 
 
 async def test_memory_that_does_not_show_as_resident_is_counted():
-    with open_sandbox(SandboxConfig(**LIMITS | {"memory_mib": 64})) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(**LIMITS | {"memory_mib": 64}))) as sandbox:
         outcomes = await all_of(attacks.HIDES, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"), at_once=2)
     wrong = {name: (outcome.status, outcome.stderr[-300:]) for name, outcome in outcomes.items()}
     assert {name: found for name, found in wrong.items() if found[0] != "memory"} == {}
@@ -136,7 +136,7 @@ async def test_memory_that_does_not_show_as_resident_is_counted():
 @pytest.mark.parametrize("counter", ["open_counter()", "None"])
 async def test_processes_that_nobody_waits_for_count_towards_the_cpu_time(weakened, counter):
     weakened("self.counter = open_counter()", f"self.counter = {counter}")
-    with open_sandbox(SandboxConfig(**LIMITS | {"cpu_seconds": 0.4})) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(**LIMITS | {"cpu_seconds": 0.4}))) as sandbox:
         outcomes = await all_of(attacks.LOSES, lambda program: sandbox.run(f"{attacks.PRELUDE}\n{program}"), at_once=2)
     assert {name: (outcome.status, outcome.stdout) for name, outcome in outcomes.items()} == dict.fromkeys(
         attacks.LOSES, ("timeout", "")
@@ -148,7 +148,7 @@ async def test_a_look_at_the_memory_that_does_not_end_delays_no_limit(weakened, 
     weakened("def exact_bytes(tasks):", "def exact_bytes(tasks):\n    threading.Event().wait()\n\ndef unused(tasks):")
     weakened("import time\n", "import threading\nimport time\n")
     weakened("LOOK_SECONDS = 2.0", f"LOOK_SECONDS = {seconds}")
-    with open_sandbox(SandboxConfig(**HURRIED)) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(**HURRIED))) as sandbox:
         outcome = await sandbox.run(f"{attacks.PRELUDE}\nx = [bytearray(40 << 20)]\nin_children(10, int)")
     assert outcome.status == status
 
@@ -181,7 +181,7 @@ def wait_for_a_group():
 
 @pytest.mark.skipif(not DELEGATED, reason="DELEGATED_CGROUP names no control group that is delegated to the tests")
 async def test_a_control_group_limits_memory_and_cpu_time():
-    with open_sandbox(SandboxConfig(**LIMITS, cgroup=DELEGATED)) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(**LIMITS, cgroup=DELEGATED))) as sandbox:
         for name in ("fill memory by children", "fill memory by orphans"):
             outcome = await sandbox.run(f"{attacks.PRELUDE}\n{attacks.EXHAUSTS[name][0]}")
             assert outcome.status == "memory", (name, outcome)
@@ -193,7 +193,7 @@ async def test_a_control_group_limits_memory_and_cpu_time():
     with pytest.raises(SandboxError, match="without a result"):
         await running
     ample = LIMITS | {"cpu_seconds": 6.0, "wall_seconds": 600.0}
-    with open_sandbox(SandboxConfig(**ample, cgroup=DELEGATED)) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(**ample, cgroup=DELEGATED))) as sandbox:
         outcome = await sandbox.run(f"{attacks.PRELUDE}\n{attacks.EXHAUSTS['spin in a chain of processes'][0]}")
     assert outcome.status == "timeout"
     assert groups_of_programs() == []
@@ -402,12 +402,12 @@ def test_all_programs_end_with_the_worker():
 
 
 UNPRIVILEGED = f"""
-import asyncio, attacks
+import asyncio, attacks, contextlib
 from areal.config import SandboxConfig
 from areal.sandbox.outside import open_sandbox
 
 async def main():
-    with open_sandbox(SandboxConfig(**{LIMITS | {"cpu_seconds": 3.0}})) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(**{LIMITS | {"cpu_seconds": 3.0}}))) as sandbox:
         for name in ("read init's memory", "connect", "mount", "stop init", "become root", "raise its limits",
                      "limit init", "schedule others", "be nicer to init", "be nicer to others", "signal by a lease"):
             outcome = await sandbox.run(attacks.PRELUDE + attacks.REACHES[name] + "\\nprint('ESCAPED')")
@@ -418,7 +418,7 @@ async def main():
             assert outcome.status in statuses, (name, outcome)
         outcome = await sandbox.run(attacks.PRELUDE + attacks.REMAINS["init interrupted"] + "\\nprint('ended')")
         assert outcome.stdout.split() == ["ended"], outcome
-    with open_sandbox(SandboxConfig(**{LIMITS | {"memory_mib": 64}})) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(**{LIMITS | {"memory_mib": 64}}))) as sandbox:
         for name in ("behind a first thread that has ended", "in pipes", "in sockets"):
             outcome = await sandbox.run(attacks.PRELUDE + attacks.HIDES[name])
             assert outcome.status == "memory", (name, outcome)
@@ -491,7 +491,7 @@ def given_folder():
 async def test_programs_read_the_folders_they_are_given_and_cannot_change_them(given_folder):
     with pytest.raises(UserError, match="is in /tmp, but every program has its own empty /tmp"):
         LocalSandbox(SandboxConfig(folders=[Path("/tmp/data")]))
-    with open_sandbox(SandboxConfig(folders=[given_folder])) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(folders=[given_folder]))) as sandbox:
         probe = f"import os; print(os.listdir('/var/tmp')); print(open('{given_folder}/data').read())"
         outcome = await sandbox.run(f"{probe}; open('{given_folder}/x', 'w')")
         assert outcome.stdout == f"['{given_folder.name}']\ngiven\n"
@@ -502,7 +502,7 @@ async def test_the_project_itself_may_be_in_a_folder_that_programs_read():
     folder = Path(sandbox_module.__file__).parent
     if folder.is_relative_to("/tmp"):
         pytest.skip("no program can read folders of /tmp")
-    with open_sandbox(SandboxConfig(folders=[folder])) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(folders=[folder]))) as sandbox:
         outcome = await sandbox.run(f"import os; print(os.listdir({str(folder.parent)!r}))")
     assert outcome.stdout == "['sandbox']\n", outcome.stderr
 
@@ -516,14 +516,14 @@ print(msgpack.__file__.partition("/msgpack")[0], {folder!r} in sys.path)
 print(os.path.exists({folder!r}), os.path.exists({str(Path(sandbox_module.__file__).parents[2])!r}))
 open("/packages/0/mine", "w")
 """
-    with open_sandbox(SandboxConfig()) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig())) as sandbox:
         outcome = await sandbox.run(probe)
     assert outcome.stdout == "/packages/0 False\nFalse False\n"
     assert "Read-only file system: '/packages/0/mine'" in outcome.stderr
 
 
 async def test_mode_none_still_ends_what_takes_too_long():
-    with open_sandbox(SandboxConfig(**HURRIED, mode="none")) as sandbox:
+    with contextlib.closing(open_sandbox(SandboxConfig(**HURRIED, mode="none"))) as sandbox:
         outcome = await sandbox.run("print(input())", stdin="41")
         assert (outcome.status, outcome.stdout) == ("ok", "41\n")
         assert (await sandbox.run("while True: pass")).status == "timeout"
