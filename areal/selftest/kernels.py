@@ -14,7 +14,7 @@ from areal.selftest import references
 from areal.selftest.findings import GAP, LAYERS, SHARE, Finding, judged
 from areal.training import head
 from areal.training.head import Head, linear_logprobs
-from areal.training.packed import FLASH, FlatBatch, PackedRow, attention_kwargs, choose_attention, pack
+from areal.training.packed import FLASH, FlatBatch, PackedRow, attention_kwargs, choose_attention, pack, row_inputs
 from areal.training.separation import keeps_apart
 from areal.trajectory import random_groups
 
@@ -126,11 +126,11 @@ def check_gradient(sizes: Any, trainer: TrainerConfig, device: torch.device) -> 
 
     def forward(row: PackedRow) -> tuple[Tensor, Tensor]:
         outputs = {"predicts": row.predicts, "distribution": row.distribution, "targets": row.targets}
-        return model(**_inputs(row, kind), **outputs, temperature=TEMPERATURE)
+        return model(**row_inputs(row, kind), **outputs, temperature=TEMPERATURE)
 
     vocabulary = sizes.vocab_size
     row, flat = _row(vocabulary, SHORT_LENGTHS, SHORT_SHARED, device, prefix_tree=False)
-    own_head.measure(model, **_inputs(row, kind))
+    own_head.measure(model, **row_inputs(row, kind))
     trees = (True, False) if kind != FLASH and trainer.prefix_tree else (False,)
     apart = [tree for tree in trees if keeps_apart(forward, own_head.embeddings, vocabulary, device, prefix_tree=tree)]
     rows = [pack(flat, flat.trained(None), [n], device) for n in range(len(flat.lengths))]
@@ -198,7 +198,3 @@ def _row(
     groups = random_groups(vocabulary, lengths, shared=shared)
     flat = FlatBatch.of(groups, minibatches=1, prefix_tree=prefix_tree)
     return pack(flat, flat.trained(None), range(len(flat.lengths)), device), flat
-
-
-def _inputs(row: PackedRow, kind: str) -> dict[str, Any]:
-    return {"input_ids": row.tokens, "position_ids": row.positions, "use_cache": False, **attention_kwargs(row, kind)}

@@ -38,7 +38,7 @@ from areal.training.head import Head
 from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
 from areal.training.optimizer import deepspeed_config, learning_rates
-from areal.training.packed import FLASH, FlatBatch, PackedRow, attention_kwargs, choose_attention, empty_row, pack
+from areal.training.packed import FLASH, FlatBatch, PackedRow, choose_attention, empty_row, pack, row_inputs
 from areal.training.residence import Residence, tensors_in
 from areal.training.separation import keeps_apart, only_attention_mixes
 from areal.training.shards import Copied, ModelFolder, Published, ranks_of_this_host, share_out
@@ -258,7 +258,7 @@ class TrainingEngine:
         """
         kinds = (True, False) if self._prefix_tree else (False,)
         try:
-            head.measure(module, **self._inputs(empty_row(self.device)))
+            head.measure(module, **row_inputs(empty_row(self.device), self._attention))
             prefix_tree = next((kind for kind in kinds if self._keeps_apart(module, head, prefix_tree=kind)), None)
             if self._together.size > 1:
                 self._check_divided(module, head)
@@ -287,7 +287,7 @@ class TrainingEngine:
     def _check_divided(self, module: torch.nn.Module, head: Head) -> None:
         """Raise UserError, or what the attention raises, if ranks cannot compute rows of `module` together."""
         if not only_attention_mixes(
-            lambda row: self._compute(row, self._inputs(row) | {"muted": True}, 1.0, module),
+            lambda row: self._compute(row, row_inputs(row, self._attention) | {"muted": True}, 1.0, module),
             head.embeddings,
             self.vocab_size,
             self.device,
@@ -368,14 +368,14 @@ class TrainingEngine:
             return self._forward_whole(row, temperature, module)
         part = self._together.part(row)
         part_inputs = {"input_ids": part.tokens, "position_ids": part.positions, "together": self._together}
-        outputs = self._compute(part, self._inputs(part.row) | part_inputs, temperature, module)
+        outputs = self._compute(part, row_inputs(part.row, self._attention) | part_inputs, temperature, module)
         return self._together.join(part, *outputs)
 
     def _forward_whole(
         self, row: PackedRow, temperature: float, module: torch.nn.Module | None = None
     ) -> tuple[Tensor, Tensor]:
         """As `_forward`, with the whole row on this rank."""
-        return self._compute(row, self._inputs(row), temperature, module)
+        return self._compute(row, row_inputs(row, self._attention), temperature, module)
 
     def _compute(
         self, what: PackedRow | RowPart, inputs: dict[str, Any], temperature: float, module: torch.nn.Module | None
@@ -387,15 +387,6 @@ class TrainingEngine:
             targets=what.targets,
             temperature=temperature,
         )
-
-    def _inputs(self, row: PackedRow) -> dict[str, Any]:
-        """The arguments of the model's own forward method."""
-        return {
-            "input_ids": row.tokens,
-            "position_ids": row.positions,
-            "use_cache": False,
-            **attention_kwargs(row, self._attention),
-        }
 
     def step(
         self, batch: Sequence[Group] | None, *, version: int, temperature: float, mask_older_than: int | None = None

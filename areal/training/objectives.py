@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal.config import TrainerConfig, UserError
+from areal.config import OBJECTIVE_SETTINGS, TrainerConfig, UserError
 from areal.plugins import load
 
 LOG_RATIO_BOUND = 20.0
@@ -192,22 +192,9 @@ def within_second_moment(log_ratio: np.ndarray, threshold: float) -> np.ndarray:
     return mask
 
 
-LOSSES: dict[str, Objective] = {
-    "decoupled_ppo": decoupled_ppo,
-    "ppo": ppo,
-    "grpo": decoupled_ppo,
-    "dr_grpo": decoupled_ppo,
-    "rloo": decoupled_ppo,
-    "reinforce_pp": decoupled_ppo,
-    "dapo": decoupled_ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "tis": decoupled_ppo,
-    "icepop": decoupled_ppo,
-    "m2po": m2po,
-}
-"""The objectives by their name in the configuration. `areal.config.OBJECTIVE_SETTINGS` has the same keys; objectives
-with the same function differ in these settings."""
+LOSSES: dict[str, Objective] = dict.fromkeys(OBJECTIVE_SETTINGS, decoupled_ppo)
+LOSSES |= {"ppo": ppo, "gspo": gspo, "cispo": cispo, "m2po": m2po}
+"""The objectives by their name in the configuration. Those with the same function differ in their settings."""
 
 
 def resolve_objective(name: str) -> Objective:

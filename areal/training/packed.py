@@ -273,6 +273,12 @@ def choose_attention(dtype: str) -> str:
     return PACKED_FLEX
 
 
+def row_inputs(row: PackedRow, attention: str) -> dict[str, Any]:
+    """The arguments of the model's own forward method for a row."""
+    inputs = {"input_ids": row.tokens, "position_ids": row.positions, "use_cache": False}
+    return inputs | attention_kwargs(row, attention)
+
+
 def attention_kwargs(row: PackedRow, attention: str) -> dict[str, Any]:
     """The keyword arguments that tell the attention function `attention`, and other layers, about a row's sequences."""
     boundaries = {} if row.added != row.lengths else _boundaries(row)  # a tree has none
