@@ -307,7 +307,8 @@ def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int
     if name.startswith("reasoning_gym:"):
         return _open_reasoning_gym(config, name.removeprefix("reasoning_gym:"), options, seed, what)
     if name.startswith("verifiers:"):
-        return _open_verifiers(config, name.removeprefix("verifiers:"), options, what)
+        environment, _, side = name.removeprefix("verifiers:").partition(":")
+        return _table(config, verifiers_tasks.rows(environment, options, side or "train"), what)
     if name.endswith(".jsonl"):
         if options:
             raise UserError(f"{what} is a file, which takes no data.options: remove {', '.join(options)}")
@@ -508,12 +509,6 @@ def _table(config: SourceConfig, dataset: Any, what: str) -> Table:
     table = Table(config, dataset, lambda position: f"{what}, row {position},")
     table.row(0)
     return table
-
-
-def _open_verifiers(config: SourceConfig, name: str, options: Mapping[str, Any], what: str) -> Table:
-    """Open `verifiers:NAME`, or `verifiers:NAME:eval` for the environment's evaluation rows."""
-    name, _, side = name.partition(":")
-    return _table(config, verifiers_tasks.rows(name, options, side or "train"), what)
 
 
 def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, Any], what: str) -> Table:

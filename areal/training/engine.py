@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,9 @@ class TrainingEngine:
         kinds = (True, False) if self._prefix_tree else (False,)
         try:
             head.measure(module, **row_inputs(empty_row(self.device), self._attention))
-            prefix_tree = next((kind for kind in kinds if self._keeps_apart(module, head, prefix_tree=kind)), None)
+            forward = partial(self._forward_whole, temperature=1.0, module=module)
+            arguments = forward, head.embeddings, self.vocab_size, self.device
+            prefix_tree = next((kind for kind in kinds if keeps_apart(*arguments, prefix_tree=kind)), None)
             if self._together.size > 1:
                 self._check_divided(module, head)
         except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
@@ -274,15 +277,6 @@ class TrainingEngine:
             rows = {True: "a prefix tree", False: "several sequences", None: "one sequence, since layers mix sequences"}
             settings = {key: getattr(self.config, key) for key in ("dtype", "gradient_checkpointing")}
             log.info("attention", model=str(head), kind=self._attention, a_row_holds=rows[prefix_tree], **settings)
-
-    def _keeps_apart(self, module: torch.nn.Module, head: Head, *, prefix_tree: bool) -> bool:
-        return keeps_apart(
-            lambda row: self._forward_whole(row, 1.0, module),
-            head.embeddings,
-            self.vocab_size,
-            self.device,
-            prefix_tree=prefix_tree,
-        )
 
     def _check_divided(self, module: torch.nn.Module, head: Head) -> None:
         """Raise UserError, or what the attention raises, if ranks cannot compute rows of `module` together."""
