@@ -166,7 +166,8 @@ def start(arguments: argparse.Namespace) -> int:
         for name in arguments.reward:
             check(name)
     if len(roles) == 1 and roles != ["monitor"]:
-        os.environ |= {**ROLES[roles[0]].environment, **os.environ}
+        for name, value in ROLES[roles[0]].environment.items():
+            os.environ.setdefault(name, value)
     from actors.runtime.addresses import find_master
 
     arguments.master = find_master(arguments.master, arguments.wait)
