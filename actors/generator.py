@@ -192,11 +192,13 @@ class Generator(Actor):
         async with self._device:
             if self._started is not None and self.config.colocate and not self._asleep:
                 self._asleep = True
-                await self._engine.sleep()
+                with self.working("falling asleep", "sleep"):
+                    await self._engine.sleep()
                 self.spawn(self._take_devices(self._wake), "wake")
 
     async def _wake(self) -> None:
-        await self._engine.wake()
+        with self.working("waking", "wake"):
+            await self._engine.wake()
         self._asleep = False
 
     async def _take_devices(self, use: Callable[[], Awaitable[None]]) -> None:
@@ -204,13 +206,14 @@ class Generator(Actor):
         while True:
             yields = self._yields
             if self.config.steps and shares_devices(self.config):
-                await self.until(lambda: bool(self.with_role("trainer", healthy=False)))
-                trainer = self.with_role("trainer", healthy=False)[0]
-                try:
-                    await self.ask(trainer.address, TakeDevices(), Done, TAKE_SECONDS + CONTROL_SECONDS)
-                except BusError:  # it computes, has died, or has been replaced
-                    await asyncio.sleep(TAKE_RETRY_SECONDS)
-                    continue
+                with self._works.waiting():
+                    await self.until(lambda: bool(self.with_role("trainer", healthy=False)))
+                    trainer = self.with_role("trainer", healthy=False)[0]
+                    try:
+                        await self.ask(trainer.address, TakeDevices(), Done, TAKE_SECONDS + CONTROL_SECONDS)
+                    except BusError:  # it computes, has died, or has been replaced
+                        await asyncio.sleep(TAKE_RETRY_SECONDS)
+                        continue
             async with self._device:
                 if yields == self._yields:  # otherwise the trainer has taken the devices again since it answered
                     return await use()
@@ -263,9 +266,10 @@ class Generator(Actor):
             if self._engine.version < new.min_version:
                 raise StreamBrokenError("the generator could not load newer weights, and tries again")
             sampled = self._engine.generate(name, prompt, sampling, first_version=new.first_version)
-            async with contextlib.aclosing(sampled) as chunks:
-                async for chunk in chunks:
-                    add(_Tokens(new.job, chunk))
+            with self.working("sampling", "sample", self._works.unless_other("sample", self._steps)):
+                async with contextlib.aclosing(sampled) as chunks:
+                    async for chunk in chunks:
+                        add(_Tokens(new.job, chunk))
         except ValueError as error:
             raise RefusedError(str(error)) from None
         except EngineError as error:
@@ -281,6 +285,11 @@ class Generator(Actor):
         if self._fetcher is None:
             raise BusyError("this generator is still starting and has no weights yet")
         return self._weights.serve(request)
+
+    def _steps(self) -> float:
+        """Moves while the engine samples."""
+        stats = self._engine.stats()
+        return stats.steps + stats.tokens_generated
 
     def _leaves(self, name: str) -> bool:
         return self.state == "draining" or name in self._leaving
@@ -347,15 +356,15 @@ class Generator(Actor):
 
     async def _receive(self, policy: Policy) -> LoadTimes:
         self.activity = f"receiving version {policy.version}"
-        with self.working(self.activity):
+        with self.working(self.activity):  # each call of the transfer has a deadline
             return await self._engine.receive(policy.version, self._receiver.calls(policy))
 
     async def _fetch_and_load(self, policy: Policy) -> LoadTimes:
         self.activity = f"fetching version {policy.version}"
-        with self.working(self.activity):
+        with self.working(self.activity, "fetch", lambda: self._weights.bytes_received):
             folder = await self._weights.fetch(policy)
         self.activity = f"loading version {policy.version}"
-        with self.working(self.activity):
+        with self.working(self.activity, "load"):
             return await self._engine.load(folder, policy.version)
 
 

@@ -19,6 +19,7 @@ import structlog
 
 from actors.parts.accounts import StepMeter, evaluation_record, summary
 from actors.parts.evaluations import Evaluations
+from actors.parts.hangs import Hangs
 from actors.parts.members import Members, next_event
 from actors.parts.progress import Progress
 from actors.parts.run_state import RunState
@@ -137,6 +138,7 @@ class Master(HandlesRequests):
             config.batch_size, config.outage_seconds, config.max_failed_share, folder.path, self.ledger.counters
         )
         self.members = Members(self.state, self._send_out, self._now)
+        self._hangs = Hangs(self.members, config.master.hang_seconds)
         self._evaluations = Evaluations(self.state, self.members)
         self._progress = Progress(self.state, self.members, self._failures, self._free)
 
@@ -285,7 +287,8 @@ class Master(HandlesRequests):
     # --- watching
 
     async def _watch(self) -> None:
-        """Every second: remove silent actors, expire leases, abandon a late evaluation, and react to a stalled run."""
+        """Every second: remove actors that are silent or hang, expire leases, abandon a late evaluation, and react to a
+        stalled run."""
         last = self._now()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
@@ -296,6 +299,8 @@ class Master(HandlesRequests):
             last = now = self._now()
             for identity, silence in self.members.silent(self.config.master.lease_seconds):
                 self._remove(identity, f"silent for {silence:.0f} s")
+            for identity, hang in self._hangs.find():
+                self._remove(identity, hang)
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
             self._evaluations.watch()
@@ -306,7 +311,7 @@ class Master(HandlesRequests):
             self.state.compact_if_due()
             counts = self._counts()
             delay = delays.longest()
-            doing = self._shortage or self._progress.who_waits()
+            doing = "; ".join([self._shortage or self._progress.who_waits(), *self._hangs.alerts.values()])
             self.folder.record_heartbeat("master/0", "healthy", doing, counts | delay)
             self._numbers = {
                 **{f"groups_{name}": float(n) for name, n in counts.items()},
@@ -361,7 +366,8 @@ class Master(HandlesRequests):
         `role`."""
         member = self.state.members.get(request.sender)
         if member is None:
-            raise FencedError(f"{request.sender} is not a member of this run, or no longer one")
+            why = self.members.removed.get(request.sender, "")
+            raise FencedError(f"{request.sender} is not a member of this run, or no longer one{why and f': {why}'}")
         if role not in (None, member.role):
             raise RefusedError(f"{request.sender} may not send {request.message.kind!r}: only the role {role} may")
         return member
@@ -402,6 +408,7 @@ class Master(HandlesRequests):
         pulse = self.members.pulses[member.identity]
         changed = self.members.update(member, beat)
         self.members.record_heartbeat(member.identity, beat)
+        self._hangs.hear(member, beat)
         fresh = self._meter.count(beat.stats, None if pulse.restored else pulse.beat.stats)
         if beat.stats.get("samples_scored", 0.0) > 0:
             self._failures.any_succeeded = True
@@ -432,7 +439,7 @@ class Master(HandlesRequests):
 
     def _remove(self, identity: str, reason: str) -> None:
         self._evaluations.lose_member(self.state.members[identity])
-        self.members.remove(identity)
+        self.members.remove(identity, reason)
         self.folder.record_heartbeat(actor_name(identity), GONE, reason, {})
         released = self.ledger.release(identity)
         if not self._end.done():
@@ -729,7 +736,7 @@ class Master(HandlesRequests):
                 "max_staleness": self.config.max_staleness,
                 **self._counts(),
                 "waiting": self._shortage or self._progress.describe(),
-                "alerts": list(self._failures.firsts.values()),
+                "alerts": [*self._failures.firsts.values(), *self._hangs.alerts.values()],
                 "metrics": self.state.last_step,
                 "recent": [] if since is None else self._meter.recent(since),
                 "accuracy": {

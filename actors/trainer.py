@@ -21,7 +21,7 @@ import functools
 import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -34,6 +34,7 @@ from actors.parts.weight_service import WeightServer
 from actors.runtime.actor import Actor, handles, parked
 from areal.config import Config, UserError
 from areal.devices import shares_devices
+from areal.storage.disk import Patience
 from areal.storage.rollouts import FOLDER, RolloutWriter
 from areal.storage.run_folder import checkpoint_of
 from areal.storage.spool import Spool
@@ -328,7 +329,8 @@ class Trainer(Actor):
         self._version = self._checkpoint_version = recovery.checkpoint_version
         if recovery.checkpoint is not None:
             self.activity = f"loading {recovery.checkpoint}"
-            await self._learner.load(Path(recovery.checkpoint), recovery.run)
+            with self.working(self.activity, "restore"):
+                await self._learner.load(Path(recovery.checkpoint), recovery.run)
         for version in range(recovery.checkpoint_version, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"
             batch = await self.ask_master(AskBatch(version=version), BatchAnswer)
@@ -341,7 +343,8 @@ class Trainer(Actor):
     async def _publish_again(self, replaced: Policy) -> None:
         policy = self._policy()
         if self._version:
-            await self._learner.snapshot(Path(policy.folder))
+            with self._timed("snapshot"):
+                await self._learner.snapshot(Path(policy.folder))
             policy = await self._write(policy)
         await self.ask_master(PublishPolicy(policy=policy), Done)
         log.info("restored", lineage=policy.lineage, version=policy.version)
@@ -480,7 +483,7 @@ class Trainer(Actor):
         every, limit = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
         began = asyncio.get_running_loop().time()
         try:
-            with self.working(f"writing a checkpoint of version {version}"):
+            with self.working(f"writing a checkpoint of version {version}", "checkpoint", _refusals):
                 await self._learner.finish_save()
         except UserError as error:
             log.error(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
@@ -521,11 +524,23 @@ class Trainer(Actor):
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         began = asyncio.get_running_loop().time()
-        with self.working(f"{work} version {self._version}") if (work := PHASES[what]) else nullcontext():
+        with self._marked(what):
             yield
         seconds = asyncio.get_running_loop().time() - began
         self._seconds[what] += seconds
         self.took(what, began, seconds)
+
+    def _marked(self, what: str) -> AbstractContextManager[None]:
+        work = PHASES[what]
+        if work is None:
+            return self._works.waiting()
+        moves = _refusals if what in ("fetch", "write") else lambda: self._learner.work_done
+        return self.working(f"{work} version {self._version}", what, moves)
+
+
+def _refusals() -> float:
+    """The evidence of a write: it moves while the disk refuses writes, which are repeated."""
+    return Patience.refusals
 
 
 def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:

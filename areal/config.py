@@ -363,6 +363,12 @@ class RolloutManagerConfig(Section):
         None, description="vLLM's parser of thinking for agents, such as qwen3; null: thinking is text"
     )
     max_concurrent_groups: int = Field(64, ge=1, description="most groups that a manager runs at once")
+    sample_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="a sample fails whose workflow waits for so long for something else than the run's own actors; "
+        "null: ten times as long as any before it, and at least 5 times master.hang_seconds (30 times until one ends)",
+    )
 
     def conflicts(self) -> Iterator[str]:
         for key, name in ("tool_call_parser", self.tool_call_parser), ("reasoning_parser", self.reasoning_parser):
@@ -777,6 +783,12 @@ class MasterConfig(Section):
         300.0,
         gt=0,
         description="time without progress after which the run ends; the master tries to recover before that",
+    )
+    hang_seconds: float = Field(
+        120.0,
+        ge=0,
+        description="an actor whose work stands still for so long, and for ten times as long as such work ever did, is "
+        "fenced and its engine killed; 30 times as long if such work has never ended; 0: never",
     )
     drain_seconds: float = Field(
         60.0, gt=0, description="time that an actor has to hand over its work when it is told to leave"

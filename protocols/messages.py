@@ -237,24 +237,29 @@ class Span(Part):
 
 
 class Work(Part):
-    """What an actor is working on itself, and for how many seconds. Waiting for other actors is not work."""
+    """What an actor is working on itself, and for how many seconds. Waiting for other actors is not work. `still`: for
+    how many of them nothing has moved. `kind`: of what it is compared with; empty if it has deadlines of its own."""
 
+    kind: Annotated[str, Field(max_length=64)] = ""
     what: Annotated[str, Field(max_length=256)]
     seconds: Number
+    still: Number = 0.0
 
 
 class Heartbeat(Message):
     """Sent every second. `serves`: names of what the actor offers. `stats`: gauges and counters by name. `spans`: what
     the actor did since its last heartbeat. `clock`: the time of sending, on the same clock as the spans. `engagement`:
-    a generator's load. `work`: the oldest of the actor's operations in progress; None while it only waits. A generator
-    is healthy once it has loaded the policy that was current when it joined."""
+    a generator's load. `works`: of the actor's operations in progress one of each kind, the oldest first; none while it
+    only waits. `ended`: by kind, for how long those have stood still that have ended since the last heartbeat. A
+    generator is healthy once it has loaded the policy that was current when it joined."""
 
     state: State
     serves: Annotated[Several[Name], Field(max_length=MAX_SERVED)]
     activity: Annotated[str, Field(max_length=512)]
     stats: Annotated[dict[Name, Number], Field(max_length=MAX_STATS)]
     engagement: Engagement | None = None
-    work: Work | None = None
+    works: Annotated[Several[Work], Field(max_length=MAX_STATS)] = ()
+    ended: Annotated[dict[Name, Number], Field(max_length=MAX_STATS)] = Field(default_factory=dict)
     spans: Annotated[Several[Span], Field(max_length=MAX_STATS)] = ()
     clock: Number = 0.0
 

@@ -23,6 +23,8 @@ MAX_MEMBERS = 4096
 MAX_DIRECTORY_BYTES = MAX_BODY_BYTES * 3 // 4
 # An estimate of what a member takes in a message, besides its texts.
 MEMBER_BYTES = 64
+# Of how many former members the reason is kept.
+REMOVED_KEPT = 64
 # So much of the members' numbers is in a status, which is one message too.
 MAX_STATUS_BYTES = MAX_BODY_BYTES // 2
 
@@ -49,6 +51,7 @@ class Members:
         self._publish = publish
         self.clock = clock
         self.pulses = {identity: Pulse(clock(), restored=True) for identity in state.members}
+        self.removed: dict[str, str] = {}  # why, so that the member can say it; the newest
         self._sizes = Counter({identity: _bytes_of(member) for identity, member in state.members.items()})
 
     def with_role(self, role: str, healthy: bool = True) -> list[Member]:
@@ -93,8 +96,11 @@ class Members:
         """Have the generator load no policy newer than `policy`; None: it goes on to the newest one."""
         self._enter("member_changed", generator.model_copy(update={"held": policy}))
 
-    def remove(self, identity: str) -> None:
+    def remove(self, identity: str, reason: str) -> None:
         self._state.emit("left", identity=identity)
+        self.removed[identity] = reason
+        while len(self.removed) > REMOVED_KEPT:
+            del self.removed[next(iter(self.removed))]
         del self.pulses[identity], self._sizes[identity]
         self._publish(MembersChanged(gone=(identity,)))
 

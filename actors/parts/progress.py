@@ -63,9 +63,11 @@ class Progress:
 
     def longest_work(self) -> str:
         """The member that has been at its present work for longest, what that is, and for how long; empty if every
-        member only waits. Work has no deadline: while a member works, the run does not stall."""
+        member only waits. While a member works, the run does not stall: one that hangs is no member for long."""
         pulses = self._members.pulses.items()
-        working = [(pulse.beat.work.seconds, i, pulse.beat.work.what) for i, pulse in pulses if pulse.beat.work]
+        working = [
+            (pulse.beat.works[0].seconds, i, pulse.beat.works[0].what) for i, pulse in pulses if pulse.beat.works
+        ]
         if not working:
             return ""
         seconds, identity, what = max(working)

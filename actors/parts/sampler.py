@@ -22,7 +22,7 @@ from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
 from areal.workflows.builtin import resolve_workflow
 from areal.workflows.parsers import Parsers
-from protocols.messages import Cause, Done, ScoringFailed
+from protocols.messages import Cause, Done, ScoringFailed, Work
 
 log = structlog.get_logger()
 
@@ -76,12 +76,14 @@ class Sampler(Actor):
     def stats(self) -> dict[str, float]:
         return {"samples_scored": self.services.succeeded if self.services else 0}
 
-    def oldest_work(self) -> tuple[str, float] | None:
+    def works(self) -> tuple[Work, ...]:
         own_code = self.services.own_code if self.services else {}
         since = next(iter(own_code.values()), None)
         if since is None:
-            return super().oldest_work()
-        return f"the workflow's own code, in {len(own_code)} samples", since
+            return super().works()
+        seconds = asyncio.get_running_loop().time() - since
+        own = Work(what=f"the workflow's own code, in {len(own_code)} samples", seconds=seconds)
+        return own, *super().works()
 
     def report_failure(self, cause: Cause, reason: str) -> None:
         """Report to the master that a sample failed, or that a reward refused it: the first of each cause, which the
@@ -95,7 +97,7 @@ class Sampler(Actor):
         """Run the workflow for one sample. Raises SampleFailed, also for any exception of the user's own code: it fails
         the sample, not this actor."""
         try:
-            with session.in_workflow():
+            async with session.in_workflow():
                 sample = (await self._workflow(session, row)).checked()
         except SampleFailed as failure:
             if failure.cause not in ("reward", "workflow"):  # those are reported where they occur

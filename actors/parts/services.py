@@ -17,6 +17,7 @@ from areal.config import Config, SandboxConfig, UserError
 from areal.data.rows import Row
 from areal.rewards.result import Result, overlong_penalty
 from areal.sandbox.outside import Sandbox, SandboxError, open_sandbox
+from areal.staleness.standstills import UNKNOWN, Standstills
 from areal.trajectory import Trajectory
 from areal.workflows.conversation import Generation, begin
 from areal.workflows.openai_api import Access
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from actors.parts.openai_endpoint import OpenAIEndpoint
 
 P = TypeVar("P", bound=Parsers)
+# The least limit of a workflow's own code, in `master.hang_seconds`. One sample may wait far longer than all before it.
+OWN_CODE = 5.0
 
 
 class Generators(Protocol):
@@ -96,7 +99,7 @@ class Endpoint:
 @dataclass(eq=False)
 class Services:
     """See the module. `succeeded`: number of samples that were finished and scored. `own_code`: samples in their
-    workflow's own code, and since when."""
+    workflow's own code, and since when. `own_limits`: of how long one may be there."""
 
     config: Config
     tokenizer: Any
@@ -107,6 +110,16 @@ class Services:
     endpoint: Endpoint
     succeeded: int = 0
     own_code: dict[object, float] = field(default_factory=dict)
+    own_limits: Standstills = field(init=False)
+
+    def __post_init__(self) -> None:
+        seconds = self.config.master.hang_seconds
+        self.own_limits = Standstills(OWN_CODE * seconds, UNKNOWN * seconds)
+
+    @property
+    def sample_seconds(self) -> float:
+        """The limit of one stretch of a workflow's own code."""
+        return self.config.rollout_manager.sample_seconds or self.own_limits.limit("sample")
 
     def too_long(self, row: Row) -> str | None:
         """A sentence if the row's prompt has more tokens than `data.max_prompt_tokens`; None if it has not."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import sysconfig
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 
 import numpy as np
@@ -19,6 +21,8 @@ from areal.workflows.conversation import Generation, Keep, first_of, keep_until_
 from areal.workflows.forest import Forest
 from areal.workflows.openai_api import Access
 from protocols.messages import Member
+
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class SampleSession(SampleState):
@@ -44,7 +48,8 @@ class SampleSession(SampleState):
         self.running: dict[Call, None] = {}  # not a set, whose order is not that of the calls
         self.forest = Forest()
         self._waits = 0
-        self._in_workflow = False
+        self._timer: asyncio.Timeout | None = None  # of the workflow's own code, while the workflow runs
+        self._longest = 0.0  # stretch of its own code
 
     async def generate(self, tokens: Tokens, max_new_tokens: int | None = None, keep: Keep | None = None) -> Generation:
         """Sample a completion of the prompt `tokens`, on several generators one after the other if necessary. It ends
@@ -83,29 +88,48 @@ class SampleSession(SampleState):
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
         """Mark the block as waiting for other actors. While a sample does not wait, its workflow's own code runs, which
-        counts as work of this actor."""
+        counts as work of this actor, and has a limit."""
         self._waits += 1
-        self._services.own_code.pop(self, None)
+        self._leave_own_code()
         try:
             yield
         finally:
             self._waits -= 1
-            self._runs_own_code()
+            self._enter_own_code()
 
-    def _runs_own_code(self) -> None:
-        if self._in_workflow and not self._waits:
-            self._services.own_code[self] = asyncio.get_running_loop().time()
+    def _enter_own_code(self) -> None:
+        if self._timer is not None and not self._waits and not self._timer.expired():
+            self._services.own_code[self] = now = asyncio.get_running_loop().time()
+            self._timer.reschedule(now + self._services.sample_seconds)
 
-    @contextlib.contextmanager
-    def in_workflow(self) -> Iterator[None]:
-        """Mark the block as the run of this sample's workflow."""
-        self._in_workflow = True
-        self._runs_own_code()
+    def _leave_own_code(self) -> None:
+        since = self._services.own_code.pop(self, None)
+        if since is not None and self._timer is not None and not self._timer.expired():
+            self._longest = max(self._longest, asyncio.get_running_loop().time() - since)
+            self._timer.reschedule(None)
+
+    @contextlib.asynccontextmanager
+    async def in_workflow(self) -> AsyncIterator[None]:
+        """Mark the block as the run of this sample's workflow. Raises TimeoutError if the workflow waits for too long
+        for something else than the actors of the run."""
         try:
-            yield
+            async with asyncio.timeout(None) as self._timer:
+                self._enter_own_code()
+                try:
+                    yield
+                finally:
+                    self._leave_own_code()
+            self._services.own_limits.end("sample", self._longest)
+        except TimeoutError as error:
+            if not self._timer or not self._timer.expired():
+                raise
+            seconds = self._services.sample_seconds
+            raise TimeoutError(
+                f"it has waited for {seconds:.0f} s for something that is no actor of the run "
+                f"(rollout_manager.sample_seconds){_place_of(error.__cause__)}"
+            ) from error
         finally:
-            self._in_workflow = False
-            self._services.own_code.pop(self, None)
+            self._timer = None
 
     def close(self) -> None:
         """End the calls in progress, and stop counting towards any generator's load."""
@@ -134,3 +158,10 @@ class SampleSession(SampleState):
             }
         score, self.reward_parts = combined(weights, results)
         return score
+
+
+def _place_of(error: BaseException | None) -> str:
+    """The line of the user's code at which `error` was raised, in words."""
+    frames = traceback.extract_tb(error.__traceback__) if error else []
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    return f", in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""

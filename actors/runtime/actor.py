@@ -18,7 +18,7 @@ import contextlib
 import secrets
 import signal
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -28,6 +28,7 @@ import structlog
 from actors.runtime import delays
 from actors.runtime.addresses import Door
 from actors.runtime.logs import write_log_file
+from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
 from areal.config import Config, UserError
 from areal.devices import CORES, settle
@@ -186,7 +187,7 @@ class Actor(HandlesRequests):
         self._numbers: dict[str, float] = {}  # for Prometheus, updated with each heartbeat
         self._master_waits = 0.0  # when the master has last said that it cannot answer yet, by the loop's clock
         self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
-        self._works: dict[object, tuple[str, float]] = {}  # what, and since when; the oldest first
+        self._works = Works(loop.time)
         self._events: Subscriber | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -255,25 +256,25 @@ class Actor(HandlesRequests):
         """Run `work` concurrently with `main`. If it raises, the actor fails."""
         return self._tasks.create_task(work, name=name)  # type: ignore[union-attr]
 
-    @contextlib.contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """Mark the block as work of this actor, which has no deadline: the master counts a run as stalled only while no
-        actor works. A block that waits for other actors is not work."""
-        mark = object()
-        self._works[mark] = what, asyncio.get_running_loop().time()
-        try:
-            yield
-        finally:
-            del self._works[mark]
+    def working(
+        self, what: str, kind: str = "", evidence: Evidence = lambda: 0.0
+    ) -> contextlib.AbstractContextManager[None]:
+        """Mark the block as work of this actor: the master counts a run as stalled only while no actor works. A block
+        that waits for other actors is not work.
+
+        kind: of works that take about as long. The master ends an actor whose work stands still for far longer than
+        those of this kind before; empty if the block has deadlines of its own. evidence: moves while the work is alive.
+        """
+        return self._works.working(what, kind, evidence)
 
     async def on_disk(self, what: str, write: Callable[..., T], *arguments: Any) -> T:
         """Do a write in a thread, and again until the disk has room for it. what: is written."""
-        with self.working(f"writing {what}"):
+        with self.working(f"writing {what}", "disk", lambda: Patience.refusals):
             return await self._disk.write(lambda: asyncio.to_thread(write, *arguments), what)
 
-    def oldest_work(self) -> tuple[str, float] | None:
-        """The operation in progress that began first, and when it began; None while the actor only waits."""
-        return next(iter(self._works.values()), None)
+    def works(self) -> tuple[Work, ...]:
+        """The operations in progress, for the heartbeat; none while the actor only waits."""
+        return self._works.report()
 
     def took(self, what: str, began: float, seconds: float) -> None:
         """Report to the master, for the displays of the run, that `what` took `seconds`. `began`: by the clock of this
@@ -360,6 +361,7 @@ class Actor(HandlesRequests):
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self.spawn(self._heartbeat(), "heartbeat")
+                self.spawn(self._look_at_works(), "works")
                 self.spawn(self._drain_when_told(), "drain")
                 self.spawn(_result(self._crash), "crash")
                 self.spawn(self._work(), self.role)
@@ -380,7 +382,7 @@ class Actor(HandlesRequests):
         raise AssertionError("unreachable")
 
     async def _work(self) -> None:
-        with self.working("starting"):
+        with self.working("starting", "start", self._works.unless_other("start", lambda: self._master_waits)):
             await self.setup()
         await self.main()
 
@@ -419,13 +421,16 @@ class Actor(HandlesRequests):
             await asyncio.sleep(HEARTBEAT_SECONDS)
             await self._beat()
 
+    async def _look_at_works(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self._works.look()
+
     async def _beat(self) -> None:
-        now, oldest = asyncio.get_running_loop().time(), self.oldest_work()
         beat = Heartbeat(
             state=self.state, serves=self.serves(), activity=(self._disk.shortage or self.activity)[:512],
-            stats=self.stats() | delays.longest(),
-            engagement=self.engagement(), work=oldest and Work(what=oldest[0][:256], seconds=now - oldest[1]),
-            spans=tuple(self._spans), clock=now,
+            stats=self.stats() | delays.longest(), engagement=self.engagement(), works=self.works(),
+            ended=self._works.take_ended(), spans=tuple(self._spans), clock=asyncio.get_running_loop().time(),
         )  # fmt: skip
         self._spans.clear()
         self._numbers = {"healthy": float(beat.state == "healthy"), **beat.stats}

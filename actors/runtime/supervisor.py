@@ -24,7 +24,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -42,7 +42,7 @@ from areal.storage.run_folder import read_metrics, read_summary
 from areal.text import shown
 from protocols.addresses import on_this_machine
 from protocols.errors import BusError
-from protocols.messages import AskStatus
+from protocols.messages import AskStatus, actor_name
 from protocols.network import Network
 from protocols.transport import Bus
 
@@ -64,8 +64,8 @@ STOP_SECONDS = 10.0
 # How long to read a dead child's output if a process that the child left behind still holds the pipe open.
 LAST_WORDS_SECONDS = 1.0
 ASK_SECONDS = 2.0
-# The interval of looks at the status of the run.
-LOOK_SECONDS = 2.0
+# The interval of looks at the status of the run, and the time that an actor which is no member any more has to end.
+LOOK_SECONDS, FENCED_SECONDS = 2.0, 15.0
 
 
 @dataclass(slots=True)
@@ -104,6 +104,9 @@ class Child:
     pump: asyncio.Task[None] | None = None
     starts: int = 0
     deaths: Deaths = field(default_factory=Deaths)
+    identity: str = ""  # as which this process, or one before it, was last a member of the run
+    former: str = ""  # that of the process before
+    absent: int = 0  # for how many looks in a row it has been no member any more
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
     @property
@@ -113,6 +116,15 @@ class Child:
     @property
     def running(self) -> asyncio.subprocess.Process | None:
         return self.process if self.process is not None and self.process.returncode is None else None
+
+    def has_left(self, members: Collection[str]) -> bool:
+        """To be called every LOOK_SECONDS with the members of the run. True once the process has been none for so long
+        that it should have ended."""
+        if here := next((name for name in members if actor_name(name) == self.name), ""):
+            self.identity, self.absent = here, 0
+        elif self.identity != self.former:  # otherwise the process that runs now has not joined yet
+            self.absent += 1
+        return self.absent * LOOK_SECONDS > FENCED_SECONDS
 
     @property
     def last_line(self) -> str:
@@ -233,15 +245,26 @@ class Supervisor:
             await asyncio.gather(view, return_exceptions=True)
 
     async def _watch(self, bus: Bus, address: str) -> None:
-        """Print the alerts of the master, each once, on any kind of console."""
+        """Print the alerts of the master, each once, on any kind of console, and kill the processes that have lost their
+        place in the run and do not end."""
         printed: set[str] = set()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            with contextlib.suppress(BusError):  # it is asked again
-                for alert in (await status_of(bus, address, ASK_SECONDS))["alerts"]:
-                    if alert not in printed:
-                        printed.add(alert)
-                        self._say(alert)
+            try:
+                status = await status_of(bus, address, ASK_SECONDS)
+            except BusError:  # it is asked again
+                continue
+            for alert in status["alerts"]:
+                if alert not in printed:
+                    printed.add(alert)
+                    self._say(alert)
+            self._kill_fenced({member["identity"] for member in status["members"]})
+
+    def _kill_fenced(self, members: Collection[str]) -> None:
+        for child in self.children:
+            if child.has_left(members) and (process := child.running):
+                self._say(f"{child.name} is killed: it has lost its place in the run, and does not end")
+                os.killpg(process.pid, signal.SIGKILL)
 
     async def _until_answers(self, master: Child, bus: Bus, address: str) -> None:
         """Wait until the master answers. Its output is shown meanwhile: it may first have to make the quickstart's
@@ -297,6 +320,7 @@ class Supervisor:
 
     async def _start(self, child: Child) -> None:
         child.starts += 1
+        child.former, child.absent = child.identity, 0
         child.tail.clear()
         # With asyncio's own pipe, `wait` would also wait for processes that a dead child has left behind.
         reading, writing = os.pipe()

@@ -113,6 +113,7 @@ class LoadTimes:
 class EngineStats:
     """running, waiting: number of sequences. kv_use: share of the KV cache in use, 0 to 1. tokens_generated: since the
     start. preemptions: since the start, of sequences for which no KV cache was left (not those stopped by `load`).
+    steps: messages of the engine's process since the start.
     prefix_cache_queries, prefix_cache_hits: prompt tokens since the start, and those whose KV cache was there already.
     """
 
@@ -123,6 +124,7 @@ class EngineStats:
     preemptions: int
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class GenerationEngine:
         self._error: EngineError | None = None
         self._torn_since: float | None = None
         self._handed_over = False
-        self._tokens_generated = self._preemptions = self._queries = self._hits = 0
+        self._tokens_generated = self._preemptions = self._queries = self._hits = self._steps = 0
         self._loads: dict[int, tuple[int, float]] = {}  # running sequences and KV use, by data-parallel rank
         self._pump = asyncio.create_task(self._deliver_outputs(), name="engine outputs")
 
@@ -344,8 +346,9 @@ class GenerationEngine:
         running = min(sum(running for running, _ in self._loads.values()), unfinished)
         kv_use = max((used for _, used in self._loads.values()), default=0.0) if unfinished else 0.0
         return EngineStats(
-            running, unfinished - running, kv_use, self._tokens_generated, self._preemptions, self._queries, self._hits
-        )
+            running, unfinished - running, kv_use, self._tokens_generated, self._preemptions, self._queries, self._hits,
+            self._steps,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """Stop the engine process. Sequences still streaming end with an EngineError."""
@@ -463,6 +466,7 @@ class GenerationEngine:
                 return
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        self._steps += 1
         if outputs.scheduler_stats is not None:
             stats = outputs.scheduler_stats
             self._loads[outputs.engine_index] = stats.num_running_reqs, stats.kv_cache_usage

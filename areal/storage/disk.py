@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import structlog
 
@@ -154,10 +154,12 @@ def _gib(size: float) -> str:
 class Patience:
     """Repeats writes into `folder` that the disk refuses, until it takes them, and tells when that begins and ends.
     writer: who writes. tells: False if another process tells. `shortage`: while a write waits, why, in a sentence;
-    otherwise empty.
+    otherwise empty. `refusals`: of the disks of this process, since its start.
 
     A write has to leave the same on disk when it is repeated, whatever part of it was done before it failed.
     """
+
+    refusals: ClassVar[int] = 0
 
     def __init__(self, folder: Path, writer: str, tells: bool = True) -> None:
         self.shortage = ""
@@ -202,6 +204,7 @@ class Patience:
         cause = shortage(error, self._folder)
         if cause is None:
             return False
+        Patience.refusals += 1
         if not self._waiting:
             self._since = time.monotonic()
             self.shortage = f"{self._writer} waits to write {what}: the disk of {self._folder} is {cause}"

@@ -60,6 +60,7 @@ class Model:
     stall_seconds: float = 240.0
     evaluation_seconds: float = 20.0
     compact_events: int = 10_000
+    hang_seconds: float = 120.0
     drain_seconds: float = 3.0
     farewell: bool = True
     """Whether the simulation continues after the end of the run, until all actors have left."""
@@ -120,6 +121,7 @@ def config_of(model: Model) -> Config:
                 "lease_seconds": model.lease_seconds,
                 "lost_seconds": model.lost_seconds,
                 "stall_seconds": model.stall_seconds,
+                "hang_seconds": model.hang_seconds,
                 "drain_seconds": model.drain_seconds,
             },
         }

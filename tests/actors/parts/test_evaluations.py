@@ -52,7 +52,7 @@ class Run:
 
     def leave(self, member: Member) -> None:
         self.evaluations.lose_member(member)
-        self.members.remove(member.identity)
+        self.members.remove(member.identity, "it left")
         self.evaluations.hold_version_0()
 
     def publish(self, version: int) -> None:

@@ -1,0 +1,108 @@
+"""What an actor works on, and for how long each of its works has stood still.
+
+Evidence of life comes from the engine that does the work: a number that moves while it is alive. Work without evidence
+stands still for its whole duration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from protocols.messages import Work
+
+LOOK_SECONDS = 1.0
+# Two looks that are further apart than this: the process was suspended, and so perhaps were its engine and its machine.
+SUSPENDED_SECONDS = 3.0
+
+Evidence = Callable[[], float | None]
+"""A number that differs from the one before if the work has moved; None: at present nobody expects that it moves."""
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """A work in progress. `still`: the seconds since its evidence moved, in which this process ran. `longest`: the
+    longest such time. `looked`: when that was last counted."""
+
+    kind: str
+    what: str
+    began: float
+    evidence: Evidence
+    looked: float
+    value: float | None
+    still: float = 0.0
+    longest: float = 0.0
+
+    def look(self, now: float) -> None:
+        value = self.evidence()
+        moved = value is None or value != self.value
+        self.value = value
+        self.still = 0.0 if moved else self.still + min(now - self.looked, SUSPENDED_SECONDS)
+        self.longest = max(self.longest, self.still)
+        self.looked = now
+
+    def message(self, now: float) -> Work:
+        return Work(kind=self.kind, what=self.what[:256], seconds=now - self.began, still=self.still)
+
+
+class Works:
+    """`clock`: of the actor's event loop."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._operations: dict[Operation, None] = {}  # the oldest first
+        self._ended: dict[str, float] = {}
+        self._waits = 0
+
+    @contextmanager
+    def working(self, what: str, kind: str = "", evidence: Evidence = lambda: 0.0) -> Iterator[None]:
+        """Mark the block as work. kind: "" if it has deadlines of its own."""
+        now = self._clock()
+        operation = Operation(kind, what, now, evidence, now, evidence())
+        self._operations[operation] = None
+        try:
+            yield
+        finally:
+            del self._operations[operation]
+        if kind:  # of what failed or was cancelled nobody knows whether it would have moved
+            operation.look(self._clock())
+            self._ended[kind] = max(operation.longest, self._ended.get(kind, 0.0))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Mark a block inside work as waiting for other actors."""
+        self._waits += 1
+        try:
+            yield
+        finally:
+            self._waits -= 1
+
+    def unless_other(self, kind: str, value: Callable[[], float] = lambda: 0.0) -> Evidence:
+        """The evidence `value` of work that is not expected to move during work of another kind or in `waiting`."""
+
+        def evidence() -> float | None:
+            others = self._waits or any(operation.kind != kind for operation in self._operations)
+            return None if others else value()
+
+        return evidence
+
+    def look(self) -> None:
+        """To be called every LOOK_SECONDS: see what has moved."""
+        now = self._clock()
+        for operation in self._operations:
+            operation.look(now)
+
+    def report(self) -> tuple[Work, ...]:
+        """The work of each kind that has stood still for longest, or else is the oldest; the oldest of all is first."""
+        now, chosen = self._clock(), dict[str, Operation]()
+        for operation in self._operations:
+            other = chosen.setdefault(operation.kind, operation)
+            if operation.still > other.still:
+                chosen[operation.kind] = operation
+        return tuple(operation.message(now) for operation in sorted(chosen.values(), key=lambda o: o.began))
+
+    def take_ended(self) -> dict[str, float]:
+        """By kind, the longest standstill of the works that have ended well since the last call."""
+        ended, self._ended = self._ended, {}
+        return ended
