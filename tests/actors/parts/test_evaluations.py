@@ -202,6 +202,6 @@ def test_the_longest_work_is_named_beside_who_waits():
     run = Run()
     assert "everyone waits for a trainer and a generator" in run.progress.describe()
     assert run.progress.describe().endswith("(for 0 s)")
-    run.join("trainer", work=Work(what="training", seconds=7.0))
-    run.join("generator", work=Work(what="loading", seconds=9.0))
+    run.join("trainer", works=(Work(what="training", seconds=7.0),))
+    run.join("generator", works=(Work(what="loading", seconds=9.0),))
     assert run.progress.describe().endswith("; generator/0 is loading (for 9 s)")
