@@ -103,6 +103,7 @@ class Generator(Actor):
         )  # fmt: skip
         self._receiver = DirectReceiver(self)
         self._loaded = Signal()
+        self._samples = self._works.unless_other("sample", self._steps)  # one for all sequences
         self._sequences: dict[str, str] = {}  # identity of the asking actor, by the request id in the engine
         self._leaving: set[str] = set()
         self._concurrency = Concurrency(self.config.generator.max_concurrent_rollouts)
@@ -266,7 +267,7 @@ class Generator(Actor):
             if self._engine.version < new.min_version:
                 raise StreamBrokenError("the generator could not load newer weights, and tries again")
             sampled = self._engine.generate(name, prompt, sampling, first_version=new.first_version)
-            with self.working("sampling", "sample", self._works.unless_other("sample", self._steps)):
+            with self.working("sampling", "sample", self._samples):
                 async with contextlib.aclosing(sampled) as chunks:
                     async for chunk in chunks:
                         add(_Tokens(new.job, chunk))

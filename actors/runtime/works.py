@@ -6,6 +6,7 @@ stands still for its whole duration.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ class Operation:
     still: float = 0.0
     longest: float = 0.0
 
-    def look(self, now: float) -> None:
-        value = self.evidence()
+    def look(self, now: float, value: float | None) -> None:
+        """value: that of the evidence."""
         moved = value is None or value != self.value
         self.value = value
         self.still = 0.0 if moved else self.still + min(now - self.looked, SUSPENDED_SECONDS)
@@ -52,6 +53,7 @@ class Works:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._operations: dict[Operation, None] = {}  # the oldest first
+        self._kinds = Counter[str]()  # of the operations
         self._ended: dict[str, float] = {}
         self._waits = 0
 
@@ -61,12 +63,14 @@ class Works:
         now = self._clock()
         operation = Operation(kind, what, now, evidence, now, evidence())
         self._operations[operation] = None
+        self._kinds[kind] += 1
         try:
             yield
         finally:
             del self._operations[operation]
+            self._kinds[kind] -= 1
         if kind:  # of what failed or was cancelled nobody knows whether it would have moved
-            operation.look(self._clock())
+            operation.look(self._clock(), evidence())
             self._ended[kind] = max(operation.longest, self._ended.get(kind, 0.0))
 
     @contextmanager
@@ -82,7 +86,7 @@ class Works:
         """The evidence `value` of work that is not expected to move during work of another kind or in `waiting`."""
 
         def evidence() -> float | None:
-            others = self._waits or any(operation.kind != kind for operation in self._operations)
+            others = self._waits or len(self._operations) > self._kinds[kind]
             return None if others else value()
 
         return evidence
@@ -90,8 +94,9 @@ class Works:
     def look(self) -> None:
         """To be called every LOOK_SECONDS: see what has moved."""
         now = self._clock()
+        values = {evidence: evidence() for evidence in {operation.evidence for operation in self._operations}}
         for operation in self._operations:
-            operation.look(now)
+            operation.look(now, values[operation.evidence])
 
     def report(self) -> tuple[Work, ...]:
         """The work of each kind that has stood still for longest, or else is the oldest; the oldest of all is first."""

@@ -127,10 +127,19 @@ class Mishaps:
 
 
 class Toil:
-    """What the engine of one process works on, and since when, by the clock of its process."""
+    """What the engine of one process works on, and since when, by the clock of its process. `to_hang`: the beginnings
+    of the works that never end. `hangs`: one of them has begun."""
 
     def __init__(self) -> None:
         self._since: dict[object, tuple[float, str]] = {}
+        self.to_hang: set[str] = set()
+        self.hangs = False
+
+    def must_hang(self, what: str) -> bool:
+        """Whether work that begins now never ends."""
+        hangs = what.startswith(tuple(self.to_hang))
+        self.hangs = self.hangs or hangs
+        return hangs
 
     @property
     def oldest(self) -> tuple[float, str] | None:
@@ -142,7 +151,7 @@ class Toil:
         mark = object()
         self._since[mark] = asyncio.get_running_loop().time(), what
         try:
-            await asyncio.sleep(seconds)
+            await (asyncio.Event().wait() if self.must_hang(what) else asyncio.sleep(seconds))
         finally:
             del self._since[mark]
 
@@ -358,7 +367,7 @@ class _Stream:
         engine = self._engine
         if self._has_chunk:
             self.notify()
-        elif not engine._paused and self._since is None:
+        elif not engine._paused and self._since is None and not engine._toil.must_hang("sampling"):
             loop = engine._loop
             self._since = loop.time() + prefill
             due = min(engine._interval - self._buffered, self._left)

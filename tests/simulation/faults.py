@@ -163,7 +163,37 @@ class Resume:
     max_staleness: int
 
 
-Fault = Kill | Leave | Pause | Arrive | Replace | Partition | Reset | Storm | SlowDisk | FullDisk | ClockJump | Resume
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Every work of this kind (`HANGS`) that the process begins from now on never ends, while the process lives."""
+
+    at: float
+    process: str
+    work: str
+
+
+Fault = (
+    Kill
+    | Leave
+    | Pause
+    | Arrive
+    | Replace
+    | Partition
+    | Reset
+    | Storm
+    | SlowDisk
+    | FullDisk
+    | ClockJump
+    | Resume
+    | Hang
+)
+
+# How the works begin that may hang, by role.
+HANGS = {
+    "trainer": ("starting", "loading", "step", "a snapshot", "writing", "a copy", "saving"),
+    "generator": ("starting", "loading", "sampling"),
+    "rollout_manager": ("workflow",),
+}
 
 
 @dataclass(slots=True)
@@ -195,6 +225,12 @@ def add_resume(random: Random, plan: Plan) -> None:
         fault = Resume(_when(random, plan), random.choice((-2, -1, -1, 0, 1, 2)), random.choice((0, 1, 2)))
         plan.faults.append(fault)
         plan.until = max(plan.until, fault.at + random.uniform(0.5, 2.0))
+
+
+def draw_hang(random: Random, processes: list[str], until: float) -> Hang:
+    """Draw a hang in one of these processes, early, since most runs are short."""
+    name = random.choice([name for name in processes if name.rpartition("-")[0] in HANGS])
+    return Hang(random.uniform(0.0, until / 3), name, random.choice(HANGS[name.rpartition("-")[0]]))
 
 
 def _when(random: Random, plan: Plan) -> float:

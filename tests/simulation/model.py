@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from areal.config import Config
+from areal.staleness.standstills import UNKNOWN
 from protocols.codec import MAX_BODY_BYTES
 from simulation.engines import Pace
 
@@ -134,7 +135,15 @@ SIZES = ((2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1), (4, 1, 1))
 # messages are about as large as messages may be.
 LARGER, SLOW, BULKY = 0.05, 0.08, 0.03
 SLOW_STALL_SECONDS = 18.0
+# The share of the models in which something hangs, and the least limit of a standstill in them: an actor may wait for a
+# master that is away for almost as long.
+HANGS, HANG_SECONDS = 0.05, 20.0
 OPERATIONS = ("score", "save", "restore", "load", "start", "write", "step")
+
+
+def with_hangs(model: Model) -> Model:
+    """`model` with a limit of standstills, and with the patience that a hang without a history needs."""
+    return replace(model, hang_seconds=HANG_SECONDS, patience=model.patience + 2 * UNKNOWN * HANG_SECONDS)
 
 
 def draw_model(random: Random) -> Model:

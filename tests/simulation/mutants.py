@@ -7,6 +7,7 @@ with MUTANTS["no batch gate"]():
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,7 +18,9 @@ from actors import generator, rollout_manager
 from actors.generator import Generator
 from actors.master import Master
 from actors.parts.calls import Call
+from actors.parts.hangs import Hangs
 from actors.parts.jobs import CallJobs, RoutedGenerators, ScoreJob, ScoreJobs
+from actors.parts.services import Services
 from actors.parts.sessions import SampleSession
 from actors.rollout_manager import RolloutManager
 from actors.runtime.actor import Actor
@@ -316,7 +319,7 @@ def leases_not_renewed_at_a_start() -> AbstractContextManager[None]:
 
 def work_not_reported() -> AbstractContextManager[None]:
     """Heartbeats do not say what an actor works on."""
-    return patch.multiple(Actor, oldest_work=lambda actor: None)
+    return patch.multiple(Actor, works=lambda actor: ())
 
 
 def awake_in_a_turn() -> AbstractContextManager[None]:
@@ -431,6 +434,16 @@ def bounds_of_now() -> AbstractContextManager[None]:
     return patch.multiple(Ledger, deadline=deadline)
 
 
+def hangs_not_noticed() -> AbstractContextManager[None]:
+    """The master does not look for how long works stand still."""
+    return patch.multiple(Hangs, find=lambda hangs: [])
+
+
+def own_code_without_a_limit() -> AbstractContextManager[None]:
+    """A workflow may wait for ever for something that is no actor of the run."""
+    return patch.multiple(Services, sample_seconds=math.inf)
+
+
 MUTANTS: dict[str, Mutant] = {
     "bounds of now": bounds_of_now,
     "capacity from a counter": capacity_from_a_counter,
@@ -472,4 +485,6 @@ MUTANTS: dict[str, Mutant] = {
     "scores exchanged": scores_exchanged,
     "next row sampled": next_row_sampled,
     "log-probs reversed after a break": logprobs_reversed_after_a_break,
+    "hangs not noticed": hangs_not_noticed,
+    "own code without a limit": own_code_without_a_limit,
 }

@@ -33,9 +33,9 @@ from protocols.network import Full
 from simulate import parse_seeds, run_one, run_seeds
 from simulation import faults
 from simulation.engines import Mishaps, Pace, SimEngine, SimLearner, stem
-from simulation.faults import HANDLERS, FailPoint, Kill, Plan, Storm
+from simulation.faults import HANDLERS, HANGS, FailPoint, Hang, Kill, Plan, Storm
 from simulation.loop import FaultyLoop, WorldScheduler
-from simulation.model import OPERATIONS, draw_model
+from simulation.model import OPERATIONS, draw_model, with_hangs
 from simulation.mutants import MUTANTS
 from simulation.network import FaultyNetwork, FaultyWire, Weather
 from simulation.world import Model, World, simulate
@@ -367,7 +367,9 @@ def test_every_handler_of_every_actor_has_fail_points() -> None:
 
 def test_every_kind_of_fault_is_drawn() -> None:
     plans = [faults.draw(Random(seed), Model().processes, 3.0) for seed in range(2000)]
-    drawn = {type(fault).__name__ for plan in plans for fault in plan.faults}
+    hangs = [faults.draw_hang(Random(seed), Model().processes, 3.0) for seed in range(200)]
+    assert {hang.work for hang in hangs} == {work for works in HANGS.values() for work in works}
+    drawn = {type(fault).__name__ for fault in [*hangs, *(fault for plan in plans for fault in plan.faults)]}
     assert drawn == {fault.__name__ for fault in faults.Fault.__args__}
     points = {(point.role, point.kind, point.point) for plan in plans for point in plan.points}
     assert {kind for _, kind, _ in points} == {kind for kinds in HANDLERS.values() for kind in kinds}
@@ -596,7 +598,22 @@ CAUGHT_BY = {
     "scores exchanged": (0, 10),
     "next row sampled": (0, 10),
     "log-probs reversed after a break": (0, 60),
+    "hangs not noticed": (115, 1),
+    "own code without a limit": (143, 1),
 }
+
+
+@pytest.mark.parametrize(("role", "work"), [(role, work) for role, works in HANGS.items() for work in works])
+def test_work_that_never_ends_costs_time_and_no_run(role: str, work: str) -> None:
+    """Without a history and with one. What is started or loaded again has one; a trainer loads only then."""
+    for at in (2.5,) if (role, work) == ("trainer", "loading") else (0.3, 2.5):
+        again = [Kill(at - 0.051, f"{role}-0", 0.05)] if work in ("starting", "loading") else []
+        plan = Plan(until=3.5, faults=[*again, Hang(at, f"{role}-0", work)])
+        model = with_hangs(Model(steps=12, checkpoint_every=1, group_size=1))
+        world = World(1, model, plan)
+        result = world.run()
+        assert result.ok, result.violation
+        assert any(one.toil.hangs for one in world.incarnations)
 
 
 @pytest.mark.parametrize("mutant", CAUGHT_BY)

@@ -18,10 +18,11 @@ from areal.storage.journal import Journal
 from areal.storage.rollouts import Rollout, RolloutWriter
 from areal.storage.spool import Spool
 from areal.trajectory import Group, Trajectory
+from areal.workflows.session import Session
 from protocols.codec import Frame, Header
 from protocols.messages import AskEvaluation, EvaluationDone, Message, RowsScored
 from protocols.transport import Bus, Peer
-from simulation.engines import HELDOUT
+from simulation.engines import HELDOUT, Toil
 from simulation.oracle import Oracle
 
 
@@ -133,9 +134,22 @@ class WatchedRollouts(RolloutWriter):
 
 
 class WatchedManager(RolloutManager):
-    """The real rollout manager, which reports its samples to the oracle."""
+    """The real rollout manager, which reports its samples to the oracle. Its workflow may hang."""
 
     oracle: Oracle
+    toil: Toil
+
+    async def setup(self) -> None:
+        await super().setup()
+        workflow = self._workflow
+
+        async def hanging(session: Session, row: Row) -> Trajectory:
+            sample = await workflow(session, row)
+            if self.toil.must_hang("workflow"):
+                await asyncio.Event().wait()
+            return sample
+
+        self._workflow = hanging
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         done = await super().run_workflow(session, row)
@@ -147,6 +161,7 @@ class WatchedEvaluator(Evaluator):
     """The real evaluator, which reports the samples of each result to the oracle."""
 
     oracle: Oracle
+    toil: Toil
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         done = await super().run_workflow(session, row)

@@ -56,7 +56,7 @@ from simulation.faults import Plan
 from simulation.incarnation import Incarnation, Process
 from simulation.loop import RUNNING, FaultyLoop, WorldScheduler
 from simulation.memory import check_actor
-from simulation.model import MASTER, MODEL, Model, config_of, draw_model
+from simulation.model import HANGS, MASTER, MODEL, Model, config_of, draw_model, with_hangs
 from simulation.network import FaultyNetwork, FaultyWire, Weather
 from simulation.oracle import Oracle, Violation, credits_of
 from simulation.quiet import quiet
@@ -127,6 +127,10 @@ class World:
         self.plan = plan or faults.draw(self.random, self.model.processes, self.model.faults_until)
         if plan is None:
             faults.add_resume(Random(f"resume {seed}"), self.plan)
+        hangs = Random(f"hang {seed}")
+        if model is None and plan is None and hangs.random() < HANGS:
+            self.model = with_hangs(self.model)
+            self.plan.faults.append(faults.draw_hang(hangs, self.model.processes, self.plan.until))
         self.config = config_of(self.model)
         self.scheduler = WorldScheduler()
         self.wire = FaultyWire(self.scheduler, self.random)
@@ -274,7 +278,7 @@ class World:
         common["load_tokenizer"] = lambda *_: SimTokenizer()
         watched = WatchedManager if one.role == "rollout_manager" else WatchedEvaluator
         sampler = watched(one.bus, MASTER, **common)
-        sampler.oracle = self.oracle
+        sampler.oracle, sampler.toil = self.oracle, one.toil
         return sampler
 
     def _make_master(self, one: Incarnation) -> Master:
@@ -485,6 +489,8 @@ class World:
         if "no progress" in reason:
             self.oracle.remedied(f"{name} is fenced")
         one, model = self.processes[name.replace("/", "-")].running, self.model
+        if reason.startswith("it hangs") and not (one and one.toil.hangs):
+            self.fail(Violation(f"{name} is fenced, because {reason}, but nothing hangs in it", name))
         if reason.startswith("silent") and one is not None and one.alive and one.loop.state is RUNNING:
             heard = model.lease_seconds + 2 * model.heartbeat_seconds < self.scheduler.now - self.oracle.disturbed_until
             if heard and one.bus.identity.name in self.oracle.memory.members:
@@ -568,6 +574,9 @@ class World:
                     one.loop.jump(seconds)
             case faults.Resume(_, more_steps, max_staleness):
                 self._resume(more_steps, max_staleness)
+            case faults.Hang(_, name, work):
+                if one := self._running(name):
+                    one.toil.to_hang.add(work)
             case _:
                 assert_never(fault)
 
@@ -606,6 +615,7 @@ class World:
             one.loop.resume()
             one.loop.before_work = one.loop.after_work = one.network.on_answer = None
             one.loop.fuse = 0
+            one.toil.to_hang.clear()
 
     # --- the trace
 

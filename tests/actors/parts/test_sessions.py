@@ -421,3 +421,45 @@ async def test_the_master_hears_of_a_workflow_that_raises_as_of_a_reward_that_do
     with pytest.raises(SampleFailed, match="the workflow raised KeyError"):
         await Sampler.run_workflow(sampler, session, "b")
     assert (sampler.services.succeeded, sampler.failures) == (1, [("workflow", "the workflow raised KeyError: 'b'")])
+
+
+# --- a workflow's own code
+
+
+@pytest.fixture
+def limited():
+    """A session whose workflow may be in its own code for 0.05 s."""
+    cluster = Rewards(addition=[Result(1.0, {})] * 9)
+    manager = cluster.config.rollout_manager.model_copy(update={"sample_seconds": 0.05})
+    cluster.config = cluster.config.model_copy(update={"rollout_manager": manager})
+    return cluster.session()
+
+
+async def test_a_workflow_that_waits_for_ever_fails_with_the_line_at_which_it_waits(limited):
+    async def agent() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(
+        TimeoutError, match=r"no actor of the run \(rollout_manager.sample_seconds\), in .*test_sessions"
+    ):
+        async with limited.in_workflow():
+            await limited.score("done")
+            await agent()
+    assert not limited._services.own_code
+
+
+async def test_time_in_which_a_sample_waits_for_actors_of_the_run_has_no_limit(limited):
+    async def slow(member: Member, job: object) -> Result:
+        await asyncio.sleep(0.15)
+        return Result(1.0, {})
+
+    limited._services.rewards._servers.do = slow
+    async with limited.in_workflow():
+        assert await limited.score("done") == 1.0
+        assert await limited.score("again") == 1.0
+
+
+async def test_a_timeout_of_the_workflow_itself_is_its_own(limited):
+    with pytest.raises(TimeoutError, match="the judge"):
+        async with limited.in_workflow():
+            raise TimeoutError("the judge")

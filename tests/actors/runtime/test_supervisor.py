@@ -41,6 +41,7 @@ def wait_for(path):
 # A master that answers AskStatus, until a file named `end` says with which code to exit.
 MASTER = """\
 import asyncio
+import json
 import os
 from protocols.messages import Status
 from protocols.network import ZmqNetwork
@@ -51,8 +52,10 @@ run = Path(RUN)
 run.mkdir(exist_ok=True)
 (run / "metrics.jsonl").touch()
 (run / "journal.db").touch()
+if not (folder / "status").exists():
+    (folder / "status").write_text('{"members": [], "alerts": ["first failure (reward)"]}')
 async def answer(request):
-    return Status(values={"alerts": ["first failure (reward)"]})
+    return Status(values=json.loads((folder / "status").read_text()))
 async def serve():
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
@@ -284,6 +287,36 @@ async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_pa
     assert (await running).ok
     assert [len(play.starts(role)) for role in ("master", "trainer", "generator")] == [1, 1, 1]
     assert not processes_mentioning(str(tmp_path))
+
+
+async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
+    whole, config, tmp_path, at_once, monkeypatch
+):
+    """A process that is stopped for good does not hear that it has lost its place."""
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "FENCED_SECONDS", 0.2)
+    play = whole()
+
+    def tell(*members: str, **more: list[str]) -> None:
+        status = {"members": [{"identity": identity} for identity in members], "alerts": [], **more}
+        (tmp_path / "new").write_text(json.dumps(status))
+        (tmp_path / "new").rename(tmp_path / "status")
+
+    tell("generator/0#a", "trainer/0#a", alerts=["generator/0 may hang"])
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
+    await until(play.everybody_is_up)
+    generator = next(child for child in play.supervisor.children if child.role == "generator")
+    await until(lambda: generator.identity == "generator/0#a")
+    os.kill(play.pid("generator"), signal.SIGSTOP)
+    tell("trainer/0#a")
+    await until(lambda: len(play.starts("generator")) == 2)
+    await until(lambda: "stays" in generator.last_line)
+    await asyncio.sleep(0.5)  # the new process is no member yet, and is left alone
+    (tmp_path / "end").write_text("0")
+    assert (await running).ok
+    assert [len(play.starts(role)) for role in ("trainer", "generator")] == [1, 2]
+    assert play.output.count("generator/0 may hang") == 1
+    assert "generator/0 is killed: it has lost its place in the run" in play.output
 
 
 async def test_a_master_that_says_why_the_run_failed_is_not_started_again(whole, config, tmp_path):
