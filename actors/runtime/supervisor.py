@@ -245,7 +245,7 @@ class Supervisor:
             await asyncio.gather(view, return_exceptions=True)
 
     async def _watch(self, bus: Bus, address: str) -> None:
-        """Print the alerts of the master, each once, on any kind of console, and kill the processes that have lost their
+        """Print the alerts of the master, each once, on any kind of console, and kill processes that have lost their
         place in the run and do not end."""
         printed: set[str] = set()
         while True:
