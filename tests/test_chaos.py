@@ -199,6 +199,21 @@ def test_a_record_that_is_not_whole_is_refused_and_the_run_goes_on_from_its_back
     check_finished(run("--resume", str(copy)), copy, SECONDS_OF_A_SMALL_RUN)
 
 
+@pytest.mark.timeout(SECONDS_OF_A_SMALL_RUN)
+def test_an_engine_that_hangs_is_killed_and_the_run_goes_on(run, small, tmp_path):
+    """Its actor lives and beats meanwhile, as with a GPU that hangs. After a few steps loads have a history."""
+    folder = tmp_path / "runs" / "test"
+    changes = ["steps=8", "generator.count=1", "data.eval_size=0", "master.hang_seconds=5"]
+    started = run("--config", CONFIG, *small, *changes)
+    wait_for_step(started, folder, 3)
+    engine = int(re.findall(r"EngineCore pid=(\d+)", (folder / "logs" / "generator-0.out").read_text())[-1])
+    os.kill(engine, signal.SIGSTOP)
+    check_finished(started, folder, SECONDS_OF_A_SMALL_RUN)
+    assert re.search(r'"generator/0#\w+", "reason": "it hangs: .* has stood still for', log_of(folder, "master-0"))
+    assert "generator/0 may hang" in started.output
+    assert engine not in {p.pid for p in processes()}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS_OF_A_SMALL_RUN)
 def test_a_run_goes_on_after_it_lost_its_generators_was_stopped_and_lost_its_machine(

@@ -62,7 +62,8 @@ def alone(role, overlong_tokens=0, workflow=workflow):
         sampling={"max_new_tokens": 10},
         reward={"functions": ["addition"], "overlong_tokens": overlong_tokens},
     )
-    actor.services = Services(actor.config, *[None] * 6, scored=1)
+    actor.services = Services(actor.config, *[None] * 6, succeeded=1)
+    actor._causes = {"workflow"}  # was reported before
     return actor
 
 
