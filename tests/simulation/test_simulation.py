@@ -367,6 +367,8 @@ def test_every_handler_of_every_actor_has_fail_points() -> None:
 
 def test_every_kind_of_fault_is_drawn() -> None:
     plans = [faults.draw(Random(seed), Model().processes, 3.0) for seed in range(2000)]
+    for seed, plan in enumerate(plans):
+        faults.add_resume(Random(seed), plan)
     hangs = [faults.draw_hang(Random(seed), Model().processes, 3.0) for seed in range(200)]
     assert {hang.work for hang in hangs} == {work for works in HANGS.values() for work in works}
     drawn = {type(fault).__name__ for fault in [*hangs, *(fault for plan in plans for fault in plan.faults)]}
