@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal.config import TrainerConfig
 from areal.selftest import references
+from areal.storage.run_folder import record_of
 from areal.training.shards import share_out
 from areal.trajectory import Branch, Group, Trajectory
 from areal.weights.folders import write_index, write_weights
@@ -97,7 +98,7 @@ def divide(folder, shards):
 
 def state_of(checkpoint):
     """The training state in a checkpoint: masters and moments, each whole but flat, and what is stored once."""
-    facts = json.loads((checkpoint / "training" / "state.json").read_text())
+    facts = record_of((checkpoint / "training" / "state.json").read_bytes())
     found = {name: {} for name in facts["shapes"]}
     files = sorted((checkpoint / "training").glob("rank_*"))
     assert [file.name for file in files] == [f"rank_{r:05}-of-{len(files):05}.safetensors" for r in range(len(files))]

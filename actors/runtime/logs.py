@@ -29,6 +29,7 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self._file = Backlog(path, path.with_name(f"{path.name}.1"), LIMIT_BYTES)
+        self._file.append([])  # the file is there from the start, also if nothing is logged
 
     def write(self, line: str) -> None:
         self._file.append([f"{line}\n"])

@@ -160,7 +160,8 @@ class World:
         for process in self.processes.values():
             delay = 0.0 if process.role == "master" else self.random.random() * 0.2
             self.scheduler.call_at(delay, self.start, process)
-        deadline = self.plan.until + self.model.patience + RESUMED_SECONDS
+        resumes = sum(isinstance(fault, faults.Resume) for fault in self.plan.faults)
+        deadline = self.plan.until + self.model.patience + resumes * RESUMED_SECONDS
         with quiet(self):
             try:
                 self.scheduler.run(deadline)

@@ -359,8 +359,8 @@ async def test_no_stop_token_comes_before_the_minimum_whatever_is_loaded_meanwhi
     engine: GenerationEngine, models: Models
 ) -> None:
     few, prompt = 80, [5]
-    sampling = SamplingConfig(max_new_tokens=300, min_new_tokens=few)
-    progress: list[list[Chunk]] = [[] for _ in range(8)]
+    sampling = SamplingConfig(max_new_tokens=MAX_LEN - 2, min_new_tokens=few)
+    progress: list[list[Chunk]] = [[] for _ in range(CONFIG.max_concurrent_rollouts)]
     tasks = [asyncio.create_task(collect(engine.generate("r", prompt, sampling), parts)) for parts in progress]
     await until(lambda: all(len(parts) >= 2 for parts in progress))
     await engine.load(models[1], 1)

@@ -64,8 +64,9 @@ def test_an_actor_that_comes_back_may_have_another_clock(events, tmp_path):
     assert list(spans(read_events(tmp_path))) == [TimelineSpan("generator/0", "load", 999.0, 0.5)]
 
 
-def test_the_newest_events_are_kept_and_the_files_are_bounded(events, clock, tmp_path, monkeypatch):
+def test_the_newest_events_are_kept_and_the_files_are_bounded(clock, tmp_path, monkeypatch):
     monkeypatch.setattr(event_log, "LIMIT_BYTES", 2000)
+    events = EventLog(tmp_path, clock)
     for second in range(200):
         clock.now = 1000.0 + second
         events.record_heartbeat("trainer/0", "healthy", f"step {second}", {})
