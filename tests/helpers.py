@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import functools
 import json
@@ -10,7 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,30 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(partial)
             partial.rename(folder)
     return folder
+
+
+@contextlib.contextmanager
+def mounted_small_disk(folder: Path, inodes: int) -> Iterator[None]:
+    """A disk of 1 MiB is mounted at `folder`, where this user may mount one. Otherwise the test is skipped."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size=1m,nr_inodes={inodes}", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill_disk(folder: Path) -> Path:
+    """Fill the disk to its last byte. Returns the file that does."""
+    with (folder / "hog").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            while size:
+                try:
+                    file.write(bytes(size))
+                except OSError:
+                    size = 0
+    return folder / "hog"
 
 
 def keys_folder() -> str:

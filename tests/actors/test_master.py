@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 import zmq
-from helpers import dealer, network
+from helpers import dealer, fill_disk, mounted_small_disk, network
 from pydantic import ValidationError
 
 from actors import master as master_module
@@ -21,10 +24,20 @@ from actors.parts.members import next_event
 from areal.config import Config
 from areal.observe.timeline import read_events, spans
 from areal.staleness.failures import UNSCORED_LIMIT
+from areal.storage import disk
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder, checkpoint_of, read_metrics
 from protocols.codec import Header, decode_body, decode_header, encode, encode_body
-from protocols.errors import BusError, BusyError, DeadlineError, FencedError, ForgedError, MalformedError, RefusedError
+from protocols.errors import (
+    BusError,
+    BusyError,
+    DeadlineError,
+    FencedError,
+    ForgedError,
+    MalformedError,
+    PreparingError,
+    RefusedError,
+)
 from protocols.messages import (
     AskBatch,
     AskEvaluation,
@@ -131,6 +144,31 @@ async def callers(config: Config, *roles: str) -> AsyncIterator[list[Caller]]:
 
 def without_evaluation(config: Config) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"eval_size": 0})})
+
+
+@pytest.fixture
+def small_disk(config, monkeypatch) -> Iterator[Path]:
+    """The run folder, on a disk of its own."""
+    monkeypatch.setattr(disk, "RESERVE_BYTES", 300_000)
+    config.folder.mkdir()
+    with mounted_small_disk(config.folder, inodes=100):
+        yield config.folder
+
+
+async def test_a_master_with_a_full_disk_is_heard_and_its_run_can_be_ended_in_order(config, small_disk):
+    async with master_of(without_evaluation(config)) as running, callers(config, "rollout_manager") as (manager,):
+        fill_disk(small_disk)
+        assert (await manager.ask(AskStatus())).values["capacity"]
+        with pytest.raises(PreparingError, match=r"waits to write the journal: the disk of .* is full"):
+            while True:  # the log of the journal has room for some
+                await manager.ask(AskPermits(count=1))
+                await manager.ask(RenewLeases(groups=()))
+        assert (await manager.ask(AskStatus())).values["capacity"] == 0
+        with pytest.raises(PreparingError):
+            await manager.beat()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (await running).reason == "told to stop by SIGTERM"
+    assert json.loads((small_disk / "summary.json").read_text())["reason"] == "told to stop by SIGTERM"
 
 
 FULL = tuple(f"{n:0256}" for n in range(32))

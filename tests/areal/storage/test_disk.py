@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import sqlite3
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import fill_disk, mounted_small_disk
 from safetensors import SafetensorError
 from structlog.testing import capture_logs
 
@@ -35,23 +35,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A folder on a disk of 1 MiB and 20 inodes."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=20", "tmpfs", str(tmp_path)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("this user may not mount a file system")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Fill the disk to its last byte. Returns the file that does."""
-    with (folder / "hog").open("wb", buffering=0) as file:
-        for size in (1 << 16, 1):
-            while size:
-                try:
-                    file.write(bytes(size))
-                except OSError:
-                    size = 0
-    return folder / "hog"
+    with mounted_small_disk(tmp_path, inodes=20):
+        yield tmp_path
 
 
 def use_up_inodes(folder: Path) -> list[Path]:
@@ -68,7 +53,7 @@ def test_every_way_in_which_a_full_disk_is_reported_is_understood(small: Path):
     connection = sqlite3.connect(small / "store.db")
     connection.execute("CREATE TABLE texts (text TEXT)")
     connection.commit()
-    hog = fill(small)
+    hog = fill_disk(small)
     with pytest.raises(OSError) as written:
         (small / "hog2").write_bytes(bytes(8192))
     with pytest.raises(sqlite3.Error) as inserted, connection:
@@ -104,7 +89,7 @@ def test_other_errors_are_not_waited_for(tmp_path: Path):
 
 
 async def test_a_write_is_repeated_until_there_is_room_and_that_is_said_once(small: Path):
-    hog, patience = fill(small), Patience(small, "the trainer")
+    hog, patience = fill_disk(small), Patience(small, "the trainer")
 
     def write(name: str) -> None:
         (small / name).write_bytes(bytes(100_000))
@@ -124,7 +109,7 @@ async def test_a_write_is_repeated_until_there_is_room_and_that_is_said_once(sma
 
 
 async def test_a_wait_for_a_disk_can_be_cancelled(small: Path):
-    fill(small)
+    fill_disk(small)
     patience = Patience(small, "the trainer")
     write = asyncio.create_task(patience.write(lambda: asyncio.to_thread((small / "a").write_bytes, bytes(8192)), "a"))
     await asyncio.sleep(0.05)
@@ -137,7 +122,7 @@ async def test_a_wait_for_a_disk_can_be_cancelled(small: Path):
 def test_a_line_that_does_not_fit_leaves_nothing_behind(small: Path):
     file = small / "metrics.jsonl"
     append(file, "first\n")
-    hog = fill(small)
+    hog = fill_disk(small)
     with pytest.raises(OSError):
         append(file, "x" * 20_000 + "\n")
     assert file.read_text() == "first\n"
@@ -148,7 +133,7 @@ def test_a_line_that_does_not_fit_leaves_nothing_behind(small: Path):
 
 def test_lines_of_a_log_and_events_that_did_not_fit_are_written_later(small: Path):
     log, events = Backlog(small / "a.jsonl", small / "a.jsonl.1", 1 << 20), EventLog(small, lambda: 0.0)
-    hog = fill(small)
+    hog = fill_disk(small)
     for number in range(3):
         log.append([f"{number}" * 3000 + "\n"])
     events.record_heartbeat("trainer/0", "healthy", "training", {})
@@ -163,7 +148,7 @@ def test_lines_of_a_log_and_events_that_did_not_fit_are_written_later(small: Pat
 def test_the_reserve_has_room_on_a_full_disk_for_what_ends_a_run(small: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(disk, "RESERVE_BYTES", 300_000)
     reserve = Reserve(small)
-    fill(small)
+    fill_disk(small)
     with pytest.raises(OSError):
         append(small / "summary.json", "x" * 100_000)
     reserve.free()
@@ -180,7 +165,7 @@ async def test_what_a_full_disk_refused_is_in_the_journal_once_and_in_order(smal
     journal = Journal.open(small / "journal.db")
     journal.append("first", {})
     await journal.durable()
-    hog = fill(small)
+    hog = fill_disk(small)
     journal.append("large", {"text": "x" * 200_000})
     waiting = asyncio.create_task(journal.durable())
     await until_short(journal)
@@ -197,7 +182,7 @@ async def test_what_a_full_disk_refused_is_in_the_journal_once_and_in_order(smal
 
 async def test_a_snapshot_stands_for_what_a_full_disk_refused_before_it(small: Path):
     journal = Journal.open(small / "journal.db")
-    hog = fill(small)
+    hog = fill_disk(small)
     journal.append("large", {"text": "x" * 200_000})
     waiting = asyncio.create_task(journal.durable())
     await until_short(journal)
@@ -212,7 +197,7 @@ async def test_a_snapshot_stands_for_what_a_full_disk_refused_before_it(small: P
 
 async def test_a_journal_that_waits_for_its_disk_can_be_closed(small: Path):
     journal = Journal.open(small / "journal.db")
-    fill(small)
+    fill_disk(small)
     journal.append("large", {"text": "x" * 200_000})
     waiting = asyncio.create_task(journal.durable())
     await until_short(journal)
@@ -227,7 +212,7 @@ def test_a_group_that_did_not_fit_is_in_the_spool_once_there_is_room(small: Path
     sample = Trajectory(
         tokens=tokens, logprobs=np.zeros(20_000, np.float32), versions=tokens, reward=1.0, finish="stop"
     )
-    hog = fill(small)
+    hog = fill_disk(small)
     threading.Timer(0.1, hog.unlink).start()
     patience.write_in_thread(lambda: spool.put(Group("g1.0", 1, (sample,))), "the spool")
     assert spool.ids() == ["g1.0"]
