@@ -677,6 +677,37 @@ async def test_the_engine_s_arguments_are_the_settings_with_the_options_on_top(
     assert arguments().gpu_memory_utilization == 0.3
 
 
+@pytest.mark.parametrize(
+    ("device", "gib", "tokens"), [("NVIDIA H100 80GB HBM3", 79, 16384), ("NVIDIA A100-SXM4-80GB", 79, 8192)]
+)
+async def test_a_step_of_a_gpu_has_as_many_tokens_as_vllm_takes_for_throughput(
+    models: Models, monkeypatch: pytest.MonkeyPatch, device: str, gib: int, tokens: int
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms.cpu import CpuPlatform
+
+    of_platform = EngineArgs.get_batch_defaults
+
+    def of_the_device(world_size: int) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuPlatform, "is_cpu", lambda self: False)
+            patch.setattr(CpuPlatform, "get_device_name", lambda self: device)
+            patch.setattr(CpuPlatform, "get_device_total_memory", lambda self: gib * 2**30)
+            return of_platform(world_size)
+
+    monkeypatch.setattr(EngineArgs, "get_batch_defaults", staticmethod(of_the_device))
+
+    def scheduler(on_cpu: bool, **options: Any) -> Any:
+        config = CONFIG.model_copy(update={"max_concurrent_rollouts": 200, "engine_options": options})
+        arguments = areal.generation.engine._engine_args(models[0], config, 7, None, False, on_cpu)
+        return areal.generation.engine._vllm_config(arguments, config, on_cpu).scheduler_config
+
+    found = scheduler(on_cpu=False)
+    assert (found.max_num_batched_tokens, found.max_num_seqs) == (tokens, 200)
+    assert scheduler(on_cpu=False, max_num_batched_tokens=4096).max_num_batched_tokens == 4096
+    assert scheduler(on_cpu=True).max_num_batched_tokens == 2048  # as before on a CPU
+
+
 async def test_importing_the_module_imports_neither_torch_nor_vllm() -> None:
     code = "import sys, areal.generation.engine; sys.exit(bool({'torch', 'vllm'} & sys.modules.keys()))"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
