@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from simulation.book import Violation
 from simulation.incarnation import Incarnation
 from simulation.model import Model
-from simulation.oracle import Violation
 
 # Extra links that are allowed, for actors that have just left or are just being restarted.
 SPARE_LINKS = 6

@@ -1,7 +1,7 @@
 """The oracle: checks the invariants of the run during a simulation, from the events on disks, learners and the network.
 
 The oracle keeps two books about the run, from the events in the master's journal: one of all events that the running
-master has appended, and one of the events that are on disk. It shares no code with the ledger.
+master has appended, and one of the events that are on disk.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -24,6 +23,7 @@ from areal.trajectory import Group, Trajectory
 from areal.workflows.conversation import Generation
 from protocols.codec import Frame
 from protocols.messages import EvaluationDone, Message
+from simulation.book import Book, Row, Violation
 from simulation.engines import (
     Files,
     SimTokenizer,
@@ -42,243 +42,6 @@ from simulation.model import BRANCHING
 ROUNDING = 1e-6
 # Within so many virtual seconds of a publication, a generator that has nothing else to do begins to load it.
 PROMPT_SECONDS = 0.1
-
-
-class Violation(Exception):
-    """An invariant is violated. `about`: the groups, actors or versions concerned, as they are named in the trace."""
-
-    def __init__(self, what: str, *about: str) -> None:
-        super().__init__(what)
-        self.what = what
-        self.about = about
-
-
-@dataclass(slots=True)
-class Row:
-    """An alive group. `started_at`: its start version; None until the master is told. `admitted`: the virtual time, and
-    `leased`: the time by the master's clock when its lease was last renewed, as far as the oracle saw."""
-
-    prompt: int
-    owner: str
-    started_at: int | None = None
-    ready: bool = False
-    admitted: float = 0.0
-    leased: float = 0.0
-
-
-@dataclass(slots=True)
-class Book:
-    """The state of the run after a list of journal events. Raises Violation if an event breaks an invariant."""
-
-    batch_size: int
-    bounds_groups: bool
-    steps: int = 0
-    earlier_ends: set[int] = field(default_factory=set)
-    """Numbers of steps that the run was to have until it was resumed with another number."""
-    max_staleness: int = 0
-    version: int = 0
-    lineage: int = -1
-    trainer: str = ""
-    rows: dict[str, Row] = field(default_factory=dict)
-    prompt_of: dict[str, int] = field(default_factory=dict)
-    """The prompt of each group that was ever admitted."""
-    bounds: dict[str, int] = field(default_factory=dict)
-    """Of every group that was ever admitted: `max_staleness` at that time."""
-    masks: dict[int, int] = field(default_factory=dict)
-    """The oldest version in the loss with `mask`, of each batch."""
-    waiting: set[int] = field(default_factory=set)
-    trained: dict[int, int] = field(default_factory=dict)
-    discarded: dict[int, str] = field(default_factory=dict)
-    batches: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    policies: dict[tuple[int, int], str] = field(default_factory=dict)
-    checkpoint: int = 0
-    prompts: int = 0
-    members: set[str] = field(default_factory=set)
-    holds: dict[str, int] = field(default_factory=dict)
-    evaluated: dict[int, bool] = field(default_factory=dict)
-    """By version: True if there is a result, False if only a reason why there is none."""
-    row_scores: dict[int, dict[int, list[float]]] = field(default_factory=dict)
-    """The scores that are kept until there is a result, by version and row."""
-    lost_version_0: bool = False
-    """True if a generator was lost that held version 0. If no new one comes in time, version 0 has no result."""
-
-    @property
-    def policy(self) -> tuple[int, int]:
-        return max(self.policies, default=(0, 0))
-
-    @property
-    def payloads(self) -> set[str]:
-        """The groups whose payloads the trainer needs: those that are ready, and those of the steps that no checkpoint
-        covers."""
-        redone = (self.batches[version] for version in range(self.checkpoint, self.version))
-        return {group for group, row in self.rows.items() if row.ready}.union(*redone)
-
-    def add(self, kind: str, body: dict[str, Any]) -> None:
-        handler = getattr(self, f"_{kind}", None)
-        if handler is not None:
-            handler(**body)
-
-    def _ledger_settings(self, steps: int, max_staleness: int, **_: Any) -> None:
-        self._hold(steps >= self.version, f"the run is to end at step {steps}, but is at version {self.version}")
-        if self.steps not in (0, steps):
-            self.earlier_ends.add(self.steps)
-            self.evaluated = {
-                version: result for version, result in self.evaluated.items() if result or version != steps
-            }
-        self.steps, self.max_staleness = steps, max_staleness
-
-    def _admitted(self, group_id: str, prompt_index: int, owner: str, version: int, **_: Any) -> None:
-        self._hold(group_id not in self.prompt_of, f"{group_id} is admitted a second time", group_id)
-        self._hold(
-            prompt_index not in self.trained, f"prompt {prompt_index} is admitted again after training", group_id
-        )
-        self._hold(
-            prompt_index not in self.discarded, f"prompt {prompt_index} is admitted after it was discarded", group_id
-        )
-        alive = [row.prompt for row in self.rows.values()]
-        self._hold(prompt_index not in alive, f"prompt {prompt_index} is alive twice", group_id)
-        most = min(self.max_staleness + 1, self.steps - self.version) * self.batch_size
-        self._hold(len(alive) < most, f"{len(alive) + 1} groups are alive, but at most {most} may be", group_id)
-        self._hold(
-            version == self.version, f"{group_id} is admitted at version {version}, not {self.version}", group_id
-        )
-        self._hold(
-            prompt_index in self.waiting or prompt_index == self.prompts,
-            f"prompt {prompt_index} is admitted, but it is neither re-queued nor the next one, {self.prompts}",
-            group_id,
-        )
-        self.prompts = max(self.prompts, prompt_index + 1)
-        self.waiting.discard(prompt_index)
-        self.prompt_of[group_id] = prompt_index
-        self.bounds[group_id] = self.max_staleness
-        self.rows[group_id] = Row(prompt_index, owner)
-
-    def _started(self, group_id: str, version: int) -> None:
-        row = self._row(group_id)
-        row.started_at = version
-
-    def _ready(self, group_id: str, start_version: int) -> None:
-        row = self._row(group_id)
-        self._hold(not row.ready, f"{group_id} is ready twice", group_id)
-        row.ready, row.started_at = (
-            True,
-            start_version if row.started_at is None else min(start_version, row.started_at),
-        )
-
-    def _requeued(self, group_id: str, reason: str, **_: Any) -> None:
-        row = self._row(group_id)
-        self._hold(bool(reason), f"{group_id} is re-queued without a reason", group_id)
-        self._hold(not row.ready, f"{group_id} is re-queued, although it is ready", group_id)
-        self.waiting.add(self.rows.pop(group_id).prompt)
-
-    def _discarded(self, group_id: str, reason: str) -> None:
-        self._hold(bool(reason), f"{group_id} is discarded without a reason", group_id)
-        self.discarded[self._row(group_id).prompt] = reason
-        del self.rows[group_id]
-
-    def _batch_logged(self, version: int, group_ids: Sequence[str]) -> None:
-        self._hold(
-            version == self.version, f"a batch of version {version} is logged at version {self.version}", *group_ids
-        )
-        self._hold(version not in self.batches, f"the batch of version {version} is logged twice", *group_ids)
-        self._hold(
-            len(set(group_ids)) == self.batch_size,
-            f"a batch has {len(set(group_ids))} groups, not {self.batch_size}",
-            *group_ids,
-        )
-        for group_id in group_ids:
-            row = self._row(group_id)
-            self._hold(row.ready and row.started_at is not None, f"{group_id} is in a batch, but not ready", group_id)
-            age = version - (row.started_at or 0)
-            fresh = not self.bounds_groups or age <= self.bounds[group_id]
-            self._hold(fresh, f"{group_id} is {age} versions old at version {version}", group_id)
-        self.batches[version] = tuple(group_ids)
-        self.masks[version] = max(0, version - self.max_staleness)
-
-    def _committed(self, version: int) -> None:
-        self._hold(version == self.version, f"version {version} is committed at version {self.version}", f"{version}")
-        for group_id in self.batches[version]:
-            prompt = self.rows.pop(group_id).prompt
-            self._hold(prompt not in self.trained, f"prompt {prompt} is trained twice", group_id)
-            self.trained[prompt] = version
-        late = self.policy[1] < version
-        self._hold(not late, f"version {version + 1} is committed, but the newest published policy is {self.policy}")
-        self.version += 1
-
-    def _checkpoint_saved(self, version: int, folder: str) -> None:
-        self._hold(
-            self.checkpoint < version <= self.version,
-            f"a checkpoint of version {version} is saved after one of {self.checkpoint}, at version {self.version}",
-            folder,
-        )
-        self.checkpoint = version
-
-    def _lineage_opened(self, lineage: int, trainer: str) -> None:
-        self._hold(lineage == self.lineage + 1, f"lineage {lineage} follows {self.lineage}", trainer)
-        self.lineage, self.trainer = lineage, trainer
-
-    def _published(self, policy: dict[str, Any]) -> None:
-        identity, folder = (policy["lineage"], policy["version"]), policy["folder"]
-        self._hold(identity not in self.policies, f"policy {identity} is published twice", folder)
-        self._hold(
-            policy["lineage"] == self.lineage, f"policy {identity} is published in lineage {self.lineage}", folder
-        )
-        self._hold(
-            policy["version"] == self.version, f"policy {identity} is published at version {self.version}", folder
-        )
-        self.policies[identity] = folder
-
-    def _member_changed(self, member: dict[str, Any]) -> None:
-        identity, held = member["identity"], member["held"]
-        before = self.holds.pop(identity, None)
-        if held is not None:
-            version = held["version"]
-            self._hold(
-                version in (before, self.version, 0), f"{identity} begins to hold the old version {version}", identity
-            )
-            self._hold(not self.holds, f"{identity} holds a version at the same time as {self.holds}", identity)
-            self.holds[identity] = version
-        elif before == 0 and before not in self.evaluated:
-            self.lost_version_0 = True
-        elif before is not None:
-            self._hold(
-                before in self.evaluated or before == self.steps,
-                f"the hold of {identity} ends, but version {before} is neither evaluated nor abandoned",
-                identity,
-            )
-
-    def _joined(self, member: dict[str, Any]) -> None:
-        self.members.add(member["identity"])
-
-    def _left(self, identity: str) -> None:
-        self._hold(identity not in self.holds, f"{identity} leaves, but its hold has not ended", identity)
-        self.members.discard(identity)
-
-    def _rows_scored(self, version: int, rows: list[Any], **_: Any) -> None:
-        self._hold(version not in self.evaluated, f"rows of version {version} are kept after its evaluation")
-        kept = self.row_scores.setdefault(version, {})
-        for row, _tokens, *scores in rows:
-            self._hold(row not in kept, f"row {row} is scored twice at version {version}")
-            kept[row] = scores
-
-    def _evaluated(self, evaluation: dict[str, Any]) -> None:
-        self._conclude(evaluation["version"], True)
-
-    def _evaluation_dropped(self, version: int, reason: str) -> None:
-        self._hold(bool(reason), f"the evaluation of version {version} is abandoned without a reason")
-        self._conclude(version, False)
-
-    def _conclude(self, version: int, result: bool) -> None:
-        self._hold(version not in self.evaluated, f"the evaluation of version {version} ends twice")
-        self.evaluated[version] = result
-
-    def _row(self, group_id: str) -> Row:
-        self._hold(group_id in self.rows, f"there is an event for {group_id}, which is not alive", group_id)
-        return self.rows[group_id]
-
-    def _hold(self, fact: bool, otherwise: str, *about: str) -> None:
-        if not fact:
-            raise Violation(otherwise, *about)
 
 
 class Oracle:

@@ -41,6 +41,7 @@ from protocols.codec import Frame, decode_body, decode_header
 from protocols.messages import Generate, Message
 from protocols.transport import mark_of, token_for
 from simulation import faults
+from simulation.book import Violation
 from simulation.engines import (
     Files,
     Mishaps,
@@ -58,7 +59,7 @@ from simulation.loop import RUNNING, FaultyLoop, WorldScheduler
 from simulation.memory import check_actor
 from simulation.model import HANGS, MASTER, MODEL, Model, config_of, draw_model, with_hangs
 from simulation.network import FaultyNetwork, FaultyWire, Weather
-from simulation.oracle import Oracle, Violation, credits_of
+from simulation.oracle import Oracle, credits_of
 from simulation.quiet import quiet
 from simulation.watched import (
     Disk,
