@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -26,6 +28,41 @@ needs_hosts = pytest.mark.skipif(
     subprocess.run(PROBE, capture_output=True).returncode != 0,
     reason="needs root, /dev/net/tun, and the tools ip, nsenter and unshare",
 )
+
+
+RANK = """
+import os, torch
+import torch.distributed as dist
+from areal.training.engine import _join_ranks
+_join_ranks()
+sum = torch.ones(1)
+dist.all_reduce(sum)
+print("sum", sum.item(), os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+
+
+@needs_hosts
+def test_the_ranks_of_two_hosts_meet_where_the_own_name_of_each_leads_to_itself(tmp_path: Path) -> None:
+    """As in the /etc/hosts of Debian and Ubuntu."""
+    with wire(2, delay=0.0, loss=0.0) as network:
+        address, ranks = network.address(0), []
+        for number, first in enumerate(("127.0.1.1", address)):
+            hosts = tmp_path / f"hosts{number}"
+            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 host{number}\n{first} host0\n")
+            environment = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+            environment |= {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
+            own_name = f'hostname host{number} && exec "$@"'
+            command = ["unshare", "--uts", "sh", "-c", own_name, "rank", sys.executable, "-c", RANK]
+            words = network.command(number, command, hosts, Path("/etc/hosts"))
+            ranks.append(
+                subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | environment, cwd=ROOT)
+            )
+        try:
+            said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert said == ["sum 2.0 tun0\n"] * 2
 
 
 @needs_hosts

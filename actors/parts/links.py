@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from actors.runtime.addresses import Door, find_master, open_network
 from actors.runtime.preflight import check_port
 from actors.watching.health import status_of
 from areal.config import Config, UserError, WeightsConfig
+from areal.interfaces import ANYWHERE, GLOO, interface_towards
 from areal.processes import KEYS
 from areal.selftest.disk import check_folder
 from areal.selftest.findings import Finding, judged
@@ -128,7 +130,21 @@ def check_way_to(master: str) -> list[Finding]:
     except UserError as error:
         return [Finding("master", "FAILED", "", str(error))]
     findings = asyncio.run(_ask_master(address, network))
-    return [*findings, _port(door.address.replace("*", "0"))]
+    return [*findings, _port(door.address.replace("*", "0")), _interface(host_of(address))]
+
+
+def _interface(master: str) -> Finding:
+    """Where a rank of a trainer on several nodes listens for the others."""
+    if is_loopback(master) and GLOO not in os.environ:
+        return Finding("interface", "skipped", "the master listens for this node alone")
+    name = os.environ.get(GLOO) or interface_towards((master.strip("[]"), ANYWHERE))
+    found = name in {there for _, there in socket.if_nameindex()} - {"lo"}
+    return judged(
+        "interface",
+        found,
+        f"ranks of a trainer on several nodes listen on {name}",
+        f"Set {GLOO} (and NCCL_SOCKET_IFNAME) to this node's interface towards the trainer's other nodes.",
+    )
 
 
 async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:

@@ -41,7 +41,7 @@ STARTS = {"trainer", "generator"}
 COMPARED = {"log-probs", "publish", "load", "engine", "interruption"}
 LONGEST = {"longest row", "training"}
 NODE = {"devices", "folder", "/dev/shm", "stream", "keys", "port"}
-WAY = {"master", "clock", "shared folder"}
+WAY = {"master", "clock", "shared folder", "interface"}
 DIRECT = {"transport"}
 CHECKS = KERNELS | STARTS | COMPARED | LONGEST | DIRECT | {"generation"} | NODE | WAY
 

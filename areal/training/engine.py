@@ -29,6 +29,7 @@ from torch import Tensor
 
 from areal.config import Config, TrainerConfig, UserError
 from areal.cpu import training as cpu
+from areal.interfaces import choose_interface
 from areal.models import check_heads
 from areal.processes import importing
 from areal.training.advantages import advantages
@@ -62,6 +63,7 @@ def _join_ranks() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if "WORLD_SIZE" in os.environ:
+        choose_interface(os.environ["MASTER_ADDR"])
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -60,8 +60,12 @@ def results(found):
 
 def test_the_way_to_a_master_is_measured_and_what_is_wrong_with_it_is_told(master, tmp_path, monkeypatch):
     folder, address = master
-    right = {"master": "ok", "clock": "ok", "shared folder": "ok", "port": "ok"}
+    right = {"master": "ok", "clock": "ok", "shared folder": "ok", "port": "ok", "interface": "skipped"}
     assert results(links.check_way_to(folder)) == right
+    for interface, result in ("lo", "FAILED"), ("nowhere0", "FAILED"):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        assert results(links.check_way_to(folder)) == right | {"interface": result}
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     now = time.time
     monkeypatch.setattr(links.time, "time", lambda: now() + 5)
     late = {each.name: each for each in links.check_way_to(address)}

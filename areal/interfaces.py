@@ -1,0 +1,62 @@
+"""The network interface at which the ranks of a trainer on several hosts reach each other."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterable
+
+GLOO = "GLOO_SOCKET_IFNAME"
+# An address of no host (RFC 5737): the way to it is the default route.
+ANYWHERE = "192.0.2.1"
+SIOCGIFADDR = 0x8915
+
+
+def choose_interface(*hosts: str) -> None:
+    """Have gloo listen at the interface towards the first of `hosts` that is not on this one, or else at that of the
+    default route, if this rank's trainer is on several hosts and the user has named none.
+
+    By itself gloo listens at the address that the host's own name has, which is 127.0.1.1 in the /etc/hosts of Debian
+    and Ubuntu. NCCL chooses an interface by itself, and no loopback one.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        name = interface_towards((*hosts, ANYWHERE))
+        if name and GLOO not in os.environ:
+            os.environ[GLOO] = name
+
+
+def interface_towards(hosts: Iterable[str]) -> str | None:
+    """The name of the interface (IPv4) that leads to the first of `hosts` to which none of loopback does. None if there
+    is none."""
+    for host in hosts:
+        address = _own_address(host)
+        if address and not ipaddress.ip_address(address).is_loopback:
+            return _interfaces().get(address)
+    return None
+
+
+def _own_address(host: str) -> str | None:
+    """The address of this host on the way to `host`. None if it has no name or no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 1))  # sends nothing: only asks the kernel for the route
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _interfaces() -> dict[str, str]:
+    """The names of this host's interfaces, by their addresses."""
+    names = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            names[socket.inet_ntoa(answer[20:24])] = name
+    return names
