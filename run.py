@@ -435,10 +435,12 @@ def build(role: str, arguments: argparse.Namespace) -> Actor:
 def join_ranks(arguments: argparse.Namespace) -> None:
     """Become one of the trainer's ranks. In rank 0 this function returns, and the process becomes the actor; in other
     ranks it does not return. Without torchrun, if there are several ranks, this process is replaced by torchrun."""
+    from areal.devices import set_allocator
     from areal.interfaces import choose_interface
     from protocols.addresses import host_of
 
     config = ask_config(arguments)
+    set_allocator(config.weights.transport)
     if "RANK" in os.environ:
         choose_interface(host_of(arguments.master).strip("[]"))
         if os.environ["RANK"] != "0":

@@ -18,6 +18,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Environment variables: the cores of a generator's engine, and the cores of everything else.
 ENGINE_CORES, CORES = "AREAL_ENGINE_CORES", "AREAL_CORES"
 SHARES = "AREAL_SHARES_GPU"  # environment variable of a trainer and a generator that share a GPU at the same time
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # what torch reads
 ASK_SECONDS = 60.0  # timeout of nvidia-smi; a driver that is not in use may take half of it to wake up
 
 
@@ -37,6 +38,17 @@ def _listed_by_driver() -> Sequence[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
+
+
+def set_allocator(transport: str = "folder") -> None:
+    """Have torch take a GPU's memory in segments that grow, unless the user has set its allocator: rows of many lengths
+    would fragment others. For processes that train; torch reads it when it is imported.
+
+    transport: `weights.transport`. With `ipc` an engine opens the trainer's memory, for which such segments need
+    pidfd_getfd. Ubuntu's Yama and Docker refuse that.
+    """
+    if transport != "ipc" and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def deal_out(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -47,8 +47,6 @@ ROLES = {
             devices=lambda config: config.trainer.ranks,
             devices_key="trainer.ranks",
             single=True,
-            # Rows of many lengths would fragment the memory of a GPU. torch reads this when it is imported.
-            environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         ),
         Role(
             "generator",

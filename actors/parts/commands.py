@@ -45,7 +45,7 @@ def declare(tools: RoomTools) -> None:
     add("--only", action="append", default=[], metavar="NAME", help="only this check of the table; may be repeated")
     results = Path("selftest.json")
     add("--json", type=Path, default=results, metavar="FILE", help=f"the results (default: {results})")
-    way = "check the way from this node to the master of a run: keys, clocks, ports, the shared folder"
+    way = "check the way from this node to the master of a run: keys, clocks, ports, the shared folder, interface"
     add("--master", metavar="tcp://HOST:PORT", help=way)
     add("--seconds", type=float, default=300.0, metavar="N", help="time for each of the two models (default: 300)")
     add("overrides", help="changes to the configuration", **OVERRIDES)
@@ -70,8 +70,11 @@ def selftest_part(options: Namespace) -> None:
 
         return write_tiny_model(options.path)
     from areal.config import Config
+    from areal.devices import set_allocator
     from areal.selftest.child import serve
 
     module, _, kind = PARTS[options.part].partition(":")
-    make = getattr(import_module(module), kind)
-    serve(make() if options.part == "receiver" else make(Config.model_validate_json(options.path.read_bytes())))
+    config = () if options.part == "receiver" else (Config.model_validate_json(options.path.read_bytes()),)
+    if options.part == "trainer":
+        set_allocator(*(each.weights.transport for each in config))
+    serve(getattr(import_module(module), kind)(*config))

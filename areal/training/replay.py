@@ -44,7 +44,7 @@ from areal.config import (
     parsed,
     read_values,
 )
-from areal.devices import visible_devices
+from areal.devices import set_allocator, visible_devices
 from areal.grid import name_of, points, read_grid
 from areal.processes import die_with_parent, torchrun
 from areal.staleness.ledger import oldest_in_loss
@@ -149,6 +149,7 @@ class Replay:
 
 def run(options: Namespace) -> int:
     """`areal replay`."""
+    set_allocator()
     replays = plan(options.run, options.overrides, options.sweep, options.steps, options.output)
     return 0 if replay(replays, terminal(160)) else 1
 

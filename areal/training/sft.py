@@ -23,6 +23,7 @@ from rich.console import Console
 from areal.config import RowsConfig, Section, TrainerConfig, UserError, load_config
 from areal.data.rows import Row
 from areal.data.sources import open_source
+from areal.devices import set_allocator
 from areal.models import find_model
 from areal.storage.selection import COLUMNS, chosen, groups_of, read_rows, rollouts_in
 from areal.tokens import load_tokenizer
@@ -64,6 +65,7 @@ class SftConfig(Section):
 
 def run(options: Namespace) -> None:
     """`areal sft`."""
+    set_allocator()
     settings = {"model": options.model, "data.source": options.data, "output": options.output}
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     fine_tune(load_config(options.config, [*overrides, *options.overrides], SftConfig), Console())

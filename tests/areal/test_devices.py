@@ -9,8 +9,9 @@ import sys
 from threading import Event, Thread
 
 import pytest
+from conftest import ROOT
 
-from areal.config import Config, UserError
+from areal.config import Config, UserError, WeightsConfig
 from areal.devices import (
     CORES,
     ENGINE_CORES,
@@ -57,6 +58,38 @@ def test_ranks_and_generators_have_devices_of_their_own():
 def test_roles_without_a_trainer_leave_it_no_device():
     assert dealt(run_of(ranks=9, count=2, each=2), "0123", "reward") == {"generator/0": "0,1", "generator/1": "2,3"}
     assert deal_out_devices(run_of(ranks=2), ["trainer"], ["0", "1"]) == {"trainer/0": {"CUDA_VISIBLE_DEVICES": "0,1"}}
+
+
+TRAINS = """
+import os, sys
+from types import SimpleNamespace
+import run
+from areal.config import Config
+from areal.training import commands, replay, sft
+config = Config.model_validate_json(sys.argv[1])
+run.ask_config = lambda arguments: config
+run.join_ranks(SimpleNamespace(master="tcp://127.0.0.1:1"))
+assert "torch" not in sys.modules  # it reads them when it is imported
+print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("transport", "own", "found"),
+    [
+        ("folder", {}, "expandable_segments:True None"),
+        ("ipc", {}, "None None"),  # such segments are shared by pidfd_getfd, which Ubuntu's Yama and Docker refuse
+        ("nccl", {"PYTORCH_ALLOC_CONF": "backend:native"}, "None backend:native"),
+        ("stream", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native None"),
+    ],
+)
+def test_a_trainer_has_segments_that_grow_unless_an_engine_opens_them_or_the_user_says_otherwise(transport, own, found):
+    config = run_of().model_copy(update={"weights": WeightsConfig(transport=transport)})
+    names = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+    environment = {name: value for name, value in os.environ.items() if name not in names} | own
+    command = [sys.executable, "-c", TRAINS, config.model_dump_json()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.stdout == f"{found}\n", done.stderr
 
 
 def test_options_of_the_engine_may_multiply_its_devices():
