@@ -140,14 +140,16 @@ class Members:
         )
 
     def status_rows(self) -> list[dict[str, Any]]:
-        """The members with their activities and numbers; without these, once they take MAX_STATUS_BYTES."""
-        rows, size = [], 0
+        """The members, with activities and numbers until these take MAX_STATUS_BYTES. silent: the seconds since this
+        master heard from a member; None if it never did."""
+        rows, size, now = [], 0, self.clock()
         for identity, member in self._state.members.items():
-            beat = self.pulses[identity].beat
+            pulse = self.pulses[identity]
+            beat, silent = pulse.beat, None if pulse.restored else now - pulse.time
             size += len(beat.activity.encode()) + sum(len(name.encode()) + 11 for name in beat.stats)
             fits = size <= MAX_STATUS_BYTES
             details = {"activity": beat.activity if fits else "", "stats": beat.stats if fits else {}}
-            rows.append({"identity": identity, "state": member.state, **details})
+            rows.append({"identity": identity, "state": member.state, "silent": silent, **details})
         return rows
 
 

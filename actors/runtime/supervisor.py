@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -104,8 +105,8 @@ class Child:
     pump: asyncio.Task[None] | None = None
     starts: int = 0
     deaths: Deaths = field(default_factory=Deaths)
-    identity: str = ""  # as which this process, or one before it, was last a member of the run
-    former: str = ""  # that of the process before
+    began: float = 0.0  # when this process was started
+    identity: str = ""  # as which this process is a member of the run, or was
     absent: int = 0  # for how many looks in a row it has been no member any more
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
@@ -117,13 +118,14 @@ class Child:
     def running(self) -> asyncio.subprocess.Process | None:
         return self.process if self.process is not None and self.process.returncode is None else None
 
-    def has_left(self, members: Collection[str]) -> bool:
-        """To be called every LOOK_SECONDS with the members of the run. True once the process has been none for so long
-        that it should have ended."""
-        if here := next((name for name in members if actor_name(name) == self.name), ""):
-            self.identity, self.absent = here, 0
-        elif self.identity != self.former:  # otherwise the process that runs now has not joined yet
-            self.absent += 1
+    def has_left(self, members: Mapping[str, float], now: float) -> bool:
+        """To be called every LOOK_SECONDS with the members of the run, and the seconds for which each was silent. True
+        once the process has been none for so long that it should have ended."""
+        for identity, silent in members.items():
+            # Who was last heard of before this process was started is one before it.
+            if actor_name(identity) == self.name and silent < now - self.began:
+                self.identity = identity
+        self.absent = self.absent + 1 if self.identity and self.identity not in members else 0
         return self.absent * LOOK_SECONDS > FENCED_SECONDS
 
     @property
@@ -258,11 +260,13 @@ class Supervisor:
                 if alert not in printed:
                     printed.add(alert)
                     self._say(alert)
-            self._kill_fenced({member["identity"] for member in status["members"]})
+            silences = ((member["identity"], member["silent"]) for member in status["members"])
+            self._kill_fenced({identity: math.inf if seconds is None else seconds for identity, seconds in silences})
 
-    def _kill_fenced(self, members: Collection[str]) -> None:
+    def _kill_fenced(self, members: Mapping[str, float]) -> None:
+        now = asyncio.get_running_loop().time()
         for child in self.children:
-            if child.has_left(members) and (process := child.running):
+            if child.has_left(members, now) and (process := child.running):
                 self._say(f"{child.name} is killed: it has lost its place in the run, and does not end")
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -301,7 +305,6 @@ class Supervisor:
         """Start a child, and restart it whenever it dies. Returns once it is not to be restarted any more."""
         loop = asyncio.get_running_loop()
         while True:
-            began = loop.time()
             await self._start(child)
             code = await self._end_of(child)
             if ending := self._end_of_run(child, code):
@@ -310,7 +313,7 @@ class Supervisor:
                 return
             if code == END:
                 return self._say(f"{child.name} has left and is not started again. Last output: {child.last_line}")
-            pause = child.deaths.pause(loop.time() - began, self._progress())
+            pause = child.deaths.pause(loop.time() - child.began, self._progress())
             if pause is None:
                 return self._finish(Ending(False, self._gave_up(child, code)))
             pause = 0.0 if code == FENCED else pause
@@ -320,7 +323,7 @@ class Supervisor:
 
     async def _start(self, child: Child) -> None:
         child.starts += 1
-        child.former, child.absent = child.identity, 0
+        child.began, child.identity, child.absent = asyncio.get_running_loop().time(), "", 0
         child.tail.clear()
         # With asyncio's own pipe, `wait` would also wait for processes that a dead child has left behind.
         reading, writing = os.pipe()

@@ -1058,7 +1058,11 @@ async def test_a_master_started_again_goes_on_where_the_killed_one_was(config):
             again = (await trainer.ask(AskStatus())).values
             for key in ("version", "alive", "ready", "capacity", "metrics", "lineage"):
                 assert again[key] == status[key]
+            assert [member["silent"] for member in again["members"]] == [None, None]  # by the journal alone
             assert (await manager.beat()).sequence > before.snapshot.sequence  # still members, with newer events
+            members = (await trainer.ask(AskStatus())).values["members"]
+            heard = {member["identity"].partition("/")[0]: member["silent"] is not None for member in members}
+            assert heard == {"trainer": False, "rollout_manager": True}
             assert (await manager.ask(RenewLeases(groups=tuple(batchless)))).groups == ()
             # What was answered before is answered the same again.
             await commit(trainer, 1)

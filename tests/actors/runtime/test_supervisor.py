@@ -289,6 +289,12 @@ async def test_the_end_of_the_master_is_the_end_of_the_run(whole, config, tmp_pa
     assert not processes_mentioning(str(tmp_path))
 
 
+def replace_status(folder: Path, status: dict[str, list]) -> None:
+    """Let the master's answer change at once."""
+    (folder / "new").write_text(json.dumps(status))
+    (folder / "new").rename(folder / "status")
+
+
 async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     whole, config, tmp_path, at_once, monkeypatch
 ):
@@ -298,9 +304,8 @@ async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     play = whole()
 
     def tell(*members: str, **more: list[str]) -> None:
-        status = {"members": [{"identity": identity} for identity in members], "alerts": [], **more}
-        (tmp_path / "new").write_text(json.dumps(status))
-        (tmp_path / "new").rename(tmp_path / "status")
+        status = {"members": [{"identity": identity, "silent": 0.0} for identity in members], "alerts": [], **more}
+        replace_status(tmp_path, status)
 
     tell("generator/0#a", "trainer/0#a", alerts=["generator/0 may hang"])
     running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
@@ -317,6 +322,27 @@ async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     assert [len(play.starts(role)) for role in ("trainer", "generator")] == [1, 2]
     assert play.output.count("generator/0 may hang") == 1
     assert "generator/0 is killed: it has lost its place in the run" in play.output
+
+
+@pytest.mark.parametrize("silent", [None, 600.0])
+async def test_a_child_that_starts_is_left_alone_while_one_before_it_loses_its_place(
+    whole, config, tmp_path, at_once, monkeypatch, silent
+):
+    """As after `--resume` of a run whose machine was lost: the journal still has the members of then."""
+    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "FENCED_SECONDS", 0.2)
+    play = whole()
+    earlier = {"identity": "generator/0#a", "silent": silent}
+    replace_status(tmp_path, {"members": [earlier], "alerts": ["it is a member"]})
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
+    await until(play.everybody_is_up)
+    await until(lambda: "it is a member" in play.output)
+    replace_status(tmp_path, {"members": [], "alerts": ["it is fenced"]})
+    await until(lambda: "it is fenced" in play.output)
+    await asyncio.sleep(0.5)
+    (tmp_path / "end").write_text("0")
+    assert (await running).ok
+    assert len(play.starts("generator")) == 1
 
 
 async def test_a_master_that_says_why_the_run_failed_is_not_started_again(whole, config, tmp_path):
