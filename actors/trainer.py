@@ -347,7 +347,9 @@ class Trainer(Actor):
                 await self._learner.snapshot(Path(policy.folder))
             policy = await self._write(policy)
         await self.ask_master(PublishPolicy(policy=policy), Done)
-        log.info("restored", lineage=policy.lineage, version=policy.version)
+        log.info(
+            "restored", lineage=policy.lineage, version=policy.version, redone=self._version - self._checkpoint_version
+        )
         for lineage in range(replaced.lineage, self._lineage):
             for version in range(self._version - VERSIONS_KEPT, self._version + 2):
                 await self._learner.forget(self._weights(version, lineage))

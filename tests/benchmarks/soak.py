@@ -1,192 +1,302 @@
-"""A long run of a tiny model: does anything grow without bound, and does the run survive what a day brings?
+"""A long run of a tiny model with a fault every two minutes: is anything lost, does anything grow, what does it cost?
 
     python tests/benchmarks/soak.py --hours 2 --folder soak --figure soak.svg
 
-A run of `run.py` on the quickstart's task, with very short sums so that steps are quick. It evaluates and saves often.
-Its reward fails now and then, for one call in fifty and for some seconds in every ten minutes. The master is killed
-some times in the first and in the last minutes. At the end SIGTERM stops the run. Every few seconds the script reads
-the memory of every role, with its child processes, and the size of each part of the run folder.
+A run of `run.py` on the quickstart's task, with very short sums so that steps are quick, and two ranks of the trainer.
+It evaluates and saves often, and its reward fails for one call in fifty. The faults are drawn from a seed
+(soak_run.py): kills, SIGTERM, hangs and pauses of processes, a full disk, a reward that is down, Ctrl-C and the loss of
+the machine, both with `--resume`. The run folder is on a small disk that the script mounts; where it may not, no disk
+fills up. At the end the run is ended in order, and its record is checked. Every few seconds the script reads the memory
+and the descriptors of every role, with its child processes, and the size of each part of the run folder.
 
-The table compares the median of the first tenth after the start-up with that of the last tenth.
+Exits with 1 if a prompt was lost or trained twice, the bound was broken, memory or descriptors have grown, a process or
+a file was left behind, or the run ended or stood still.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import psutil
 from results import show, write
-from runs import QUICKSTART, ROOT, free_port
+from runs import QUICKSTART, free_port
+from soak_run import TARGETS, SoakRun, children, small_disk
 
 from areal.data import quickstart
+from areal.storage.rollouts import batches
+from areal.storage.run_folder import read_summary
 
 REWARD = Path(__file__).resolve().with_name("soak_reward.py")
+BOUND, BATCH = 4, 4
 SETTING = (
-    "steps=10000000", "batch_size=4", "group_size=4", "data.eval_size=64", "data.options={max_digits: 4}",
-    "sampling.max_new_tokens=32", "trainer.lr=1.0e-6", "trainer.minibatches=1", "trainer.checkpoint_every=50",
-    "evaluator.every=200", f"reward.functions={REWARD}:reward", "guard.effective_sample_size=0",
+    "steps=10000000", f"batch_size={BATCH}", "group_size=4", f"max_staleness={BOUND}", "data.eval_size=64",
+    "data.options={max_digits: 4}", "sampling.max_new_tokens=32", "trainer.lr=1.0e-6", "trainer.minibatches=1",
+    "trainer.checkpoint_every=50", "trainer.ranks=2", "evaluator.every=200", f"reward.functions={REWARD}:reward",
+    "guard.effective_sample_size=0", "master.hang_seconds=20", "master.lease_seconds=20",
 )  # fmt: skip
 SAMPLE_SECONDS = 5.0
-KILLS = 5
-# From one kill of the master to the next.
-KILL_SECONDS = 45.0
-# Actors start, and their caches and pools fill.
-STARTING_SECONDS = 300.0
-ROLES = ("master", "trainer", "generator", "rollout_manager", "reward", "evaluator")
+# Without a step for so long, the run is stuck.
+STUCK_SECONDS = 600.0
+# A process that is younger is still filling its caches and pools.
+STARTING_SECONDS = 60.0
+# A process whose parent has not waited for it for so long is left behind.
+ZOMBIE_SECONDS = 120.0
+WEIGHTS_KEPT, CHECKPOINTS_KEPT = 5, 3
+# By how much the last tenth may exceed the first.
+GROWTH = {"memory": (1.25, 50e6), "descriptors": (1.25, 10)}
 # Files of the run folder: each line of the table adds up those whose path begins so.
-PARTS = ("journal.db", "spool.db", "events", "metrics.jsonl", "evaluations.jsonl", "logs", "tensorboard", "weights",
-         "checkpoints")  # fmt: skip
+UNFINISHED: dict[str, Any] = {"ok": False, "steps": None, "discarded": [], "prompts_open": []}
+# What the table has, and what is printed after it.
+ELSEWHERE = (*GROWTH, "files", "faults", "violations")
+MEGABYTES = ("memory", "files")
+COLUMNS = ("at", "seconds", "next_step", "standstill", "redone")
+PARTS = ("journal.db", "spool.db", "events", "metrics.jsonl", "evaluations.jsonl", "logs", "tensorboard", "rollouts",
+         "weights", "checkpoints")  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
     options = parse()
-    folder = options.folder / "run"
     if not options.only_report:
-        if folder.exists():
-            sys.exit(f"{folder} exists: give another --folder, or remove it.")
-        live(options.folder, options.hours * 3600)
-    samples = [json.loads(line) for line in (options.folder / "samples.jsonl").read_text().splitlines()]
-    kills = json.loads((options.folder / "kills.json").read_text())
-    results = summarise(folder, samples, kills)
+        if options.folder.exists():
+            sys.exit(f"{options.folder} exists: give another --folder, or remove it.")
+        model = (options.model or quickstart.ensure(options.folder / "models")).resolve()
+        live(options.folder.resolve(), model, options.hours * 3600, options.every, options.seed)
+    results = summarise(options.folder)
     tell(results)
-    write(results, options.json)
+    write(results, options.json or options.folder / "results.json")
     if options.figure:
-        draw(samples, options.figure)
+        draw(records(options.folder / "samples.jsonl"), options.figure)
+    return 1 if results["violations"] else 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where the run and the readings go")
     parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--every", type=float, default=120.0, help="seconds from one fault to the next")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--model", type=Path, help="of the quickstart's task (default: it is made)")
     parser.add_argument("--figure", type=Path, help="where the plot goes")
-    parser.add_argument("--json", type=Path, help="where the numbers go")
+    parser.add_argument("--json", type=Path, help="where the numbers go (default: results.json in the folder)")
     parser.add_argument("--only-report", action="store_true", help="from the readings in the folder")
     return parser.parse_args()
 
 
-def live(folder: Path, seconds: float) -> None:
-    """Run for `seconds`, and write down the readings and the kills. A run that ends by itself ends the benchmark."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = quickstart.ensure(folder / "models")
-    command = [
-        sys.executable, str(ROOT / "run.py"), "--config", str(QUICKSTART), f"run_dir={folder}", "name=run",
-        f"model={model.resolve()}", f"master.address=tcp://127.0.0.1:{free_port()}", *SETTING,
-    ]  # fmt: skip
-    kills: list[dict[str, Any]] = []
-    with (folder / "out.txt").open("w") as out, (folder / "samples.jsonl").open("w") as readings:
-        run = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-        began = time.monotonic()
-        due = [STARTING_SECONDS + i * KILL_SECONDS for i in range(KILLS)]
-        due += [seconds - (KILLS - i) * KILL_SECONDS for i in range(KILLS)]
-        while (now := time.monotonic() - began) < seconds:
-            if run.poll() is not None:
-                sys.exit(f"The run ended with {run.returncode} after {now:.0f} s: see {folder / 'out.txt'}")
-            readings.write(json.dumps({"seconds": now, **read(run.pid, folder / "run")}) + "\n")
+def live(folder: Path, model: Path, seconds: float, every: float, seed: int) -> None:
+    """Run for `seconds`, and write down readings, faults and violations. A run that ends by itself, or is stuck, ends
+    this. What the run has left on its disk is copied into `folder`."""
+    with small_disk(folder / "disk") as mounted:
+        if not mounted:
+            print("This user may not mount a disk: none will fill up.")
+        kinds = [kind for kind in TARGETS if mounted or kind != "full disk"]
+        overrides = [
+            "--config", str(QUICKSTART), f"run_dir={folder / 'disk'}", "name=run", f"model={model}",
+            f"master.address=tcp://127.0.0.1:{free_port()}", *SETTING,
+        ]  # fmt: skip
+        run = SoakRun(folder, overrides, kinds, seed)
+        try:
+            if error := endure(run, folder, seconds, every):
+                run.violations.append(error)
+                run.kill()
+            else:
+                run.stop(signal.SIGTERM)
+            run.end()
+            run.violations += leftovers(run.folder)
+        finally:
+            run.kill()
+            (folder / "violations.json").write_text(json.dumps(run.violations))
+            shutil.copytree(run.folder, folder / "run")
+
+
+def endure(run: SoakRun, folder: Path, seconds: float, every: float) -> str | None:
+    """Let faults befall a run, each after a step since the one before. Returns why it did not last so long."""
+    began = time.monotonic()
+    zombies: dict[int, float] = {}
+    steps, stepped, struck, due = 0, 0.0, 0, every
+    with (folder / "samples.jsonl").open("w") as readings, (folder / "faults.jsonl").open("w") as faults:
+        while (now := time.monotonic() - began) < seconds or run.steps <= struck:
+            if run.supervisor.poll() is not None:
+                return f"the run ended by itself with {run.supervisor.returncode} after {now:.0f} s: see out.txt"
+            if run.steps > steps:
+                steps, stepped = run.steps, now
+            if now - stepped > STUCK_SECONDS:
+                return f"no step was committed for {STUCK_SECONDS:g} s: see out.txt"
+            run.replace_who_left()
+            readings.write(json.dumps({"seconds": now, **read(run)}) + "\n")
             readings.flush()
-            if due and now >= due[0]:
-                due.pop(0)
-                kills.append({"seconds": now, "back": kill_master(run.pid, folder / "run")})
+            zombies = {pid: zombies.get(pid, now) for pid in run.zombies()}
+            if long := [pid for pid, since in zombies.items() if now - since > ZOMBIE_SECONDS]:
+                return f"nobody has waited for the ended processes {long} for {ZOMBIE_SECONDS:g} s"
+            if now >= due and now < seconds and steps > struck and (fault := run.befall()):
+                faults.write(json.dumps(asdict(fault)) + "\n")
+                faults.flush()
+                struck = run.steps
+                due = max(due + every, time.monotonic() - began + every / 4)
             time.sleep(SAMPLE_SECONDS)
-        (folder / "kills.json").write_text(json.dumps(kills))
-        run.send_signal(signal.SIGTERM)
-        run.wait(timeout=300)
+    return None
 
 
-def read(pid: int, run: Path) -> dict[str, Any]:
-    """Bytes of memory by role, bytes of files by part, and steps committed."""
-    memory = {role: 0 for role in ROLES}
-    for role, process in roles(pid):
-        for each in (process, *process.children(recursive=True)):
-            try:
-                memory[role] += each.memory_info().rss
-            except psutil.NoSuchProcess:
-                pass
+def read(run: SoakRun) -> dict[str, Any]:
+    """Memory in bytes and descriptors of each actor with its child processes, bytes of files by part, and steps."""
+    actors = []
+    for role, process in [("supervisor", psutil.Process(run.supervisor.pid)), *run.actors()]:
+        memory = descriptors = 0
+        below = children(process.pid, recursive=True) if role != "supervisor" else []
+        for each in (process, *below):
+            with suppress(psutil.NoSuchProcess):
+                memory += each.memory_info().rss
+                descriptors += each.num_fds()
+        with suppress(psutil.NoSuchProcess):
+            age = time.time() - process.create_time()
+            actors.append({"role": role, "age": age, "memory": memory, "descriptors": descriptors})
     sizes = dict.fromkeys(PARTS, 0)
-    for parent, _, names in os.walk(run):
+    for parent, _, names in os.walk(run.folder):
         for name in names:
             path = Path(parent, name)
-            part = next((part for part in PARTS if path.relative_to(run).as_posix().startswith(part)), None)
-            try:
+            part = next((part for part in PARTS if path.relative_to(run.folder).as_posix().startswith(part)), None)
+            with suppress(FileNotFoundError):
                 if part:
                     sizes[part] += path.stat().st_size
-            except FileNotFoundError:
-                pass
-    return {"memory": memory, "files": sizes, "steps": steps(run)}
+    return {"actors": actors, "files": sizes, "steps": run.steps}
 
 
-def roles(pid: int) -> list[tuple[str, psutil.Process]]:
-    """The processes of the supervisor's roles."""
+def leftovers(folder: Path) -> list[str]:
+    """What a run that has ended should not have left in its folder, in words."""
+    hidden = [path for path in folder.rglob("*") if path.name.startswith(".") or path.suffix == ".tmp"]
+    kept = {"weights": WEIGHTS_KEPT, "checkpoints": CHECKPOINTS_KEPT}
+    for part, count in kept.items():
+        folders = sorted((folder / part).iterdir(), key=lambda path: path.stat().st_mtime)
+        hidden += folders[:-count]
+    return [f"{path.relative_to(folder)} was left behind in the run folder" for path in hidden]
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def summarise(folder: Path) -> dict[str, Any]:
+    samples, run = records(folder / "samples.jsonl"), folder / "run"
+    metrics, summary = records(run / "metrics.jsonl"), read_summary(run) or UNFINISHED
+    growth = {what: ends_by_role(samples, what) for what in GROWTH}
+    gaps = [later["time"] - earlier["time"] for earlier, later in pairwise(metrics)]
+    return {
+        "hours": samples[-1]["seconds"] / 3600,
+        "steps": metrics[-1]["step"],
+        "evaluations": sum(1 for _ in (run / "evaluations.jsonl").open()),
+        "staleness_max": max(record["staleness_max"] for record in metrics),
+        **{name: summary.get(name) for name in ("masters", "lineages", "groups_requeued", "groups_discarded")},
+        "seconds_a_step": median(gaps),
+        "share_of_time_lost": 1 - median(gaps) * len(gaps) / sum(gaps),
+        "loop_delay": delays(run),
+        "faults": costs(folder, metrics),
+        **growth,
+        "files": {part: ends([sample["files"][part] for sample in samples]) for part in PARTS},
+        "violations": [
+            *json.loads((folder / "violations.json").read_text()),
+            *check_accounts(metrics, summary),
+            *check_rollouts(run / "rollouts", metrics),
+            *grown(growth),
+        ],
+    }
+
+
+def ends(values: Sequence[float]) -> list[float]:
+    """The median of the first tenth, that of the last tenth, and the greatest."""
+    tenth = max(1, len(values) // 10)
+    return [median(values[:tenth]), median(values[-tenth:]), max(values)]
+
+
+def ends_by_role(samples: Sequence[Mapping[str, Any]], what: str) -> dict[str, list[float]]:
+    found = defaultdict(list)
+    for sample in samples:
+        for actor in sample["actors"]:
+            if actor["age"] > STARTING_SECONDS:
+                found[actor["role"]].append(actor[what])
+    return {role: ends(values) for role, values in found.items()}
+
+
+def grown(growth: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[str]:
+    for what, by_role in growth.items():
+        factor, extra = GROWTH[what]
+        for role, (first, last, _) in by_role.items():
+            if last > factor * first + extra:
+                yield f"{what} of {role} grew from {first:,.0f} to {last:,.0f}"
+
+
+def check_accounts(metrics: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the fates of the prompts and with the staleness."""
+    if [record["step"] for record in metrics] != list(range(1, len(metrics) + 1)):
+        yield "metrics.jsonl does not have each step once"
+    if not summary["ok"] or summary["steps"] != len(metrics):
+        yield f"metrics.jsonl has {len(metrics)} steps, summary.json {summary['steps']}, ok: {summary['ok']}"
+    for record in metrics:
+        if record["staleness_max"] > BOUND or len(record["prompts"]) != BATCH:
+            yield f"step {record['step']}: staleness {record['staleness_max']}, prompts {record['prompts']}"
+    trained = [prompt for record in metrics for prompt in record["prompts"]]
+    losses = [loss for source in (*metrics, summary) for loss in source["discarded"]]
+    yield from (f"prompt {prompt} was discarded without a reason" for prompt, reason in losses if not reason)
+    fates = Counter([*trained, *(prompt for prompt, _ in losses), *summary["prompts_open"]])
+    yield from (f"prompt {prompt} has {count} fates" for prompt, count in fates.items() if count > 1)
+    yield from (f"prompt {prompt} was lost" for prompt in range(max(trained) + 1) if prompt not in fates)
+
+
+def check_rollouts(folder: Path, metrics: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Where the rollouts differ from the metrics, or have tokens that are too old."""
+    prompts = {}
+    for step, groups in batches(folder):
+        prompts[step] = [group.prompt_index for group in groups]
+        for group in groups:
+            oldest = min(int(sample.versions[sample.versions >= 0].min()) for sample in group.trajectories)
+            if step - 1 - oldest > BOUND:
+                yield f"step {step}: group {group.id} has tokens of version {oldest}"
+    for record in metrics:
+        if prompts.get(record["step"]) != record["prompts"]:
+            yield f"step {record['step']} of the rollouts has other prompts: {prompts.get(record['step'])}"
+
+
+def costs(folder: Path, metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each fault: seconds until the next step, the longest time without one before the next fault, the steps that
+    the trainer redid, and what the console said."""
+    faults = records(folder / "faults.jsonl")
+    output = (folder / "out.txt").read_bytes()
+    times = [record["time"] for record in metrics]
+    redone = restorations(folder / "run" / "logs")
     found = []
-    for process in psutil.Process(pid).children():
-        try:
-            words = process.cmdline()
-        except psutil.NoSuchProcess:
-            continue
-        if "--role" in words:
-            found.append((words[words.index("--role") + 1], process))
+    for fault, following in pairwise([*faults, {"time": math.inf, "output": len(output)}]):
+        begin, end = fault["time"], following["time"]
+        lines = output[fault["output"] : following["output"]].decode(errors="replace").splitlines()
+        found.append({
+            **fault,
+            "at": begin - times[0],
+            "next_step": next((moment - begin for moment in times if moment > begin), math.inf),
+            "standstill": max((b - a for a, b in pairwise(times) if begin < b <= end), default=math.inf),
+            "redone": sum(steps for moment, steps in redone if begin < moment <= end),
+            "lines": [line for line in lines if not line.startswith("step ")],
+        })  # fmt: skip
     return found
 
 
-def steps(run: Path) -> int:
-    """The last step in metrics.jsonl."""
-    try:
-        with (run / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return 0
-    return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
-def kill_master(pid: int, run: Path) -> float:
-    """Kill the master. Returns the seconds until the next step is committed."""
-    next(process for role, process in roles(pid) if role == "master").kill()
-    before, killed = steps(run), time.monotonic()
-    while steps(run) == before:
-        if time.monotonic() - killed > STARTING_SECONDS:
-            sys.exit("No step was committed after a kill of the master.")
-        time.sleep(0.05)
-    return time.monotonic() - killed
-
-
-def summarise(run: Path, samples: Sequence[Mapping[str, Any]], kills: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """First and last tenth of each reading; delays of the event loops; how long the master's absence was."""
-    steady = [sample for sample in samples if sample["seconds"] > STARTING_SECONDS + KILLS * KILL_SECONDS]
-    tenth = max(1, len(steady) // 10)
-
-    def ends(kind: str, name: str) -> list[float]:
-        values = [sample[kind][name] / 1e6 for sample in steady]
-        return [median(values[:tenth]), median(values[-tenth:]), max(values)]
-
-    summary = json.loads((run / "summary.json").read_text())
-    half = len(kills) // 2
-    return {
-        "hours": samples[-1]["seconds"] / 3600,
-        "steps": samples[-1]["steps"],
-        "evaluations": sum(1 for _ in (run / "evaluations.jsonl").open()),
-        "staleness_max": summary["staleness_max"],
-        "masters": summary["masters"],
-        "groups_requeued": summary["groups_requeued"],
-        "groups_discarded": summary["groups_discarded"],
-        "memory_mb": {role: ends("memory", role) for role in ROLES},
-        "files_mb": {part: ends("files", part) for part in PARTS},
-        "loop_delay": delays(run),
-        "seconds_without_a_step": {
-            "first kills": [kill["back"] for kill in kills[:half]],
-            "last kills": [kill["back"] for kill in kills[half:]],
-        },
-    }
+def restorations(logs: Path) -> list[tuple[float, int]]:
+    """When trainers were restored, in seconds since 1970, and the steps that they redid for it."""
+    lines = [json.loads(line) for path in logs.glob("trainer-*.jsonl*") for line in path.read_text().splitlines()]
+    restored = [line for line in lines if line["event"] == "restored"]
+    return [(datetime.fromisoformat(line["timestamp"]).timestamp(), line["redone"]) for line in restored]
 
 
 def delays(run: Path) -> dict[str, dict[str, float]]:
@@ -203,24 +313,42 @@ def delays(run: Path) -> dict[str, dict[str, float]]:
 
 def tell(results: Mapping[str, Any]) -> None:
     show(
-        f"{results['steps']:,} steps in {results['hours']:.1f} hours",
-        ["MB", "first tenth", "last tenth", "most"],
-        [[name, *ends] for kind in ("memory_mb", "files_mb") for name, ends in results[kind].items()],
-        [f"{name}: {value}" for name, value in results.items() if not name.endswith("_mb")],
+        f"{results['steps']:,} steps in {results['hours']:.2f} hours, {results['seconds_a_step']:.2f} s each",
+        ["fault", "at", "lasted", "next step", "longest without a step", "steps redone", "lines"],
+        [
+            [f"{fault['kind']}, {fault['target']}", *(fault[name] for name in COLUMNS), len(fault["lines"])]
+            for fault in results["faults"]
+        ],
+        [],
     )
+    show(
+        "first tenth, last tenth, most",
+        ["", "first", "last", "most"],
+        [
+            [f"{what} of {name}", *(end / 1e6 if what in MEGABYTES else end for end in found)]
+         for what in (*GROWTH, "files") for name, found in results[what].items()],
+        [f"{name}: {value}" for name, value in results.items() if name not in ELSEWHERE],
+    )  # fmt: skip
+    print("\n".join(results["violations"]) or "No violation.")
 
 
 def draw(samples: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Memory by role and sizes of files over the hours."""
+    """Memory by role, sizes of files and steps over the hours."""
     from matplotlib import pyplot
 
-    hours = [sample["seconds"] / 3600 for sample in samples]
     figure, axes = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")
-    for axis, kind, names in zip(axes, ("memory", "files"), (ROLES, PARTS), strict=False):
-        for name in names:
-            axis.plot(hours, [max(sample[kind][name] / 1e6, 1e-3) for sample in samples], label=name, linewidth=1)
+    memory = defaultdict(list)
+    for sample in samples:
+        for actor in sample["actors"]:
+            memory[actor["role"]].append((sample["seconds"] / 3600, actor["memory"] / 1e6))
+    for role, points in memory.items():
+        axes[0].plot(*zip(*points, strict=True), label=role, linewidth=1)
+    hours = [sample["seconds"] / 3600 for sample in samples]
+    for part in PARTS:
+        axes[1].plot(hours, [max(sample["files"][part] / 1e6, 1e-3) for sample in samples], label=part, linewidth=1)
+    for axis, name in zip(axes, ("memory", "files"), strict=False):
         axis.set_yscale("log")
-        axis.set_ylabel(f"{kind}, MB")
+        axis.set_ylabel(f"{name}, MB")
         axis.legend(fontsize="x-small", ncols=3)
     axes[2].plot(hours, [sample["steps"] for sample in samples], linewidth=1)
     axes[2].set_ylabel("steps committed")
@@ -229,4 +357,4 @@ def draw(samples: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,19 +1,21 @@
-"""The reward of the soak: the quickstart's, which fails now and then."""
+"""The reward of the soak: the quickstart's, which fails now and then, and always while a file says that it is down."""
 
 from __future__ import annotations
 
+import os
 import random
-import time
+from pathlib import Path
 
 from areal.data import addition
 
-OUTAGE_EVERY_SECONDS, OUTAGE_SECONDS = 600.0, 15.0
+DOWN = "SOAK_REWARD_DOWN"
+"""The environment variable with the path of that file."""
 FAILING_SHARE = 0.02
 
 
 def reward(prompt: str, completion: str, row: dict[str, str]) -> float:
-    """Raises ConnectionError for one call in fifty, and for all calls within OUTAGE_SECONDS of every ten minutes."""
-    if time.time() % OUTAGE_EVERY_SECONDS < OUTAGE_SECONDS:
+    """Raises ConnectionError for one call in fifty, and for all calls while the file is there."""
+    if Path(os.environ[DOWN]).exists():
         raise ConnectionError("the judge is away")
     if random.random() < FAILING_SHARE:
         raise ConnectionError("the judge did not answer")
