@@ -3,5 +3,5 @@
 A seed determines the whole course of a simulation. `tests/simulate.py` is the command line.
 
     loop, network, engines -> incarnation -> world <- faults, failpoints, model, quiet <- mutants
-                                               └──> oracle, book, memory
+                                               └──> oracle, book, memory, replay
 """

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from areal.staleness.ledger import ZERO_SIGNAL
+
+# Why a group may fail, by its rollout manager: what may be tried again, as `on_failed_sample` says, and what may not.
+RETRIED = ("prompt", "reward", "sandbox", "workflow", "trainer")
+HOPELESS = ("row", "long")
 
 
 class Violation(Exception):
@@ -39,6 +46,8 @@ class Book:
     earlier_ends: set[int] = field(default_factory=set)
     """Numbers of steps that the run was to have until it was resumed with another number."""
     max_staleness: int = 0
+    max_attempts: int = 0
+    on_failed_sample: str = ""
     version: int = 0
     lineage: int = -1
     trainer: str = ""
@@ -50,6 +59,10 @@ class Book:
     masks: dict[int, int] = field(default_factory=dict)
     """The oldest version in the loss with `mask`, of each batch."""
     waiting: set[int] = field(default_factory=set)
+    failures: Counter[int] = field(default_factory=Counter)
+    """How often each prompt has failed."""
+    failed_in_a_row: bool = False
+    """True from a failure until a group becomes ready. Until then no other failure counts against its prompt."""
     trained: dict[int, int] = field(default_factory=dict)
     discarded: dict[int, str] = field(default_factory=dict)
     batches: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -58,6 +71,8 @@ class Book:
     prompts: int = 0
     members: set[str] = field(default_factory=set)
     holds: dict[str, int] = field(default_factory=dict)
+    held_lineages: dict[str, int] = field(default_factory=dict)
+    """The lineages of the held policies."""
     evaluated: dict[int, bool] = field(default_factory=dict)
     """By version: True if there is a result, False if only a reason why there is none."""
     row_scores: dict[int, dict[int, list[float]]] = field(default_factory=dict)
@@ -81,7 +96,24 @@ class Book:
         if handler is not None:
             handler(**body)
 
-    def _ledger_settings(self, steps: int, max_staleness: int, **_: Any) -> None:
+    def check_members(self) -> None:
+        """Check what depends on who is a member of the run, and on who trains it."""
+        left = [group for group, row in self.rows.items() if not row.ready and row.owner not in self.members]
+        self._hold(not left, f"{left} are leased by members that have left", *left)
+        for identity, version in self.holds.items():
+            dead = version and self.held_lineages[identity] < self.lineage
+            self._hold(not dead, f"{identity} holds version {version} of a dead lineage", identity)
+
+    def deadline(self, group_id: str) -> int:
+        """The last version that may train a group that has started."""
+        return (self.rows[group_id].started_at or 0) + self.bounds[group_id]
+
+    def _master_started(self) -> None:
+        self.failed_in_a_row = False
+
+    def _ledger_settings(
+        self, steps: int, max_staleness: int, max_attempts: int, on_failed_sample: str, **_: Any
+    ) -> None:
         self._hold(steps >= self.version, f"the run is to end at step {steps}, but is at version {self.version}")
         if self.steps not in (0, steps):
             self.earlier_ends.add(self.steps)
@@ -89,6 +121,7 @@ class Book:
                 version: result for version, result in self.evaluated.items() if result or version != steps
             }
         self.steps, self.max_staleness = steps, max_staleness
+        self.max_attempts, self.on_failed_sample = max_attempts, on_failed_sample
 
     def _admitted(self, group_id: str, prompt_index: int, owner: str, version: int, **_: Any) -> None:
         self._hold(group_id not in self.prompt_of, f"{group_id} is admitted a second time", group_id)
@@ -122,21 +155,38 @@ class Book:
 
     def _ready(self, group_id: str, start_version: int) -> None:
         row = self._row(group_id)
+        self.failed_in_a_row = False
         self._hold(not row.ready, f"{group_id} is ready twice", group_id)
         row.ready, row.started_at = (
             True,
             start_version if row.started_at is None else min(start_version, row.started_at),
         )
 
-    def _requeued(self, group_id: str, reason: str, **_: Any) -> None:
+    def _requeued(self, group_id: str, reason: str, failed: bool) -> None:
         row = self._row(group_id)
         self._hold(bool(reason), f"{group_id} is re-queued without a reason", group_id)
         self._hold(not row.ready, f"{group_id} is re-queued, although it is ready", group_id)
+        if reason in RETRIED:
+            counts = not self.failed_in_a_row
+            self._hold(failed == counts, f"{group_id} failed ({reason}): counted {failed}, not {counts}", group_id)
+            self.failed_in_a_row = True
+        self.failures[row.prompt] += failed
+        tried, most = self.failures[row.prompt], self.max_attempts
+        self._hold(
+            tried < most, f"{group_id} is re-queued after {tried} failures, at most {most} are allowed", group_id
+        )
         self.waiting.add(self.rows.pop(group_id).prompt)
 
     def _discarded(self, group_id: str, reason: str) -> None:
+        prompt = self._row(group_id).prompt
         self._hold(bool(reason), f"{group_id} is discarded without a reason", group_id)
-        self.discarded[self._row(group_id).prompt] = reason
+        if reason not in (ZERO_SIGNAL, *HOPELESS):
+            at_once = reason in RETRIED and self.on_failed_sample == "discard"
+            tried, most = self.failures[prompt] + 1, self.max_attempts
+            enough = at_once or tried >= most
+            self._hold(enough, f"{group_id} is discarded after {tried} failures ({reason}), not {most}", group_id)
+        self.failed_in_a_row = reason in RETRIED or reason == "row"
+        self.discarded[prompt] = reason
         del self.rows[group_id]
 
     def _batch_logged(self, version: int, group_ids: Sequence[str]) -> None:
@@ -155,6 +205,10 @@ class Book:
             age = version - (row.started_at or 0)
             fresh = not self.bounds_groups or age <= self.bounds[group_id]
             self._hold(fresh, f"{group_id} is {age} versions old at version {version}", group_id)
+        late = max(map(self.deadline, group_ids))
+        left = [name for name, row in self.rows.items() if row.ready and name not in group_ids]
+        if overtaken := [name for name in left if self.deadline(name) < late]:
+            raise Violation(f"{overtaken} have earlier deadlines than the batch of version {version}", *overtaken)
         self.batches[version] = tuple(group_ids)
         self.masks[version] = max(0, version - self.max_staleness)
 
@@ -200,7 +254,7 @@ class Book:
                 version in (before, self.version, 0), f"{identity} begins to hold the old version {version}", identity
             )
             self._hold(not self.holds, f"{identity} holds a version at the same time as {self.holds}", identity)
-            self.holds[identity] = version
+            self.holds[identity], self.held_lineages[identity] = version, held["lineage"]
         elif before == 0 and before not in self.evaluated:
             self.lost_version_0 = True
         elif before is not None:

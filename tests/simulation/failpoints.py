@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from types import AsyncGeneratorType
 from typing import Any, Protocol
 
-from protocols.messages import Message, RenewLeases, StoreGroup
+from protocols.messages import Heartbeat, Message, RenewLeases, StoreGroup
 from protocols.transport import Request
 from simulation.faults import FailPoint, Plan
 from simulation.incarnation import Incarnation
@@ -50,6 +50,8 @@ class FailPoints:
                 return _never()
             if isinstance(request.message, RenewLeases):
                 self._world.oracle.renewed(request.sender, request.message.groups)
+            elif isinstance(request.message, Heartbeat):
+                self._world.oracle.heard_of(request.sender)
             answer = handle(request)
             if isinstance(answer, AsyncGeneratorType):
                 return answer if point is None else self._stream(one, answer, point)

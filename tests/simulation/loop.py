@@ -16,6 +16,8 @@ from actors.simulation.loop import Call, ProcessLoop, ScheduledCall, Scheduler
 
 # States of a process. Not an enumeration, for speed: they are compared for every callback.
 RUNNING, PAUSED, DEAD = "running", "paused", "dead"
+# A process that looks once a second for whether it was suspended does not notice less.
+LEAST_EXCUSED = 2.0
 
 
 class WorldScheduler(Scheduler):
@@ -35,7 +37,7 @@ class FaultyLoop(ProcessLoop):
 
     `before_work` and `after_work` are called right before and after a piece of work in an executor; a fail-point may
     kill the process there. If `fuse` is not 0, it is counted down at each callback, and when it reaches 0, `on_fuse` is
-    called instead of the callback.
+    called instead of the callback. `excused`: the seconds by which pauses and jumps were longer than LEAST_EXCUSED.
     """
 
     scheduler: WorldScheduler
@@ -44,6 +46,8 @@ class FaultyLoop(ProcessLoop):
         super().__init__(scheduler, name, latency)
         self.offset = offset
         self.state = RUNNING
+        self.excused = 0.0
+        self._paused_at = 0.0
         self.fuse = 0
         self.on_fuse: Callable[[], None] = self.kill
         self.before_work: Callable[[], None] | None = None
@@ -84,17 +88,19 @@ class FaultyLoop(ProcessLoop):
 
     def pause(self) -> None:
         if self.state is RUNNING:
-            self.state = PAUSED
+            self.state, self._paused_at = PAUSED, self.scheduler.now
 
     def resume(self) -> None:
         if self.state is PAUSED:
             self.state = RUNNING
+            self.excused += max(0.0, self.scheduler.now - self._paused_at - LEAST_EXCUSED)
             self.scheduler.ready.extend(self._held)
             self._held.clear()
 
     def jump(self, seconds: float) -> None:
         """Set the clock of this process ahead. Its timers are due earlier; messages still arrive at the same time."""
         self.offset += seconds
+        self.excused += max(0.0, seconds - LEAST_EXCUSED)
         timers = self.scheduler.timers
         timers[:] = [
             (when - seconds if handle[2] is self and handle[3] is not None else when, serial, handle)

@@ -14,23 +14,29 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from actors import generator, rollout_manager
+from actors import generator, rollout_manager, trainer
 from actors.generator import Generator
 from actors.master import Master
 from actors.parts.calls import Call
+from actors.parts.evaluations import Evaluations
 from actors.parts.hangs import Hangs
 from actors.parts.jobs import CallJobs, RoutedGenerators, ScoreJob, ScoreJobs
+from actors.parts.progress import Progress
+from actors.parts.run_state import RunState
 from actors.parts.services import Services
 from actors.parts.sessions import SampleSession
-from actors.rollout_manager import RolloutManager
+from actors.rollout_manager import RolloutManager, _GroupStart
 from actors.runtime.actor import Actor
+from actors.runtime.works import Operation
 from actors.trainer import Trainer
-from areal.staleness.ledger import Ledger, LedgerGroup
+from areal.staleness.ledger import Discarded, GroupState, Ledger, LedgerGroup, Requeued
+from areal.staleness.run_ahead import RunAhead
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
 from areal.trajectory import Branch, Group, Trajectory, columns, paths
 from protocols.codec import Frame, decode_header, encode_header
+from protocols.errors import RefusedError
 from protocols.messages import (
     AskRecovery,
     Done,
@@ -40,6 +46,7 @@ from protocols.messages import (
     Message,
     Permit,
     Recovery,
+    StoreGroup,
     TokenColumns,
 )
 from protocols.transport import STREAM_SILENCE_SECONDS, Peer, RequestServer
@@ -444,6 +451,135 @@ def own_code_without_a_limit() -> AbstractContextManager[None]:
     return patch.multiple(Services, sample_seconds=math.inf)
 
 
+def started_with_the_newest_version() -> AbstractContextManager[None]:
+    """A rollout manager reports the newest version that sampled a first token of a group as its start version."""
+
+    def one_less(start: _GroupStart) -> None:
+        start._missing -= 1
+        if not start._missing and start._versions:
+            start.report(max(start._versions))
+
+    return patch.multiple(_GroupStart, _one_less=one_less)
+
+
+def ready_with_the_newest_version() -> AbstractContextManager[None]:
+    """The trainer reports the newest version in a group as its start version."""
+    newest = property(lambda group: max(int(sample.versions[sample.sampled].max()) for sample in group.trajectories))
+    return patch.multiple(Group, start_version=newest)
+
+
+def discarded_at_the_first_failure() -> AbstractContextManager[None]:
+    """A prompt is discarded when it fails, not after `max_attempts` failures."""
+    return patch.multiple(Ledger, _fail=lambda ledger, group, reason: ledger._emit(Discarded(group.group_id, reason)))
+
+
+def never_discarded_for_failures() -> AbstractContextManager[None]:
+    """A prompt is tried again however often it has failed."""
+
+    def fail(ledger: Ledger, group: LedgerGroup, reason: str) -> None:
+        ledger._emit(Requeued(group.group_id, reason, failed=True))
+
+    return patch.multiple(Ledger, _fail=fail)
+
+
+def each_failure_counts() -> AbstractContextManager[None]:
+    """Failures in a row, which are not the fault of the prompts, count against each of them."""
+    failed = Ledger.failed
+
+    def failed_anyway(ledger: Ledger, group_id: str, owner: str, reason: str, counts: bool = True) -> Any:
+        return failed(ledger, group_id, owner, reason)
+
+    return patch.multiple(Ledger, failed=failed_anyway)
+
+
+def shortages_are_failures() -> AbstractContextManager[None]:
+    """The trainer refuses a group for good if its disk has no room for it."""
+    store_group = Trainer.store_group
+
+    async def store_at_once(trainer: Trainer, request: Any) -> Done:
+        if trainer._disk.shortage:
+            raise RefusedError("the disk is full")
+        return await store_group(trainer, request)
+
+    store_at_once.handled_kind = StoreGroup  # type: ignore[attr-defined]
+    return patch.multiple(Trainer, store_group=store_at_once)
+
+
+def snapshots_without_failures() -> AbstractContextManager[None]:
+    """A snapshot of the master's state does not have how often each prompt has failed."""
+    dump = Ledger.dump
+
+    def dump_less(ledger: Ledger) -> dict[str, Any]:
+        full = dump(ledger)
+        return full | {name: [row | {"failures": 0} for row in full[name]] for name in ("groups", "requeued")}
+
+    return patch.multiple(Ledger, dump=dump_less)
+
+
+def snapshots_without_run_ahead() -> AbstractContextManager[None]:
+    """A snapshot of the master's state does not have how far generation may run ahead."""
+    return patch.multiple(RunAhead, dump=lambda run_ahead: {"limit": 0.0, "filling": 0})
+
+
+def snapshots_without_lost_evaluations() -> AbstractContextManager[None]:
+    """A snapshot of the master's state does not have the evaluations that were given up."""
+    dump = RunState._dump
+    return patch.multiple(RunState, _dump=lambda state: dump(state) | {"not_evaluated": []})
+
+
+def own_pause_not_excused() -> AbstractContextManager[None]:
+    """The master takes time in which it was suspended itself for silence of the others."""
+    return patch.multiple(Master, _now=lambda master: asyncio.get_running_loop().time())
+
+
+def leases_of_leavers_stay() -> AbstractContextManager[None]:
+    """The groups of a member that has left stay with it until their leases end."""
+    return patch.multiple(Ledger, release=lambda ledger, owner: [])
+
+
+def evaluations_of_dead_lineages() -> AbstractContextManager[None]:
+    """An evaluation of a version in between goes on when a new trainer has opened a new lineage."""
+    abandon = Evaluations.abandon
+
+    def abandon_unless_new(evaluations: Evaluations, reason: str) -> None:
+        if "lineage" not in reason:
+            abandon(evaluations, reason)
+
+    return patch.multiple(Evaluations, abandon=abandon_unless_new)
+
+
+def only_the_newest_weights() -> AbstractContextManager[None]:
+    """The trainer removes a published version as soon as there is a newer one."""
+    return patch.multiple(trainer, VERSIONS_KEPT=1)
+
+
+def no_remedies() -> AbstractContextManager[None]:
+    """The master does nothing about a run in which nothing moves, and ends it after `stall_seconds`."""
+    remedy = Progress.remedy
+    return patch.multiple(Progress, remedy=lambda progress: "end" if remedy(progress) == "end" else None)
+
+
+def latest_deadlines_first() -> AbstractContextManager[None]:
+    """A batch has the ready groups with the latest deadlines."""
+
+    def choose(ledger: Ledger) -> list[LedgerGroup]:
+        ready = ledger._lines[GroupState.READY]
+        return ledger._head(GroupState.READY, len(ready))[-ledger.settings.batch_size :]
+
+    return patch.multiple(Ledger, _choose=choose)
+
+
+def evidence_ignored() -> AbstractContextManager[None]:
+    """An actor counts all the time that a work takes as a standstill, although its evidence of life moves."""
+    look = Operation.look
+
+    def look_away(operation: Operation, now: float, value: float | None) -> None:
+        operation.value = value
+        look(operation, now, value)
+
+    return patch.multiple(Operation, look=look_away)
+
+
 MUTANTS: dict[str, Mutant] = {
     "bounds of now": bounds_of_now,
     "capacity from a counter": capacity_from_a_counter,
@@ -487,4 +623,20 @@ MUTANTS: dict[str, Mutant] = {
     "log-probs reversed after a break": logprobs_reversed_after_a_break,
     "hangs not noticed": hangs_not_noticed,
     "own code without a limit": own_code_without_a_limit,
+    "started with the newest version": started_with_the_newest_version,
+    "ready with the newest version": ready_with_the_newest_version,
+    "discarded at the first failure": discarded_at_the_first_failure,
+    "never discarded for failures": never_discarded_for_failures,
+    "each failure counts": each_failure_counts,
+    "shortages are failures": shortages_are_failures,
+    "snapshots without failures": snapshots_without_failures,
+    "snapshots without run-ahead": snapshots_without_run_ahead,
+    "snapshots without lost evaluations": snapshots_without_lost_evaluations,
+    "own pause not excused": own_pause_not_excused,
+    "leases of leavers stay": leases_of_leavers_stay,
+    "evaluations of dead lineages": evaluations_of_dead_lineages,
+    "only the newest weights": only_the_newest_weights,
+    "no remedies": no_remedies,
+    "latest deadlines first": latest_deadlines_first,
+    "evidence ignored": evidence_ignored,
 }

@@ -17,13 +17,13 @@ import numpy as np
 
 from areal.config import Config
 from areal.data.rows import Row as DataRow
-from areal.staleness.ledger import LEASE_EXPIRED, RELEASED, ZERO_SIGNAL, Ledger
+from areal.staleness.ledger import LEASE_EXPIRED, RELEASED, START_VERSION_FELL, STRAGGLER, ZERO_SIGNAL, Ledger
 from areal.storage.rollouts import Rollout
 from areal.trajectory import Group, Trajectory
 from areal.workflows.conversation import Generation
 from protocols.codec import Frame
 from protocols.messages import EvaluationDone, Message
-from simulation.book import Book, Row, Violation
+from simulation.book import HOPELESS, RETRIED, Book, Row, Violation
 from simulation.engines import (
     Files,
     SimTokenizer,
@@ -42,6 +42,8 @@ from simulation.model import BRANCHING
 ROUNDING = 1e-6
 # Within so many virtual seconds of a publication, a generator that has nothing else to do begins to load it.
 PROMPT_SECONDS = 0.1
+# A generator may be reading one of so many versions before the newest one.
+OLDER_VERSIONS = 3
 
 
 class Oracle:
@@ -68,7 +70,8 @@ class Oracle:
         self.results: dict[tuple[str, int], bytes] = {}
         """The whole contents of the weights that each writer has for each version."""
         self.ledger: Ledger | None = None
-        self.spooled_credits: Callable[[str], set[float] | None] = lambda group: set()
+        self.spooled_samples: Callable[[str], Sequence[Trajectory] | None] = lambda group: ()
+        """The samples of a group on the trainer's disk; None if it is not there."""
         self.calls: set[tuple[str, tuple[str, str, bytes]]] = set()
         self._check_is_due = False
         self._samples: set[bytes] = set()  # digests of the samples that workflows made
@@ -76,8 +79,11 @@ class Oracle:
         self._branching = config.rollout_manager.workflow == BRANCHING
         self.scores_fail = False
         """Whether scores may fail, so that an evaluation may have none."""
+        self.causes: Collection[str] | None = ()
+        """What the faults of this simulation may make a group fail of; None: anything."""
         self.clock: Callable[[], float] = lambda: 0.0
-        """The clock of the running master."""
+        """The clock of the running master, which stands still while its process is suspended for long."""
+        self._heard_at: dict[str, float] = {}  # when the master last heard of each member, by its clock
         self.disturbed_until = 0.0
         """Until this virtual time, faults or restarts may have kept messages from arriving."""
         self.spooled: Callable[[str], tuple[Collection[str], Collection[str]]] = lambda trainer: ((), ())
@@ -97,6 +103,8 @@ class Oracle:
         del self.events[position + len(found) :]
         self.committed(len(self.events))
         self.memory = self._book()
+        self._heard_at.clear()
+        self._began = self.clock()
         self.ledger = None
         for kind, body in self.events:
             self._guard(self.memory.add, kind, body)
@@ -107,15 +115,15 @@ class Oracle:
         self.events.append((kind, body))
         match kind:
             case "ready":
-                self._guard(self._check_started, body["group_id"])
-            case "requeued":
-                self._guard(self._check_requeued, body["group_id"], body["reason"])
+                self._guard(self._check_ready, **body)
+            case "requeued" | "discarded":
+                self._guard(self._check_reason, body["group_id"], body["reason"])
         self._guard(self.memory.add, kind, body)
         match kind:
             case "admitted":
                 self._begin(self.memory.rows[body["group_id"]])
-            case "ready":
-                self._guard(self._check_ready, body["group_id"])
+            case "joined":
+                self.heard_of(body["member"]["identity"])
             case "discarded" if body["reason"] == ZERO_SIGNAL:
                 self._guard(self._check_filtered, body["group_id"])
             case "committed":
@@ -135,31 +143,57 @@ class Oracle:
     def _begin(self, row: Row) -> None:
         row.admitted, row.leased = self.scheduler.now, self.clock()
 
-    def _check_ready(self, group: str) -> None:
-        if self.spooled_credits(group) is None:
-            raise Violation(f"{group} is ready, but not on the trainer's disk", group)
-
     def _heard_of(self, when: float) -> None:
         if self.disturbed_until < when:
             self.heard()
 
-    def _check_started(self, group: str) -> None:
-        """The master hears that a group has started before it hears that it is ready, unless messages were lost or
-        late, or a sample that is not needed never started."""
-        row = self.memory.rows.get(group)
-        if row is None or row.started_at is not None or self.config.oversample:
+    def _check_ready(self, group_id: str, start_version: int) -> None:
+        """The group is on the trainer's disk, with tokens of this version and of none before. The master hears that a
+        group has started before it hears that it is ready, unless messages were lost or late, or a sample that is not
+        needed never started."""
+        samples = self.spooled_samples(group_id)
+        if samples is None:
+            raise Violation(f"{group_id} is ready, but not on the trainer's disk", group_id)
+        versions = [sample.versions[sample.sampled] for sample in samples]
+        if start_version != min(int(column.min()) for column in versions):
+            raise Violation(f"{group_id} is ready with start version {start_version}, but has {versions}", group_id)
+        row = self.memory.rows.get(group_id)
+        if row is None:
             return
-        if row.admitted > self.disturbed_until:
-            raise Violation(f"{group} is ready, but the master was never told its start version", group)
+        first = min(int(column[0]) for column in versions)  # the first token of a tree may be of a later call
+        if row.started_at is not None and row.started_at > first and not self._branching:
+            raise Violation(f"{group_id} was reported to start at version {row.started_at}, not {first}", group_id)
+        if row.started_at is None and row.admitted > self.disturbed_until and not self.config.oversample:
+            raise Violation(f"{group_id} is ready, but the master was never told its start version", group_id)
 
-    def _check_requeued(self, group: str, reason: str) -> None:
+    def _check_reason(self, group: str, reason: str) -> None:
+        """Something of this simulation has made the group fail, or has ended its lease."""
         row = self.memory.rows.get(group)
         if row is None:
             return
+        known = {*RETRIED, *HOPELESS} if self.causes is None else set(self.causes)
+        if self.memory.bounds_groups and row.started_at is not None:
+            known.add(START_VERSION_FELL)
+        if self.config.on_straggler == "requeue":
+            known.add(STRAGGLER)
+        if reason not in {*known, ZERO_SIGNAL, LEASE_EXPIRED, RELEASED}:
+            raise Violation(f"{group} is given up ({reason}), but no fault has made it fail", group)
         if reason == LEASE_EXPIRED and self.clock() - row.leased < self.config.master.lease_seconds - ROUNDING:
             raise Violation(f"the lease of {group} ends {self.clock() - row.leased:.2f} s after it was renewed", group)
         if reason == RELEASED and row.owner in self.memory.members:  # the master does this only if nothing moves
             self.remedied(f"{group} is re-queued")
+
+    def heard_of(self, member: str) -> None:
+        """The master hears of a member."""
+        self._heard_at[member] = self.clock()
+
+    def removed(self, reason: str) -> None:
+        """The master has removed the member that left last. Only time in which the master itself ran counts as
+        silence."""
+        identity = next(body["identity"] for kind, body in reversed(self.events) if kind == "left")
+        silence = self.clock() - self._heard_at.pop(identity, self._began)
+        if reason.startswith("silent") and silence < self.config.master.lease_seconds - ROUNDING:
+            self.fail(Violation(f"{identity} is fenced as {reason}, but was heard {silence:.2f} s ago", identity))
 
     def renewed(self, owner: str, groups: Collection[str]) -> None:
         """The master has renewed these leases, as far as the owner has them."""
@@ -178,8 +212,8 @@ class Oracle:
             raise Violation(f"the spool keeps {sorted(left)}, which nobody needs any more", *left)
 
     def _check_filtered(self, group: str) -> None:
-        credits = self.spooled_credits(group)
-        if not self.config.filter_zero_signal or credits is None or len(credits) != 1:
+        credits = set().union(*map(credits_of, self.spooled_samples(group) or ()))
+        if not self.config.filter_zero_signal or len(credits) != 1:
             raise Violation(f"{group} is filtered, although its tokens are credited with {credits}", group)
 
     def _check_passed(self, version: int) -> None:
@@ -193,6 +227,12 @@ class Oracle:
         own = self.results.get((weights.writer, version), weights.content) if weights else None
         if weights is None or not right or weights.content != own:
             raise Violation(f"{policy} is published, but its folder contains {weights}", policy["folder"])
+        for (lineage, older), folder in self.memory.policies.items():
+            still_read = lineage == policy["lineage"] and 0 < version - older <= OLDER_VERSIONS
+            if still_read and folder not in self.files.folders:
+                raise Violation(
+                    f"{folder} is removed, though a generator may still read it at version {version}", folder
+                )
 
     def _is_stopped_at(self, version: int) -> bool:
         """True if the guard has to stop the run at the step that leads to this version."""
@@ -221,6 +261,7 @@ class Oracle:
         book."""
         self._check_is_due = False
         if self.ledger is not None:
+            self._guard(self.memory.check_members)
             self._guard(self._check_ledger, self.ledger)
 
     def _check_ledger(self, ledger: Ledger) -> None:

@@ -36,7 +36,7 @@ from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import EngineError
 from areal.storage.spool import Spool, SpoolError
-from areal.trajectory import trajectories
+from areal.trajectory import Trajectory, trajectories
 from protocols.codec import Frame, decode_body, decode_header
 from protocols.messages import Generate, Message
 from protocols.transport import mark_of, token_for
@@ -59,8 +59,9 @@ from simulation.loop import RUNNING, FaultyLoop, WorldScheduler
 from simulation.memory import check_actor
 from simulation.model import HANGS, MASTER, MODEL, Model, config_of, draw_model, with_hangs
 from simulation.network import FaultyNetwork, FaultyWire, Weather
-from simulation.oracle import Oracle, credits_of
+from simulation.oracle import Oracle
 from simulation.quiet import quiet
+from simulation.replay import differences
 from simulation.watched import (
     Disk,
     Folder,
@@ -138,6 +139,7 @@ class World:
         self.files = Files(MODEL)
         self.oracle = Oracle(self.config, self.files, self.scheduler, self.fail, self.model.doubtful)
         self.oracle.scores_fail = self.plan.mishaps.score_fails > 0.0
+        self.oracle.causes = self._causes()
         self.oracle.spooled, self.oracle.busy, self.oracle.heard = self._spooled, self._busy, self._see_generators
         self.violation: Violation | None = None
         self.trace: list[str] | None = [] if traced else None
@@ -182,6 +184,12 @@ class World:
             self.counters,
             self.trace or [],
         )
+
+    def _causes(self) -> set[str]:
+        """What the faults of the plan may make a group fail of."""
+        hangs = any(isinstance(fault, faults.Hang) and fault.work == "workflow" for fault in self.plan.faults)
+        happen = {"reward": self.oracle.scores_fail, "workflow": hangs}
+        return {cause for cause, may in happen.items() if may}
 
     def fail(self, violation: Violation) -> None:
         """The first violation ends the simulation."""
@@ -286,12 +294,19 @@ class World:
     def _make_master(self, one: Incarnation) -> Master:
         journal = WatchedJournal(self._disk(one, empty_journal()))
         journal.oracle, journal.marks = self.oracle, {}
-        self.oracle.clock = one.loop.time
+        self.oracle.clock = lambda: one.loop.time() - one.loop.excused
         boss = Master(one.bus, self.config, journal=journal, folder=self.folder)
+        if not any(isinstance(fault, faults.Resume) for fault in self.plan.faults):  # else the settings may differ
+            self._check_restored(boss)
         self.oracle.ledger = boss.ledger
-        self.oracle.spooled_credits = self._spooled_credits
+        self.oracle.spooled_samples = self._spooled_samples
         one.network.on_publish = self.oracle.published
         return boss
+
+    def _check_restored(self, boss: Master) -> None:
+        """A master that begins with a snapshot has the same state as one that replays all events of the run."""
+        if boss.journal.size < len(self.oracle.events) and (forgotten := differences(boss.state, self.oracle.events)):
+            self.fail(Violation(f"the master has restored another state than its journal has: {forgotten}", "master-0"))
 
     async def _start_engine(
         self, one: Incarnation, model: Path, config: Any, *, version: int, seed: int, lora: Any, sleeps: bool,
@@ -454,11 +469,11 @@ class World:
             one.process.disk.deserialize(new)
         return one.process.disk
 
-    def _spooled_credits(self, group: str) -> set[float] | None:
-        """What the tokens of a group on the trainer's disk are credited with; None if the group is not there."""
+    def _spooled_samples(self, group: str) -> Sequence[Trajectory] | None:
+        """The samples of a group on the trainer's disk; None if the group is not there."""
         disk = self.processes["trainer-0"].disk
         row = disk and disk.execute("SELECT arrays FROM groups WHERE id = ?", (group,)).fetchone()
-        return set().union(*map(credits_of, trajectories(safetensors.numpy.load(row[0])))) if row else None
+        return tuple(trajectories(safetensors.numpy.load(row[0]))) if row else None
 
     def _spooled(self, trainer: str) -> tuple[Collection[str], Collection[str]]:
         disk = self.processes["trainer-0"].disk
@@ -488,6 +503,7 @@ class World:
 
     def _removed(self, name: str, reason: str) -> None:
         """The master has removed a member."""
+        self.oracle.removed(reason)
         if "no progress" in reason:
             self.oracle.remedied(f"{name} is fenced")
         one, model = self.processes[name.replace("/", "-")].running, self.model

@@ -1,0 +1,61 @@
+"""Compares the state that a master has restored from a snapshot with that of a replay of all events of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel
+
+from actors.parts.run_state import RunState
+from areal.staleness.ledger import Ledger
+from areal.staleness.run_ahead import RunAhead
+from areal.storage.journal import Journal
+
+Events = Sequence[tuple[str, dict[str, Any]]]
+# What is not kept: where events go, events for messages to people, and when leases end, since all are renewed.
+NOT_KEPT = ("config", "journal", "_story", "lease_expires")
+
+
+class Replay(Journal):
+    """A journal with these events and no snapshot, which takes no others."""
+
+    def __init__(self, events: Events) -> None:
+        self._all = json.loads(json.dumps(events))
+
+    def read(self) -> tuple[None, Events]:  # type: ignore[override]
+        return None, self._all
+
+
+def differences(state: RunState, events: Events) -> list[str]:
+    """The names of what differs from the state after these events."""
+    replayed = RunState(state.config, Replay(events))
+    restored, expected = _plain(state), _plain(replayed)
+    return [name for name, value in expected.items() if restored[name] != value]
+
+
+def _plain(value: Any) -> Any:
+    """`value` as lists, dictionaries and numbers that can be compared."""
+    match value:
+        case Enum() | str() | int() | float() | None:
+            return value
+        case dict():
+            return {f"{name}": _plain(item) for name, item in value.items()}
+        case BaseModel():
+            return _plain(value.model_dump())
+        case RunState() | Ledger() | RunAhead():
+            return _kept(vars(value).items())
+        case _ if is_dataclass(value):
+            return _kept((field.name, getattr(value, field.name)) for field in fields(value))
+        case set() | frozenset():
+            return sorted(value)
+        case Collection():
+            return [_plain(item) for item in value]
+    raise TypeError(f"{type(value)} cannot be compared")
+
+
+def _kept(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: _plain(item) for name, item in items if name not in NOT_KEPT}
