@@ -31,9 +31,16 @@ def model(**settings: Any) -> Model:
     return Model(**{**known, "patience": PATIENCE, "farewell": False, **settings})
 
 
+def world_of(settings: Model, plan: Plan | None = None) -> World:
+    """A world in which a test itself lets groups fail."""
+    world = World(1, settings, plan or Plan())
+    world.oracle.causes = None
+    return world
+
+
 def run(settings: Model, plan: Plan | None = None) -> tuple[World, Counter[str]]:
     """The world after a run that reached its end, and how often each event was journaled."""
-    world = World(1, settings, plan or Plan())
+    world = world_of(settings, plan)
     result = world.run()
     assert result.ok, result.story
     return world, Counter(kind for kind, _ in world.oracle.events)
@@ -143,7 +150,7 @@ def test_failures_of_everybody_pause_admission_and_scoring_that_works_again_resu
 
 def test_failures_of_everybody_end_the_run_after_the_stated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     judge_is_down(monkeypatch, lambda n: n > 20)
-    world = World(1, model(steps=30, batch_size=2, max_staleness=2), Plan())
+    world = world_of(model(steps=30, batch_size=2, max_staleness=2))
     world.config = world.config.model_copy(update={"outage_seconds": 600.0})
     result = world.run()
     assert result.violation is not None
@@ -177,7 +184,7 @@ def test_too_many_bad_rows_end_the_run_and_one_is_named(monkeypatch: pytest.Monk
         return row(self, index)
 
     monkeypatch.setattr(SimSource, "row", with_bad_ones)
-    result = World(1, model(steps=200, batch_size=2), Plan()).run()
+    result = world_of(model(steps=200, batch_size=2)).run()
     assert result.violation is not None
     assert "max_failed_share (0.1)" in result.violation
     assert "has no prompt" in result.violation
@@ -195,7 +202,7 @@ def long_from(monkeypatch: pytest.MonkeyPatch, every: int) -> World:
 
     monkeypatch.setattr(ModelTokenizer, "encode", longer)
     monkeypatch.setattr(failures, "LONG_LIMIT", 30)
-    world = World(1, model(steps=20, managers=2, eval_size=6), Plan())
+    world = world_of(model(steps=20, managers=2, eval_size=6))
     data = world.config.data.model_copy(update={"max_prompt_tokens": 10})
     world.config = world.config.model_copy(update={"data": data})
     return world
