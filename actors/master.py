@@ -11,13 +11,14 @@ import asyncio
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import structlog
 
 from actors.parts.accounts import StepMeter, evaluation_record, summary
+from actors.parts.disks import Disks
 from actors.parts.evaluations import Evaluations
 from actors.parts.hangs import Hangs
 from actors.parts.members import Members, next_event
@@ -31,7 +32,7 @@ from areal.devices import CORES, settle
 from areal.observe.tracking import flat
 from areal.staleness.failures import Failures
 from areal.staleness.ledger import Batch, Ledger, LedgerError, ReportAnswer, RunEnded
-from areal.storage.disk import DiskShortageError, Patience
+from areal.storage.disk import DiskShortageError, Patience, Shortage
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from protocols.addresses import host_of, is_loopback
@@ -103,6 +104,8 @@ class Records(Protocol):
 
     @property
     def path(self) -> Path: ...
+    @property
+    def filling(self) -> str: ...
     def free_reserve(self) -> None: ...
     def append_metrics(self, metrics: dict[str, Any]) -> None: ...
     def append_evaluation(self, evaluation: dict[str, Any]) -> None: ...
@@ -139,6 +142,7 @@ class Master(HandlesRequests):
         )
         self.members = Members(self.state, self._send_out, self._now)
         self._hangs = Hangs(self.members, config.master.hang_seconds)
+        self._disks = Disks()
         self._evaluations = Evaluations(self.state, self.members)
         self._progress = Progress(self.state, self.members, self._failures, self._free)
 
@@ -234,9 +238,16 @@ class Master(HandlesRequests):
             await self._patience.write(lambda: asyncio.to_thread(write, record), what)
 
     @property
-    def _shortage(self) -> str:
-        """Why the master waits for its disk; empty if it does not."""
+    def _shortage(self) -> Shortage | None:
+        """Why the master waits for its disk; None if it does not."""
         return self.journal.shortage or self._patience.shortage
+
+    def _shortages(self) -> Iterator[Shortage]:
+        """Who waits for a disk now."""
+        yield from filter(None, (self.journal.shortage, self._patience.shortage))
+        for pulse in self.members.pulses.values():
+            if found := pulse.beat.shortage:
+                yield Shortage(found.folder, found.cause, found.free, found.waits)
 
     async def _announce(self) -> None:
         """Publish events in order, each one only after the changes that it reports are on disk."""
@@ -275,7 +286,7 @@ class Master(HandlesRequests):
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await self._record("the summary", self.folder.write_summary, summary(self.config, self.state, ending))
         except TimeoutError:
-            log.error("the run ends without a summary", why=self._shortage)
+            log.error("the run ends without a summary", why=str(self._shortage))
         self._send_out(_shutdown(ending))
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
@@ -305,13 +316,14 @@ class Master(HandlesRequests):
                 log.warning("leases expired", groups=lost)
             self._evaluations.watch()
             self._changed.notify()
+            self._disks.look([*self._shortages()], now)
             if self._shortage or self._progress.longest_work():
                 self._progress.made()
             self._fail(self._failures.verdict(self.ledger.counters, now))
             self.state.compact_if_due()
             counts = self._counts()
             delay = delays.longest()
-            doing = "; ".join([self._shortage or self._progress.who_waits(), *self._hangs.alerts.values()])
+            doing = "; ".join([str(self._shortage or self._progress.who_waits()), *self._hangs.alerts.values()])
             self.folder.record_heartbeat("master/0", "healthy", doing, counts | delay)
             self._numbers = {
                 **{f"groups_{name}": float(n) for name, n in counts.items()},
@@ -735,8 +747,8 @@ class Master(HandlesRequests):
                 "steps": self.config.steps,
                 "max_staleness": self.config.max_staleness,
                 **self._counts(),
-                "waiting": self._shortage or self._progress.describe(),
-                "alerts": [*self._failures.firsts.values(), *self._hangs.alerts.values()],
+                "waiting": str(self._shortage or self._progress.describe()),
+                "alerts": self._alerts(),
                 "metrics": self.state.last_step,
                 "recent": [] if since is None else self._meter.recent(since),
                 "accuracy": {
@@ -749,6 +761,11 @@ class Master(HandlesRequests):
                 "events": self._events.address,
             }
         )
+
+    def _alerts(self) -> list[str]:
+        """What the user of the run is told on its console, in the order in which it began within each kind."""
+        disks = filter(None, (self.folder.filling, self._disks.alert))
+        return [*self._failures.firsts.values(), *self._hangs.alerts.values(), *disks]
 
     def _counts(self) -> dict[str, int]:
         """Numbers of groups."""

@@ -132,7 +132,7 @@ class Trainer(Actor):
     _takes_groups = False
 
     def __init__(
-        self, *args: Any, start_learner: Callable[[Config], Awaitable[Learner]] = Ranks.start,
+        self, *args: Any, start_learner: Callable[[Config, Patience], Awaitable[Learner]] = Ranks.start,
         open_spool: Callable[[Path], Spool] = Spool.open,
         open_rollouts: Callable[[Config], RolloutWriter] = open_rollouts, **kwargs: Any,
     ) -> None:  # fmt: skip
@@ -161,7 +161,7 @@ class Trainer(Actor):
         self.spawn(self._write_rollouts_regularly(), "keep rollouts")
         self._guard = Guard(self.config.guard)
         async with self._turn():
-            self._learner = await self._start_learner(self.config)
+            self._learner = await self._start_learner(self.config, self._disk)
             self._to_close.callback(self._learner.close)
             await self._direct.start()
             await self._recover()
@@ -352,7 +352,7 @@ class Trainer(Actor):
         )
         for lineage in range(replaced.lineage, self._lineage):
             for version in range(self._version - VERSIONS_KEPT, self._version + 2):
-                await self._learner.forget(self._weights(version, lineage))
+                await self._remove(self._weights(version, lineage))
 
     # --- one step
 
@@ -421,7 +421,7 @@ class Trainer(Actor):
         await self.ask_master(CommitStep(lineage=policy.lineage, version=policy.version, metrics=metrics), Done)
         committed()
         await self.ask_master(PublishPolicy(policy=await writing), Done)
-        await self._learner.forget(self._weights(policy.version - VERSIONS_KEPT))
+        await self._remove(self._weights(policy.version - VERSIONS_KEPT))
 
     async def _write(self, policy: Policy) -> Policy:
         """Wait until the snapshot is written. Returns the policy with the stamp of its files."""
@@ -502,8 +502,13 @@ class Trainer(Actor):
         for step in covered:
             del self.steps_to_redo[step]
         oldest = (version - 1) // every * every - (limit - 1) * every
-        await self._learner.forget(checkpoint_of(self.config.folder, oldest))
+        await self._remove(checkpoint_of(self.config.folder, oldest))
         return None
+
+    async def _remove(self, folder: Path) -> None:
+        """Remove a folder of weights or a checkpoint that is no longer needed."""
+        with self.working(f"removing {folder.name}", "disk", _refusals):
+            await self._disk.write(lambda: self._learner.forget(folder), f"that {folder.name} is removed")
 
     # --- rollouts
 

@@ -49,7 +49,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -246,12 +246,22 @@ class Work(Part):
     still: Number = 0.0
 
 
+class DiskShortage(Part):
+    """A disk takes no writes for now (areal.storage.disk.Shortage)."""
+
+    folder: Annotated[str, Field(max_length=4096)]
+    cause: Name
+    free: Annotated[int, Field(ge=0)]
+    waits: Annotated[str, Field(max_length=512)]
+
+
 class Heartbeat(Message):
     """Sent every second. `serves`: names of what the actor offers. `stats`: gauges and counters by name. `spans`: what
     the actor did since its last heartbeat. `clock`: the time of sending, on the same clock as the spans. `engagement`:
     a generator's load. `works`: of the actor's operations in progress one of each kind, the oldest first; none while it
     only waits. `ended`: by kind, for how long those have stood still that have ended since the last heartbeat. A
-    generator is healthy once it has loaded the policy that was current when it joined."""
+    generator is healthy once it has loaded the policy that was current when it joined. `shortage`: while it waits for a
+    disk."""
 
     state: State
     serves: Annotated[Several[Name], Field(max_length=MAX_SERVED)]
@@ -262,6 +272,7 @@ class Heartbeat(Message):
     ended: Annotated[dict[Name, Number], Field(max_length=MAX_STATS)] = Field(default_factory=dict)
     spans: Annotated[Several[Span], Field(max_length=MAX_STATS)] = ()
     clock: Number = 0.0
+    shortage: DiskShortage | None = None
 
 
 class Shutdown(Message):

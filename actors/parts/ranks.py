@@ -20,6 +20,7 @@ from areal.weights.folders import remove_folder
 
 if TYPE_CHECKING:
     from areal.config import Config
+    from areal.storage.disk import Patience
     from areal.training.engine import TrainingEngine
 
 T = TypeVar("T")
@@ -38,11 +39,11 @@ class Ranks:
         self._thread = thread
 
     @classmethod
-    async def start(cls, config: Config) -> Ranks:
-        """Start the engine of this rank; all ranks have to start at the same time. Raises UserError if the model cannot
-        be loaded."""
+    async def start(cls, config: Config, patience: Patience) -> Ranks:
+        """Start the engine of this rank; all ranks have to start at the same time. patience: with which folders are
+        written. Raises UserError if the model cannot be loaded."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        engine = await asyncio.get_running_loop().run_in_executor(thread, start_engine, config)
+        engine = await asyncio.get_running_loop().run_in_executor(thread, start_engine, config, patience)
         return cls(engine, thread)
 
     @property
@@ -119,12 +120,12 @@ class Ranks:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def start_engine(config: Config) -> TrainingEngine:
+def start_engine(config: Config, patience: Patience | None = None) -> TrainingEngine:
     """Create the engine of this rank. Called on all ranks."""
     with importing():
         from areal.training.engine import TrainingEngine
 
-    return TrainingEngine.of_run(config, keep_values=config.observe.rollouts != "none")
+    return TrainingEngine.of_run(config, keep_values=config.observe.rollouts != "none", patience=patience)
 
 
 def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group] | None) -> Any:

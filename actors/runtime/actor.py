@@ -32,11 +32,12 @@ from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
 from areal.config import Config, UserError
 from areal.devices import CORES, settle
-from areal.storage.disk import Patience
+from areal.storage.disk import Patience, Shortage
 from protocols.addresses import host_of, reachable
 from protocols.errors import BusError, DeadlineError, FencedError, PreparingError, RefusedError
 from protocols.messages import (
     AskSnapshot,
+    DiskShortage,
     Engagement,
     Heartbeat,
     HeartbeatAnswer,
@@ -427,8 +428,10 @@ class Actor(HandlesRequests):
             self._works.look()
 
     async def _beat(self) -> None:
+        short = self._disk.shortage
         beat = Heartbeat(
-            state=self.state, serves=self.serves(), activity=(self._disk.shortage or self.activity)[:512],
+            state=self.state, serves=self.serves(), activity=str(short or self.activity)[:512],
+            shortage=_as_part(short),
             stats=self.stats() | delays.longest(), engagement=self.engagement(), works=self.works(),
             ended=self._works.take_ended(), spans=tuple(self._spans), clock=asyncio.get_running_loop().time(),
         )  # fmt: skip
@@ -528,3 +531,9 @@ def first_error(error: BaseException) -> BaseException:
 def incarnation() -> str:
     """A random mark for an actor's identity, new at each start, so that a restarted actor differs from the old one."""
     return secrets.token_hex(4)
+
+
+def _as_part(shortage: Shortage | None) -> DiskShortage | None:
+    if shortage is None:
+        return None
+    return DiskShortage(folder=shortage.folder, cause=shortage.cause, free=shortage.free, waits=shortage.waits[:512])

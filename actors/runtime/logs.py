@@ -17,9 +17,6 @@ from areal.text import shown
 # A file that has grown to this size is renamed to NAME.1, in place of an older one.
 LIMIT_BYTES = 32 << 20
 
-# Begins a line of the output of a role that its supervisor also shows on the console.
-NOTICE = "! "
-
 _file: LogFile | None = None
 
 
@@ -74,7 +71,5 @@ def _as_shown(logger: Any, method: str, event: EventDict) -> EventDict:
 
 
 def _rendered(logger: Any, method: str, event: EventDict) -> str:
-    """The line for the terminal. With `notice` it is the event alone, for the user of the run."""
-    if event.pop("notice", None):
-        return f"{NOTICE}{event['event']}"
+    """The line for the terminal."""
     return str(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)(logger, method, event))

@@ -33,7 +33,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from actors.runtime.actor import Ending, incarnation
-from actors.runtime.logs import NOTICE, LogFile
+from actors.runtime.logs import LogFile
 from actors.watching.health import status_of
 from actors.watching.monitor import Feed, print_progress, print_steps, watch_live
 from areal.config import Config
@@ -247,8 +247,8 @@ class Supervisor:
             await asyncio.gather(view, return_exceptions=True)
 
     async def _watch(self, bus: Bus, address: str) -> None:
-        """Print the alerts of the master, each once, on any kind of console, and kill processes that have lost their
-        place in the run and do not end."""
+        """Print the alerts of the master when they begin, on any kind of console, and kill processes that have lost
+        their place in the run and do not end."""
         printed: set[str] = set()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -258,8 +258,8 @@ class Supervisor:
                 continue
             for alert in status["alerts"]:
                 if alert not in printed:
-                    printed.add(alert)
                     self._say(alert)
+            printed = set(status["alerts"])
             silences = ((member["identity"], member["silent"]) for member in status["members"])
             self._kill_fenced({identity: math.inf if seconds is None else seconds for identity, seconds in silences})
 
@@ -366,8 +366,6 @@ class Supervisor:
             out: LogFile | None = None
             async for line in _lines(reader):
                 child.tail.append(line)
-                if line.startswith(NOTICE):
-                    self._say(line.removeprefix(NOTICE))
                 new = 1
                 if out is None and self._folder is not None:
                     out = LogFile(self._folder / "logs" / f"{child.role}-{child.index}.out")

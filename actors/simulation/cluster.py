@@ -87,6 +87,8 @@ class _Folder:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
+    filling = ""
+
     def free_reserve(self) -> None:
         pass
 
@@ -237,7 +239,7 @@ class Cluster:
         self.engines.append(engine)
         return engine
 
-    async def _start_learner(self, config: Config) -> Any:
+    async def _start_learner(self, *_: Any) -> Any:
         return self.learner
 
     def _make_pool(self, *args: Any) -> Any:

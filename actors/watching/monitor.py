@@ -124,8 +124,8 @@ async def follow(feed: Feed, console: Console) -> int:
                 line = step_line(metrics, status["steps"], status["max_staleness"])
                 console.print(line, highlight=False, soft_wrap=True)
             for alert in set(status["alerts"]) - alerts:
-                alerts.add(alert)
                 console.print(alert, highlight=False, markup=False, soft_wrap=True)
+            alerts = set(status["alerts"])
         await asyncio.sleep(REFRESH_SECONDS)
     console.print(feed.ended, highlight=False, markup=False)
     return 0

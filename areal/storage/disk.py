@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -39,6 +39,24 @@ log = structlog.get_logger()
 
 class DiskShortageError(Exception):
     """A disk takes no writes for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """The disk of a folder takes no writes for now. cause: it is full, or read-only, ... free: its bytes. waits: who
+    waits to write what."""
+
+    folder: str
+    cause: str
+    free: int
+    waits: str
+
+    @property
+    def disk(self) -> str:
+        return f"the disk of {self.folder} is {self.cause} ({mebibytes(self.free)} free)"
+
+    def __str__(self) -> str:
+        return f"{self.waits}: {self.disk}"
 
 
 def shortage(error: BaseException | None, folder: Path | None = None) -> str | None:
@@ -151,23 +169,35 @@ def _gib(size: float) -> str:
     return f"{size / (1 << 30):.3g} GiB"
 
 
+def mebibytes(size: float) -> str:
+    return f"{size / (1 << 20):.1f} MiB"
+
+
 class Patience:
-    """Repeats writes into `folder` that the disk refuses, until it takes them, and tells when that begins and ends.
-    writer: who writes. tells: False if another process tells. `shortage`: while a write waits, why, in a sentence;
-    otherwise empty. `refusals`: of the disks of this process, since its start.
+    """Repeats writes that the disk refuses, until it takes them, and logs when that begins and ends. folder: where
+    writes go that name no other. writer: who writes. logs: False if another process does. `refusals`: of the disks of
+    this process, since its start.
 
     A write has to leave the same on disk when it is repeated, whatever part of it was done before it failed.
     """
 
     refusals: ClassVar[int] = 0
 
-    def __init__(self, folder: Path, writer: str, tells: bool = True) -> None:
-        self.shortage = ""
-        self._tell: Callable[..., None] = partial(log.warning, notice=True) if tells else _keep_silent
+    def __init__(self, folder: Path, writer: str, logs: bool = True) -> None:
+        self._logs = logs
         self._folder = folder
         self._writer = writer
-        self._waiting: set[object] = set()
+        self._waiting: dict[object, str] = {}  # what is to be written
+        self._refused: tuple[str, str, int] = ("", "", 0)  # the folder, why, and the bytes that it had left
         self._since = 0.0
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """Why writes wait; None if none does."""
+        waiting = list(self._waiting.values())  # another thread may change it
+        if not waiting:
+            return None
+        return Shortage(*self._refused, f"{self._writer} waits to write {', '.join(dict.fromkeys(waiting))}")
 
     async def write(self, write: Callable[[], Awaitable[T]], what: str) -> T:
         """Return what `write` returns. what: is written. Raises what `write` raises for other reasons."""
@@ -184,56 +214,50 @@ class Patience:
                     return result
                 await asyncio.sleep(RETRY_SECONDS)
         finally:
-            self._forget(mark)
+            self._waiting.pop(mark, None)
 
-    def write_in_thread(self, write: Callable[[], T], what: str) -> T:
+    def write_in_thread(self, write: Callable[[], T], what: str, folder: Path | None = None) -> T:
         """The same in a thread that has no event loop."""
+        mark = object()
         while True:
             try:
                 result = write()
             except Exception as error:
-                if not self.must_wait(error, what):
+                if not self.must_wait(error, what, mark, folder):
+                    self._waiting.pop(mark, None)
                     raise
             else:
-                self.goes_on()
+                self.goes_on(mark)
                 return result
             time.sleep(RETRY_SECONDS)
 
-    def must_wait(self, error: BaseException, what: str, mark: object = None) -> bool:
+    def must_wait(self, error: BaseException, what: str, mark: object = None, folder: Path | None = None) -> bool:
         """Whether a write that has failed is to be repeated. mark: tells it from others that wait at the same time."""
-        cause = shortage(error, self._folder)
+        folder = folder or self._folder
+        cause = shortage(error, folder)
         if cause is None:
             return False
         Patience.refusals += 1
-        if not self._waiting:
+        begins = not self._waiting
+        self._refused = str(folder), cause, _free_or_none(folder)
+        self._waiting[mark] = what
+        if begins:
             self._since = time.monotonic()
-            self.shortage = f"{self._writer} waits to write {what}: the disk of {self._folder} is {cause}"
-            self._tell(
-                f"{self.shortage}. Free some room there, and the run goes on by itself; Ctrl-C ends it, and --resume "
-                f"continues it."
-            )
-        self._waiting.add(mark)
+            if self._logs:
+                log.warning(str(self.shortage))
         return True
 
     def goes_on(self, mark: object = None) -> None:
         """The write is on disk."""
-        if self._forget(mark):
+        if self._waiting.pop(mark, None) and not self._waiting and self._logs:
             seconds = time.monotonic() - self._since
-            self._tell(f"{self._writer} goes on: the disk of {self._folder} refused writes for {seconds:.0f} s.")
-
-    def _forget(self, mark: object) -> bool:
-        """Returns True if it was the last one that waited."""
-        if mark not in self._waiting:
-            return False
-        self._waiting.discard(mark)
-        if self._waiting:
-            return False
-        self.shortage = ""
-        return True
+            log.warning(f"{self._writer} goes on: the disk of {self._refused[0]} refused writes for {seconds:.0f} s")
 
 
-def _keep_silent(text: str) -> None:
-    pass
+def _free_or_none(folder: Path) -> int:
+    with suppress(OSError):
+        return free_bytes(folder)
+    return 0
 
 
 class Reserve:

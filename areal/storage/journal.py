@@ -22,7 +22,7 @@ from zlib import crc32
 
 from areal.config import UserError
 from areal.storage.database import FACTS, fact, new_identity, note, note_program, open_store, prepare
-from areal.storage.disk import RETRY_SECONDS, DiskShortageError, Patience
+from areal.storage.disk import RETRY_SECONDS, DiskShortageError, Patience, Shortage
 from areal.storage.run_folder import ways_out
 
 FORMAT_VERSION = 5
@@ -111,8 +111,8 @@ class Journal:
         self.size = 0
 
     @property
-    def shortage(self) -> str:
-        """Why the journal waits for the disk, in a sentence; empty if it does not."""
+    def shortage(self) -> Shortage | None:
+        """Why the journal waits for the disk; None if it does not."""
         return self._patience.shortage
 
     async def durable(self, wait_for_room: bool = True) -> None:
@@ -124,7 +124,7 @@ class Journal:
         target = self._appended
         while self._durable < target and self._failure is None:
             if self.shortage and not wait_for_room:
-                raise DiskShortageError(self.shortage)
+                raise DiskShortageError(str(self.shortage))
             commit = self._commit or self._start_commit()
             await asyncio.wait([commit])  # cancelling a caller here does not cancel the commit
         if self._failure is not None:

@@ -64,7 +64,8 @@ class RunFolder:
     """The folder of a run's results. The master writes it. Of a run that goes on, summary.json and report.html are
     removed, an incomplete last record of metrics.jsonl and evaluations.jsonl is cut off, and damaged ones are told.
 
-    run: the identity of the run, which each record has."""
+    run: the identity of the run, which each record has. `filling`: what is to be said of the disk while it will soon be
+    full; otherwise empty."""
 
     def __init__(self, config: Config, run: str = "") -> None:
         self.path = config.folder
@@ -83,7 +84,7 @@ class RunFolder:
         self._evaluations = self.path / "evaluations.jsonl"
         self._evaluated = {record["version"] for record in whole_records(self._evaluations)}
         self._free: deque[int] = deque(maxlen=STEPS_LOOKED_AT)  # bytes on the disk after each of the newest steps
-        self._is_filling = False
+        self.filling = ""
         self.free_reserve = Reserve(self.path).free
         events = EventLog(self.path)
         self.record_heartbeat = events.record_heartbeat
@@ -98,14 +99,11 @@ class RunFolder:
         free = free_bytes(self.path)
         append(self._metrics, self._line(metrics | {"disk_free": free}))
         self._update_totals(metrics)
-        self._warn_of_full_disk(free)
-
-    def _warn_of_full_disk(self, free: int) -> None:
         self._free.append(free)
-        warning = running_out(list(self._free))
-        if warning and not self._is_filling:
-            log.warning(warning, notice=True)
-        self._is_filling = bool(warning)
+        warning = running_out(list(self._free)) or ""
+        if warning and not self.filling:
+            log.warning(warning)
+        self.filling = warning and (self.filling or warning)
 
     def append_evaluation(self, evaluation: dict[str, Any]) -> None:
         """Append one version's result and the time as a line of JSON. It is on disk on return. A result is skipped if

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from areal.config import UserError
-from areal.storage.disk import DiskShortageError, Patience, shortage
+from areal.storage.disk import DiskShortageError, Patience, mebibytes, shortage
 from areal.weights.chunks import Manifest
 from areal.weights.folders import atomic_folder
 
@@ -82,9 +82,10 @@ class Contents(Protocol):
 
 
 class Writer:
-    """Writes folders, one after another, in a thread of its own on every rank (all ranks)."""
+    """Writes folders, one after another, in a thread of its own on every rank (all ranks). patience: of rank 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
         self._group = dist.new_group(backend="gloo", timeout=SILENCE) if dist.get_world_size() > 1 else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
 
@@ -95,9 +96,9 @@ class Writer:
         what `contents.finish` returned. If the disk is full, the folder is written again until there is room; if
         a file cannot be written for another reason, the result is a UserError on all ranks, and nothing is changed.
         """
-        patience = Patience(folder.parent, "the trainer", tells=dist.get_rank() == 0)
-        what = f"{folder.name} ({contents.size >> 20} MiB)"
-        return self._thread.submit(patience.write_in_thread, partial(self._write, folder, contents), what)
+        what = f"{folder.name} ({mebibytes(contents.size)})"
+        write = partial(self._write, folder, contents)
+        return self._thread.submit(self._patience.write_in_thread, write, what, folder.parent)
 
     def _write(self, folder: Path, contents: Contents) -> Manifest | None:
         first = dist.get_rank() == 0

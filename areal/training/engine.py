@@ -32,6 +32,7 @@ from areal.cpu import training as cpu
 from areal.interfaces import choose_interface
 from areal.models import check_heads
 from areal.processes import importing
+from areal.storage.disk import Patience
 from areal.training.advantages import advantages
 from areal.training.agreement import SILENCE, Writer
 from areal.training.checkpoint import Share, TrainingState
@@ -103,13 +104,14 @@ class TrainingEngine:
 
     model: folder of a Hugging Face model. The number of ranks comes from torchrun's environment; without it there is
     one rank. optimizer_steps: of the whole run, needed if the learning rate is not constant. keep_values: whether a
-    step leaves what it found for each token in `values`. Raises UserError if the model cannot be loaded or not be
-    trained with this number of ranks, or if a C++ compiler is missing.
+    step leaves what it found for each token in `values`. patience: with which folders are written. Raises UserError if
+    the model cannot be loaded or not be trained with this number of ranks, or if a C++ compiler is missing.
     """
 
     def __init__(
-        self, model: Path, config: TrainerConfig, *, seed: int, optimizer_steps: int = 1, keep_values: bool = False
-    ) -> None:
+        self, model: Path, config: TrainerConfig, *, seed: int, optimizer_steps: int = 1, keep_values: bool = False,
+        patience: Patience | None = None,
+    ) -> None:  # fmt: skip
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
         check_heads(model, config.sequence_parallel)
@@ -172,14 +174,18 @@ class TrainingEngine:
         self._peak_tflops = config.peak_tflops or peak_tflops(self.device, config.dtype)
         self._reference = self._start_reference()
         self._share_out_weights()
+        patience = patience or Patience(model, "the trainer", logs=self.rank == 0)
+        self._publisher, self._saver = Writer(patience), Writer(patience)
         self.work_done = 0
         """Micro-batches computed plus parameters gathered since the start. Rises during long work, not if it hangs."""
 
     @classmethod
-    def of_run(cls, config: Config, *, keep_values: bool) -> TrainingEngine:
+    def of_run(cls, config: Config, *, keep_values: bool, patience: Patience | None = None) -> TrainingEngine:
         """The engine with which the run of `config` begins (all ranks)."""
-        steps = config.steps * config.trainer.minibatches
-        return cls(Path(config.model), config.trainer, seed=config.seed, optimizer_steps=steps, keep_values=keep_values)
+        return cls(
+            Path(config.model), config.trainer, seed=config.seed, keep_values=keep_values, patience=patience,
+            optimizer_steps=config.steps * config.trainer.minibatches,
+        )  # fmt: skip
 
     @contextmanager
     def _spread_over_ranks(self) -> Iterator[None]:
@@ -247,7 +253,6 @@ class TrainingEngine:
         self._writers: int = self.broadcast(here)["ranks"]
         self._written_by = share_out(sizes, 1 if self.config.lora else self._writers)
         self._snapshot: dict[str, Tensor] = {}
-        self._publisher, self._saver = Writer(), Writer()
         self._residence = Residence()
 
     def _saved_buffers(self) -> dict[str, Tensor]:

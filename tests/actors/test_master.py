@@ -48,6 +48,7 @@ from protocols.messages import (
     BenchmarkScores,
     CheckpointSaved,
     CommitStep,
+    DiskShortage,
     Engagement,
     EvaluationAbandoned,
     EvaluationDone,
@@ -113,9 +114,10 @@ class Caller:
         self.bus.identity.name = welcome.identity
         return welcome
 
-    async def beat(self, **stats: float):
+    async def beat(self, shortage: DiskShortage | None = None, **stats: float):
         serves = ("addition",) if self.role == "reward" else ()
-        return await self.ask(Heartbeat(state="healthy", serves=serves, activity="testing", stats=stats))
+        beat = Heartbeat(state="healthy", serves=serves, activity="testing", stats=stats, shortage=shortage)
+        return await self.ask(beat)
 
 
 @contextlib.asynccontextmanager
@@ -164,8 +166,16 @@ async def test_a_master_with_a_full_disk_is_heard_and_its_run_can_be_ended_in_or
                 await manager.ask(AskPermits(count=1))
                 await manager.ask(RenewLeases(groups=()))
         assert (await manager.ask(AskStatus())).values["capacity"] == 0
+        elsewhere = DiskShortage(folder="/weights", cause="read-only", free=9 << 20, waits="a trainer waits")
         with pytest.raises(PreparingError):
-            await manager.beat()
+            await manager.beat(shortage=elsewhere)
+        while not (alerts := (await manager.ask(AskStatus())).values["alerts"]):  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
+        assert list(alerts) == [
+            f"The disk of {small_disk} is full (0.0 MiB free): the master waits to write the journal; the disk of "
+            "/weights is read-only (9.0 MiB free): a trainer waits. Free some room there, or make it writable, and the "
+            "run goes on by itself; Ctrl-C ends it, and --resume continues it."
+        ]
         os.kill(os.getpid(), signal.SIGTERM)
         assert (await running).reason == "told to stop by SIGTERM"
     assert json.loads((small_disk / "summary.json").read_text())["reason"] == "told to stop by SIGTERM"

@@ -121,7 +121,7 @@ async def store_all(config: Config, finished: Finished) -> None:
         def close(self) -> None:
             pass
 
-    async def start_learner(_: Config) -> Any:
+    async def start_learner(*_: Any) -> Any:
         return IdleLearner()
 
     bus = Bus(f"trainer/?#{incarnation()}", open_network("127.0.0.1"))

@@ -191,6 +191,7 @@ class Folder:
     ) -> None:
         self.path = path
         self.activity = "the master has said nothing"
+        self.filling = ""
         self.write_summary = on_summary
         self._on_gone = on_gone
 

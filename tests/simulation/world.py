@@ -273,7 +273,7 @@ class World:
         match one.role:
             case "trainer":
                 seams: dict[str, Any] = {
-                    "start_learner": lambda config: self._start_learner(one),
+                    "start_learner": lambda *_: self._start_learner(one),
                     "open_spool": lambda path: self._open_spool(one),
                     "open_rollouts": lambda config: self._open_rollouts(one),
                 }

@@ -259,12 +259,6 @@ async def test_an_output_without_line_feeds_ends_no_child(stage):
     assert len(play.starts("reward")) == 1
 
 
-async def test_what_a_child_notices_for_the_user_is_a_line_on_the_console(stage):
-    play = stage(reward="print('! the disk is full')\nprint('as always')\nsys.exit(2)")
-    await play.supervisor.run_roles(["reward"], [], [])
-    assert play.output.splitlines() == ["the disk is full"]
-
-
 async def test_a_console_that_nobody_reads_ends_nothing(stage, at_once):
     reading, writing = os.pipe()
     os.close(reading)
@@ -317,10 +311,13 @@ async def test_a_fenced_child_that_does_not_end_is_killed_and_started_again(
     await until(lambda: len(play.starts("generator")) == 2)
     await until(lambda: "stays" in generator.last_line)
     await asyncio.sleep(0.5)  # the new process is no member yet, and is left alone
+    assert play.output.count("generator/0 may hang") == 1
+    tell("trainer/0#a", alerts=["generator/0 may hang"])
+    await until(lambda: play.output.count("generator/0 may hang") == 2)  # it begins again
     (tmp_path / "end").write_text("0")
     assert (await running).ok
     assert [len(play.starts(role)) for role in ("trainer", "generator")] == [1, 2]
-    assert play.output.count("generator/0 may hang") == 1
+    assert play.output.count("generator/0 may hang") == 2
     assert "generator/0 is killed: it has lost its place in the run" in play.output
 
 

@@ -100,12 +100,14 @@ async def test_a_write_is_repeated_until_there_is_room_and_that_is_said_once(sma
             asyncio.create_task(patience.write(lambda n=name: asyncio.to_thread(write, n), name)) for name in names
         ]
         await asyncio.sleep(0.1)
-        assert f"the disk of {small} is full" in patience.shortage and not any(task.done() for task in writes)
+        waiting = patience.shortage
+        assert waiting and waiting.disk == f"the disk of {small} is full (0.0 MiB free)"
+        assert waiting.waits == "the trainer waits to write a, b" and not any(task.done() for task in writes)
         hog.unlink()
         await asyncio.gather(*writes)
-    assert patience.shortage == "" and [(small / name).stat().st_size for name in names] == [100_000] * 2
+    assert patience.shortage is None and [(small / name).stat().st_size for name in names] == [100_000] * 2
     first, last = [entry["event"] for entry in logs]
-    assert str(small) in first and "Free some room" in first and "goes on" in last
+    assert str(small) in first and "0.0 MiB free" in first and "goes on" in last
 
 
 async def test_a_wait_for_a_disk_can_be_cancelled(small: Path):
@@ -116,7 +118,7 @@ async def test_a_wait_for_a_disk_can_be_cancelled(small: Path):
     write.cancel()
     with pytest.raises(asyncio.CancelledError):
         await write
-    assert patience.shortage == ""
+    assert patience.shortage is None
 
 
 def test_a_line_that_does_not_fit_leaves_nothing_behind(small: Path):
