@@ -207,7 +207,6 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from actors.runtime.preflight import check
     from actors.watching.monitor import print_summary
     from areal.devices import deal_out
-    from areal.observe.report import write_report
     from areal.storage.run_folder import store_configuration
 
     address = config.master.address
@@ -225,7 +224,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     if code := supervise(lambda supervisor: supervisor.run_everything(config, options, network), environments):
         return code
     if not (config.folder / "report.html").exists():  # the master died between summary and report
-        write_report(config.folder)
+        keep_report(config.folder)
     print_summary(config.folder, Console())
     return 0
 
@@ -297,7 +296,6 @@ def run_master(config: Config, resume: bool = False) -> int:
     from actors.runtime.logs import configure_logging, write_log_file
     from actors.runtime.preflight import check_port
     from areal.observe import tracking
-    from areal.observe.report import write_report
     from areal.storage.disk import Patience
     from areal.storage.journal import Journal
     from areal.storage.run_folder import RunFolder
@@ -327,7 +325,7 @@ def run_master(config: Config, resume: bool = False) -> int:
     try:
         ending = uvloop.run(run())
         if not ending.stopped:  # who stops a run waits only so long before it kills: 30 s in Slurm
-            write_report(config.folder)
+            keep_report(config.folder)
     except UserError:
         raise
     except Exception:
@@ -338,6 +336,16 @@ def run_master(config: Config, resume: bool = False) -> int:
     if not ending.ok:
         print(shown(ending.reason), file=sys.stderr)
     return 0 if ending.ok else 1
+
+
+def keep_report(folder: Path) -> None:
+    """Write the report of a run that has ended. A disk that refuses it does not make the run a failure."""
+    from areal.observe.report import write_report
+
+    try:
+        write_report(folder)
+    except OSError as error:
+        print_lines([f"The report was not written ({error}): `python -m areal report {folder}` writes it."])
 
 
 async def prepare(config: Config) -> Config:

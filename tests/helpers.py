@@ -75,6 +75,17 @@ def fill_disk(folder: Path) -> Path:
     return folder / "hog"
 
 
+def use_up_inodes(folder: Path) -> list[Path]:
+    """Returns the files that do."""
+    files: list[Path] = []
+    while True:
+        try:
+            (folder / f"inode{len(files)}").touch(exist_ok=False)
+        except OSError:
+            return files
+        files.append(folder / f"inode{len(files)}")
+
+
 def keys_folder() -> str:
     """The keys of all networks of a test, also in the processes that it starts."""
     if "KEYS_OF_TESTS" not in os.environ:

@@ -13,7 +13,7 @@ import structlog
 
 from areal.config import Config, UserError
 from areal.processes import KEYS
-from areal.storage.claim import announce, claim, claimed_address
+from areal.storage.claim import announce, check_room, claim, claimed_address
 from protocols.addresses import (
     EVERY_INTERFACE,
     bracketed,
@@ -95,6 +95,7 @@ def take_folder(config: Config, resume: bool) -> ZmqNetwork:
     makes_keys = is_loopback(host) and not os.environ.get(KEYS)
     if not makes_keys:
         open_network(host).close()  # whether there are keys is checked before anything is changed
+    check_room(config.folder, resume)
     lock = claim(config.folder, resume)
     if makes_keys:
         keys = config.folder.absolute() / OWN_KEYS

@@ -15,6 +15,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import structlog
 
 from areal.config import Config, ObserveConfig, UserError
 from areal.processes import ROOT, tied
+from areal.storage.disk import Patience, refusal
 from areal.storage.run_folder import NewRecords, config_of_run, read_summary, replace
 
 POLL_SECONDS = 1.0
@@ -78,10 +80,12 @@ def track(options: Namespace) -> None:
 
 
 class Tracker:
-    """Passes new records to the sinks. A sink that raises an exception gets no more records."""
+    """Passes new records to the sinks. A sink that raises an exception gets no more records, unless its disk takes no
+    writes: then it gets the record again."""
 
     def __init__(self, folder: Path, sinks: dict[str, Sink]) -> None:
         self._folder = folder
+        self._patience = Patience(folder, "the tracker")
         self._sinks = sinks
         self._new = {file: NewRecords(folder / file) for file in FILES}
         self._state = folder / "tracked.json"
@@ -105,7 +109,7 @@ class Tracker:
                     newest[file] = record[key]
         if newest != self._newest:
             self._newest = newest
-            replace(self._state, json.dumps(newest))
+            self._patience.write_in_thread(lambda: replace(self._state, json.dumps(newest)), self._state.name)
 
     def _send(self, key: str, record: dict[str, Any]) -> None:
         prefix = "step" if key == "step" else "evaluation"
@@ -116,8 +120,9 @@ class Tracker:
         numbers |= {f"eval/{name}": value for name, value in flat(benchmarks).items()}
         numbers |= flat({f"eval/{name}": scores["accuracy"] for name, scores in benchmarks.items()})
         for name, sink in list(self._sinks.items()):
+            send = partial(sink, record[key], numbers, record.get("time", time.time()))
             try:
-                sink(record[key], numbers, record.get("time", time.time()))
+                self._patience.write_in_thread(send, name)
             except Exception as error:  # third-party code, which may raise anything
                 log.warning("a sink failed and gets no more records", sink=name, error=repr(error))
                 del self._sinks[name]
@@ -150,12 +155,21 @@ def open_sinks(config: Config, folder: Path) -> dict[str, Sink]:
 def _tensorboard(config: Config, folder: Path) -> Sink:
     from tensorboard.summary import Writer
 
-    writer = Writer(str(folder / "tensorboard"))
+    writer: Writer | None = None
 
     def send(step: int, numbers: dict[str, float], at: float) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step, wall_time=at)
-        writer.flush()
+        nonlocal writer
+        if writer is None:
+            if error := refusal(folder):  # otherwise each attempt would leave a file
+                raise error
+            writer = Writer(str(folder / "tensorboard"))
+        try:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step, wall_time=at)
+            writer.flush()
+        except OSError:
+            writer = None  # it takes no more
+            raise
 
     return send
 

@@ -12,10 +12,26 @@ from pathlib import Path
 
 from areal.config import UserError
 from areal.storage.database import try_lock
+from areal.storage.disk import RESERVE_BYTES, free_bytes, mebibytes, refusal, shortage
 
 ADDRESS = "address"
 # The process of a run that was just killed may take a moment to exit, and so may one that looks whether a run goes on.
 LOCK_ATTEMPTS = 20
+# Keys, configuration, journal, spool, logs and the reserve. Weights and checkpoints wait for their room.
+ROOM_BYTES = 2 * RESERVE_BYTES
+
+
+def check_room(folder: Path, resume: bool) -> None:
+    """Raises UserError if the disk of the run folder, which need not be there, has no room for the first files of a
+    run."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    cause = shortage(refusal(nearest, ROOM_BYTES), nearest)
+    if cause is not None:
+        raise UserError(
+            f"The disk of {folder} does not take the {mebibytes(ROOM_BYTES)} that a run needs there to begin (it is "
+            f"{cause}, with {mebibytes(free_bytes(nearest))} free): free some room there, or "
+            f"{'move the run to another disk' if resume else 'choose another run_dir'}."
+        )
 
 
 def claim(folder: Path, resume: bool = False) -> int:

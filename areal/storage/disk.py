@@ -71,7 +71,7 @@ def shortage(error: BaseException | None, folder: Path | None = None) -> str | N
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         number = errno.ENOSPC if code == sqlite3.SQLITE_FULL else None
         if folder and code in SYSTEM_ERRORS:
-            number = _refusal(folder)
+            number = getattr(refusal(folder), "errno", None)
     elif found := re.search(r"\(os error (\d+)\)", str(error)):  # of safetensors, which has it in its text alone
         number = int(found[1])
     if cause := CAUSES.get(number or 0):
@@ -79,15 +79,14 @@ def shortage(error: BaseException | None, folder: Path | None = None) -> str | N
     return shortage(error.__cause__, folder)
 
 
-def _refusal(folder: Path) -> int | None:
-    """The number of the error with which the disk refuses a small file in `folder`; None if it takes one."""
+def refusal(folder: Path, size: int = 4096) -> OSError | None:
+    """The error with which the disk refuses a file of `size` bytes in `folder`; None if it takes one."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe.") as file:
-            file.write(bytes(4096))
-            file.flush()
+            os.posix_fallocate(file.fileno(), 0, size)
             os.fsync(file.fileno())
     except OSError as error:
-        return error.errno
+        return error
     return None
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -51,7 +51,8 @@ def atomic_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
     _remove_leftovers(folder)
     partial = _hidden(folder)
     try:
-        partial.chmod(0o755)  # mkdtemp makes it private, but generators may run as another user
+        partial.mkdir()
+        partial.chmod(0o755)  # generators may run as another user
         yield partial
         if durable:
             for path in partial.rglob("*"):
@@ -72,14 +73,14 @@ def remove_folder(folder: Path) -> None:
     The leftovers of a killed writer of the name are removed too. No writer of the name may be active.
     """
     if folder.exists():
-        os.replace(folder, _hidden(folder))
+        os.replace(folder, _hidden(folder))  # which takes no room on a full disk
     if folder.parent.exists():
         _remove_leftovers(folder)
 
 
 def _hidden(folder: Path) -> Path:
-    """A new, empty folder beside `folder`, on the same file system."""
-    return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    """An unused path beside `folder`, on the same file system."""
+    return folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
 
 
 def _remove_leftovers(folder: Path) -> None:

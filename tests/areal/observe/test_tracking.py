@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
+from helpers import fill_disk, mounted_small_disk
 
 from areal.config import ObserveConfig, UserError
 from areal.observe import tracking
 from areal.observe.tracking import Tracker, flat, open_sinks
+from areal.storage import disk
 
 
 def write(folder, *steps: int, versions=(), end: str = "\n") -> None:
@@ -107,6 +111,30 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     (file,) = (tmp_path / "tensorboard").iterdir()
     found = [(v.tag, e.step, v.tensor.float_val[0]) for e in EventFileLoader(str(file)).Load() for v in e.summary.value]
     assert found == [("step/loss", 1, 0.5), ("step/loss", 2, 1.0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of its thread
+def test_tensorboard_has_every_record_also_of_a_while_in_which_its_disk_was_full(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    monkeypatch.setattr(disk, "RETRY_SECONDS", 0.05)
+    board = tmp_path / "board"
+    board.mkdir()
+    with mounted_small_disk(board, inodes=100):
+        tracker = Tracker(tmp_path, {"tensorboard": tracking._tensorboard(None, board)})
+        write(tmp_path, 1)
+        tracker.look()
+        hog, before = fill_disk(board), disk.Patience.refusals
+        write(tmp_path, *range(2, 200))  # more than the last block of its file takes
+        looking = threading.Thread(target=tracker.look)
+        looking.start()
+        while disk.Patience.refusals == before and looking.is_alive():
+            time.sleep(0.01)
+        hog.unlink()
+        looking.join()
+        files = sorted((board / "tensorboard").iterdir())
+        found = {e.step for file in files for e in EventFileLoader(str(file)).Load() if e.summary.value}
+    assert len(files) == 2 and found == set(range(1, 200))
 
 
 def test_a_sink_that_cannot_be_opened_is_left_out(tmp_path, monkeypatch):

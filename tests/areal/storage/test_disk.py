@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import fill_disk, mounted_small_disk
+from helpers import fill_disk, mounted_small_disk, use_up_inodes
 from safetensors import SafetensorError
 from structlog.testing import capture_logs
 
-from areal.storage import disk
+from areal.config import UserError
+from areal.storage import claim, disk
+from areal.storage.claim import check_room
 from areal.storage.disk import Backlog, Patience, Reserve, append, running_out, shortage
 from areal.storage.events import EventLog
 from areal.storage.journal import Journal
@@ -37,16 +39,6 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A folder on a disk of 1 MiB and 20 inodes."""
     with mounted_small_disk(tmp_path, inodes=20):
         yield tmp_path
-
-
-def use_up_inodes(folder: Path) -> list[Path]:
-    files: list[Path] = []
-    while True:
-        try:
-            (folder / f"inode{len(files)}").touch(exist_ok=False)
-        except OSError:
-            return files
-        files.append(folder / f"inode{len(files)}")
 
 
 def test_every_way_in_which_a_full_disk_is_reported_is_understood(small: Path):
@@ -219,6 +211,19 @@ def test_a_group_that_did_not_fit_is_in_the_spool_once_there_is_room(small: Path
     patience.write_in_thread(lambda: spool.put(Group("g1.0", 1, (sample,))), "the spool")
     assert spool.ids() == ["g1.0"]
     spool.close()
+
+
+def test_a_run_on_a_full_disk_does_not_begin_and_says_what_it_needs(small: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(
+        UserError, match=r"does not take the 32.0 MiB that .* \(it is full, with 1.0 MiB free\): free some"
+    ):
+        check_room(small / "runs" / "a", resume=False)
+    monkeypatch.setattr(claim, "ROOM_BYTES", 500_000)
+    check_room(small / "runs" / "a", resume=False)
+    assert list(small.iterdir()) == []
+    use_up_inodes(small)
+    with pytest.raises(UserError, match=r"it is full \(it has no inodes left\), .* or move the run to another disk"):
+        check_room(small, resume=True)
 
 
 def test_a_disk_that_fills_is_told_before_it_is_full():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import mounted_small_disk, use_up_inodes
 from safetensors.torch import load_file
 
 from areal.weights.folders import atomic_folder, copy_model_files, remove_folder, write_weights
@@ -46,6 +47,15 @@ def test_a_failure_leaves_the_old_folder_as_it_was(tmp_path):
         raise RuntimeError("disk full")
     assert (tmp_path / "7" / "old").read_text() == "a"
     assert [path.name for path in tmp_path.iterdir()] == ["7"]
+
+
+def test_a_folder_is_removed_from_a_disk_without_inodes(tmp_path):
+    with mounted_small_disk(tmp_path, inodes=20):
+        with atomic_folder(tmp_path / "7") as partial:
+            (partial / "weights").touch()
+        use_up_inodes(tmp_path)
+        remove_folder(tmp_path / "7")
+        assert not (tmp_path / "7").exists() and not list(tmp_path.glob(".*"))
 
 
 WRITER = """
