@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import sqlite3
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from areal.storage.events import EventLog
 from areal.storage.journal import Journal
 from areal.storage.spool import Spool, SpoolError
 from areal.trajectory import Group, Trajectory
-from areal.weights.folders import write_tensors
+from areal.weights.folders import atomic_folder, write_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -210,6 +213,85 @@ def test_a_group_that_did_not_fit_is_in_the_spool_once_there_is_room(small: Path
     threading.Timer(0.1, hog.unlink).start()
     patience.write_in_thread(lambda: spool.put(Group("g1.0", 1, (sample,))), "the spool")
     assert spool.ids() == ["g1.0"]
+    spool.close()
+
+
+def remount(folder: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+
+
+def test_writers_wait_until_a_disk_that_is_read_only_or_without_inodes_takes_new_files(small: Path):
+    def write_folder() -> None:
+        with atomic_folder(small / "weights") as partial:
+            write_tensors({"a": torch.zeros(4)}, partial / "a.safetensors")
+
+    opened: list[Journal | Spool] = []
+    writes = {
+        "journal": lambda: opened.append(Journal.open(small / "journal.db")),
+        "spool": lambda: opened.append(Spool.open(small / "spool.db")),
+        "records": lambda: append(small / "metrics.jsonl", "first\n"),
+        "weights": write_folder,
+    }
+    for cause in ("read-only", "full (it has no inodes left)"):
+        patience = Patience(small, "the trainer")
+        taken = [] if cause == "read-only" else use_up_inodes(small)
+        if not taken:
+            remount(small, "ro")
+        waiting = [threading.Thread(target=patience.write_in_thread, args=(w, name)) for name, w in writes.items()]
+        for thread in waiting:
+            thread.start()
+        while not (found := patience.shortage) or not all(name in found.waits for name in writes):
+            time.sleep(0.01)
+        assert found.cause == cause
+        for file in taken:
+            file.unlink()
+        if not taken:
+            remount(small, "rw")
+        for thread in waiting:
+            thread.join()
+        assert len(opened) == 2 and (small / "weights" / "a.safetensors").exists()
+        for store in opened:
+            store.close()
+        opened.clear()
+        shutil.rmtree(small / "weights")
+        for path in small.iterdir():
+            path.unlink()
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A folder on an ext4 of its own, and the file by which its kernel is made to find an error there: then it takes no
+    writes any more, also into files that are open."""
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    image.touch()
+    os.truncate(image, 8 << 20)
+    commands = f"mkfs.ext4 -q {image} && mount -o loop,errors=remount-ro {image} {folder}"
+    if subprocess.run(commands, shell=True, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        device = subprocess.run(["findmnt", "-no", "SOURCE", folder], capture_output=True, text=True).stdout.strip()
+        yield folder, Path("/sys/fs/ext4", Path(device).name, "trigger_fs_error")
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+async def test_open_stores_on_a_disk_that_becomes_read_only_wait(failing: tuple[Path, Path]):
+    folder, trigger = failing
+    journal, spool = Journal.open(folder / "journal.db"), Spool.open(folder / "spool.db")
+    journal.append("first", {})
+    await journal.durable()
+    trigger.write_text("an error of a test")
+    with pytest.raises(SpoolError) as spooled:
+        spool.assign("run")
+    assert shortage(spooled.value, folder) == "read-only"
+    journal.append("second", {})
+    waiting = asyncio.create_task(journal.durable())
+    await until_short(journal)
+    assert journal.shortage and journal.shortage.cause == "read-only" and not waiting.done()
+    assert journal.read() == (None, [("first", {})])
+    waiting.cancel()
+    journal.close()
     spool.close()
 
 
