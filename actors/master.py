@@ -219,16 +219,19 @@ class Master(HandlesRequests):
                 f"this {request.message.kind!r} is not from {request.sender}, which it names as its sender"
             )
         answer = super().dispatch(request)
-        return answer if isinstance(request.message, AskStatus) else self._durably(answer)
+        return answer if isinstance(request.message, AskStatus) else self._durably(request.sender, answer)
 
-    async def _durably(self, answer: Awaitable[Message]) -> Message:
+    async def _durably(self, sender: str, answer: Awaitable[Message]) -> Message:
         """Raises PreparingError while the journal waits for its disk."""
         try:
             result = await answer
-            await self.journal.durable(wait_for_room=False)
         except LedgerError as error:  # the request was invalid, and the ledger is unchanged
             raise RefusedError(str(error)) from None
+        try:
+            await self.journal.durable(wait_for_room=False)
         except DiskShortageError as error:
+            if isinstance(result, Permits):  # the sender will not hear of them: their leases end at once
+                self.ledger.renew(sender, [permit.group for permit in result.permits], self._now(), 0.0)
             raise PreparingError(str(error)) from None
         return result
 

@@ -39,7 +39,7 @@ class Idle:
         pass
 
 
-async def idle(_: Config) -> Idle:
+async def idle(*_: object) -> Idle:
     return Idle()
 
 

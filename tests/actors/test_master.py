@@ -181,6 +181,27 @@ async def test_a_master_with_a_full_disk_is_heard_and_its_run_can_be_ended_in_or
     assert json.loads((small_disk / "summary.json").read_text())["reason"] == "told to stop by SIGTERM"
 
 
+async def test_permits_that_a_full_disk_kept_from_their_asker_are_granted_again(config, small_disk):
+    config = without_evaluation(config).model_copy(update={"batch_size": 8})
+    async with master_of(config), callers(config, "rollout_manager") as (manager,):
+        prompts: set[int] = set()
+
+        async def ask(count: int) -> None:
+            permits = (await manager.ask(AskPermits(count=count))).permits
+            assert permits, f"all but {16 - len(prompts)} groups were granted to those who know"
+            prompts.update(permit.prompt_index for permit in permits)
+
+        hog = fill_disk(small_disk)
+        with pytest.raises(PreparingError):
+            while True:  # the log of the journal has room for some
+                await ask(1)
+        assert len(prompts) < 8
+        hog.unlink()
+        while prompts != set(range(16)):
+            with contextlib.suppress(PreparingError):
+                await ask(16)
+
+
 FULL = tuple(f"{n:0256}" for n in range(32))
 
 
