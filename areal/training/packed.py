@@ -33,6 +33,8 @@ log = structlog.get_logger()
 FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_sdpa"
 MASK_BLOCK = 128
 """Tokens a block of flex attention's mask, PyTorch's default."""
+FLEX_GRAPHS = 64
+"""Most graphs of flex attention. A run has 6 to 12; PyTorch's own limit is 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +382,9 @@ def packed_flex(
 
 @cache
 def _compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=True)  # rows differ in length
+    """Rows differ in length. What else differs (heads, gradients, rows of one block) has a graph each. Beyond the
+    limit, fullgraph makes an error of what would go on uncompiled, with the scores of all pairs of tokens."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, recompile_limit=FLEX_GRAPHS)
 
 
 def _refuse(row: PackedRow, options: dict[str, Any]) -> None:

@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -5,14 +7,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
+from areal.training import packed
 from areal.training.head import linear_logprobs
 from areal.training.packed import (
     PACKED_FLEX,
     PACKED_SDPA,
     FlatBatch,
+    _compiled_flex,
     attention_kwargs,
     block_mask,
     choose_attention,
+    empty_row,
     pack,
     packed_flex,
     packed_sdpa,
@@ -202,6 +207,39 @@ def test_any_tree_has_the_log_probs_and_gradients_of_its_sequences_alone(model, 
 def test_flex_attention_sees_the_same_tree(model, groups):
     row = whole_row(flat_tree(*groups))
     torch.testing.assert_close(logps_of(model, row, PACKED_FLEX), logps_of(model, row), rtol=1e-5, atol=1e-5)
+
+
+def compiled_flex(monkeypatch):
+    """As on a GPU, but compiled to what CPUs can do."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
+    torch._dynamo.reset()
+    _compiled_flex.cache_clear()
+    return _compiled_flex()
+
+
+def attend_to_rows(attend, heads, kv_heads):
+    """Rows of all kinds that a run computes with a model of so many heads."""
+    for T in (1, 24, 13, 1195, 105, 1345):
+        mask = block_mask(empty_row(CPU, T))
+        for gradients in (False, True):
+            query, key, value = (torch.randn(1, n, T, 16, requires_grad=gradients) for n in (heads, kv_heads, kv_heads))
+            with torch.set_grad_enabled(gradients):
+                attend(query, key, value, block_mask=mask, scale=0.25, enable_gqa=heads != kv_heads)
+
+
+@pytest.mark.filterwarnings("error:flex_attention called without torch.compile")
+def test_flex_attention_stays_compiled_for_a_policy_its_reference_and_ranks_that_divide_heads(monkeypatch):
+    attend = compiled_flex(monkeypatch)
+    for heads in ((8, 2), (4, 4), (2, 1)):
+        attend_to_rows(attend, *heads)
+
+
+def test_flex_attention_never_goes_on_uncompiled(monkeypatch):
+    monkeypatch.setattr(packed, "FLEX_GRAPHS", 2)
+    attend = compiled_flex(monkeypatch)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        attend_to_rows(attend, 8, 2)
 
 
 @settings(max_examples=20)
