@@ -29,7 +29,7 @@ _VLLM = _by_name(
         "set seed": "seed",
         "set generator.max_model_len": "max_model_len",
         "set generator.max_concurrent_rollouts": "max_num_seqs",
-        "set generator.tensor_parallel": "tensor_parallel_size",
+        "set generator.tensor_parallel": "tensor_parallel_size pipeline_parallel_size",
         "set generator.memory_share": "gpu_memory_utilization",
         "set generator.kv_cache_gib": "kv_cache_memory_bytes",
         "set generator.enforce_eager": "enforce_eager",
@@ -69,7 +69,7 @@ _VLLM = _by_name(
     }
 )
 # Options of vLLM that multiply the number of devices.
-_SIZES = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+_SIZES = ("data_parallel_size", "prefill_context_parallel_size")
 
 _DEEPSPEED = _by_name(
     {

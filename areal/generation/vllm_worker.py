@@ -89,7 +89,8 @@ class PolicyWorker:
             kernels.load_and_pack(model, self._unpacked, tensors)
             return
         _prepare_reload(model)
-        self.model_runner.reload_weights(weights_iterator=tensors)
+        with set_current_vllm_config(self.vllm_config):  # some layers ask for it when their weights are processed
+            self.model_runner.reload_weights(weights_iterator=tensors)
         _finish_reload(model)
 
     @cached_property

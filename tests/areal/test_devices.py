@@ -93,7 +93,7 @@ def test_a_trainer_has_segments_that_grow_unless_an_engine_opens_them_or_the_use
 
 
 def test_options_of_the_engine_may_multiply_its_devices():
-    options = {"pipeline_parallel_size": 2, "data_parallel_size": 3, "enable_expert_parallel": True}
+    options = {"prefill_context_parallel_size": 2, "data_parallel_size": 3, "enable_expert_parallel": True}
     assert dealt(run_of(each=2, options=options), "0123456789abc")["generator/0"] == "1,2,3,4,5,6,7,8,9,a,b,c"
 
 

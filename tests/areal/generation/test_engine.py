@@ -282,6 +282,7 @@ async def test_as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have
     )  # fmt: skip
     assert await engine._core.collective_rpc_async("schedules_ahead") == [True] * workers
     await check_interruption(engine, policies)
+    assert await engine._core.collective_rpc_async("reloaded_with_the_config") == [True] * workers
 
     sending, receiving = Sending("gloo", workers, policies[1]), Receiving(engine)
     while "call" in (call := await asyncio.to_thread(sending.next_call)):
