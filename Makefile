@@ -2,7 +2,7 @@
 # .venv first, once.
 PYTHON ?= python3
 BIN := .venv/bin
-EXTRA := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+EXTRA := $(shell { command -v nvidia-smi || ls /dev/nvidia0; } >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from areal.config import Config, UserError
 from areal.roles import ROLES
@@ -18,6 +20,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Environment variables: the cores of a generator's engine, and the cores of everything else.
 ENGINE_CORES, CORES = "AREAL_ENGINE_CORES", "AREAL_CORES"
 SHARES = "AREAL_SHARES_GPU"  # environment variable of a trainer and a generator that share a GPU at the same time
+DEVICE_FILES = Path("/dev")
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # what torch reads
 ASK_SECONDS = 60.0  # timeout of nvidia-smi; a driver that is not in use may take half of it to wake up
 
@@ -32,12 +35,15 @@ def visible_devices() -> list[str]:
 
 @cache
 def _listed_by_driver() -> Sequence[str]:
-    """All GPUs. The driver is asked once in a process, since it may take long to answer."""
+    """All GPUs. The driver is asked once in a process, since it may take long to answer. Where its tool is missing, as
+    in some containers, its device files count, or else what torch sees if it is loaded."""
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=ASK_SECONDS)
+        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
+        torch: Any = sys.modules.get("torch")
+        count = len([*DEVICE_FILES.glob("nvidia[0-9]*")]) or (torch.cuda.device_count() if torch else 0)
+    return [str(number) for number in range(count)]
 
 
 def set_allocator(transport: str = "folder") -> None:

@@ -73,8 +73,8 @@ class TrainingChecks:
                 judged(
                     "devices",
                     not listed,
-                    f"{measured}; nvidia-smi lists {len(listed)} GPUs" if listed else measured,
-                    f"torch {torch.__version__} does not see the GPU that nvidia-smi lists: install the build for CUDA "
+                    f"{measured}; the driver lists {len(listed)} GPUs" if listed else measured,
+                    f"torch {torch.__version__} does not see the GPU that the driver lists: install the build for CUDA "
                     f"(`make setup EXTRA=cuda`), and a driver that is new enough for CUDA {torch.version.cuda}.",
                     **facts,
                 )

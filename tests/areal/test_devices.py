@@ -9,8 +9,10 @@ import sys
 from threading import Event, Thread
 
 import pytest
+import torch
 from conftest import ROOT
 
+import areal.devices
 from areal.config import Config, UserError, WeightsConfig
 from areal.devices import (
     CORES,
@@ -162,8 +164,17 @@ def test_else_the_driver_tells(monkeypatch, tmp_path):
     assert visible_devices() == ["0", "1"]
     driver.unlink()
     assert visible_devices() == ["0", "1"]  # it is asked once
+    monkeypatch.setattr(areal.devices, "DEVICE_FILES", tmp_path)
     _listed_by_driver.cache_clear()
     assert visible_devices() == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    _listed_by_driver.cache_clear()
+    assert visible_devices() == ["0"]  # torch is loaded
+    for name in ("nvidia0", "nvidia1", "nvidia7", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (tmp_path / name).touch()
+    _listed_by_driver.cache_clear()
+    assert visible_devices() == ["0", "1", "2"]  # as in a container that has three of eight, and no tool
+    _listed_by_driver.cache_clear()
 
 
 def test_where_every_core_is_somebodys_each_engine_keeps_its_own():
