@@ -238,7 +238,7 @@ class Patience:
             return False
         Patience.refusals += 1
         begins = not self._waiting
-        self._refused = str(folder), cause, _free_or_none(folder)
+        self._refused = str(self._folder if _same_disk(folder, self._folder) else folder), cause, _free_or_none(folder)
         self._waiting[mark] = what
         if begins:
             self._since = time.monotonic()
@@ -251,6 +251,12 @@ class Patience:
         if self._waiting.pop(mark, None) and not self._waiting and self._logs:
             seconds = time.monotonic() - self._since
             log.warning(f"{self._writer} goes on: the disk of {self._refused[0]} refused writes for {seconds:.0f} s")
+
+
+def _same_disk(one: Path, other: Path) -> bool:
+    with suppress(OSError):
+        return one.stat().st_dev == other.stat().st_dev
+    return False
 
 
 def _free_or_none(folder: Path) -> int:

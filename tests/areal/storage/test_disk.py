@@ -105,6 +105,15 @@ async def test_a_write_is_repeated_until_there_is_room_and_that_is_said_once(sma
     assert str(small) in first and "0.0 MiB free" in first and "goes on" in last
 
 
+def test_a_disk_is_named_by_one_of_its_folders(small: Path):
+    weights, elsewhere = small / "weights", Path("/proc")
+    weights.mkdir()
+    patience, full = Patience(small, "the trainer"), OSError(errno.ENOSPC, "full")
+    for folder, named in ((weights, small), (None, small), (elsewhere, elsewhere)):
+        assert patience.must_wait(full, "a", folder=folder)
+        assert patience.shortage and patience.shortage.folder == str(named)
+
+
 async def test_a_wait_for_a_disk_can_be_cancelled(small: Path):
     fill_disk(small)
     patience = Patience(small, "the trainer")
