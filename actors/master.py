@@ -230,8 +230,8 @@ class Master(HandlesRequests):
         try:
             await self.journal.durable(wait_for_room=False)
         except DiskShortageError as error:
-            if isinstance(result, Permits):  # the sender will not hear of them: their leases end at once
-                self.ledger.renew(sender, [permit.group for permit in result.permits], self._now(), 0.0)
+            if isinstance(result, Permits):
+                self.ledger.withdraw(sender, [permit.group for permit in result.permits])
             raise PreparingError(str(error)) from None
         return result
 

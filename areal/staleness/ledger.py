@@ -31,7 +31,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, cast, get_args
@@ -41,6 +41,7 @@ STORY_EVENTS = 10_000
 
 LEASE_EXPIRED = "lease expired"
 RELEASED = "released by its owner"
+UNANSWERED = "its permit was not answered"
 STRAGGLER = "straggler"
 START_VERSION_FELL = "start version fell"
 ZERO_SIGNAL = "zero signal"
@@ -536,6 +537,11 @@ class Ledger:
     def release(self, owner: str) -> list[str]:
         """Re-queue the prompts of all groups leased by `owner`, which has left or is known to be dead."""
         return self._return_leases([self._groups[group_id] for group_id in self.alive_of(owner)], RELEASED)
+
+    def withdraw(self, owner: str, group_ids: Collection[str]) -> list[str]:
+        """Re-queue the prompts of groups that were admitted for `owner`, which was not given the permits."""
+        unknown = [group for group in self._leased() if group.owner == owner and group.group_id in group_ids]
+        return self._return_leases(unknown, UNANSWERED)
 
     def next_batch(self, version: int) -> Batch | Waiting | RunEnded:
         """Return the batch to train at `version`. The first answer with a batch logs it; it never changes afterwards.

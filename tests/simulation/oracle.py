@@ -17,7 +17,15 @@ import numpy as np
 
 from areal.config import Config
 from areal.data.rows import Row as DataRow
-from areal.staleness.ledger import LEASE_EXPIRED, RELEASED, START_VERSION_FELL, STRAGGLER, ZERO_SIGNAL, Ledger
+from areal.staleness.ledger import (
+    LEASE_EXPIRED,
+    RELEASED,
+    START_VERSION_FELL,
+    STRAGGLER,
+    UNANSWERED,
+    ZERO_SIGNAL,
+    Ledger,
+)
 from areal.storage.rollouts import Rollout
 from areal.trajectory import Group, Trajectory
 from areal.workflows.conversation import Generation
@@ -176,10 +184,12 @@ class Oracle:
             known.add(START_VERSION_FELL)
         if self.config.on_straggler == "requeue":
             known.add(STRAGGLER)
-        if reason not in {*known, ZERO_SIGNAL, LEASE_EXPIRED, RELEASED}:
+        if reason not in {*known, ZERO_SIGNAL, LEASE_EXPIRED, RELEASED, UNANSWERED}:
             raise Violation(f"{group} is given up ({reason}), but no fault has made it fail", group)
         if reason == LEASE_EXPIRED and self.clock() - row.leased < self.config.master.lease_seconds - ROUNDING:
             raise Violation(f"the lease of {group} ends {self.clock() - row.leased:.2f} s after it was renewed", group)
+        if reason == UNANSWERED and row.started_at is not None:
+            raise Violation(f"{group} is taken back, but its owner has its permit", group)
         if reason == RELEASED and row.owner in self.memory.members:  # the master does this only if nothing moves
             self.remedied(f"{group} is re-queued")
 

@@ -285,6 +285,15 @@ def test_a_silent_owner_loses_its_groups_and_hears_of_it_when_it_renews():
     assert ledger.counters.requeued == {"lease expired": 1}
 
 
+def test_permits_that_nobody_got_are_granted_again_without_a_failure():
+    ledger = make()
+    mine, theirs = admit(ledger, 2, "a"), admit(ledger, 1, "b")
+    finish(ledger, mine[1])
+    assert ledger.withdraw("a", [*mine, *theirs]) == mine[:1]
+    assert ledger.counters.requeued == {"its permit was not answered": 1}
+    assert admit(ledger, 1, "b") == [mine[0].replace(".0", ".1")]
+
+
 def test_a_ready_group_outlives_its_owner():
     ledger = make()
     groups = admit(ledger, 2)
