@@ -33,6 +33,7 @@ from areal.config import SamplingConfig
 from areal.devices import shares_devices
 from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
 from areal.generation.routing import Concurrency
+from areal.storage.disk import Patience
 from areal.weights.chunks import TornWeights
 from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
 from protocols.messages import (
@@ -362,8 +363,9 @@ class Generator(Actor):
 
     async def _fetch_and_load(self, policy: Policy) -> LoadTimes:
         self.activity = f"fetching version {policy.version}"
-        with self.working(self.activity, "fetch", lambda: self._weights.bytes_received):
-            folder = await self._weights.fetch(policy)
+        fetch, into = functools.partial(self._weights.fetch, policy), self.config.weights_folder
+        with self.working(self.activity, "fetch", lambda: self._weights.bytes_received + Patience.refusals):
+            folder = await self._disk.write(fetch, f"the weights of version {policy.version}", into)
         self.activity = f"loading version {policy.version}"
         with self.working(self.activity, "load"):
             return await self._engine.load(folder, policy.version)

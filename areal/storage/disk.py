@@ -198,15 +198,16 @@ class Patience:
             return None
         return Shortage(*self._refused, f"{self._writer} waits to write {', '.join(dict.fromkeys(waiting))}")
 
-    async def write(self, write: Callable[[], Awaitable[T]], what: str) -> T:
-        """Return what `write` returns. what: is written. Raises what `write` raises for other reasons."""
+    async def write(self, write: Callable[[], Awaitable[T]], what: str, folder: Path | None = None) -> T:
+        """Return what `write` returns. what: is written. folder: where. Raises what `write` raises for other
+        reasons."""
         mark = object()
         try:
             while True:
                 try:
                     result = await write()
                 except Exception as error:
-                    if not self.must_wait(error, what, mark):
+                    if not self.must_wait(error, what, mark, folder):
                         raise
                 else:
                     self.goes_on(mark)

@@ -148,7 +148,7 @@ def whole_records(path: Path) -> Iterator[dict[str, Any]]:
         end, number = place, line
     if damaged:
         log.warning("damaged lines are left out", file=str(path), lines=damaged[:20], count=len(damaged))
-    if path.exists():
+    if path.exists() and path.stat().st_size > end:  # nothing is written where nothing has to be
         os.truncate(path, end)
 
 

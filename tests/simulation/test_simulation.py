@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import os
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from actors.parts.weight_service import WeightFetcher
 from actors.simulation.loop import EndlessCallbacks
 from actors.trainer import Trainer
 from areal.config import UserError
@@ -27,7 +29,7 @@ from areal.roles import ROLES
 from areal.storage.spool import Spool
 from protocols.codec import MAX_BODY_BYTES
 from protocols.errors import BusyError
-from protocols.messages import AskRecovery, Message
+from protocols.messages import AskRecovery, Message, Policy
 from protocols.network import Full
 from simulate import parse_seeds, run_one, run_seeds
 from simulation import faults
@@ -437,6 +439,23 @@ def test_a_checkpoint_that_cannot_be_written_is_made_up_for_by_the_next(monkeypa
     result = world.run()
     assert result.ok, result.story
     assert [version for kind, version in order_of(world) if kind == "checkpoint_saved"] == [4, 6]
+
+
+def test_a_generator_without_room_for_new_weights_waits_and_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch, refused = WeightFetcher.fetch, []
+
+    async def refused_at_first(fetcher: WeightFetcher, policy: Policy) -> Path:
+        if len(refused) < 3:
+            refused.append(policy.version)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return await fetch(fetcher, policy)
+
+    monkeypatch.setattr(WeightFetcher, "fetch", refused_at_first)
+    world = World(1, Model(steps=4), Plan())
+    result = world.run()
+    assert result.ok and len(refused) == 3, result.story
+    generators = [one for one in world.incarnations if one.role == "generator"]
+    assert len(generators) == len({one.process.name for one in generators}), "one was started again"
 
 
 def test_only_a_trainer_that_was_started_again_reads_groups_from_its_disk(monkeypatch: pytest.MonkeyPatch) -> None:

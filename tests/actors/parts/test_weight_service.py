@@ -5,12 +5,13 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import network
+from helpers import fill_disk, mounted_small_disk, network
 
 from actors.parts import weight_service
 from actors.parts.weight_service import WeightFetcher, WeightServer
 from actors.runtime.preflight import check_folder
 from areal.config import UserError, WeightsConfig
+from areal.storage import disk
 from areal.weights import chunks as weight_files
 from areal.weights.chunks import Holding, Manifest, TornWeights
 from protocols.errors import RefusedError, StreamBrokenError
@@ -119,6 +120,24 @@ async def test_the_trainer_sends_a_version_once_and_the_generators_pass_it_on(cl
     assert sorted(of_four.generators[0].asked) == [("generator/1", 0), ("generator/2", 0)]
     assert of_four.generators[1].asked == [("generator/3", 0)]
     assert of_four.trainer.weights.bytes_sent == len(data)
+
+
+async def test_weights_that_find_no_room_arrive_once_there_is_some(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "RETRY_SECONDS", 0.05)
+    one = cluster(1)
+    one.publish(data := random_bytes())
+    receiver, patience = one.generators[0].weights, disk.Patience(tmp_path, "the generator")
+    small = receiver._folder
+    small.mkdir()
+    with mounted_small_disk(small, inodes=100):
+        hog = fill_disk(small)
+        async with asyncio.timeout(PATIENCE):
+            fetching = asyncio.create_task(patience.write(lambda: receiver.fetch(one.policy), "weights", small))
+            while not (patience.shortage or fetching.done()):  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.01)
+            assert patience.shortage.folder == str(small) and not fetching.done()
+            hog.unlink()
+            assert read(await fetching) == data
 
 
 async def test_a_version_is_passed_on_while_it_arrives(cluster, monkeypatch):
