@@ -26,7 +26,8 @@ class Violation(Exception):
 @dataclass(slots=True)
 class Row:
     """An alive group. `started_at`: its start version; None until the master is told. `admitted`: the virtual time, and
-    `leased`: the time by the master's clock when its lease was last renewed, as far as the oracle saw."""
+    `leased`: the time by the master's clock when its lease was last renewed, as far as the oracle saw. `granted`: its
+    owner may have its permit."""
 
     prompt: int
     owner: str
@@ -34,6 +35,7 @@ class Row:
     ready: bool = False
     admitted: float = 0.0
     leased: float = 0.0
+    granted: bool = True
 
 
 @dataclass(slots=True)

@@ -34,8 +34,9 @@ from areal.workflows.session import Session
 # exact in float32 for the first 4095 files that a simulation writes.
 MARKS, TOKEN_MARKS = 4096, 4093
 SCALE = float(1 << 24)
-# A token is its position in the sequence plus a multiple of POSITIONS, which makes completions differ.
-POSITIONS = 4096
+# A token is its position in the sequence plus POSITIONS times the mark of the sequence, from 1 to SEQUENCE_MARKS. A
+# sequence that goes on elsewhere keeps its mark.
+POSITIONS, SEQUENCE_MARKS = 4096, 999
 # The largest factor by which the tokens of a straggler are slower. Without it, a very slow sequence could not be told
 # from one that hangs.
 SLOWEST = 30.0
@@ -71,9 +72,15 @@ def serials_of(logprobs: np.ndarray) -> np.ndarray:
     return (-logprobs * SCALE).astype(np.int64) // MARKS - 1
 
 
-def tokens_at(position: int, n: int, chance: int) -> np.ndarray:
-    """n tokens from `position` on. They encode their positions, so that lost or repeated tokens can be detected."""
-    return np.arange(position, position + n, dtype=np.int32) + POSITIONS * (chance % 1000)
+def tokens_at(position: int, n: int, mark: int) -> np.ndarray:
+    """n tokens from `position` on, of the sequence with this mark. They encode both: exchanged, lost and repeated ones
+    are found."""
+    return np.arange(position, position + n, dtype=np.int32) + POSITIONS * mark
+
+
+def are_of_one(tokens: np.ndarray) -> bool:
+    """True if all sampled tokens are of the same sequence."""
+    return len(set((tokens // POSITIONS).tolist())) <= 1
 
 
 def are_whole(tokens: np.ndarray, sampled: np.ndarray) -> bool:
@@ -216,8 +223,9 @@ class SimEngine:
         else:
             slow = 1.0
         key = next(self._serial)
+        mark = tokens[-1] // POSITIONS or 1 + crc32(request_id.encode()) % SEQUENCE_MARKS
         stream = self._streams[key] = _Stream(
-            self, request_id, len(tokens), min(wanted, most), wanted <= most, slow / self._pace.tokens_per_second
+            self, request_id, len(tokens), mark, min(wanted, most), wanted <= most, slow / self._pace.tokens_per_second
         )
         try:
             stream.go_on(self._pace.first_token)
@@ -336,10 +344,11 @@ class _Stream:
     """One sequence, whose next token has the position `at`. `rate`: seconds per token. Sampled tokens are counted only
     when the stream stops or a chunk is due."""
 
-    def __init__(self, engine: SimEngine, name: str, at: int, length: int, stops: bool, rate: float) -> None:
+    def __init__(self, engine: SimEngine, name: str, at: int, mark: int, length: int, stops: bool, rate: float) -> None:
         self.name = name
         self._engine = engine
         self._at = at
+        self._mark = mark
         self._left = length
         self._stops = stops
         self._rate = rate
@@ -405,7 +414,7 @@ class _Stream:
         parts, self._parts = self._parts, []
         self.go_on(0.0)
         n = sum(part[0] for part in parts)
-        tokens = tokens_at(self._at, n, self._engine._tokens_generated)
+        tokens = tokens_at(self._at, n, self._mark)
         self._at += n
         finish: Finish | None = None if self._left else ("stop" if self._stops else "length")
         if len(parts) == 1:

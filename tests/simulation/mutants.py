@@ -138,7 +138,7 @@ def payloads_dropped_once_trained() -> AbstractContextManager[None]:
 def answers_before_the_commit() -> AbstractContextManager[None]:
     """The master answers before its journal events are on disk."""
 
-    async def at_once(master: Master, answer: Any) -> Any:
+    async def at_once(master: Master, sender: str, answer: Any) -> Any:
         return await answer
 
     return patch.multiple(Master, _durably=at_once)

@@ -30,12 +30,13 @@ from areal.storage.rollouts import Rollout
 from areal.trajectory import Group, Trajectory
 from areal.workflows.conversation import Generation
 from protocols.codec import Frame
-from protocols.messages import EvaluationDone, Message
+from protocols.messages import EvaluationDone, Message, Permits
 from simulation.book import HOPELESS, RETRIED, Book, Row, Violation
 from simulation.engines import (
     Files,
     SimTokenizer,
     Weights,
+    are_of_one,
     are_whole,
     is_doubtful,
     logprobs_of,
@@ -129,7 +130,9 @@ class Oracle:
         self._guard(self.memory.add, kind, body)
         match kind:
             case "admitted":
-                self._begin(self.memory.rows[body["group_id"]])
+                row = self.memory.rows[body["group_id"]]
+                row.granted = False
+                self._begin(row)
             case "joined":
                 self.heard_of(body["member"]["identity"])
             case "discarded" if body["reason"] == ZERO_SIGNAL:
@@ -186,9 +189,10 @@ class Oracle:
             known.add(STRAGGLER)
         if reason not in {*known, ZERO_SIGNAL, LEASE_EXPIRED, RELEASED, UNANSWERED}:
             raise Violation(f"{group} is given up ({reason}), but no fault has made it fail", group)
-        if reason == LEASE_EXPIRED and self.clock() - row.leased < self.config.master.lease_seconds - ROUNDING:
-            raise Violation(f"the lease of {group} ends {self.clock() - row.leased:.2f} s after it was renewed", group)
-        if reason == UNANSWERED and row.started_at is not None:
+        leased = self.clock() - row.leased
+        if reason == LEASE_EXPIRED and leased < self.config.master.lease_seconds - ROUNDING:
+            raise Violation(f"the lease of {group} ends {leased:.2f} s after it was renewed", group)
+        if reason == UNANSWERED and row.granted:
             raise Violation(f"{group} is taken back, but its owner has its permit", group)
         if reason == RELEASED and row.owner in self.memory.members:  # the master does this only if nothing moves
             self.remedied(f"{group} is re-queued")
@@ -308,6 +312,10 @@ class Oracle:
         if journaled > self.on_disk:
             lost = self.events[self.on_disk : journaled]
             self.fail(Violation(f"{kind} of {sender} is answered before {lost} is on disk", sender))
+        if isinstance(answer, Permits):
+            for permit in answer.permits:
+                if row := self.memory.rows.get(permit.group):
+                    row.granted = True
         policy = getattr(answer, "policy", None)
         if policy is None and hasattr(answer, "snapshot"):
             policy = answer.snapshot.policy
@@ -373,6 +381,8 @@ class Oracle:
         reward = reward_of(row, calls, self._branching)
         if abs(sample.reward - reward) > ROUNDING:
             raise Violation(f"a sample of row {row.index} has the reward {sample.reward}, but its score is {reward}")
+        if mixed := [call.tokens for call in calls if not are_of_one(call.tokens)]:
+            raise Violation(f"a sample of row {row.index} has tokens of several sequences in one call: {mixed}")
         trained = sorted(pair for own in sample.sequences() for pair in _sampled(own.tokens, own.logprobs, own.sampled))
         if trained != sorted(pair for call in calls for pair in _sampled(call.tokens, call.logprobs)):
             raise Violation(f"a sample trains {trained}, but its calls are {calls}")
