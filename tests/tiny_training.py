@@ -43,6 +43,12 @@ SIZES = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 MIXED = ["linear_attention", "full_attention"]
+WINDOWED = {"head_dim": 8, "sliding_window": 7}
+SOME_WINDOWED = {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}
+TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+}
 KINDS = {
     "Qwen3Moe": {"head_dim": 8, **EXPERTS},
     "Qwen3Next": {"head_dim": 8, **EXPERTS, **LINEAR, "layer_types": MIXED, "shared_expert_intermediate_size": 24},
@@ -50,8 +56,13 @@ KINDS = {
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "Granite": {"logits_scaling": 5.0, "attention_dropout": 0.5},
     "Gemma2": {"head_dim": 8, "final_logit_softcapping": 4.0, "attn_logit_softcapping": None, "attention_dropout": 0.5},
+    "Mistral": WINDOWED,
+    "Gemma3": {**SOME_WINDOWED, "query_pre_attn_scalar": 24, "rope_parameters": TWO_ROPES},
+    "Olmo3": SOME_WINDOWED,
 }
-"""What the configurations of tiny models have beside SIZES. Two of them have a dropout in their attention."""
+"""What the configurations of tiny models have beside SIZES. Two of them have a dropout in their attention, the last
+three a window that is shorter than the sequences."""
+WINDOWS = ["Mistral", "Gemma3", "Olmo3"]
 MIXES = ["Qwen3Next", "Qwen3_5", "Lfm2"]
 """Models whose layers, as transformers has them on the CPU, run over the whole row."""
 

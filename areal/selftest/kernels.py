@@ -13,6 +13,7 @@ from areal.planning.activations import of_layers
 from areal.selftest import references
 from areal.selftest.findings import GAP, LAYERS, SHARE, Finding, judged
 from areal.training import head
+from areal.training.flops import layers_by_window
 from areal.training.head import Head, linear_logprobs
 from areal.training.packed import FLASH, FlatBatch, PackedRow, attention_kwargs, choose_attention, pack, row_inputs
 from areal.training.separation import keeps_apart
@@ -21,6 +22,8 @@ from areal.trajectory import random_groups
 LENGTHS, SHARED = ((300, 260, 200), (129, 2), (128,)), 150
 """Tokens of the samples of each group, and how many the samples of the first group have in common."""
 SHORT_LENGTHS, SHORT_SHARED = ((40, 33, 30), (17,)), 20
+WINDOW = 100
+"""Of the check of the attention, if the model has one of its own, which is longer."""
 TEMPERATURE = 0.8
 BEYOND = 1.2
 """How many times more logits than exist at once the check of the head has, so that it takes several parts."""
@@ -53,19 +56,21 @@ def check_attention(sizes: Any, dtype: str, device: torch.device) -> Finding:
     torch.manual_seed(0)
     tokens, options = row.tokens.shape[1], {"dtype": getattr(torch, dtype), "device": device}
     parts = [torch.randn(1, count, tokens, width, **options).requires_grad_() for count in (heads, kv_heads, kv_heads)]
-    scaling = width**-0.5
-    out, _ = ALL_ATTENTION_FUNCTIONS[kind](layer, *parts, None, scaling=scaling, **attention_kwargs(row, kind))
+    window = WINDOW if any(layers_by_window(sizes)) else None
+    about = {"scaling": width**-0.5, "sliding_window": window, **attention_kwargs(row, kind)}
+    out, _ = ALL_ATTENTION_FUNCTIONS[kind](layer, *parts, None, **about)
     exact_parts = query, key, value = [part.detach().double().requires_grad_() for part in parts]
-    exact = references.attention(query, key, value, row)
+    exact = references.attention(query, key, value, row, window)
     weights = torch.randn(exact.shape, **options)
     forward = share_of_error([out], [exact])
     backward = share_of_error(
         torch.autograd.grad(out, parts, weights), torch.autograd.grad(exact, exact_parts, weights.double())
     )
+    within = f"{kind} in a window of {window} tokens" if window else kind
     return judged(
         "attention",
         forward <= SHARE[dtype] and backward <= SHARE[dtype],
-        f"{kind}, {dtype}: error {forward:.1e} forward, {backward:.1e} backward (at most {SHARE[dtype]:g})",
+        f"{within}, {dtype}: error {forward:.1e} forward, {backward:.1e} backward (at most {SHARE[dtype]:g})",
         f"The attention {kind} is wrong on this device: install another version of its library (flash-attn, or torch "
         f"for flex attention and SDPA), and report it.",
         kind=kind,

@@ -18,14 +18,16 @@ from areal.training.packed import PackedRow
 PLAIN = LogitCurve()
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, window: int | None = None) -> Tensor:
     """Attention in which each token of `row` sees itself and its ancestors, by a dense mask.
 
-    query: [1, heads, T, D], key and value: [1, kv heads, T, D]. Returns [1, T, heads, D].
+    query: [1, heads, T, D], key and value: [1, kv heads, T, D]. window: how many of these tokens it sees, the nearest
+    ones; None: all. Returns [1, T, heads, D].
     """
     seen = torch.zeros(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
     for path in row.paths.split(row.lengths):
-        seen[path[:, None], path] |= torch.ones(len(path), len(path), dtype=torch.bool, device=seen.device).tril()
+        here = torch.ones(len(path), len(path), dtype=torch.bool, device=seen.device).tril()
+        seen[path[:, None], path] |= here if window is None else here.triu(1 - window)
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = (query @ key.transpose(2, 3) / math.sqrt(query.shape[3])).masked_fill(~seen, -math.inf)

@@ -136,7 +136,8 @@ class TrainingChecks:
             "lr_schedule": "constant",
             "weight_decay": 0.0,
         }
-        self._started = TrainingEngine(Path(self._config.model), config.model_copy(update=changes), seed=0)
+        trainer, longest = config.model_copy(update=changes), self._config.generator.max_model_len
+        self._started = TrainingEngine(Path(self._config.model), trainer, seed=0, longest=longest)
         seconds = time.perf_counter() - started
         measured = f"{self._engine.world_size} ranks, {config.dtype}, started in {seconds:.0f} s"
         return [Finding("trainer", "ok", measured, values={"seconds": seconds, "ranks": self._engine.world_size})]

@@ -43,7 +43,7 @@ from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_se
 from areal.training.optimizer import deepspeed_config, learning_rates
 from areal.training.packed import FLASH, FlatBatch, PackedRow, choose_attention, empty_row, pack, row_inputs
 from areal.training.residence import Residence, tensors_in
-from areal.training.separation import keeps_apart, only_attention_mixes
+from areal.training.separation import keeps_apart, only_attention_mixes, what_is_missing
 from areal.training.shards import Copied, ModelFolder, Published, ranks_of_this_host, share_out
 from areal.training.tally import StepResult, Tally
 from areal.training.ulysses import RowPart, SequenceGroup, register
@@ -104,13 +104,14 @@ class TrainingEngine:
 
     model: folder of a Hugging Face model. The number of ranks comes from torchrun's environment; without it there is
     one rank. optimizer_steps: of the whole run, needed if the learning rate is not constant. keep_values: whether a
-    step leaves what it found for each token in `values`. patience: with which folders are written. Raises UserError if
-    the model cannot be loaded or not be trained with this number of ranks, or if a C++ compiler is missing.
+    step leaves what it found for each token in `values`. patience: with which folders are written. longest: the most
+    tokens of a sequence; None: the model's limit. Raises UserError if the model cannot be loaded, or not be trained on
+    such sequences or with this number of ranks, or if a C++ compiler is missing.
     """
 
     def __init__(
         self, model: Path, config: TrainerConfig, *, seed: int, optimizer_steps: int = 1, keep_values: bool = False,
-        patience: Patience | None = None,
+        patience: Patience | None = None, longest: int | None = None,
     ) -> None:  # fmt: skip
         if not (model / "config.json").is_file():
             raise UserError(f"{model} is not the folder of a Hugging Face model: it has no config.json.")
@@ -130,6 +131,7 @@ class TrainingEngine:
         self.config = config
         self.source = model
         self._keep_values = keep_values
+        self._longest = longest
         self.values: TokenValues | None = None
         if not cuda:
             cpu.build_communication()
@@ -146,8 +148,7 @@ class TrainingEngine:
             deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
         _check_settings(settings)
         self._together = SequenceGroup(config.sequence_parallel)
-        if self._together.size > 1:
-            register(self._attention)
+        register(self._attention)
         with self._spread_over_ranks():
             self._module = self._read_model(model, config.dtype).train()
         head = Head(self._module)
@@ -184,7 +185,7 @@ class TrainingEngine:
         """The engine with which the run of `config` begins (all ranks)."""
         return cls(
             Path(config.model), config.trainer, seed=config.seed, keep_values=keep_values, patience=patience,
-            optimizer_steps=config.steps * config.trainer.minibatches,
+            optimizer_steps=config.steps * config.trainer.minibatches, longest=config.generator.max_model_len,
         )  # fmt: skip
 
     @contextmanager
@@ -265,8 +266,12 @@ class TrainingEngine:
         UserError if the model cannot be trained.
         """
         kinds = (True, False) if self._prefix_tree else (False,)
+        windows: list[int | None] = []
         try:
-            head.measure(module, **row_inputs(empty_row(self.device), self._attention))
+            inputs = row_inputs(empty_row(self.device), self._attention)
+            head.measure(module, **inputs, note_window=windows.append)
+            if missing := what_is_missing(module.config.get_text_config(), windows, self._longest):
+                raise UserError(f"{head} cannot be trained: {missing}.")
             forward = partial(self._forward_whole, temperature=1.0, module=module)
             arguments = forward, head.embeddings, self.vocab_size, self.device
             prefix_tree = next((kind for kind in kinds if keeps_apart(*arguments, prefix_tree=kind)), None)

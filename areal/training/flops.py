@@ -9,6 +9,7 @@ computed again to save memory does not count.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ class Operations:
             self._trained += active * parameter.requires_grad
         self._head = float(getattr(head, "ds_shape", head.shape).numel())
         self._head_trained = self._head * head.requires_grad
-        kinds = getattr(sizes, "layer_types", None) or ["full_attention"] * sizes.num_hidden_layers
         width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-        self._pair = 4.0 * sizes.num_attention_heads * width * sum("attention" in kind for kind in kinds)
+        self._pair = 4.0 * sizes.num_attention_heads * width
+        self._layers = layers_by_window(sizes)
 
     def of(self, row: PackedRow, *, backward: bool) -> float:
         """The operations of a row's forward pass, and if `backward` of its backward pass too."""
@@ -58,7 +59,8 @@ class Operations:
             return 0.0
         tokens, predicted = sum(row.added), len(row.predicts)
         pairs = sum(
-            added * (length - added) + added * (added + 1) / 2
+            layers * (_pairs(length, window) - _pairs(length - added, window))
+            for window, layers in self._layers.items()
             for added, length in zip(row.added, row.lengths, strict=True)
         )
         weights, head, pair = 2 * self._weights, 2 * self._head, self._pair
@@ -67,6 +69,21 @@ class Operations:
             head += 2 * self._head + 2 * self._head_trained
             pair *= 3
         return tokens * weights + predicted * head + pairs * pair
+
+
+def layers_by_window(sizes: Any) -> Counter[int | None]:
+    """How many layers of a model have attention with each window; None: with none. sizes: the model's text config."""
+    window = getattr(sizes, "sliding_window", None) or None
+    kinds = getattr(sizes, "layer_types", None)
+    if not kinds:
+        return Counter({window: sizes.num_hidden_layers})
+    return Counter(window if "sliding" in kind else None for kind in kinds if "attention" in kind or "sliding" in kind)
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """The pairs of a token and one that it attends to, in a sequence by itself."""
+    outside = max(0, length - (window or length))
+    return (length * (length + 1) - outside * (outside + 1)) / 2
 
 
 def _experts(sizes: Any) -> int | None:

@@ -6,6 +6,9 @@ tokens that the sequence before it does not have, and its *path* lists the place
 is a prefix tree, written branch by branch. A token's position is its depth in the tree, and it attends to its ancestors
 and itself. Its log-probability and all gradients equal those of the sequence computed by itself.
 
+In layers with a *window* of W tokens, as in transformers and vLLM, it attends only to the last W of these; they are
+counted along the path.
+
 `packed_sdpa` makes one kernel call per sequence: queries are the tokens it adds, keys are its path. On trees of the
 quickstart, on one core, a training step is 1.2 times as fast with it as with each of these alternatives: a dense mask
 for each group; whole paths for queries too; paths of similar length gathered into padded blocks.
@@ -13,9 +16,9 @@ for each group; whole paths for queries too; paths of similar length gathered in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -35,6 +38,8 @@ MASK_BLOCK = 128
 """Tokens a block of flex attention's mask, PyTorch's default."""
 FLEX_GRAPHS = 64
 """Most graphs of flex attention. A run has 6 to 12; PyTorch's own limit is 8."""
+QUERIES_AT_ONCE = 512
+"""Tokens for which `packed_sdpa` makes one kernel call, if their layer has a window: with the keys that they see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +292,7 @@ def attention_kwargs(row: PackedRow, attention: str) -> dict[str, Any]:
     if attention == FLASH:
         return boundaries
     if attention == PACKED_FLEX:
-        return {"row": row, "mask": block_mask(row), **boundaries}
+        return {"row": row, "mask_of": cache(partial(block_mask, row)), **boundaries}
     longest = max((length for length, added in zip(row.lengths, row.added, strict=True) if added < length), default=0)
     mask = torch.ones(longest, longest, dtype=torch.bool, device=row.tokens.device).tril()
     return {"row": row, "mask": mask, **boundaries}
@@ -312,37 +317,56 @@ def _boundaries(row: PackedRow) -> dict[str, Any]:
 
 def packed_sdpa(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    row: PackedRow, mask: Tensor, scaling: float | None = None, **options: object,
+    row: PackedRow, mask: Tensor, scaling: float | None = None, sliding_window: int | None = None, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention along each path of a packed row; an attention function as transformers registers them.
 
     query: [1, heads, T, D], key and value: [1, kv heads, T, D]; returns [1, T, heads, D]. mask: bool, lower triangle as
-    large as the longest sequence with a shared prefix.
+    large as the longest sequence with a shared prefix. sliding_window: the most tokens that a token attends to, itself
+    included; None: there is no limit.
     Raises NotImplementedError for kinds of attention it does not support, so that none is silently ignored.
     """
-    _refuse(row, options)
+    _refuse(options)
     if row.added != row.lengths:
         key, value = key.index_select(2, row.paths), value.index_select(2, row.paths)
     key, value = _for_each_head(query, key, value)
     parts = (query.split(row.added, 2), key.split(row.lengths, 2), value.split(row.lengths, 2))
-    outputs = []
+    outputs: list[Tensor] = []
     for q, k, v in zip(*parts, strict=True):
         added, length = q.shape[2], k.shape[2]
-        if added == length:
+        if not added:
+            continue
+        if sliding_window is not None and length > sliding_window:
+            outputs += _within(sliding_window, q, k, v, scaling)
+        elif added == length:
             outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
-        elif added:
+        else:
             lower_right = mask[length - added : length, :length]
             outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=lower_right, scale=scaling))
     return torch.cat(outputs, 2).transpose(1, 2), None
 
 
-def block_mask(row: PackedRow) -> BlockMask:
-    """The mask of a row for flex attention: which tokens attend to which.
+def _within(window: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Iterator[Tensor]:
+    """Attention of the last tokens of a path, each to the `window` tokens that end with it, in parts.
+
+    query: [1, heads, n, D], key and value: [1, heads, length, D].
+    """
+    length, size = key.shape[2], min(QUERIES_AT_ONCE, query.shape[2])
+    band = torch.ones(size, size + window - 1, dtype=torch.bool, device=key.device).triu().tril(window - 1)
+    for start, q in zip(range(length - query.shape[2], length, size), query.split(size, 2), strict=True):
+        count, first = q.shape[2], start - window + 1  # what the first of these queries sees begins there
+        keys = slice(max(0, first), start + count)
+        seen = band[:count, max(0, -first) : count + window - 1]
+        yield scaled_dot_product_attention(q, key[:, :, keys], value[:, :, keys], attn_mask=seen, scale=scaling)
+
+
+def block_mask(row: PackedRow, window: int | None = None) -> BlockMask:
+    """The mask of a row for flex attention: which tokens attend to which. window: as `packed_sdpa` has it.
 
     A token and its descendants are an interval of the row that begins with the token. Only these attend to the token.
     So a block of keys concerns a later block of queries if its longest interval reaches that block, and wholly if its
     shortest one covers it. PyTorch's `create_block_mask` would compute the mask of every pair of tokens to find that
-    out: 3 T^2 bytes.
+    out: 3 T^2 bytes. A window takes away the blocks of keys that are outside that of each token of a block of queries.
     """
     ends = torch.tensor(row.added, device=row.tokens.device).cumsum(0)
     below = torch.zeros_like(row.tokens[0])
@@ -352,15 +376,26 @@ def block_mask(row: PackedRow) -> BlockMask:
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < below[key])
 
+    def sees_within(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < below[key]) & (depth[key] > excluded[query])
+
     T = len(below)
     intervals = pad(below, (0, -T % MASK_BLOCK)).view(-1, MASK_BLOCK)
     starts = torch.arange(0, T, MASK_BLOCK, device=below.device)[:, None]  # first query of each block
     earlier = starts > starts.T
     full = earlier & (intervals.amin(1) >= starts + MASK_BLOCK)
-    partly = (earlier | (starts == starts.T)) & (intervals.amax(1) > starts) & ~full
+    some = earlier & (intervals.amax(1) > starts)
+    if window is not None:
+        depth = row.positions[0]
+        excluded = depth - window  # the depth of the last token on a token's path that is outside its window
+        least, most = (pad(depth, (0, -T % MASK_BLOCK), value=end).view(-1, MASK_BLOCK) for end in (T + window, -1))
+        full &= least.amin(1) > most.amax(1)[:, None] - window
+        some &= most.amax(1) > least.amin(1)[:, None] - window
+    partly = (some | (starts == starts.T)) & ~full
     return BlockMask.from_kv_blocks(
-        *_listed(partly), *_listed(full), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees, seq_lengths=(T, T)
-    )
+        *_listed(partly), *_listed(full), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees if window is None else sees_within,
+        seq_lengths=(T, T),
+    )  # fmt: skip
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -371,10 +406,12 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def packed_flex(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    row: PackedRow, mask: BlockMask, scaling: float | None = None, **options: object,
+    row: PackedRow, mask_of: Callable[[int | None], BlockMask], scaling: float | None = None,
+    sliding_window: int | None = None, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Like `packed_sdpa`, but with one kernel call for the whole row. mask: `block_mask(row)`."""
-    _refuse(row, options)
+    """Like `packed_sdpa`, but with one kernel call for the whole row. mask_of: `block_mask` of the row, by window."""
+    _refuse(options)
+    mask = mask_of(sliding_window if sliding_window is not None and max(row.lengths) > sliding_window else None)
     attend = _compiled_flex() if query.is_cuda else flex_attention
     grouped = query.shape[1] != key.shape[1]
     return attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped).transpose(1, 2), None
@@ -387,10 +424,7 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True, recompile_limit=FLEX_GRAPHS)
 
 
-def _refuse(row: PackedRow, options: dict[str, Any]) -> None:
-    window = options.get("sliding_window")
-    if window is not None and max(row.lengths) > window:
-        raise NotImplementedError("packed attention does not support a sliding window shorter than a sequence")
+def _refuse(options: dict[str, Any]) -> None:
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
     if unknown:
         raise NotImplementedError(f"packed attention does not support {unknown}")

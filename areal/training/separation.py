@@ -1,4 +1,5 @@
-"""Checks on the model itself: that the sequences of a row do not see each other, and that ranks can divide a row.
+"""Checks on the model itself: that `packed` has its kinds of attention, that the sequences of a row do not see each
+other, and that ranks can divide a row.
 
 Attention keeps the sequences of a row apart, because it is ours. Other layers do so only if the installed version of
 transformers, and of the kernels that it uses on this device, takes the boundaries of sequences: linear attention and
@@ -7,8 +8,10 @@ convolutions run over the whole row otherwise. Nothing fails then, only the numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +21,35 @@ from areal.trajectory import random_groups
 
 LENGTHS, PREFIX = (13, 12, 9), 5
 """Tokens of the sequences of the check, and how many of them all have in common."""
+COMPUTED = {
+    "full_attention", "sliding_attention", "hybrid", "hybrid_sliding",
+    "linear_attention", "conv", "moe", "sparse", "dense",
+}  # fmt: skip
+"""Kinds of layers, by their names in transformers, whose attention is that of `packed`, or that have none."""
+SHORTER = "set generator.max_model_len (for `areal sft`: max_length) to at most that"
 TOLERANCE = 0.2
 """Largest median difference between log-probs of a packed row and of sequences alone, as a share of the log-probs'
 standard deviation. In bf16, rounding takes a few hundredths; wrong positions take most of the deviation."""
+
+
+def what_is_missing(sizes: Any, windows: Sequence[int | None], longest: int | None) -> str | None:
+    """Why the attention of a model cannot be computed; None: it can.
+
+    sizes: the model's text config. windows: what its attention layers have asked for in a forward pass. longest: the
+    tokens of the longest sequence; None: the model's limit.
+    """
+    longest = longest or getattr(sizes, "max_position_embeddings", None) or sys.maxsize
+    kinds = getattr(sizes, "layer_types", None) or ()
+    chunk = getattr(sizes, "attention_chunk_size", None) or 0
+    window = getattr(sizes, "sliding_window", None) or longest
+    if "chunked_attention" in kinds and chunk < longest:
+        return f"attention within chunks of {chunk} tokens is not implemented, so {SHORTER}"
+    if unknown := sorted({*kinds} - COMPUTED - {"chunked_attention"}):
+        return f"layers of the kind {unknown[0]} are not implemented: take another model"
+    wanted = sum("sliding" in kind for kind in kinds) if kinds else 1
+    if window < longest and sum(asked is not None for asked in windows) < wanted:
+        return f"not all of its layers tell the attention function their window of {window} tokens, so {SHORTER}"
+    return None
 
 
 def keeps_apart(

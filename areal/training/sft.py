@@ -85,7 +85,9 @@ def fine_tune(config: SftConfig, console: Console) -> None:
     from areal.training.engine import TrainingEngine
 
     trainer = config.trainer.model_copy(update=_OBJECTIVE)
-    engine = TrainingEngine(model, trainer, seed=config.seed, optimizer_steps=steps * config.epochs)
+    engine = TrainingEngine(
+        model, trainer, seed=config.seed, optimizer_steps=steps * config.epochs, longest=config.max_length
+    )
     console.quiet = engine.rank != 0
     if too_long:
         console.print(f"{too_long} rows are left out: they have more than max_length={config.max_length} tokens")

@@ -113,19 +113,24 @@ def _exchanging(attention: Attention, heads: int, kv_heads: int, width: int, gro
 
 
 def register(name: str) -> None:
-    """Make the attention function that transformers knows as `name` one that a `SequenceGroup` can compute."""
+    """Make the attention function that transformers knows as `name` one that a `SequenceGroup` can compute, and that
+    tells which windows layers have."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(name, partial(_attend, ALL_ATTENTION_FUNCTIONS[name]))
+    if not isinstance(function := ALL_ATTENTION_FUNCTIONS[name], partial):
+        AttentionInterface.register(name, partial(_attend, function))
 
 
 def _attend(
     attention: Attention, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Tensor | None, *, together: SequenceGroup | None = None, muted: bool = False, **options: Any,
+    attention_mask: Tensor | None, *, together: SequenceGroup | None = None, muted: bool = False,
+    note_window: Callable[[int | None], None] | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """An attention function as transformers registers them. together: None, if this rank has the whole row. muted:
-    return 0 in place of what attention gives."""
+    return 0 in place of what attention gives. note_window: is called with the window that the layer asks for."""
+    if note_window is not None:
+        note_window(options.get("sliding_window"))
     if together is not None:
         attention = together.attention(query, key, attention)
         # DeepSpeed collects the positions for functions that tell sequences apart by them. Ours have the row.

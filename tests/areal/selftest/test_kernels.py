@@ -61,6 +61,16 @@ def sees_the_future(module, query, key, value, attention_mask, *, row, mask, sca
 packed_sdpa = packed.packed_sdpa
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_attention_that_ignores_the_window_of_a_model_fails_by_far(attend, dtype):
+    sizes = AutoConfig.for_model(**TINY, use_sliding_window=True, sliding_window=4096, max_window_layers=0)
+    assert kernels.check_attention(sizes, dtype, CPU).result == "ok"
+    attend(lambda *arguments, sliding_window, **others: packed_sdpa(*arguments, **others))
+    found = kernels.check_attention(sizes, dtype, CPU)
+    assert found.result == "FAILED"
+    assert min(found.values["forward"], found.values["backward"]) > FAR * SHARE[dtype]
+
+
 @pytest.mark.parametrize("wrong", [sees_the_sequence_before, sees_the_future])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_attention_with_a_wrong_mask_fails_by_far(attend, dtype, wrong):

@@ -87,6 +87,14 @@ def test_a_shared_prefix_is_computed_once():
     assert saved == 12 * 2 * weights + head + 4 * LAYERS * HEADS * WIDTH * (12 * 13 / 2)
 
 
+def test_a_token_counts_those_that_it_attends_to_in_its_window():
+    sliding = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "use_sliding_window": True}
+    everything = Operations(model_of(**DENSE)).of(row_of(20), backward=False)
+    windowed = Operations(model_of(**DENSE, **sliding, sliding_window=8)).of(row_of(20), backward=False)
+    outside = sum(max(0, token + 1 - 8) for token in range(20))
+    assert everything - windowed == 2 * 4 * HEADS * WIDTH * outside
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_cpu_is_measured(dtype):
     assert 1e-4 < peak_tflops(torch.device("cpu"), dtype) < 1e3

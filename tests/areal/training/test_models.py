@@ -5,6 +5,7 @@ Run under torchrun, this file is also the worker of the test of two ranks.
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from tiny_training import (
     KINDS,
     MIXES,
+    WINDOWS,
     assert_same_gradients,
     exact_gradients,
     make_batch,
+    make_forest,
     make_kind,
     run_worker,
     settings,
@@ -23,6 +26,7 @@ from tiny_training import (
 
 from areal.config import UserError
 from areal.training.engine import TrainingEngine
+from areal.training.separation import what_is_missing
 from areal.weights.folders import published_shapes
 
 
@@ -38,6 +42,15 @@ def test_gradients_are_those_of_each_sequence_alone(tmp_path, kind, stage):
     assert not any(getattr(part, "attention_dropout", 0) for part in engine._module.modules())
     assert engine._one_a_row == (kind in MIXES)
     assert engine._prefix_tree == (kind not in MIXES)
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_gradients_of_trees_whose_paths_are_longer_than_the_window_are_those_of_each_branch_alone(tmp_path, kind):
+    folder, batch = make_kind(kind, tmp_path / "model"), make_forest()
+    engine = TrainingEngine(folder, settings(max_tokens_per_microbatch=1000), seed=0)
+    _, gradients = step_and_gradients(engine, batch)
+    engine.close()
+    assert_same_gradients(gradients, exact_gradients(folder, batch))
 
 
 def test_gradients_are_the_same_with_checkpointing_under_zero_3(tmp_path):
@@ -73,11 +86,31 @@ def test_two_ranks_have_the_gradients_of_one_with_a_mixture_of_experts(tmp_path)
     [
         ("Mamba", {"state_size": 4}, "MambaForCausalLM does not support an attention implementation"),
         ("Gemma2", {"attn_logit_softcapping": 30.0}, r"Gemma2ForCausalLM cannot be trained: .*softcap"),
+        (
+            "Qwen2Moe",
+            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+            "not all of its layers tell the attention function their window of 7 tokens, so set",
+        ),
+        ("Llama4", {"attention_chunk_size": 16}, "attention within chunks of 16 tokens is not implemented, so set"),
     ],
 )
 def test_a_model_that_the_trainer_cannot_compute_is_refused_at_its_start(tmp_path, kind, changes, sentence):
     with pytest.raises(UserError, match=sentence):
         TrainingEngine(make_kind(kind, tmp_path / "model", **changes), settings(), seed=0)
+
+
+def test_whether_a_model_can_be_computed_depends_on_the_longest_sequence():
+    sizes = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16}
+    chunked = SimpleNamespace(**sizes, max_position_embeddings=64)
+    windowed = SimpleNamespace(sliding_window=16, max_position_embeddings=64)
+    for model, windows in ((chunked, [None, None]), (windowed, [None, None])):
+        assert [what_is_missing(model, windows, longest) is None for longest in (16, 17, None)] == [True, False, False]
+    assert what_is_missing(windowed, [16, 16], None) is None
+    mixed = SimpleNamespace(layer_types=["sliding_attention", "sliding_attention"], sliding_window=16)
+    assert what_is_missing(mixed, [16, 16], None) is None
+    assert what_is_missing(mixed, [16, None], None) is not None
+    indexed = SimpleNamespace(layer_types=["indexed_attention"])
+    assert "layers of the kind indexed_attention" in what_is_missing(indexed, [None], 1)
 
 
 def test_a_model_that_mixes_sequences_has_no_fixed_number_of_microbatches(tmp_path):

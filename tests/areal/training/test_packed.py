@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
+from areal.selftest import references
 from areal.training import packed
 from areal.training.head import linear_logprobs
 from areal.training.packed import (
@@ -25,6 +26,12 @@ from areal.training.packed import (
 from areal.trajectory import Group, Trajectory
 
 CPU = torch.device("cpu")
+
+
+def attend(kind, query, key, value, row, **options):
+    functions = {PACKED_SDPA: packed_sdpa, PACKED_FLEX: packed_flex}
+    about = attention_kwargs(row, kind)
+    return functions[kind](torch.nn.Module(), query, key, value, None, **about, **options)[0]
 
 
 def trajectory(first, versions, reward=0.0):
@@ -85,13 +92,13 @@ def test_a_trajectory_without_a_prompt_is_refused():
         FlatBatch.of([Group("c", 0, (trajectory(0, [1, 1]),))], minibatches=1)
 
 
-@pytest.mark.parametrize("kind", [{"sliding_window": 3}, {"softcap": 30.0}])
-@pytest.mark.parametrize("attention", [packed_sdpa, packed_flex])
+@pytest.mark.parametrize("kind", [{"s_aux": torch.zeros(2)}, {"softcap": 30.0}])
+@pytest.mark.parametrize("attention", [PACKED_SDPA, PACKED_FLEX])
 def test_attention_that_is_not_supported_is_refused(attention, kind):
     q, flat = torch.zeros(1, 2, 4, 8), batch()
     row = pack(flat, flat.trained(None), [0], CPU)
-    with pytest.raises(NotImplementedError):
-        attention(torch.nn.Module(), q, q, q, None, row=row, mask=None, **kind)
+    with pytest.raises(NotImplementedError, match=next(iter(kind))):
+        attend(attention, q, q, q, row, **kind)
 
 
 # --- prefix trees
@@ -220,8 +227,8 @@ def compiled_flex(monkeypatch):
 
 def attend_to_rows(attend, heads, kv_heads):
     """Rows of all kinds that a run computes with a model of so many heads."""
-    for T in (1, 24, 13, 1195, 105, 1345):
-        mask = block_mask(empty_row(CPU, T))
+    for T, window in ((1, None), (24, None), (13, None), (1195, None), (105, None), (1345, None), (1345, 400)):
+        mask = block_mask(empty_row(CPU, T), window)
         for gradients in (False, True):
             query, key, value = (torch.randn(1, n, T, 16, requires_grad=gradients) for n in (heads, kv_heads, kv_heads))
             with torch.set_grad_enabled(gradients):
@@ -242,20 +249,50 @@ def test_flex_attention_never_goes_on_uncompiled(monkeypatch):
         attend_to_rows(attend, 8, 2)
 
 
+LENGTHS = st.lists(st.tuples(st.integers(2, 300), st.integers(0, 200)), min_size=1, max_size=6)
+"""(tokens of its own, tokens shared with the others) of each sample."""
+
+
+def row_of(lengths):
+    """The samples as a tree, and then each by itself."""
+    samples = [([0] * shared + [n + 1] * own, 1) for n, (own, shared) in enumerate(lengths)]
+    return whole_row(flat_tree(samples, *[[sample] for sample in samples]))
+
+
 @settings(max_examples=20)
-@given(lengths=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 200)), min_size=1, max_size=6))
+@given(lengths=LENGTHS)
 def test_the_mask_for_flex_attention_is_that_of_all_pairs_of_tokens(lengths):
-    """(tokens of its own, tokens shared with the others) of each sample."""
-    samples = [([0] * shared + [n + 1] * own, 1) for n, (own, shared) in enumerate(lengths) if own + shared > 1]
-    if not samples:
-        return
-    row = whole_row(flat_tree(samples, *[[sample] for sample in samples]))
-    mask = block_mask(row)
+    mask = block_mask(row_of(lengths))
     exact = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
     for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(mask, part), getattr(exact, part))
     assert torch.equal(mask.to_dense(), exact.to_dense())
     assert mask.to_string() == exact.to_string()
+
+
+@settings(max_examples=20)
+@given(lengths=LENGTHS, window=st.integers(1, 400))
+def test_the_mask_of_a_window_has_all_blocks_with_pairs_of_tokens_in_it_and_says_which_are_whole(lengths, window):
+    mask = block_mask(row_of(lengths), window)
+    exact = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
+    assert torch.equal(mask.full_kv_num_blocks, exact.full_kv_num_blocks)
+    assert (mask.to_dense() >= exact.to_dense()).all()  # beside other sequences it may have some without such a pair
+    mask = block_mask(whole_row(flat_tree([([0] * sum(lengths[0]), 1)])), window)
+    exact = create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
+    assert mask.to_string() == exact.to_string()
+
+
+@settings(max_examples=30)
+@given(lengths=LENGTHS, window=st.integers(1, 400), at_once=st.integers(1, 200))
+@pytest.mark.parametrize("attention", [PACKED_SDPA, PACKED_FLEX])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_window_is_counted_along_the_path_in_any_tree(attention, lengths, window, at_once):
+    row, make = row_of([(own // 4 + 1, shared // 4) for own, shared in lengths]), torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, row.tokens.shape[1], 4, generator=make, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "QUERIES_AT_ONCE", at_once)
+        out = attend(attention, q, k[:, :1], v[:, :1], row, sliding_window=window)
+    torch.testing.assert_close(out, references.attention(q, k[:, :1], v[:, :1], row, window))
 
 
 def test_private_tokens_of_one_sequence_are_nothing_to_the_others(model):

@@ -32,7 +32,11 @@ BATCHES = {"many": make_batch(), "tree": make_tree(), "one": make_batch(1)}
 """The single sequence of `one` leaves other sequence groups without work."""
 CHECKPOINTED = {"zero_stage": 3, "gradient_checkpointing": True}
 CASES = {
-    2: {"zero0": ("Qwen3", {"sequence_parallel": 2}), "zero3": ("Qwen3", {"sequence_parallel": 2, **CHECKPOINTED})},
+    2: {
+        "zero0": ("Qwen3", {"sequence_parallel": 2}),
+        "zero3": ("Qwen3", {"sequence_parallel": 2, **CHECKPOINTED}),
+        "window": ("Mistral", {"sequence_parallel": 2}),
+    },
     4: {  # more ranks than the 2 heads of keys and values, or two groups
         "zero0": ("Qwen3", {"sequence_parallel": 4, "prefix_tree": False}),
         "zero3": ("Qwen3Moe", {"sequence_parallel": 4, "zero_stage": 3}),
@@ -48,7 +52,7 @@ LOOKS_AT_SEQUENCES = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    for kind in ("Qwen3", "Qwen3Moe", *MIXES):
+    for kind in ("Qwen3", "Qwen3Moe", "Mistral", *MIXES):
         make_kind(kind, folder / kind)
     make_kind("Qwen3", folder / "eight heads", num_attention_heads=8)
     return folder
