@@ -1,8 +1,8 @@
 """Simulated engines without a model: weights are a chain of hashes, and sampling and training take virtual time.
 
-The log-prob of every token encodes, as an exact float32, the token and the file of weights that sampled it. A score
-depends on all sampled tokens and on the row. So when a group is trained, the simulation can check that each token has
-its own log-prob and version, and each sample its own reward.
+A token encodes its sequence and its position in it. Its log-prob encodes, as an exact float32, the token and the file
+of weights that sampled it. A score depends on all sampled tokens and on the row. So when a group is trained, the
+simulation can check that each token has its own log-prob and version, and each sample its own tokens and reward.
 """
 
 from __future__ import annotations
