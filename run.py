@@ -454,7 +454,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
         if os.environ["RANK"] != "0":
             from actors.parts.ranks import follow
 
-            follow(config)
+            follow(config, lambda failure: ask_first(arguments, failure, nothing_more))
             leave(0)
     elif config.trainer.ranks > 1:
         os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with torchrun, which replaces this process
@@ -491,6 +491,10 @@ def ask_first(arguments: argparse.Namespace, message: Message, use: Callable[[Bu
             await bus.close()
 
     return asyncio.run(ask())
+
+
+async def nothing_more(bus: Bus, answer: Any) -> None:
+    """The answer is all that was asked for."""
 
 
 def leave(code: int) -> NoReturn:

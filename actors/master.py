@@ -79,6 +79,7 @@ from protocols.messages import (
     Shutdown,
     Snapshot,
     Status,
+    StepFailed,
     TrainingFailed,
     TrainingFinished,
     Welcome,
@@ -673,10 +674,23 @@ class Master(HandlesRequests):
     @handles(TrainingFailed)
     async def training_failed(self, request: Request[TrainingFailed]) -> Done:
         self._trainer(request)
+        self._training_failed(request.message.reason)
+        return Done()
+
+    @handles(StepFailed)
+    async def step_failed(self, request: Request[StepFailed]) -> Done:
+        failed, trainer = request.message, self.state.trainer
+        if not (trainer and request.sender.startswith("trainer/")) or failed.version > self.ledger.version + 1:
+            raise RefusedError(f"{request.sender} has no step {failed.version + 1} to compute")
+        log.error("a training step failed", step=failed.version + 1, reason=failed.reason)
+        if reason := self._failures.step_failed(failed.version + 1, failed.reason, trainer):
+            self._training_failed(reason)
+        return Done()
+
+    def _training_failed(self, reason: str) -> None:
         saved = self.state.checkpoint
         go_on = f"The last checkpoint is {saved}: resume from it with --resume {self.folder.path} and other settings."
-        self._fail(f"{request.message.reason} {go_on if saved else 'No checkpoint was saved before that.'}")
-        return Done()
+        self._fail(f"{reason} {go_on if saved else 'No checkpoint was saved before that.'}")
 
     async def _end_if_complete(self) -> None:
         # Without steps there is no trainer, which would report that it has finished.

@@ -21,7 +21,7 @@ import functools
 import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -29,7 +29,7 @@ import numpy as np
 import structlog
 
 from actors.parts.direct_weights import DirectSender
-from actors.parts.ranks import Ranks
+from actors.parts.ranks import Ranks, failure_of_step
 from actors.parts.weight_service import WeightServer
 from actors.runtime.actor import Actor, handles, parked
 from areal.config import Config, UserError
@@ -375,17 +375,27 @@ class Trainer(Actor):
         if breach := breach_of_bound(groups, batch.oldest):
             await self._give_up(f"Step {self._version + 1} was not trained: {breach}.")
         with self._timed("train"):
-            metrics = await self._learner.step(
-                groups,
-                version=self._version,
-                temperature=self.config.sampling.temperature,
-                mask_older_than=batch.mask_older_than,
-            )
+            try:
+                metrics = await self._learner.step(
+                    groups,
+                    version=self._version,
+                    temperature=self.config.sampling.temperature,
+                    mask_older_than=batch.mask_older_than,
+                )
+            except Exception as error:
+                await self._report(error)
+                raise
         if verdict := self._guard.check(metrics):
             await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
         self.steps_to_redo[self._version] = batch.groups
         self._version += 1
         return metrics | _metrics(groups), groups
+
+    async def _report(self, error: Exception) -> None:
+        """Tell the master of an error in a step, which the next trainer does again."""
+        if failure := failure_of_step(self._version, error):
+            with suppress(BusError):
+                await self.ask(self.master, failure, Done)
 
     async def _give_up(self, reason: str) -> NoReturn:
         """Report the failure to the master repeatedly, until the master ends the run."""

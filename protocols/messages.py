@@ -27,7 +27,7 @@
 | trainer | master | CommitStep | Done |
 | trainer | master | PublishPolicy | Done |
 | trainer | master | CheckpointSaved | Done |
-| trainer | master | TrainingFinished, TrainingFailed | Done |
+| trainer | master | TrainingFinished, TrainingFailed, StepFailed | Done |
 | evaluator | master | AskEvaluation | EvaluationAnswer |
 | evaluator | master | RowsScored, EvaluationDone, EvaluationAbandoned | Done |
 | rollout_manager, evaluator | master | ScoringFailed | Done |
@@ -666,6 +666,14 @@ class TrainingFinished(Message):
 class TrainingFailed(Message):
     """The trainer's guard ends the run: `reason` is a sentence for the user."""
 
+    reason: Annotated[str, Field(max_length=4096)]
+
+
+class StepFailed(Message):
+    """A rank of the trainer, which dies, has raised an error in the step after `version`. Any rank sends it, also one
+    that is no member."""
+
+    version: Count
     reason: Annotated[str, Field(max_length=4096)]
 
 

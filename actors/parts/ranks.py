@@ -6,6 +6,7 @@ The engine runs in a thread of its own, so that the trainer still handles messag
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from areal.processes import importing
 from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import Manifest
 from areal.weights.folders import remove_folder
+from protocols.messages import StepFailed
 
 if TYPE_CHECKING:
     from areal.config import Config
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from areal.training.engine import TrainingEngine
 
 T = TypeVar("T")
+# Errors of a collective: another rank has died, perhaps of an error of its own.
+COLLECTIVE = re.compile(r"^Dist\w*Error|gloo|NCCL")
 
 FAREWELL_SECONDS = 1.0
 
@@ -142,9 +146,21 @@ def obey(engine: TrainingEngine, command: dict[str, Any], groups: Sequence[Group
     return {"save": engine.begin_save, "load": engine.load}[command["do"]](folder, arguments["run"])
 
 
-def follow(config: Config) -> None:
-    """The main loop of every rank but 0: obey the commands of rank 0 until it says that the run has ended."""
+def failure_of_step(version: int, error: Exception) -> StepFailed | None:
+    """What the master is told of an error in the step after `version`. None: it comes from the loss of another rank."""
+    reason = f"{type(error).__name__}: {error}"
+    return None if COLLECTIVE.search(reason) else StepFailed(version=version, reason=reason[:4096])
+
+
+def follow(config: Config, report: Callable[[StepFailed], object]) -> None:
+    """The main loop of every rank but 0: obey the commands of rank 0 until it says that the run has ended. report:
+    sends the failure of a step to the master, before it is raised."""
     engine = start_engine(config)
     settle(CORES)
     while (command := engine.broadcast(None))["do"] != "end":
-        obey(engine, command, None)
+        try:
+            obey(engine, command, None)
+        except Exception as error:
+            if command["do"] == "step" and (failure := failure_of_step(command["version"], error)):
+                report(failure)
+            raise

@@ -9,6 +9,7 @@ Decisions only, without I/O; the caller hands in the time, in seconds.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from areal.staleness.ledger import Counters
@@ -27,6 +28,8 @@ LONG_LIMIT = 1000
 UNSCORED_LIMIT = 20
 UNSCORED_SECONDS = 30.0
 UNSCORED_LEAST = 3
+# What may differ between two failures that are the same: counts of bytes, addresses, process numbers.
+NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 # So much of a reason is shown on the console.
 SHOWN_CHARACTERS = 500
 
@@ -57,6 +60,7 @@ class Failures:
         """True once a sample was finished and scored."""
         self._unsuccessful: list[float] = []  # times of failures before that
         self._long = self.filtered_in_a_row = 0
+        self._steps: dict[tuple[int, str], str] = {}
 
     @property
     def outage(self) -> bool:
@@ -105,6 +109,16 @@ class Failures:
         return (
             f"No sample has succeeded, and {failed} have failed. The last failure: {because}. Correct that and start "
             f"again. More is in {self._folder}/logs."
+        )
+
+    def step_failed(self, step: int, reason: str, trainer: str) -> str | None:
+        """A rank of `trainer`, which is another one after each restart, could not compute a step."""
+        first = self._steps.setdefault((step, NUMBERS.sub("", reason)), trainer)
+        if first == trainer:  # each of its ranks may say so
+            return None
+        return (
+            f"Step {step} failed twice in the same way: {' '.join(reason.split())}. The traceback is in "
+            f"{self._folder}/logs."
         )
 
     def failed(self, cause: str, reason: str, now: float) -> None:

@@ -67,6 +67,7 @@ from protocols.messages import (
     RowsScored,
     ScoringFailed,
     Span,
+    StepFailed,
     TrainingFailed,
     TrainingFinished,
 )
@@ -664,6 +665,39 @@ async def test_a_training_that_failed_ends_the_run_with_its_reason_and_the_last_
     assert ending.reason.startswith("loss is nan. ")
     assert (f"The last checkpoint is {saved}: resume" if saved else "No checkpoint was saved") in ending.reason
     assert json.loads((config.folder / "summary.json").read_text())["reason"] == ending.reason
+
+
+async def test_a_step_that_fails_twice_in_the_same_way_ends_the_run(config):
+    config = without_evaluation(config)
+
+    def failed(rank: Caller, reason: str, version: int = 0):
+        return rank.ask(StepFailed(version=version, reason=reason))
+
+    async with master_of(config) as running, callers(config, "trainer", "rollout_manager") as (trainer, manager):
+        restarted = Caller("trainer", config.master.address, mark="restarted")
+        other_rank = Caller("trainer", config.master.address, mark="other")  # which is no member
+        await recover(trainer)
+        for rank in (trainer, other_rank):
+            await failed(rank, "ValueError: at 0x7f0a, 12 tokens")
+        await restarted.join()
+        await recover(restarted)
+        await failed(restarted, "ValueError: at 0x7f0a, 12 tokens", version=1)
+        await failed(restarted, "KeyError: at 0x7f0a, 12 tokens")
+        with pytest.raises(RefusedError, match="has no step 10 to compute"):
+            await failed(restarted, "ValueError", version=9)
+        with pytest.raises(RefusedError, match="rollout_manager/0#.* has no step 1 to compute"):
+            await failed(manager, "ValueError: at 0x7f0a, 12 tokens")
+        assert not (await manager.beat()).ended
+        await failed(other_rank, "ValueError: at 0x55d1, 8 tokens")  # only numbers differ
+        assert (await manager.beat()).ended
+        for actor in (restarted, manager):
+            await actor.ask(Leave(reason="done"))
+        for rank in (restarted, other_rank):
+            await rank.bus.close()
+        ending = await asyncio.wait_for(running, SECONDS)
+    assert not ending.ok
+    reason = "Step 1 failed twice in the same way: ValueError: at 0x55d1, 8 tokens. The traceback is in "
+    assert ending.reason == f"{reason}{config.folder}/logs. No checkpoint was saved before that."
 
 
 # --- the evaluation of a version while the run goes on

@@ -154,6 +154,40 @@ async def test_a_trainer_learns_the_same_on_two_nodes(config, run, another_free_
     assert any((one[name] - before[name]).abs().max() > 1e-5 for name in one)
 
 
+OBJECTIVE = """
+import os
+from areal.training.objectives import LOSSES
+
+def fails(tokens, config):
+    if len(tokens.logp) > 3 and os.environ.get("RANK", "1") == "1":
+        raise ValueError(f"no loss of {len(tokens.logp)} tokens, at {id(tokens):#x}")
+    return LOSSES["ppo"](tokens, config)
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_a_step_that_fails_twice_in_the_same_way_ends_the_run_with_its_reason(
+    config, run, tmp_path, another_free_port, nodes
+):
+    (tmp_path / "objective.py").write_text(OBJECTIVE)
+    trainer = config.trainer.model_copy(update={"objective": f"{tmp_path}/objective.py:fails"})
+    config = config.model_copy(update={"trainer": trainer})
+    master = start_master(config)
+    manager = Manager(config.master.address)
+    rendezvous = another_free_port if nodes == 2 else None
+    processes = start_trainer(config, run, rendezvous)
+    await manager.feed(await manager.trainer())
+    codes = [await asyncio.to_thread(process.wait, SECONDS) for process in processes]
+    assert codes == ([4] if nodes == 1 else [1, 1])
+    assert not master.done()
+    start_trainer(config, run, rendezvous)
+    ending = await asyncio.wait_for(master, SECONDS)
+    await manager.bus.close()
+    assert not ending.ok
+    assert ending.reason.startswith("Step 1 failed twice in the same way: ValueError: no loss of 12 tokens, at 0x")
+    assert ending.reason.endswith("No checkpoint was saved before that.")
+
+
 async def test_a_step_that_is_not_a_number_ends_the_run_with_the_last_sound_checkpoint(config, run):
     master = start_master(config)
     manager = Manager(config.master.address)

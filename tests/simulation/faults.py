@@ -18,7 +18,7 @@ HANDLERS: dict[str, tuple[str, ...]] = {
     "master": (
         "join", "heartbeat", "leave", "ask_snapshot", "ask_permits", "renew_leases", "group_started", "group_failed",
         "ask_recovery", "publish_policy", "group_ready", "ask_batch", "commit_step", "checkpoint_saved",
-        "training_finished", "training_failed", "ask_evaluation", "rows_scored", "evaluation_done",
+        "training_finished", "training_failed", "step_failed", "ask_evaluation", "rows_scored", "evaluation_done",
         "evaluation_abandoned", "scoring_failed",
     ),
     "trainer": ("store_group", "take_devices"),
