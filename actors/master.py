@@ -43,10 +43,12 @@ from protocols.messages import (
     AskEvaluation,
     AskPermits,
     AskRecovery,
+    AskReuse,
     AskSnapshot,
     AskStatus,
     BatchAnswer,
     Cause,
+    CheckpointAnswer,
     CheckpointSaved,
     CommitStep,
     Configuration,
@@ -73,6 +75,7 @@ from protocols.messages import (
     PublishPolicy,
     Recovery,
     RenewLeases,
+    ReuseAnswer,
     RowScores,
     RowsScored,
     ScoringFailed,
@@ -475,7 +478,8 @@ class Master(HandlesRequests):
         granted = self.ledger.admit(owner, count, self._now(), self.config.master.lease_seconds)
         return Permits(
             permits=tuple(
-                Permit(group=p.group_id, prompt_index=p.prompt_index, min_version=p.min_version) for p in granted
+                Permit(group=p.group_id, prompt_index=p.prompt_index, min_version=p.min_version, resumed=p.resumed)
+                for p in granted
             )
         )
 
@@ -557,10 +561,16 @@ class Master(HandlesRequests):
             version=self.ledger.version,
             checkpoint_version=self.state.checkpoint_version,
             checkpoint=self.state.checkpoint,
-            drop="\n".join(
-                group for group in request.message.spooled.splitlines() if not self.ledger.needs_payload(group)
-            ),
+            drop=self._needless(request.message.spooled),
         )
+
+    def _needless(self, spooled: str) -> str:
+        return "\n".join(group for group in spooled.splitlines() if not self.ledger.needs_payload(group))
+
+    @handles(AskReuse)
+    async def ask_reuse(self, request: Request[AskReuse]) -> ReuseAnswer:
+        self._trainer(request)
+        return ReuseAnswer(oldest=self.ledger.reuse(request.message.group, request.message.versions))
 
     @handles(GroupReady)
     async def group_ready(self, request: Request[GroupReady]) -> GroupAccepted:
@@ -653,14 +663,14 @@ class Master(HandlesRequests):
         return Done()
 
     @handles(CheckpointSaved)
-    async def checkpoint_saved(self, request: Request[CheckpointSaved]) -> Done:
+    async def checkpoint_saved(self, request: Request[CheckpointSaved]) -> CheckpointAnswer:
         self._trainer(request)
         saved = request.message
         if saved.version > self.state.checkpoint_version:
             self.ledger.checkpointed(saved.version)
             self.state.emit("checkpoint_saved", version=saved.version, folder=saved.folder)
             self._progress.made()
-        return Done()
+        return CheckpointAnswer(drop=self._needless(saved.spooled))
 
     @handles(TrainingFinished)
     async def training_finished(self, request: Request[TrainingFinished]) -> Done:

@@ -1,7 +1,8 @@
-"""The rollout manager: asks for permits, runs workflows as coroutines, forms groups and sends them to the trainer.
+"""The rollout manager: asks for permits, runs workflows as coroutines, and sends scored samples to the trainer.
 
 The prompt of a group is the row of the data source at the index in the permit. The source is a pure function of that
-index, so a rollout manager has no state that another one could not rebuild. It never decides admission.
+index, and scored samples are on the trainer's disk: if a rollout manager dies, another one samples what is missing. It
+never decides admission.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -18,22 +19,27 @@ from actors.parts.sampler import Sampler
 from actors.parts.sessions import SampleSession
 from areal.data.rows import Row
 from areal.generation.routing import GeneratorLoad, groups_that_fit, plan_moves
-from areal.rewards.result import mean_parts
-from areal.trajectory import Group, Trajectory, columns, notes_of
+from areal.trajectory import Trajectory, columns, notes_of
 from protocols.errors import BusError, FencedError, RefusedError
 from protocols.messages import (
     AskPermits,
+    AskSamples,
     Cause,
     Done,
     GroupFailed,
     GroupStarted,
     LoadColumns,
     LostLeases,
+    Message,
     Permit,
     Permits,
     RenewLeases,
-    StoreGroup,
+    StoredSamples,
+    StoreSample,
 )
+
+M = TypeVar("M", bound=Message)
+S = TypeVar("S")
 
 ASK_PERMITS_SECONDS = 20.0
 STORE_SECONDS = 60.0
@@ -148,16 +154,16 @@ class RolloutManager(Sampler):
 
     async def _run_group(self, permit: Permit) -> None:
         try:
-            await self._store(*await self._sample(permit))
+            await self._sample(permit)
         except _GroupFailed as failure:
             failed = GroupFailed(
                 group=permit.group, cause=failure.cause, reason=f"{failure}"[:4096], discarded=failure.discarded
             )
             await self.ask_master(failed, Done)
 
-    async def _sample(self, permit: Permit) -> tuple[Group, int, dict[str, float]]:
-        """Sample a group. Returns the group, the number of tokens that were sampled but are not part of it, and the
-        parts of its rewards. Raises _GroupFailed."""
+    async def _sample(self, permit: Permit) -> None:
+        """Sample a group, or what is missing of it, and have the trainer store each sample when it is scored. Raises
+        _GroupFailed."""
         try:
             row = self._source.row(permit.prompt_index)
         except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
@@ -165,61 +171,85 @@ class RolloutManager(Sampler):
             raise _GroupFailed("row", f"row {permit.prompt_index} of the data cannot be used: {error}", 0) from None
         if too_long := self.services.too_long(row):
             raise _GroupFailed("long", too_long, 0)
+        stored = await self._stored(permit)
+        places = [place for place in range(self._samples) if place not in stored.places]
+        needed = self.config.group_size - len(stored.places)
+        self._unfinished[permit.group] = len(places) if needed > 0 else 0
+        if needed <= 0:
+            return
         home = await self._router.choose("generator", min_version=permit.min_version)
-        start = _GroupStart(self._samples)
+        start = _GroupStart(len(places), stored.start_version)
         sessions = self._sessions[permit.group] = [
             SampleSession(
                 self.services, row, self.config.sampling, permit.min_version, home=home,
                 place=self._router.place_at(home), on_start=start.sample_started,
             )
-            for _ in range(self._samples)
+            for _ in places
         ]  # fmt: skip
 
         def report(version: int) -> None:
             for session in sessions:
-                session.min_version = version
+                session.min_version = max(version, permit.min_version)
             self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
 
         start.report = report
+        work = [self._run_sample(permit, *each, row, start) for each in zip(places, sessions, strict=True)]
+        storing: list[asyncio.Task[RefusedError | None]] = []
+
+        def store(scored: _Scored) -> None:
+            storing.append(asyncio.create_task(self._store(permit, row, scored)))
+
         try:
-            scored = await self._first_scored([self._run_sample(permit, session, row, start) for session in sessions])
+            scored = await self._first_scored(work, needed, store)
+            unused = _sampled(sessions) - sum(sample.tokens_sampled for sample in scored)
+            scored[-1].about["discarded"] += max(0, unused)
+            store(scored[-1])
+            for refusal in filter(None, await asyncio.gather(*storing)):
+                raise _GroupFailed("trainer", f"the trainer refused the group: {refusal}", _sampled(sessions))
         except SampleFailed as failure:
             raise _GroupFailed(failure.cause, failure, _sampled(sessions)) from None
         finally:
             for session in sessions:
                 session.close()
-        samples, notes = zip(*scored, strict=True)
-        notes_text = notes_of(row.fields, notes) if self.config.observe.rollouts != "none" else ""
-        group = Group(permit.group, permit.prompt_index, samples, notes_text)
-        beside = max(0, _sampled(sessions) - sum(int(t.sampled.sum()) for t in group.trajectories))
-        return group, beside, mean_parts(session.reward_parts for session in sessions)
+            for task in storing:
+                task.cancel()
 
-    async def _first_scored(self, work: list[Coroutine[Any, Any, _Scored | SampleFailed]]) -> list[_Scored]:
-        """The first `group_size` scored samples, with their notes; the others are cancelled. Raises SampleFailed once
-        so many samples have failed that fewer than `group_size` are left."""
-        scored: list[_Scored] = []
+    async def _first_scored(
+        self, work: list[Coroutine[Any, Any, S | SampleFailed]], needed: int, on_scored: Callable[[S], None]
+    ) -> list[S]:
+        """The first `needed` scored samples; the others are cancelled. `on_scored` is called with each of them but the
+        last one, at once. Raises SampleFailed once so many samples have failed that too few are left."""
+        scored: list[S] = []
         failures: list[SampleFailed] = []
         async with asyncio.TaskGroup() as tasks:
             samples = [tasks.create_task(task) for task in work]
             for ended in asyncio.as_completed(samples):
                 sample = await ended
-                failures.append(sample) if isinstance(sample, SampleFailed) else scored.append(sample)
-                if len(scored) == self.config.group_size or len(failures) > self.config.oversample:
+                if isinstance(sample, SampleFailed):
+                    failures.append(sample)
+                else:
+                    scored.append(sample)
+                    if len(scored) < needed:
+                        on_scored(sample)
+                if len(scored) == needed or len(failures) > len(work) - needed:
                     break
             for task in samples:
                 task.cancel()
-        if len(failures) > self.config.oversample:
+        if len(scored) < needed:
             raise failures[0]
         return scored
 
     async def _run_sample(
-        self, permit: Permit, session: SampleSession, row: Row, start: _GroupStart
+        self, permit: Permit, place: int, session: SampleSession, row: Row, start: _GroupStart
     ) -> _Scored | SampleFailed:
         began = time.time()
         try:
             sample = await self.run_workflow(session, row)
-            times = {"began": began, "seconds": time.time() - began}
-            return sample, {"parts": session.reward_parts, "generators": [*session.generators], **times}
+            discarded = session.tokens_sampled - int(sample.sampled.sum())
+            about: dict[str, Any] = {"parts": session.reward_parts, "discarded": max(0, discarded)}
+            if self._keeps_rollouts:
+                about |= {"generators": [*session.generators], "began": began, "seconds": time.time() - began}
+            return _Scored(place, sample, about)
         except SampleFailed as failure:
             if session.first_version is None:
                 start.sample_lost()
@@ -236,35 +266,61 @@ class RolloutManager(Sampler):
         penalty = self.services.overlong(sample)
         return sample.lowered(penalty) if penalty else sample
 
-    async def _store(self, group: Group, discarded: int, reward_parts: dict[str, float]) -> None:
-        """Send the group to the trainer, until the trainer has stored it. Repeats are harmless, because a group is
-        identified by its id. Raises _GroupFailed if the trainer refuses the group."""
-        request = StoreGroup(
-            group=group.id,
-            prompt_index=group.prompt_index,
-            discarded=discarded,
-            reward_parts=reward_parts,
-            notes=group.notes,
-            columns=columns(group.trajectories),
+    async def _stored(self, permit: Permit) -> StoredSamples:
+        """What the trainer has of the group. Raises _GroupFailed if it refuses the group."""
+        if not permit.resumed:
+            return StoredSamples(places=(), start_version=None)
+        request = AskSamples(group=permit.group, prompt_index=permit.prompt_index)
+        try:
+            return await self._ask_trainer(request, StoredSamples)
+        except RefusedError as error:
+            raise _GroupFailed("trainer", f"the trainer refused the group: {error}", 0) from None
+
+    async def _store(self, permit: Permit, row: Row, scored: _Scored) -> RefusedError | None:
+        """Send a sample to the trainer, until the trainer has stored it. Repeats are harmless, because a sample is
+        identified by its group and its place there. Returns why the trainer refuses it."""
+        request = StoreSample(
+            group=permit.group,
+            prompt_index=permit.prompt_index,
+            place=scored.place,
+            columns=columns([scored.sample]),
+            notes=notes_of(row.fields if self._keeps_rollouts else {}, [scored.about]),
         )
+        try:
+            await self._ask_trainer(request, Done)
+        except RefusedError as error:
+            return error
+        return None
+
+    async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
+        """Ask the trainer, again until it answers. Raises RefusedError."""
         while True:
             await self.until(lambda: bool(self.with_role("trainer")))
             try:
-                await self.ask(self.with_role("trainer")[0].address, request, Done, STORE_SECONDS)
-                return
+                return await self.ask(self.with_role("trainer")[0].address, request, answer, STORE_SECONDS)
             except BusError as error:
-                # If the trainer was fenced, its successor will take the group.
+                # If the trainer was fenced, its successor will answer.
                 if isinstance(error, RefusedError) and not isinstance(error, FencedError):
-                    sampled = sum(int(t.sampled.sum()) for t in group.trajectories)
-                    raise _GroupFailed(
-                        "trainer", f"the trainer refused the group: {error}", sampled + discarded
-                    ) from None
-                log.warning("the trainer did not take a group", group=group.id, error=str(error))
+                    raise
+                log.warning("the trainer did not take a request", request=request.kind, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
 
+    @property
+    def _keeps_rollouts(self) -> bool:
+        return self.config.observe.rollouts != "none"
 
-_Scored = tuple[Trajectory, dict[str, Any]]
-"""A sample and what `notes_of` notes about it."""
+
+class _Scored(NamedTuple):
+    """A scored sample, its place in its group, and what `notes_of` notes about it."""
+
+    place: int
+    sample: Trajectory
+    about: dict[str, Any]
+
+    @property
+    def tokens_sampled(self) -> int:
+        """All tokens that were sampled for it, also those that are not in it."""
+        return int(self.sample.sampled.sum()) + int(self.about["discarded"])
 
 
 class _GroupFailed(Exception):
@@ -281,14 +337,14 @@ def _sampled(sessions: list[SampleSession]) -> int:
 
 
 class _GroupStart:
-    """Reports a group's start version once every sample of the group has started, or has failed before its first token.
-    The start version is the oldest version that sampled a first token."""
+    """Reports a group's start version once each of `samples` has started, or has failed before its first token. The
+    start version is the oldest version that sampled a first token. `stored`: that of the samples that are stored."""
 
     report: Callable[[int], None]
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, stored: int | None = None) -> None:
         self._missing = samples
-        self._versions: list[int] = []
+        self._versions = [] if stored is None else [stored]
 
     def sample_started(self, version: int) -> None:
         self._versions.append(version)

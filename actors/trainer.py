@@ -1,4 +1,4 @@
-"""The trainer: keeps finished groups on disk, asks the master which batch to train, and publishes the weights.
+"""The trainer: keeps scored samples on disk, asks the master which batch to train, and publishes the weights.
 
     step v ── snapshot ──▶ step v + 1 ── wait for the publication of v ── snapshot ──▶ ...
                   └──▶ commit v, write ──▶ publish v
@@ -8,8 +8,9 @@ A checkpoint is written beside the next steps, too: its copy is made between two
 A trainer that shares its devices with generators has them in *turns*: before a step it asks the generators to yield,
 and after it, it lets them go on. With `colocate` the memory of those who do not have the turn is empty.
 
-A group is acknowledged once it is in the spool on disk. It stays there until its rollouts are written and a checkpoint
-covers the step that trained it. So a killed trainer loses nothing: after its restart it loads the last checkpoint,
+A sample is acknowledged once it is in the spool on disk. It stays there until the rollouts of its group are written and
+a checkpoint covers the step that trained it, or until its group is discarded. So a killed rollout manager loses only
+what is not scored, and a killed trainer loses nothing: after its restart it loads the last checkpoint,
 redoes in order the batches that the master has logged since, and publishes the run's current version under a new
 lineage.
 """
@@ -23,7 +24,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import structlog
@@ -34,6 +35,7 @@ from actors.parts.weight_service import WeightServer
 from actors.runtime.actor import Actor, handles, parked
 from areal.config import Config, UserError
 from areal.devices import shares_devices
+from areal.rewards.result import mean_parts
 from areal.storage.disk import Patience
 from areal.storage.rollouts import FOLDER, RolloutWriter
 from areal.storage.run_folder import checkpoint_of
@@ -46,7 +48,10 @@ from protocols.errors import BusError, BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskBatch,
     AskRecovery,
+    AskReuse,
+    AskSamples,
     BatchAnswer,
+    CheckpointAnswer,
     CheckpointSaved,
     CommitStep,
     Done,
@@ -58,8 +63,10 @@ from protocols.messages import (
     Policy,
     PublishPolicy,
     Recovery,
+    ReuseAnswer,
     SendWeights,
-    StoreGroup,
+    StoredSamples,
+    StoreSample,
     TakeDevices,
     TrainingFailed,
     TrainingFinished,
@@ -67,6 +74,8 @@ from protocols.messages import (
     YieldDevices,
 )
 from protocols.transport import Request
+
+T = TypeVar("T")
 
 ASK_BATCH_SECONDS = 20.0
 # Interval at which the trainer repeats TrainingFailed, in case the master dies before it has ended the run.
@@ -129,7 +138,7 @@ class Trainer(Actor):
     _learner: Learner = None  # type: ignore[assignment]  # set by `setup`, like the two below
     _spool: Spool
     _rollouts: RolloutWriter
-    _takes_groups = False
+    _takes_samples = False
 
     def __init__(
         self, *args: Any, start_learner: Callable[[Config, Patience], Awaitable[Learner]] = Ranks.start,
@@ -146,6 +155,7 @@ class Trainer(Actor):
         self.steps_to_redo: dict[int, tuple[str, ...]] = {}
         """The ids of the groups of each step that no checkpoint covers."""
         self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
+        self._reporting: set[str] = set()  # groups that are complete, while the master is told
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
         self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
         self._to_close = AsyncExitStack()
@@ -253,44 +263,65 @@ class Trainer(Actor):
 
     # --- the spool
 
-    @handles(StoreGroup)
-    async def store_group(self, request: Request[StoreGroup]) -> Done:
+    @handles(StoreSample)
+    async def store_sample(self, request: Request[StoreSample]) -> Done:
         stored = request.message
-        if not self._takes_groups:
+        if not self._takes_samples:
             raise BusyError("this trainer is not ready yet")
         try:
             samples = tuple(sample.checked() for sample in trajectories(stored.columns))
             _check(samples, self._learner.vocab_size)
-            group = Group(stored.group, stored.prompt_index, samples, stored.notes)
-            start_version = group.start_version
-        except ValueError as error:
+            part = Group(stored.group, stored.prompt_index, samples, stored.notes)
+            _ready(part)
+        except (ValueError, TypeError, AttributeError) as error:  # the last two: of notes that are none
             raise RefusedError(f"group {stored.group}: {error}") from None
+        group = await self._use_spool(request, self._spool.put, part, stored.place, self.config.group_size)
+        await self._report_ready(group)
+        return Done()
+
+    @handles(AskSamples)
+    async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
+        group, prompt_index, size = request.message.group, request.message.prompt_index, self.config.group_size
+        if not self._takes_samples:
+            raise BusyError("this trainer is not ready yet")
+        stored = await self._use_spool(request, self._spool.samples, prompt_index)
+        if earlier := {key: sample.start_version for key, sample in stored.items() if key[0] != group}:
+            answer = await self.ask_master(AskReuse(group=group, versions=tuple(earlier.values())), ReuseAnswer)
+            if answer.oldest is not None:
+                fresh = [key for key, version in earlier.items() if version >= answer.oldest]
+                await self._use_spool(request, self._spool.move, group, fresh, size)
+                await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
+                stored = await self._use_spool(request, self._spool.samples, prompt_index)
+        await self._report_ready(await self._use_spool(request, self._spool.complete, group, size))
+        own = {place: sample.start_version for (group_id, place), sample in stored.items() if group_id == group}
+        return StoredSamples(places=tuple(own), start_version=min(own.values(), default=None))
+
+    async def _use_spool(self, request: Request[Any], use: Callable[..., T], *arguments: Any) -> T:
+        """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
         try:
             async with parked(request):
-                await self.on_disk("the spool", self._spool.put, group)
+                return await self.on_disk("the spool", use, *arguments)
         except TimeoutError:
             raise BusyError("the trainer waits for its disk") from None
-        self._keep_in_memory(group)
-        ready = GroupReady(
-            group=group.id,
-            start_version=start_version,
-            reward_mean=sum(t.reward for t in samples) / len(samples),
-            signal=group.has_signal,
-            tokens=sum(int(t.sampled.sum()) for t in samples),
-            discarded=stored.discarded,
-            reward_parts=stored.reward_parts,
-        )
+
+    async def _report_ready(self, group: Group | None) -> None:
+        """Report a group that is complete to the master, and drop it if the master does not accept it."""
+        if group is None or group.id in self._reporting:
+            return
+        self._reporting.add(group.id)
         try:
-            accepted = (await self.ask_master(ready, GroupAccepted)).accepted
+            self._keep_in_memory(group)
+            accepted = (await self.ask_master(_ready(group), GroupAccepted)).accepted
         except FencedError:
             raise
         except RefusedError:  # otherwise the spool would keep this payload instead of a correct one sent later
             await self._forget(group)
             raise
+        finally:
+            self._reporting.remove(group.id)
         if not accepted:
             self._add_untrained(group)
             await self._forget(group)
-        return Done()
 
     def _add_untrained(self, group: Group) -> None:
         if self.config.filter_zero_signal and not group.has_signal:
@@ -324,7 +355,7 @@ class Trainer(Actor):
         await self.on_disk("the spool", self._spool.assign, recovery.run)
         await asyncio.to_thread(self._rollouts.assign, recovery.run)
         await self.on_disk("the spool", self._spool.forget, recovery.drop.splitlines())
-        self._takes_groups = True  # not before: one that the master did not know to be ready then would be dropped
+        self._takes_samples = True  # not before the spool is known to be that of the run
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = recovery.checkpoint_version
         if recovery.checkpoint is not None:
@@ -504,12 +535,12 @@ class Trainer(Actor):
         if publication is not None:
             await publication
         await self._write_rollouts()  # before the master counts the checkpoint: no trainer redoes its steps after that
-        await self.ask_master(CheckpointSaved(version=version, folder=str(folder)), Done)
+        spooled = "\n".join(await self.on_disk("the spool", self._spool.ids))
+        saved = CheckpointSaved(version=version, folder=str(folder), spooled=spooled)
+        needless = (await self.ask_master(saved, CheckpointAnswer)).drop.splitlines()
         self._checkpoint_version = version
-        covered = [step for step in self.steps_to_redo if step < version]
-        groups = [group for step in covered for group in self.steps_to_redo[step]]
-        await self.on_disk("the spool", self._spool.forget, groups)
-        for step in covered:
+        await self.on_disk("the spool", self._spool.forget, needless)
+        for step in [step for step in self.steps_to_redo if step < version]:
             del self.steps_to_redo[step]
         oldest = (version - 1) // every * every - (limit - 1) * every
         await self._remove(checkpoint_of(self.config.folder, oldest))
@@ -573,9 +604,26 @@ def breach_of_bound(groups: Sequence[Group], oldest: int | None) -> str | None:
 
 
 def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:
-    """Raises ValueError if a token is outside the vocabulary, because the training step would fail on it."""
+    """Raises ValueError if this is not one sample, or if a token is outside the vocabulary, because the training step
+    would fail on it."""
+    if len(samples) != 1:
+        raise ValueError(f"{len(samples)} samples at one place")
     if not all(sample.tokens.min() >= 0 and sample.tokens.max() < vocab_size for sample in samples):
         raise ValueError(f"a token is outside the model's vocabulary of {vocab_size}")
+
+
+def _ready(group: Group) -> GroupReady:
+    """The report that the group is on disk."""
+    samples, about = group.trajectories, group.about
+    return GroupReady(
+        group=group.id,
+        start_version=group.start_version,
+        reward_mean=sum(t.reward for t in samples) / len(samples),
+        signal=group.has_signal,
+        tokens=sum(int(t.sampled.sum()) for t in samples),
+        discarded=sum(note.get("discarded", 0) for note in about),
+        reward_parts=mean_parts(note.get("parts", {}) for note in about),
+    )
 
 
 def _metrics(groups: list[Group]) -> dict[str, Any]:

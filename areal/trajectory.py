@@ -281,6 +281,11 @@ class Group:
         return min(t.start_version for t in self.trajectories)
 
     @property
+    def about(self) -> list[dict[str, Any]]:
+        """What is noted of each sample."""
+        return json.loads(self.notes or "{}").get("samples") or [{} for _ in self.trajectories]
+
+    @property
     def has_signal(self) -> bool:
         """True if the rewards differ, or the returns of tokens. If they are all the same, nothing distinguishes good
         samples from bad ones."""
@@ -289,9 +294,18 @@ class Group:
         return len(rewards.union(*(np.unique(values).tolist() for values in returns))) > 1
 
 
+def joined(parts: Sequence[Group]) -> Group:
+    """The group with the samples of these parts of it, in order."""
+    samples = tuple(sample for part in parts for sample in part.trajectories)
+    about = {"samples": [about for part in parts for about in part.about]}
+    notes = parts[0].notes and json.dumps(json.loads(parts[0].notes) | about)
+    return replace(parts[0], trajectories=samples, notes=notes)
+
+
 def notes_of(fields: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
     """The `notes` of a group. fields: the row's; long ones are left out. samples: for each, `parts` of its reward,
-    `generators`, `began` and `seconds`."""
+    `discarded`, the number of tokens that were sampled for it and are not in it, and for the rollouts that the run
+    keeps `generators`, `began` and `seconds`."""
     row = {name: text for name, value in fields.items() if len(text := json.dumps(value)) <= LARGEST_FIELD}
     return json.dumps(
         {"row": "{" + ", ".join(f"{json.dumps(k)}: {v}" for k, v in row.items()) + "}", "samples": samples}

@@ -15,7 +15,8 @@
 | rollout_manager, evaluator | generator | Generate | Done |
 | rollout_manager, evaluator | reward | Score | Done |
 | rollout_manager, evaluator | generator, reward | EndJobs | Done |
-| rollout_manager | trainer | StoreGroup | Done |
+| rollout_manager | trainer | AskSamples | StoredSamples |
+| rollout_manager | trainer | StoreSample | Done |
 | generator | trainer | TakeDevices | Done |
 | trainer | generator | YieldDevices | Done |
 | generator | trainer, generator | FetchWeights | stream of WeightFiles, WeightChunk ... |
@@ -23,10 +24,11 @@
 | generator | trainer | TransferDone | Done |
 | trainer | master | AskRecovery | Recovery |
 | trainer | master | GroupReady | GroupAccepted |
+| trainer | master | AskReuse | ReuseAnswer |
 | trainer | master | AskBatch | BatchAnswer |
 | trainer | master | CommitStep | Done |
 | trainer | master | PublishPolicy | Done |
-| trainer | master | CheckpointSaved | Done |
+| trainer | master | CheckpointSaved | CheckpointAnswer |
 | trainer | master | TrainingFinished, TrainingFailed, StepFailed | Done |
 | evaluator | master | AskEvaluation | EvaluationAnswer |
 | evaluator | master | RowsScored, EvaluationDone, EvaluationAbandoned | Done |
@@ -56,6 +58,7 @@ Name = Annotated[str, Field(max_length=256)]
 Address = Annotated[Name, Field(pattern=r"^tcp://[^\s;]+:[1-9]\d{0,4}$")]
 # Sums of as many counts as a message holds stay within 64 bits.
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
+Index = Annotated[int, Field(ge=0, le=1 << 53)]
 # Bounded, so that sums over very many numbers, and the squares of these sums, stay finite.
 Number = Annotated[float, Field(ge=-1e100, le=1e100)]
 # Validation stops at the first wrong item: an error for each of a million items would take a gigabyte.
@@ -311,11 +314,13 @@ class Configuration(Message):
 
 
 class Permit(Part):
-    """The right to start a group; its samples need weights of `min_version` or newer."""
+    """The right to start a group; its samples need weights of `min_version` or newer. `resumed`: the trainer may have
+    samples of an earlier attempt, whose lease was lost."""
 
     group: Name
     prompt_index: int
     min_version: int
+    resumed: bool = False
 
 
 class AskPermits(Message):
@@ -506,18 +511,30 @@ class CompletionsScored(Message):
     failed: Several[JobFailed] = ()
 
 
-class StoreGroup(Message):
-    """A finished group for the spool of trainer rank 0; the answer says that it is on disk. `columns`: its samples, one
-    after another, as areal.trajectory.COLUMNS declares them. `discarded`: number of tokens that were sampled for the
-    group and are in none of its trajectories. `reward_parts`: the mean of each part of the rewards. `notes`: for the
-    rollouts that the run keeps (areal.storage.rollouts), empty if it keeps none."""
+class StoreSample(Message):
+    """A scored sample for the spool of trainer rank 0; the answer says that it is on disk, and its group ready if it is
+    complete. `place`: its number in the group, which may have no other sample there. `columns`: as
+    areal.trajectory.COLUMNS declares them. `notes`: of areal.trajectory.notes_of."""
 
     group: Name
-    prompt_index: int
+    prompt_index: Index
+    place: Annotated[int, Field(ge=0, le=1 << 20)]
     columns: Annotated[dict[Name, InstanceOf[Vector]], Field(max_length=64)]
-    discarded: Count = 0
-    reward_parts: dict[str, Number] = {}
     notes: str = ""
+
+
+class AskSamples(Message):
+    """Asks which samples of earlier attempts the trainer has, and makes them those of `group`, which is resumed."""
+
+    group: Name
+    prompt_index: Index
+
+
+class StoredSamples(Message):
+    """The places of the samples that are stored, and the oldest version among their tokens; None: there are none."""
+
+    places: Several[int]
+    start_version: int | None
 
 
 # --- weights
@@ -602,7 +619,8 @@ class Recovery(Message):
 
 class GroupReady(Message):
     """The group's payload is on the trainer's disk. `signal`: the rewards of its samples differ. `tokens`: number of
-    sampled tokens in it. `discarded` and `reward_parts`: as in StoreGroup."""
+    sampled tokens in it. `discarded`: number of tokens that were sampled for the group and are in none of its
+    trajectories. `reward_parts`: the mean of each part of the rewards."""
 
     group: Name
     start_version: int
@@ -617,6 +635,19 @@ class GroupAccepted(Message):
     """`accepted` is false for a group that is no longer alive or is filtered; the trainer drops its payload."""
 
     accepted: bool
+
+
+class AskReuse(Message):
+    """Asks which samples of earlier attempts may be in the group. `versions`: the oldest version in each of them."""
+
+    group: Name
+    versions: Several[Index]
+
+
+class ReuseAnswer(Message):
+    """The oldest version that may be in the group; None: nothing of an earlier attempt may be."""
+
+    oldest: int | None
 
 
 class AskBatch(Message):
@@ -653,10 +684,17 @@ class PublishPolicy(Message):
 
 
 class CheckpointSaved(Message):
-    """`folder` holds everything needed to resume from `version`."""
+    """`folder` holds everything needed to resume from `version`. `spooled`: as in AskRecovery."""
 
     version: int
     folder: str
+    spooled: str
+
+
+class CheckpointAnswer(Message):
+    """`drop`: as in Recovery."""
+
+    drop: str
 
 
 class TrainingFinished(Message):

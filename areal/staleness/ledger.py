@@ -202,12 +202,14 @@ class GroupPermit:
     prompt_index: int
     attempt: int
     min_version: int
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerGroup:
     """A row of the ledger. `attempt` counts the earlier admissions of the prompt, `failures` those that failed.
-    `max_staleness`: the bound at its admission, which holds for it whatever the settings become."""
+    `max_staleness`: the bound at its admission, which holds for it whatever the settings become. `resumed`: the lease
+    of the attempt before was lost, and the samples that are stored of it may be in this one."""
 
     group_id: str
     prompt_index: int
@@ -219,6 +221,7 @@ class LedgerGroup:
     max_staleness: int
     start_version: int | None = None
     state: GroupState = GroupState.ADMITTED
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +295,7 @@ class QueuedPrompt:
     prompt_index: int
     attempt: int = 0
     failures: int = 0
+    resumed: bool = False
 
 
 Place = tuple[int, int, str]
@@ -430,10 +434,12 @@ class Ledger:
         return sorted(row.prompt_index for row in rows)
 
     def needs_payload(self, group_id: str) -> bool:
-        """True if the trainer has to keep the payload of the group: it is ready, or no checkpoint covers its step. The
-        payload of a group that is not ready yet is sent again by its owner, or is never needed."""
-        group = self._groups.get(group_id)
-        return group_id in self._redoable or (group is not None and group.state is not GroupState.ADMITTED)
+        """True if the trainer has to keep what it has of the group: it is alive, no checkpoint covers its step, or a
+        later attempt may still go on with its samples."""
+        if group_id in self._redoable or group_id in self._groups:
+            return True
+        unfinished: list[LedgerGroup | QueuedPrompt] = [*self._leased(), *self._requeued]
+        return any(row.resumed and group_id.startswith(f"g{row.prompt_index}.") for row in unfinished)
 
     def deadline(self, group: LedgerGroup) -> int:
         """The last version that may train this group: its start version + the bound at its admission. The version at
@@ -487,6 +493,24 @@ class Ledger:
         if group.state is not GroupState.ADMITTED or (start is not None and version >= start):
             return ReportAnswer.UNCHANGED
         return self._accept_start(group, Started(group_id, version), version)
+
+    def reuse(self, group_id: str, versions: Iterable[int]) -> int | None:
+        """Ask which stored samples of earlier attempts may be in the group. `versions`: the oldest version in each.
+
+        Returns the oldest version that may be in it; None if the group may have none, as it is not `resumed`, is
+        finished or gone. If that is below the version at its admission, it becomes the start version: the lowest of
+        `versions` with which all alive groups can still be trained before their deadlines.
+        """
+        group = self._groups.get(group_id)
+        if group is None or not group.resumed or group.state is not GroupState.ADMITTED:
+            return None
+        for version in sorted(set(versions)):
+            if version >= self._oldest_start(group):
+                break
+            if not self._breaks_schedule(group, version):
+                self._emit(Started(group_id, version))
+                return version
+        return self._oldest_start(group)
 
     def ready(self, group_id: str, start_version: int, signal: bool = True) -> ReportAnswer:
         """Report that the trainer has spooled the group. `start_version`: the lowest version of its sampled tokens.
@@ -657,14 +681,20 @@ class Ledger:
     def _permit(self, owner: str, lease_expires: float) -> GroupPermit:
         group_id, prompt_index, attempt = self._next_permit()
         self._emit(Admitted(group_id, prompt_index, attempt, owner, self.version, lease_expires))
-        return GroupPermit(group_id, prompt_index, attempt, self._min_version(self._groups[group_id]))
+        group = self._groups[group_id]
+        return GroupPermit(group_id, prompt_index, attempt, self._min_version(group), group.resumed)
 
     def _min_version(self, group: LedgerGroup) -> int:
         """The lowest version that may sample the group (rule 2). `admission_only`, as in the paper, has no rule 2."""
         return 0 if self.settings.on_straggler == "admission_only" else group.admission_version
 
-    def _check_start(self, group: LedgerGroup, version: int) -> None:
+    def _oldest_start(self, group: LedgerGroup) -> int:
+        """The lowest start version that may be reported of the group."""
         low = self._min_version(group)
+        return low if group.start_version is None else min(low, group.start_version)
+
+    def _check_start(self, group: LedgerGroup, version: int) -> None:
+        low = self._oldest_start(group)
         if not low <= version <= self.version:
             raise self._error(f"start version {version} is not between {low} and {self.version}", group.group_id)
 
@@ -676,8 +706,9 @@ class Ledger:
         return ReportAnswer.ACCEPTED
 
     def _breaks_schedule(self, group: LedgerGroup, version: int) -> bool:
-        """True if `version` is below the start version reported before and leaves some group without a step in time."""
-        if not self.settings.bounds_groups or group.start_version is None or version >= group.start_version:
+        """True if `version` is below the start version that its deadline assumes, and leaves some group without a step
+        in time."""
+        if not self.settings.bounds_groups or version + group.max_staleness >= self.deadline(group):
             return False
         rows = [replace(g, start_version=version) if g is group else g for g in self._unbatched()]
         return not self._fits(rows)
@@ -744,7 +775,10 @@ class Ledger:
                 self._update(group_id, state=GroupState.READY, start_version=start, lease_expires=None)
             case Requeued(group_id, reason, failed):
                 group = self._drop(group_id)
-                self._requeued.append(QueuedPrompt(group.prompt_index, group.attempt + 1, group.failures + failed))
+                lost = reason in (LEASE_EXPIRED, RELEASED) or (reason == UNANSWERED and group.resumed)
+                self._requeued.append(
+                    QueuedPrompt(group.prompt_index, group.attempt + 1, group.failures + failed, resumed=lost)
+                )
                 self.counters.requeued[reason] += 1
             case Discarded(group_id, reason):
                 self._drop(group_id)
@@ -774,6 +808,7 @@ class Ledger:
             lease_expires=event.lease_expires,
             admission_version=event.version,
             max_staleness=self.settings.max_staleness,
+            resumed=prompt.resumed,
         )
         self._place(group)
         self.counters.admitted += 1
@@ -883,7 +918,7 @@ class Ledger:
             return False
         if row.start_version is None:
             return in_progress
-        return self._min_version(row) <= row.start_version <= self.version
+        return (row.resumed or self._min_version(row) <= row.start_version) and row.start_version <= self.version
 
 
 def _groups_of(event: Event) -> tuple[str, ...]:

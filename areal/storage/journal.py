@@ -25,13 +25,16 @@ from areal.storage.database import FACTS, fact, new_identity, note, note_program
 from areal.storage.disk import RETRY_SECONDS, DiskShortageError, Patience, Shortage
 from areal.storage.run_folder import ways_out
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files
 _SCHEMA = """
     CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL, crc INTEGER);
     CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL, crc INTEGER);
 """
-_UPGRADES = {4: f"ALTER TABLE events ADD COLUMN crc INTEGER; ALTER TABLE snapshot ADD COLUMN crc INTEGER; {FACTS}"}
+_UPGRADES = {
+    4: f"ALTER TABLE events ADD COLUMN crc INTEGER; ALTER TABLE snapshot ADD COLUMN crc INTEGER; {FACTS}",
+    5: "",  # since then, a snapshot says which groups are `resumed`
+}
 
 
 class JournalError(Exception):

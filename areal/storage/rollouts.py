@@ -215,8 +215,7 @@ class _Branch(NamedTuple):
 
 def _branches(rollouts: Iterable[Rollout]) -> Iterator[_Branch]:
     for rollout in rollouts:
-        notes = json.loads(rollout.group.notes or "{}")
-        row, about = notes.get("row", "{}"), notes.get("samples") or [{}] * len(rollout.group.trajectories)
+        row, about = json.loads(rollout.group.notes or "{}").get("row", "{}"), rollout.group.about
         starts = [trajectory.start_version for trajectory in rollout.group.trajectories]
         staleness = rollout.step and rollout.step - 1 - min(starts)
         start = 0

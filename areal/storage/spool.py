@@ -1,14 +1,18 @@
-"""The spool keeps finished groups on the trainer's disk, from their arrival until a checkpoint covers their step."""
+"""The spool keeps scored samples on the trainer's disk, from their arrival until a checkpoint covers the step of their
+group.
+
+A group is in it as parts, of one sample each. Only in a spool of format 4 or earlier, a part has all samples."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from zlib import crc32
 
 import safetensors.numpy
@@ -16,17 +20,24 @@ import safetensors.numpy
 from areal.config import UserError
 from areal.storage.database import FACTS, fact, note, note_program, open_store, prepare
 from areal.storage.run_folder import ways_out
-from areal.trajectory import Group, columns, trajectories
+from areal.trajectory import Group, Trajectory, columns, joined, trajectories
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files
 _SCHEMA = """
-    CREATE TABLE groups (
-        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, prompt_index INTEGER NOT NULL, arrays BLOB NOT NULL,
-        notes TEXT NOT NULL, crc INTEGER
+    CREATE TABLE parts (
+        seq INTEGER PRIMARY KEY, id TEXT NOT NULL, place INTEGER NOT NULL, prompt_index INTEGER NOT NULL,
+        arrays BLOB NOT NULL, notes TEXT NOT NULL, crc INTEGER, UNIQUE (id, place)
     );
+    CREATE INDEX parts_of_prompts ON parts (prompt_index);
 """
-_UPGRADES = {3: f"ALTER TABLE groups ADD COLUMN crc INTEGER; {FACTS}"}
+_UPGRADES = {
+    3: f"ALTER TABLE groups ADD COLUMN crc INTEGER; {FACTS}",
+    4: f"""{_SCHEMA}
+        INSERT INTO parts SELECT seq, id, 0, prompt_index, arrays, notes, crc FROM groups; DROP TABLE groups;""",
+}
+_PART = "place, prompt_index, arrays, notes, crc"
+_IF_ROOM = "WHERE (SELECT count(*) FROM parts WHERE id = ?) < ?"
 
 
 class SpoolError(Exception):
@@ -51,6 +62,7 @@ class Spool:
         self._file = Path(file)
         self._file_lock = lock
         self._lock = threading.Lock()
+        self._waiting: deque[tuple[Any, ...]] = deque()  # rows that threads are about to store
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -73,33 +85,77 @@ class Spool:
                 )
             note(connection, "run", run)
 
-    def put(self, group: Group) -> None:
-        """Store a group. A group whose id is there already changes nothing."""
-        fields = (group.id, group.prompt_index, safetensors.numpy.save(columns(group.trajectories)), group.notes)
-        row = (*fields, _checksum(*fields))
+    def put(self, part: Group, place: int = 0, size: int = 1) -> Group | None:
+        """Store the part of a group that has this place in it, unless that is taken, or the group has `size` parts.
+        Returns the group once it has. Raises SpoolDamage as `get` does."""
+        fields = (part.id, place, part.prompt_index, safetensors.numpy.save(columns(part.trajectories)), part.notes)
+        self._waiting.append((*fields, _checksum(*fields), part.id, size))
+        self._store_waiting()
+        return self.complete(part.id, size)
+
+    def _store_waiting(self) -> None:
+        """Store what all threads wait to store: one commit, which takes as long as the disk needs, for all of it."""
+        rows: list[tuple[Any, ...]] = []
+        try:
+            with self._transaction() as connection:
+                while self._waiting:
+                    rows.append(self._waiting.popleft())
+                if rows:
+                    statement = f"INSERT OR IGNORE INTO parts (id, {_PART}) SELECT ?, ?, ?, ?, ?, ? {_IF_ROOM}"
+                    connection.executemany(statement, rows)
+        except SpoolError:
+            self._waiting.extend(rows)  # for the other threads
+            raise
+
+    def complete(self, group_id: str, size: int) -> Group | None:
+        """The group, if it has `size` parts."""
         with self._transaction() as connection:
-            connection.execute(
-                "INSERT OR IGNORE INTO groups (id, prompt_index, arrays, notes, crc) VALUES (?, ?, ?, ?, ?)", row
-            )
+            (parts,) = connection.execute("SELECT count(*) FROM parts WHERE id = ?", (group_id,)).fetchone()
+        return self._group(group_id) if parts >= size else None
+
+    def samples(self, prompt_index: int) -> dict[tuple[str, int], Trajectory]:
+        """The stored samples of a prompt, by the id of their group and their place in it."""
+        with self._transaction() as connection:
+            rows = connection.execute(
+                f"SELECT id, {_PART} FROM parts WHERE prompt_index = ?", (prompt_index,)
+            ).fetchall()
+        parts = {(group_id, row[0]): self._unpacked(group_id, *row).trajectories for group_id, *row in rows}
+        return {key: samples[0] for key, samples in parts.items() if len(samples) == 1}
+
+    def move(self, group_id: str, samples: Iterable[tuple[str, int]], size: int) -> None:
+        """Make samples of earlier groups, of the same prompt, those of this group at the same places, until it has
+        `size` parts. A sample whose place is taken, or that is not there, is left out."""
+        with self._transaction() as connection:
+            for earlier, place in samples:
+                key = (earlier, place)
+                row = connection.execute(f"SELECT {_PART} FROM parts WHERE id = ? AND place = ?", key).fetchone()
+                if row is not None:
+                    _, prompt_index, arrays, notes, _ = row
+                    crc = _checksum(group_id, place, prompt_index, arrays, notes)
+                    connection.execute(
+                        f"UPDATE OR IGNORE parts SET id = ?, crc = ? {_IF_ROOM} AND id = ? AND place = ?",
+                        (group_id, crc, group_id, size, *key),
+                    )
 
     def get(self, ids: Sequence[str]) -> list[Group]:
         """Return the groups with these ids, in this order. Raises SpoolError with the ids that are missing, and
         SpoolDamage with one that is not as it was stored."""
-        rows = {group_id: row for group_id in ids if (row := self._row(group_id)) is not None}
-        if missing := [group_id for group_id in ids if group_id not in rows]:
+        groups = {group_id: group for group_id in ids if (group := self._group(group_id)) is not None}
+        if missing := [group_id for group_id in ids if group_id not in groups]:
             raise SpoolError(f"not in the spool: {', '.join(missing)}")
-        return [self._unpacked(group_id, *rows[group_id]) for group_id in ids]
+        return [groups[group_id] for group_id in ids]
 
     def ids(self) -> list[str]:
         """The ids of all groups, in order of arrival."""
         with self._transaction() as connection:
-            return [group_id for (group_id,) in connection.execute("SELECT id FROM groups ORDER BY seq")]
+            rows = connection.execute("SELECT id FROM parts GROUP BY id ORDER BY min(seq)")
+            return [group_id for (group_id,) in rows]
 
     def forget(self, ids: Iterable[str]) -> None:
         """Remove groups. Ids that are not there are ignored."""
         rows = [(group_id,) for group_id in ids]
         with self._transaction() as connection:
-            connection.executemany("DELETE FROM groups WHERE id = ?", rows)
+            connection.executemany("DELETE FROM parts WHERE id = ?", rows)
 
     def close(self) -> None:
         """Close the file, after the call that is running in another thread, if any."""
@@ -109,11 +165,11 @@ class Spool:
                 os.close(self._file_lock)
                 self._file_lock = None
 
-    def _row(self, group_id: str) -> tuple[int, bytes, str, int | None] | None:
+    def _group(self, group_id: str) -> Group | None:
+        """The parts that are there of a group, as a group; None: there is none."""
         with self._transaction() as connection:
-            return connection.execute(
-                "SELECT prompt_index, arrays, notes, crc FROM groups WHERE id = ?", (group_id,)
-            ).fetchone()
+            rows = connection.execute(f"SELECT {_PART} FROM parts WHERE id = ? ORDER BY place", (group_id,)).fetchall()
+        return joined([self._unpacked(group_id, *row) for row in rows]) if rows else None
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -124,8 +180,10 @@ class Spool:
             except sqlite3.Error as error:
                 raise SpoolError(f"the spool cannot be used: {error}") from error
 
-    def _unpacked(self, group_id: str, prompt_index: int, arrays: bytes, notes: str, crc: int | None) -> Group:
-        if crc not in (None, _checksum(group_id, prompt_index, arrays, notes)):  # None: of an earlier version
+    def _unpacked(
+        self, group_id: str, place: int, prompt_index: int, arrays: bytes, notes: str, crc: int | None
+    ) -> Group:
+        if crc not in (None, _checksum(group_id, place, prompt_index, arrays, notes)):  # None: of an earlier version
             raise SpoolDamage(
                 f"The spool {self._file} is damaged (group {group_id} does not have the checksum that it was stored "
                 f"with): {ways_out(self._file.parent)}"
@@ -133,5 +191,5 @@ class Spool:
         return Group(group_id, prompt_index, tuple(trajectories(safetensors.numpy.load(arrays))), notes)
 
 
-def _checksum(group_id: str, prompt_index: int, arrays: bytes, notes: str) -> int:
-    return crc32(f"{group_id} {prompt_index} {notes}".encode(), crc32(arrays))
+def _checksum(group_id: str, place: int, prompt_index: int, arrays: bytes, notes: str) -> int:
+    return crc32(f"{group_id} {prompt_index} {notes}".encode(), crc32(arrays, place))  # for place 0 as in format 4

@@ -43,6 +43,7 @@ from protocols.messages import (
     AskEvaluation,
     AskPermits,
     AskRecovery,
+    AskReuse,
     AskSnapshot,
     AskStatus,
     BenchmarkScores,
@@ -330,7 +331,7 @@ async def test_a_run_goes_from_the_first_evaluation_to_the_last(config):
             await make_ready(manager, trainer, version)
             await train(trainer, version, "weights")
         assert (await trainer.ask(AskBatch(version=2))).status == "ended"
-        await trainer.ask(CheckpointSaved(version=2, folder="checkpoint"))
+        await trainer.ask(CheckpointSaved(version=2, folder="checkpoint", spooled=""))
         await trainer.ask(TrainingFinished())
         await evaluate(evaluator, 2, 0.75)
         for actor in actors:
@@ -654,7 +655,7 @@ async def test_a_training_that_failed_ends_the_run_with_its_reason_and_the_last_
         await make_ready(manager, trainer, 0)
         await train(trainer, 0, "weights")
         if saved:
-            await trainer.ask(CheckpointSaved(version=1, folder=saved))
+            await trainer.ask(CheckpointSaved(version=1, folder=saved, spooled=""))
         for _ in range(2):  # it says so until it hears of the end
             await trainer.ask(TrainingFailed(reason="loss is nan."))
         assert (await trainer.beat()).ended
@@ -879,7 +880,7 @@ async def test_a_run_whose_generators_have_all_left_version_0_ends_without_its_r
         await generator.ask(Leave(reason="a test"))
         await generator.join()
         assert await holds(trainer) == {}  # training is over: only the last version is evaluated
-        await trainer.ask(CheckpointSaved(version=2, folder="checkpoint"))
+        await trainer.ask(CheckpointSaved(version=2, folder="checkpoint", spooled=""))
         await trainer.ask(TrainingFinished())
         await evaluate(evaluator, 2, 0.75)
         for actor in actors:
@@ -1178,7 +1179,7 @@ async def test_a_run_whose_folder_was_moved_finds_its_checkpoint_and_its_weights
         await recover(trainer)
         await make_ready(manager, trainer, 0)
         await train(trainer, 0, str(config.weights_folder / "l0-v000001"))
-        await trainer.ask(CheckpointSaved(version=1, folder=str(checkpoint_of(config.folder, 1))))
+        await trainer.ask(CheckpointSaved(version=1, folder=str(checkpoint_of(config.folder, 1)), spooled=""))
     moved = config.model_copy(update={"run_dir": tmp_path / "elsewhere"})
     moved.run_dir.mkdir()
     config.folder.rename(moved.folder)
@@ -1226,7 +1227,7 @@ async def test_a_new_trainer_is_told_what_to_redo_and_the_old_one_is_fenced(conf
             PublishPolicy(policy=Policy(lineage=0, version=2, folder="dead")),
             GroupReady(group=ready[0], start_version=1, reward_mean=0.0, signal=True),
             TrainingFailed(reason="long ago"),
-            CheckpointSaved(version=1, folder="dead"),
+            CheckpointSaved(version=1, folder="dead", spooled=""),
         ):
             with pytest.raises(FencedError):
                 await old.ask(asked)
@@ -1239,22 +1240,33 @@ async def test_a_checkpoint_shortens_what_has_to_be_redone(config):
         await recover(trainer)
         groups = await make_ready(manager, trainer, 0)
         await train(trainer, 0, "weights")
-        await trainer.ask(CheckpointSaved(version=1, folder="step_1"))
+        await trainer.ask(CheckpointSaved(version=1, folder="step_1", spooled=""))
         ready = await make_ready(manager, trainer, 1)
         recovery = await trainer.ask(AskRecovery(spooled="\n".join([*groups, *ready])))
         assert (recovery.checkpoint, recovery.checkpoint_version, recovery.version) == ("step_1", 1, 1)
         assert recovery.drop == "\n".join(groups)
 
 
-async def test_the_payload_of_a_group_that_is_not_ready_is_dropped_at_a_start(config):
-    """Its manager sends it again, unless the group is admitted anew under another id: then nobody would remove it."""
+async def test_what_is_stored_of_a_group_stays_while_an_attempt_may_go_on_with_it(config):
+    """So long as it is sampled, or after its manager has died; not once a sample has failed, or it is discarded."""
     config = without_evaluation(config)
     async with master_of(config), callers(config, "trainer", "rollout_manager") as (trainer, manager):
         await recover(trainer)
-        ready, begun = [permit.group for permit in (await manager.ask(AskPermits(count=2))).permits]
+        ready, begun, failed = [permit.group for permit in (await manager.ask(AskPermits(count=3))).permits]
         await trainer.ask(GroupReady(group=ready, start_version=0, reward_mean=0.5, signal=True))
-        recovery = await trainer.ask(AskRecovery(spooled=f"{ready}\n{begun}"))
-        assert recovery.drop == begun
+        await manager.ask(GroupFailed(group=failed, cause="reward", reason="a sample failed"))
+        spooled = f"{ready}\n{begun}\n{failed}"
+        assert (await trainer.ask(AskRecovery(spooled=spooled))).drop == failed
+        assert (await trainer.ask(AskReuse(group=begun, versions=(0,)))).oldest is None  # it is no later attempt
+        await manager.ask(Leave(reason="its machine is shut down"))
+        assert (await trainer.ask(CheckpointSaved(version=0, folder="", spooled=spooled))).drop == failed
+        async with callers(config, "rollout_manager") as (other,):
+            permits = {p.prompt_index: p for p in (await other.ask(AskPermits(count=8))).permits}
+            again = permits[int(begun[1:-2])]
+            assert again.resumed and not permits[int(failed[1:-2])].resumed
+            assert (await trainer.ask(AskReuse(group=again.group, versions=(0, 0)))).oldest == 0
+            await trainer.ask(GroupReady(group=again.group, start_version=0, reward_mean=0.5, signal=True))
+        assert (await trainer.ask(AskRecovery(spooled=spooled))).drop == f"{begun}\n{failed}"
 
 
 # --- a version is committed first, and published once its files stand

@@ -5,6 +5,7 @@ real master and its journal, and the test in the place of the rollout manager.""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,8 @@ from areal.config import Config
 from areal.storage.journal import Journal
 from areal.storage.run_folder import RunFolder
 from areal.training.engine import TrainingEngine
-from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreGroup
+from areal.trajectory import Trajectory, columns
+from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreSample
 from protocols.transport import Bus
 
 STEPS = 4
@@ -43,21 +45,15 @@ def config(tiny_model: Path, tmp_path: Path, free_port: int) -> Config:
     )  # fmt: skip
 
 
-def group_of(permit: Permit, poison: float = 0.0) -> StoreGroup:
+def samples_of(permit: Permit, poison: float = 0.0) -> Iterator[StoreSample]:
     """Samples that depend on the permit alone, with mixed rewards; `poison` is added to their log-probs."""
     rng = np.random.default_rng([permit.prompt_index, permit.min_version])
-    samples = []
-    for _ in range(2):
+    for place in range(2):
         tokens = rng.integers(1, 16, 10, dtype=np.int32)
         versions = np.where(np.arange(10) < 4, -1, permit.min_version).astype(np.int32)
         logprobs = np.where(versions < 0, 0, poison - rng.random(10)).astype(np.float32)
-        samples.append((tokens, logprobs, versions))
-    tokens, logprobs, versions = map(np.concatenate, zip(*samples, strict=True))
-    table = {
-        "lengths": np.full(2, 10, np.int32), "rewards": np.arange(2.0), "cut": np.zeros(2, np.uint8), "tokens": tokens,
-        "logprobs": logprobs, "versions": versions,
-    }  # fmt: skip
-    return StoreGroup(group=permit.group, prompt_index=permit.prompt_index, columns=table)
+        table = columns([Trajectory(tokens, logprobs, versions, float(place), "stop")])
+        yield StoreSample(group=permit.group, prompt_index=permit.prompt_index, place=place, columns=table)
 
 
 class Manager:
@@ -92,7 +88,8 @@ class Manager:
     async def feed(self, trainer: str, poison: float = 0.0) -> None:
         """One batch of groups."""
         for permit in (await self.ask(AskPermits(count=2))).permits:
-            assert await self.bus.peer(trainer).ask(group_of(permit, poison), 30.0) == Done()
+            for sample in samples_of(permit, poison):
+                assert await self.bus.peer(trainer).ask(sample, 30.0) == Done()
 
 
 def start_master(config: Config) -> asyncio.Task[Ending]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,14 +12,14 @@ import scripted_policy
 from actors.evaluator import Evaluator
 from actors.parts.calls import SampleFailed
 from actors.parts.services import Services
-from actors.rollout_manager import RolloutManager, _GroupFailed, _GroupStart
+from actors.rollout_manager import RolloutManager, _GroupFailed, _GroupStart, _Scored
 from actors.runtime.actor import Signal
 from areal.config import Config
 from areal.data.rows import Row
-from areal.trajectory import Group, Trajectory
+from areal.trajectory import Trajectory
 from areal.workflows.builtin import resolve_workflow
 from protocols.errors import BusyError, DeadlineError, FencedError, RefusedError
-from protocols.messages import Member
+from protocols.messages import Member, Permit
 
 PROMPT, SAMPLED = 5, 9
 
@@ -133,7 +134,10 @@ def first_scored(names: str, oversample: int) -> tuple[tuple[str, ...], list[str
         sampling={"max_new_tokens": 10}, reward={"functions": ["addition"]},
     )  # fmt: skip
     work = [sample(name, 50 * i, ended) for i, name in enumerate(names)]
-    return asyncio.run(manager._first_scored(work)), ended
+    stored: list[str] = []
+    scored = asyncio.run(manager._first_scored(work, 2, stored.append))
+    assert stored == scored[:-1]  # at once, and the last one when the others are stopped
+    return scored, ended
 
 
 def test_a_group_is_complete_with_the_first_that_are_scored_and_the_others_are_stopped():
@@ -175,7 +179,29 @@ def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_n
         raise answers.pop(0)
 
     actor.ask = ask
-    group = Group("g0.0", 0, (asyncio.run(workflow(None, None)),))
+    actor.config = alone(RolloutManager).config
+    scored = _Scored(0, asyncio.run(workflow(None, None)), {"discarded": 4})
+    permit = Permit(group="g0.0", prompt_index=0, min_version=0)
+    refusal = asyncio.run(actor._store(permit, Row(0, "", "", None, {}), scored))
+    assert str(refusal) == "a token is outside the model's vocabulary" and not answers
+    assert scored.tokens_sampled == SAMPLED + 4
+
+
+async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all_tokens_of_its_samples():
+    async def counted(session, row):
+        session.tokens_sampled = SAMPLED + 4
+        return await workflow(session, row)
+
+    async def choose(*_, **__):
+        return None
+
+    async def refuse(*_):
+        raise RefusedError("a token is outside the model's vocabulary")
+
+    manager = alone(RolloutManager, workflow=counted)
+    manager._source = SimpleNamespace(row=lambda index: Row(index, "", "", None, {}))
+    manager._router = SimpleNamespace(choose=choose, place_at=lambda home: None, room=Signal())
+    manager._unfinished, manager._sessions, manager._samples_finished, manager._ask_trainer = {}, {}, 0, refuse
     with pytest.raises(_GroupFailed, match="the trainer refused the group: a token is outside") as failed:
-        asyncio.run(actor._store(group, 4, {}))
-    assert failed.value.discarded == SAMPLED + 4 and not answers
+        await manager._sample(Permit(group="g0.0", prompt_index=0, min_version=0))
+    assert failed.value.discarded == 2 * (SAMPLED + 4)

@@ -105,10 +105,10 @@ async def store_all(config: Config, finished: Finished) -> None:
     from protocols.transport import Bus
 
     class NotingSpool(Spool):
-        def put(self, group: Group) -> None:
-            super().put(group)
-            for trajectory in group.trajectories:
-                finished(group.prompt_index, int(trajectory.sampled.sum()))
+        def put(self, part: Group, place: int = 0, size: int = 1) -> Group | None:
+            for trajectory in part.trajectories:
+                finished(part.prompt_index, int(trajectory.sampled.sum()))
+            return super().put(part, place, size)
 
     class IdleLearner:
         work_done = 0

@@ -31,7 +31,7 @@ from protocols.messages import (
     RowsScored,
     Score,
     Snapshot,
-    StoreGroup,
+    StoreSample,
     TokenColumns,
     Welcome,
 )
@@ -77,7 +77,7 @@ def tokens(*counts):
 def group(*lengths, **more):
     rewards, cut = np.full(len(lengths), 0.5), np.zeros(len(lengths), np.uint8)
     table = {"lengths": np.array(lengths, np.int32), "rewards": rewards, "cut": cut, **columns(*lengths)}
-    return StoreGroup(group="g", prompt_index=3, columns=table | more)
+    return StoreSample(group="g", prompt_index=3, place=0, columns=table | more)
 
 
 def score(row=None, prompt="p"):
@@ -538,7 +538,7 @@ def test_messages_with_other_fields_have_another_version():
     """After a change of a message, raise PROTOCOL_VERSION once for the next release, and note both here."""
     classes = [cls for _, cls in inspect.getmembers(messages, inspect.isclass) if issubclass(cls, messages.Part)]
     declared = {cls.__name__: inspect.get_annotations(cls) for cls in classes}
-    assert (PROTOCOL_VERSION, crc32(json.dumps(declared, sort_keys=True).encode())) == (21, 1890946264)
+    assert (PROTOCOL_VERSION, crc32(json.dumps(declared, sort_keys=True).encode())) == (21, 3277984487)
 
 
 def test_every_message_is_known_by_its_kind():

@@ -17,11 +17,11 @@ from simulation.network import Weather
 HANDLERS: dict[str, tuple[str, ...]] = {
     "master": (
         "join", "heartbeat", "leave", "ask_snapshot", "ask_permits", "renew_leases", "group_started", "group_failed",
-        "ask_recovery", "publish_policy", "group_ready", "ask_batch", "commit_step", "checkpoint_saved",
+        "ask_recovery", "publish_policy", "ask_reuse", "group_ready", "ask_batch", "commit_step", "checkpoint_saved",
         "training_finished", "training_failed", "step_failed", "ask_evaluation", "rows_scored", "evaluation_done",
         "evaluation_abandoned", "scoring_failed",
     ),
-    "trainer": ("store_group", "take_devices"),
+    "trainer": ("store_sample", "ask_samples", "take_devices"),
     "generator": ("open_flow", "generate", "end_jobs", "yield_devices"),
     "reward": ("open_flow", "score", "end_jobs"),
 }  # fmt: skip

@@ -37,7 +37,7 @@ class Process:
 
 class Incarnation:
     """One process, from its start to its end. `mark` is the incarnation in its actor's identity. `began`: the virtual
-    time. `storing`: the groups whose StoreGroup it is answering."""
+    time. `storing`: the groups whose StoreSample or AskSamples it is answering."""
 
     def __init__(self, process: Process, loop: FaultyLoop, network: FaultyNetwork, mark: str) -> None:
         self.process = process

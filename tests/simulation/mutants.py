@@ -46,11 +46,12 @@ from protocols.messages import (
     Message,
     Permit,
     Recovery,
-    StoreGroup,
+    StoredSamples,
+    StoreSample,
     TokenColumns,
 )
 from protocols.transport import STREAM_SILENCE_SECONDS, Peer, RequestServer
-from simulation.engines import SimLearner
+from simulation.engines import HELDOUT, SimLearner, SimSource
 
 Mutant = Callable[[], AbstractContextManager[None]]
 
@@ -410,14 +411,33 @@ def scores_exchanged() -> AbstractContextManager[None]:
 
 def next_row_sampled() -> AbstractContextManager[None]:
     """A group is sampled for the row after its own."""
-    sample = RolloutManager._sample
+    row = SimSource.row
+    return patch.multiple(SimSource, row=lambda source, index: row(source, index + (index < HELDOUT)))
 
-    async def sample_next(manager: RolloutManager, permit: Permit) -> tuple[Group, int, dict[str, float]]:
-        moved = permit.model_copy(update={"prompt_index": permit.prompt_index + 1})
-        group, *more = await sample(manager, moved)
-        return replace(group, prompt_index=permit.prompt_index), *more  # type: ignore[return-value]
 
-    return patch.multiple(RolloutManager, _sample=sample_next)
+def stored_samples_sampled_again() -> AbstractContextManager[None]:
+    """A rollout manager samples the whole of a group, whatever is stored of it."""
+
+    async def nothing(manager: RolloutManager, permit: Permit) -> StoredSamples:
+        return StoredSamples(places=(), start_version=None)
+
+    return patch.multiple(RolloutManager, _stored=nothing)
+
+
+def stored_samples_of_another_group() -> AbstractContextManager[None]:
+    """A group that is resumed gets the stored samples of the prompts beside its own, too."""
+    samples = Spool.samples
+
+    def samples_of_three(spool: Spool, prompt_index: int) -> dict[tuple[str, int], Trajectory]:
+        rows = (samples(spool, index) for index in (prompt_index - 1, prompt_index, prompt_index + 1))
+        return {key: sample for found in rows for key, sample in found.items()}
+
+    return patch.multiple(Spool, samples=samples_of_three)
+
+
+def stored_samples_however_old() -> AbstractContextManager[None]:
+    """A group that is resumed gets all its stored samples, also if it then misses its deadline."""
+    return patch.multiple(Ledger, _breaks_schedule=lambda ledger, group, version: False)
 
 
 def logprobs_reversed_after_a_break() -> AbstractContextManager[None]:
@@ -493,16 +513,16 @@ def each_failure_counts() -> AbstractContextManager[None]:
 
 
 def shortages_are_failures() -> AbstractContextManager[None]:
-    """The trainer refuses a group for good if its disk has no room for it."""
-    store_group = Trainer.store_group
+    """The trainer refuses a sample for good if its disk has no room for it."""
+    store_sample = Trainer.store_sample
 
     async def store_at_once(trainer: Trainer, request: Any) -> Done:
         if trainer._disk.shortage:
             raise RefusedError("the disk is full")
-        return await store_group(trainer, request)
+        return await store_sample(trainer, request)
 
-    store_at_once.handled_kind = StoreGroup  # type: ignore[attr-defined]
-    return patch.multiple(Trainer, store_group=store_at_once)
+    store_at_once.handled_kind = StoreSample  # type: ignore[attr-defined]
+    return patch.multiple(Trainer, store_sample=store_at_once)
 
 
 def snapshots_without_failures() -> AbstractContextManager[None]:
@@ -620,6 +640,9 @@ MUTANTS: dict[str, Mutant] = {
     "rewards negated": rewards_negated,
     "scores exchanged": scores_exchanged,
     "next row sampled": next_row_sampled,
+    "stored samples sampled again": stored_samples_sampled_again,
+    "stored samples of another group": stored_samples_of_another_group,
+    "stored samples however old": stored_samples_however_old,
     "log-probs reversed after a break": logprobs_reversed_after_a_break,
     "hangs not noticed": hangs_not_noticed,
     "own code without a limit": own_code_without_a_limit,

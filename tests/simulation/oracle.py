@@ -83,7 +83,8 @@ class Oracle:
         """The samples of a group on the trainer's disk; None if it is not there."""
         self.calls: set[tuple[str, tuple[str, str, bytes]]] = set()
         self._check_is_due = False
-        self._samples: set[bytes] = set()  # digests of the samples that workflows made
+        self._samples: Counter[bytes] = Counter()  # digests of the samples that workflows made
+        self._trained: dict[bytes, set[tuple[str, int]]] = {}  # by digest: where samples were trained
         self._tokenizer = SimTokenizer()
         self._branching = config.rollout_manager.workflow == BRANCHING
         self.scores_fail = False
@@ -95,8 +96,16 @@ class Oracle:
         self._heard_at: dict[str, float] = {}  # when the master last heard of each member, by its clock
         self.disturbed_until = 0.0
         """Until this virtual time, faults or restarts may have kept messages from arriving."""
-        self.spooled: Callable[[str], tuple[Collection[str], Collection[str]]] = lambda trainer: ((), ())
-        """The groups in the spool of this trainer, and those among them about which the master may still be asked."""
+        self.spooled: Callable[[str], tuple[Mapping[str, int], Collection[str]]] = lambda trainer: ({}, ())
+        """The groups in the spool of this trainer, each with the number of its samples, and those among them about
+        which the master may still be asked."""
+        self.samples_of: Callable[[int], Mapping[tuple[str, int], float]] = lambda prompt: {}
+        """The samples of a prompt in the spool, by group and place, and when they were stored."""
+        self._lost: set[int] = set()  # prompts whose last attempt has lost its lease
+        self._resumed: dict[str, float] = {}  # when a group was admitted, if the attempt before has lost its lease
+        self._found_at_start: set[str] = set()  # needless groups in the spool when the last trainer began
+        self._begun: set[str] = set()  # groups of which a sample has begun
+        self._needless: list[set[str]] = [set(), set()]  # in the spool at the last two checkpoints
         self.heard: Callable[[], None] = lambda: None
         """Called PROMPT_SECONDS after each publication that every generator could hear of."""
         self.busy: Callable[[float], str] = lambda seconds: ""
@@ -126,6 +135,9 @@ class Oracle:
             case "ready":
                 self._guard(self._check_ready, **body)
             case "requeued" | "discarded":
+                if body["reason"] != UNANSWERED:  # then nothing was done
+                    change = self._lost.add if body["reason"] in (LEASE_EXPIRED, RELEASED) else self._lost.discard
+                    change(self.memory.prompt_of[body["group_id"]])
                 self._guard(self._check_reason, body["group_id"], body["reason"])
         self._guard(self.memory.add, kind, body)
         match kind:
@@ -133,14 +145,19 @@ class Oracle:
                 row = self.memory.rows[body["group_id"]]
                 row.granted = False
                 self._begin(row)
+                lost = body["prompt_index"] in self._lost
+                self._resumed[body["group_id"]] = self.scheduler.now if lost else 0.0
             case "joined":
                 self.heard_of(body["member"]["identity"])
+            case "lineage_opened":
+                self._found_at_start = self._needless_of(self.spooled(body["trainer"])[0])
             case "discarded" if body["reason"] == ZERO_SIGNAL:
                 self._guard(self._check_filtered, body["group_id"])
             case "committed":
                 self._guard(self._check_passed, body["version"] + 1)
             case "checkpoint_saved":
                 self._guard(self._check_saved, **body)
+                self._guard(self._check_dropped)
             case "published":
                 self._guard(self._check_published, body["policy"])
                 self._guard(self._check_spool)
@@ -174,6 +191,8 @@ class Oracle:
         first = min(int(column[0]) for column in versions)  # the first token of a tree may be of a later call
         if row.started_at is not None and row.started_at > first and not self._branching:
             raise Violation(f"{group_id} was reported to start at version {row.started_at}, not {first}", group_id)
+        if self._resumed[group_id] and group_id not in self._begun:  # all of it was stored
+            return
         if row.started_at is None and row.admitted > self.disturbed_until and not self.config.oversample:
             raise Violation(f"{group_id} is ready, but the master was never told its start version", group_id)
 
@@ -219,11 +238,45 @@ class Oracle:
     def _check_spool(self) -> None:
         """The spool has what a trainer needs now or after a restart, and nothing else."""
         found, asked = self.spooled(self.memory.trainer)
-        needed = self.memory.payloads
-        if lost := needed.difference(found):
+        complete = {group for group, samples in found.items() if samples == self.config.group_size}
+        if lost := self.memory.payloads - complete:
             raise Violation(f"the payloads of {sorted(lost)} are needed, but not in the spool", *lost)
-        if left := set(found).difference(needed, asked):
+        if left := self._needless_of(found).intersection(complete | self._found_at_start).difference(asked):
             raise Violation(f"the spool keeps {sorted(left)}, which nobody needs any more", *left)
+
+    def _needless_of(self, spooled: Collection[str]) -> set[str]:
+        """The groups in the spool that are not needed, nor alive, nor attempts with whose samples another one may go
+        on."""
+        book = self.memory
+        unfinished = {row.prompt for name, row in book.rows.items() if not row.ready and self._resumed[name]}
+        resumable = unfinished | (book.waiting & self._lost)
+        needed = book.payloads.union(book.rows)
+        return {group for group in spooled if group not in needed and book.prompt_of.get(group) not in resumable}
+
+    def _check_dropped(self) -> None:
+        """At a checkpoint the trainer drops what is needless, except for samples that arrive at the same time."""
+        found, asked = self.spooled(self.memory.trainer)
+        earlier, last = self._needless
+        needless = self._needless_of(found)
+        if left := (earlier & last & needless).difference(asked):
+            raise Violation(f"the spool keeps samples of {sorted(left)} over two checkpoints", *left)
+        self._needless = [last, needless]
+
+    def begins(self, group: str, place: int) -> None:
+        """A rollout manager begins to sample this place of the group."""
+        self._begun.add(group)
+        self._guard(self._check_begins, group, place)
+
+    def _check_begins(self, group: str, place: int) -> None:
+        row = self.memory.rows.get(group)
+        if row is None or row.ready:
+            return
+        stored = self.samples_of(row.prompt)
+        if (group, place) in stored:
+            raise Violation(f"place {place} of {group} is sampled again, but its sample is stored", group)
+        before = self._resumed.get(group, 0.0)
+        if left := [key for key, when in stored.items() if key[0] != group and when < before]:
+            raise Violation(f"{group} is sampled, but {left} are stored, and neither in it nor dropped", group)
 
     def _check_filtered(self, group: str) -> None:
         credits = set().union(*map(credits_of, self.spooled_samples(group) or ()))
@@ -358,11 +411,15 @@ class Oracle:
             if self.config.filter_zero_signal and len(set().union(*map(credits_of, group.trajectories))) == 1:
                 raise Violation(f"{group.id} is trained, but has no signal", group.id)
             start = self._tokenizer.encode(f"{self.disk.prompt_of[group.id]}", add_special_tokens=False)
-            for part in group.trajectories:
+            for place, part in enumerate(group.trajectories):
                 if part.tokens[: len(start)].tolist() != start:
                     raise Violation(f"a sample of {group.id}, whose prompt is {start}, is {part.tokens}", group.id)
+                trained = self._trained.setdefault(_digest(part), set())
+                trained.add((group.id, place))
                 if _digest(part) not in self._samples:
                     raise Violation(f"a sample of {group.id} is trained that no workflow made: {part}", group.id)
+                if len(trained) > self._samples[_digest(part)]:
+                    raise Violation(f"a sample is trained at more than one place: {trained}", group.id)
                 for own in part.sequences():
                     if not are_whole(own.tokens, own.sampled):
                         raise Violation(f"tokens of {group.id} are lost or repeated: {own.tokens}", group.id)
@@ -375,7 +432,7 @@ class Oracle:
         """A workflow has made a sample of the row, of these calls. `trains`: whether it may be trained."""
         self._guard(self._check_sample, row, sample, calls)
         if trains:
-            self._samples.add(_digest(sample))
+            self._samples[_digest(sample)] += 1
 
     def _check_sample(self, row: DataRow, sample: Trajectory, calls: Sequence[Generation]) -> None:
         reward = reward_of(row, calls, self._branching)

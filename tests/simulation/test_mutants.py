@@ -84,6 +84,14 @@ MOVING = Model(steps=6, batch_size=2, generators=2, moves=0.5, max_new_tokens=60
 # Samples begin late, and move so often that the weights change between the beginnings of two.
 LATE = replace(MOVING, group_size=3, max_staleness=3, concurrent=2, pace=Pace(first_token=0.3))
 EVALUATING = Model(steps=12, eval_size=20, every=4, generators=2, max_staleness=2)
+# Groups have several samples, some of which take long, and two managers die again and again.
+WITH_SIBLINGS = Model(steps=6, batch_size=2, group_size=4, managers=2, max_new_tokens=30, concurrent=16)
+
+
+def managers_die(n: int = 0) -> Plan:
+    deaths = (Kill(0.5 * (1 + i), f"rollout_manager-{i % 2}", 0.1) for i in range(12))
+    return plan(*deaths, until=7.0, mishaps=Mishaps(straggler=0.15, straggler_times=4.0))
+
 
 PROVOKED = {
     # The master dies between the commit of a permit and its answer.
@@ -119,7 +127,7 @@ PROVOKED = {
     ),
     "own pause not excused": Provoked("was heard", lambda n: plan(Pause(2.0, "master-0", 10.0)), Model(steps=12)),
     "never discarded for failures": Provoked(
-        "is re-queued after 3 failures", lambda n: plan(until=60.0, mishaps=Mishaps(score_fails=0.7)), FAILING
+        "is re-queued after 3 failures", lambda n: plan(until=60.0, mishaps=Mishaps(score_fails=0.7)), FAILING, 24
     ),
     "each failure counts": Provoked(
         "counted True, not False", lambda n: plan(until=60.0, mishaps=Mishaps(score_fails=0.7)), FAILING
@@ -155,26 +163,29 @@ PROVOKED = {
     "bounds of now": Provoked("every group fits", lambda n: plan(Resume(2.0, 0, 0)), replace(FAILING, max_staleness=2)),
     "lineages ignored": Provoked("but knows of", lambda n: plan(Kill(2.0 + n / 4, "trainer-0", 0.3)), Model(steps=8)),
     "rollouts written again": Provoked(
-        "twice or not in order", lambda n: plan(Kill(2.0 + n / 4, "trainer-0", 0.3)),
-        Model(steps=6, checkpoint_every=4),
+        "twice or not in order", lambda n: plan(Kill(1.6 + n / 32, "trainer-0", 0.3)),
+        Model(steps=6, checkpoint_every=4), 24,
     ),
     # The old trainer goes on after its successor.
     "no fencing": Provoked(
-        "trainer-0 raised RefusedError", lambda n: plan(Pause(2.0 + n / 8, "trainer-0", 4.0, replaced=True)),
-        Model(steps=8, max_staleness=2),
-    ),
-    # Without its manager, nobody sends the group again that a trainer has stored before it died.
-    "payloads not dropped at a start": Provoked(
-        "which nobody needs any more",
-        lambda n: Plan(
-            4.0, [Kill(0.7 * (1 + i), "rollout_manager-0", 0.1) for i in range(5)],
-            [FailPoint("trainer", "store_group", "worked", 1, 0.5)],
-        ),
+        "trainer-0 raised RefusedError", lambda n: plan(Pause(1.0 + n / 32, "trainer-0", 4.0, replaced=True)),
+        Model(steps=8, max_staleness=2), 24,
     ),
     # Slow groups, and a master whose clock is ahead of that of the one before.
     "leases not renewed at a start": Provoked(
         "after it was renewed", lambda n: plan(Kill(2.0, "master-0", 0.1)), Model(pace=Pace(tokens_per_second=2.0)), 16
     ),
+    # The trainer dies while it has samples of groups that fail.
+    "payloads not dropped at a start": Provoked(
+        "which nobody needs any more",
+        lambda n: plan(
+            *(Kill(1.5 * (1 + i), "trainer-0", 0.1) for i in range(4)), until=7.0, mishaps=Mishaps(score_fails=0.55)
+        ),
+        Model(steps=6, batch_size=2, group_size=4, checkpoint_every=3, concurrent=16),
+    ),
+    "stored samples sampled again": Provoked("are stored, and neither in it", managers_die, WITH_SIBLINGS),
+    "stored samples of another group": Provoked("", managers_die, WITH_SIBLINGS),
+    "stored samples however old": Provoked("every group fits before its deadline", managers_die, WITH_SIBLINGS),
     "latest deadlines first": Provoked(
         "have earlier deadlines", lambda n: plan(),
         Model(steps=12, batch_size=2, group_size=1, max_staleness=2, generators=2),
@@ -193,6 +204,14 @@ def test_a_plan_that_provokes_a_mutant_finds_it(mutant: str) -> None:
             assert (result := simulate(n, model, plan_of(n))).ok, result.story
             return
     pytest.fail(f"{mutant!r} is not caught by {tries} plans")
+
+
+def test_what_is_scored_of_a_group_outlives_its_manager_and_is_not_sampled_again() -> None:
+    for seed in range(4):
+        world = World(seed, WITH_SIBLINGS, managers_die())
+        assert (result := world.run()).ok, result.story
+        assert world.counters["reused"] > 20
+        assert len(world.oracle.disk.trained) == 12
 
 
 def test_all_mutants_are_tested_and_described() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from areal.storage.spool import Spool
 from areal.trajectory import Group, Trajectory
 from areal.workflows.session import Session
 from protocols.codec import Frame, Header
-from protocols.messages import AskEvaluation, EvaluationDone, Message, RowsScored
+from protocols.messages import AskEvaluation, EvaluationDone, Message, Permit, RowsScored
 from protocols.transport import Bus, Peer
 from simulation.engines import HELDOUT, Toil
 from simulation.oracle import Oracle
@@ -108,13 +108,22 @@ class WatchedJournal(Journal):
 
 
 class WatchedSpool(Spool):
-    """The real spool. `on_put` is called with the id of each group that is stored."""
+    """The real spool. `on_put` is called with the id of the group and the place of each sample that is stored, and
+    `on_move` with those of each that becomes one of another group, and that group's id."""
 
-    on_put: Callable[[str], None]
+    on_put: Callable[[str, int], None]
+    on_move: Callable[[str, int, str], None]
 
-    def put(self, group: Group) -> None:
-        super().put(group)
-        self.on_put(group.id)
+    def put(self, part: Group, place: int = 0, size: int = 1) -> Group | None:
+        group = super().put(part, place, size)
+        self.on_put(part.id, place)
+        return group
+
+    def move(self, group_id: str, samples: Iterable[tuple[str, int]], size: int) -> None:
+        samples = list(samples)
+        super().move(group_id, samples, size)
+        for earlier, place in samples:
+            self.on_move(earlier, place, group_id)
 
 
 class WatchedRollouts(RolloutWriter):
@@ -150,6 +159,10 @@ class WatchedManager(RolloutManager):
             return sample
 
         self._workflow = hanging
+
+    async def _run_sample(self, permit: Permit, place: int, *more: Any) -> Any:
+        self.oracle.begins(permit.group, place)
+        return await super()._run_sample(permit, place, *more)
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         done = await super().run_workflow(session, row)

@@ -15,7 +15,7 @@ import signal
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -141,6 +141,7 @@ class World:
         self.oracle.scores_fail = self.plan.mishaps.score_fails > 0.0
         self.oracle.causes = self._causes()
         self.oracle.spooled, self.oracle.busy, self.oracle.heard = self._spooled, self._busy, self._see_generators
+        self.oracle.samples_of = self._samples_of
         self.violation: Violation | None = None
         self.trace: list[str] | None = [] if traced else None
         self.processes = {name: Process(name) for name in self.model.processes}
@@ -148,6 +149,7 @@ class World:
         self.counters: Counter[str] = Counter()
         self.folder = Folder(self.config.folder, self._decided, self._removed)
         self.spooled_by: dict[str, tuple[Incarnation, float]] = {}  # who put each group on the trainer's disk, and when
+        self.stored: dict[tuple[str, int], float] = {}  # when the sample was, by group and place
         self.summary: dict[str, Any] = {}
         self.over = self._buried = False
         self._points = FailPoints(self)
@@ -373,7 +375,7 @@ class World:
 
     def _open_spool(self, one: Incarnation) -> Spool:
         spool = WatchedSpool(self._disk(one, empty_spool()))
-        spool.on_put = functools.partial(self._puts, one)
+        spool.on_put, spool.on_move = functools.partial(self._puts, one), functools.partial(self._moves, one)
         return spool
 
     def _open_rollouts(self, one: Incarnation) -> WatchedRollouts:
@@ -381,8 +383,13 @@ class World:
         writers[number] = WatchedRollouts(one.process.rollouts, lambda writer: writer is writers[max(writers)])
         return writers[number]
 
-    def _puts(self, one: Incarnation, group: str) -> None:
+    def _puts(self, one: Incarnation, group: str, place: int) -> None:
         self.spooled_by[group] = one, self.scheduler.now
+        self.stored.setdefault((group, place), self.scheduler.now)
+
+    def _moves(self, one: Incarnation, earlier: str, place: int, group: str) -> None:
+        self.counters["reused"] += 1
+        self._puts(one, group, place)
 
     def _ended(self, one: Incarnation, task: asyncio.Task[Any]) -> None:
         """The main task of a process has ended by itself."""
@@ -472,12 +479,19 @@ class World:
     def _spooled_samples(self, group: str) -> Sequence[Trajectory] | None:
         """The samples of a group on the trainer's disk; None if the group is not there."""
         disk = self.processes["trainer-0"].disk
-        row = disk and disk.execute("SELECT arrays FROM groups WHERE id = ?", (group,)).fetchone()
-        return tuple(trajectories(safetensors.numpy.load(row[0]))) if row else None
+        rows = disk.execute("SELECT arrays FROM parts WHERE id = ?", (group,)).fetchall() if disk else []
+        samples = [sample for (arrays,) in rows for sample in trajectories(safetensors.numpy.load(arrays))]
+        return samples if len(samples) == self.config.group_size else None
 
-    def _spooled(self, trainer: str) -> tuple[Collection[str], Collection[str]]:
+    def _samples_of(self, prompt: int) -> dict[tuple[str, int], float]:
+        """The samples of a prompt on the trainer's disk, and when they were stored."""
         disk = self.processes["trainer-0"].disk
-        found = [group for (group,) in disk.execute("SELECT id FROM groups")] if disk else []
+        found = disk.execute("SELECT id, place FROM parts WHERE prompt_index = ?", (prompt,)) if disk else []
+        return {(group, place): self.stored[group, place] for group, place in found}
+
+    def _spooled(self, trainer: str) -> tuple[Mapping[str, int], Collection[str]]:
+        disk = self.processes["trainer-0"].disk
+        found = dict(disk.execute("SELECT id, count(*) FROM parts GROUP BY id")) if disk else {}
         trainers = [one for one in self.incarnations if one.role == "trainer" and one.alive]
         asked = {group for one in trainers for group, number in one.storing.items() if number}
         if not any(one.bus.identity.name == trainer for one in trainers):

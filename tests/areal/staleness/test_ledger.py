@@ -22,6 +22,8 @@ from hypothesis.stateful import (
 )
 
 from areal.staleness.ledger import (
+    LEASE_EXPIRED,
+    RELEASED,
     Admitted,
     Batch,
     BatchLogged,
@@ -325,6 +327,54 @@ def test_leases_do_not_run_out_because_the_master_was_away():
     assert ledger.expire(now=1020.0) == []
 
 
+def test_a_group_whose_lease_was_lost_may_have_older_samples_as_far_as_all_are_trained_in_time():
+    ledger = make(batch_size=1, max_staleness=2)
+    slow, other, quick = admit(ledger, 3)
+    finish(ledger, quick)
+    train(ledger)
+    ledger.release("manager/0#1")
+    first, second, _ = admit(ledger, 3, "manager/1#1")
+    assert (first, second) == ("g0.1", "g1.1")
+    assert ledger.reuse(first, [1, 0, 0]) == 0
+    assert ledger.deadline(ledger.group(first)) == 2
+    assert ledger.reuse(second, [0]) == 0, "the steps 1 and 2 are left for both"
+    assert ledger.reuse(first, [0]) == 0, "once more"
+    assert ledger.ready(first, 0) is ledger.ready(second, 0) is ReportAnswer.ACCEPTED
+    assert ledger.reuse(first, [0]) is None, "it is complete"
+    assert train(ledger) + train(ledger) == (first, second)
+    assert ledger.reuse("g2.0", [0]) is ledger.reuse("g77.0", []) is None
+
+
+def test_stored_samples_that_would_make_a_group_late_stay_out_of_it():
+    ledger = make(batch_size=1, max_staleness=1)
+    slow, quick = admit(ledger, 2)
+    finish(ledger, quick)
+    train(ledger)
+    ledger.release("manager/0#1")
+    again, new = admit(ledger, 2, "manager/1#1")
+    finish(ledger, new)
+    ledger.next_batch(1)
+    assert ledger.reuse(again, [0, 1]) == 1, "step 1, the last one for a sample of version 0, has its batch"
+    with pytest.raises(LedgerError, match="start version 0 is not between 1 and 1"):
+        ledger.ready(again, 0)
+    assert ledger.ready(again, 1) is ReportAnswer.ACCEPTED
+
+
+def test_an_attempt_after_one_that_failed_begins_anew():
+    ledger = make()
+    (group_id,) = admit(ledger, 1)
+    ledger.failed(group_id, "manager/0#1", "reward")
+    (permit,) = ledger.admit("manager/0#1", 1, now=0.0, lease_seconds=LEASE)
+    assert not permit.resumed and ledger.reuse(permit.group_id, [0]) is None
+    assert not ledger.needs_payload(group_id)
+    ledger.expire(LEASE + 1)
+    assert ledger.needs_payload(permit.group_id), "while its prompt waits"
+    (permit,) = ledger.admit("manager/0#1", 1, now=0.0, lease_seconds=LEASE)
+    assert permit.resumed and ledger.needs_payload("g0.1"), "and until the next attempt is complete"
+    finish(ledger, "g0.2")
+    assert not ledger.needs_payload("g0.1")
+
+
 def test_expiry_is_no_failure_of_the_prompt():
     ledger = make(max_attempts=1)
     for _ in range(5):
@@ -381,12 +431,12 @@ def test_a_trained_group_keeps_its_payload_until_a_checkpoint_covers_it():
     assert not ledger.needs_payload(groups[0])
 
 
-def test_a_payload_is_needed_from_ready_on_while_the_group_is_alive():
+def test_a_payload_is_needed_while_the_group_is_alive():
     ledger = make()
     a, b, c, d = admit(ledger, 4)
     finish(ledger, a, b, c)
     ledger.next_batch(0)
-    assert [ledger.needs_payload(group_id) for group_id in (a, b, c, d, "g77.0")] == [True, True, True, False, False]
+    assert [ledger.needs_payload(group_id) for group_id in (a, b, c, d, "g77.0")] == [True, True, True, True, False]
     ledger.discard(c, "filtered")
     assert not ledger.needs_payload(c)
 
@@ -717,6 +767,21 @@ class LedgerMachine(RuleBasedStateMachine):
             self.learn_start(group_id, start)
             self.ready_groups.add(group_id)
         self.leases.pop(group_id, None)
+
+    @rule(data=st.data())
+    def reuse(self, data: st.DataObject) -> None:
+        """Samples of earlier attempts, of any age, become some of a group."""
+        group_id = self.some_group(data)
+        versions = data.draw(st.lists(st.integers(0, self.ledger.version), max_size=4))
+        oldest = self.ledger.reuse(group_id, versions)
+        if oldest is None:
+            return
+        assert group_id in self.leases
+        left = [e for e in self.events if isinstance(e, Requeued) and prompt_of(e.group_id) == prompt_of(group_id)]
+        assert left[-1].reason in (LEASE_EXPIRED, RELEASED)
+        start = min((version for version in versions if version >= oldest), default=None)
+        if start is not None and start < self.admitted_at[group_id] and self.settings.on_straggler != "admission_only":
+            self.learn_start(group_id, start)
 
     @rule(data=st.data(), owner=st.sampled_from(OWNERS))
     def fail(self, data: st.DataObject, owner: str) -> None:

@@ -5,15 +5,19 @@ import sqlite3
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import areal.storage.database
 from areal.config import UserError
+from areal.storage.database import FACTS
 from areal.storage.spool import Spool, SpoolError
-from areal.trajectory import Branch, Group, Trajectory
+from areal.trajectory import Branch, Group, Trajectory, columns, notes_of
 
 
 @pytest.fixture
@@ -103,6 +107,72 @@ def test_a_repeated_group_changes_nothing():
     assert bits(spool.get([first.id])[0]) == bits(first)
 
 
+def parts_of(group: Group) -> list[Group]:
+    return [
+        replace(group, trajectories=(sample,), notes=notes_of({"answer": "7"}, [{"discarded": number}]))
+        for number, sample in enumerate(group.trajectories)
+    ]
+
+
+def test_a_group_of_parts_is_there_once_it_is_complete_in_the_order_of_their_places_and_takes_no_more():
+    spool, group, other = in_memory(), make_group(1), make_group(2)
+    first, second, third = parts_of(group)
+    assert spool.put(third, 2, 3) is spool.put(first, 0, 3) is spool.put(replace(second, id="g0.9"), 1, 3) is None
+    assert spool.put(replace(second, trajectories=other.trajectories[:1]), 0, 3) is None, "the place is taken"
+    assert bits(spool.put(second, 1, 3)) == bits(spool.complete("g1.0", 3)) == bits(group)
+    assert bits(spool.put(second, 7, 3)) == bits(group), "it has three"
+    assert spool.get(["g1.0"])[0].notes == notes_of({"answer": "7"}, [{"discarded": number} for number in range(3)])
+
+
+def test_samples_of_an_earlier_attempt_become_those_of_the_next_one(path: Path):
+    spool, group = Spool.open(path), make_group(1)
+    first, second, third = parts_of(group)
+    for place, part in enumerate([first, second, third]):
+        spool.put(part, place, 3)
+    spool.put(replace(third, id="g1.1"), 1, 3)
+    spool.put(make_group(2), 0, 3)
+    samples = spool.samples(1)
+    assert {key: sample.reward for key, sample in samples.items()} == {
+        ("g1.0", 0): group.trajectories[0].reward, ("g1.0", 1): group.trajectories[1].reward,
+        ("g1.0", 2): group.trajectories[2].reward, ("g1.1", 1): group.trajectories[2].reward,
+    }  # fmt: skip
+    spool.move("g1.1", [("g1.0", 0), ("g1.0", 1), ("g1.0", 5), ("g1.0", 2)], size=2)
+    assert spool.samples(1).keys() == {("g1.1", 0), ("g1.1", 1), ("g1.0", 1), ("g1.0", 2)}
+    spool.close()
+    again = Spool.open(path)
+    expected = replace(group, id="g1.1", trajectories=(group.trajectories[0], group.trajectories[2]))
+    assert bits(again.get(["g1.1"])[0]) == bits(expected)
+    again.close()
+
+
+def test_a_spool_of_format_4_is_brought_to_this_one(path: Path):
+    group = make_group(1)
+    row = (group.id, group.prompt_index, safetensors.numpy.save(columns(group.trajectories)), "")
+    crc = crc32(f"{group.id} {group.prompt_index} ".encode(), crc32(row[2]))
+    connection = sqlite3.connect(path)
+    connection.executescript(f"""
+        CREATE TABLE groups (
+            seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, prompt_index INTEGER NOT NULL, arrays BLOB NOT NULL,
+            notes TEXT NOT NULL, crc INTEGER
+        );
+        {FACTS} PRAGMA application_id = 0x53504F4C; PRAGMA user_version = 4;
+    """)
+    with connection:
+        connection.execute(
+            "INSERT INTO groups (id, prompt_index, arrays, notes, crc) VALUES (?, ?, ?, ?, ?)", (*row, crc)
+        )
+        connection.execute("INSERT INTO facts VALUES ('run', 'a')")
+    connection.close()
+    spool = Spool.open(path)
+    spool.assign("a")
+    assert spool.ids() == [group.id] and bits(spool.get([group.id])[0]) == bits(group)
+    assert spool.samples(1) == {}, "its samples are one part, of which a later attempt can take none"
+    spool._connection.execute("UPDATE parts SET crc = crc + 1")
+    with pytest.raises(UserError, match="is damaged"):
+        spool.get([group.id])
+    spool.close()
+
+
 def test_missing_groups_are_named():
     spool = in_memory()
     spool.put(make_group(0))
@@ -147,6 +217,19 @@ def test_any_thread_may_call(path: Path):
         list(threads.map(lambda group: spool.forget([group.id]), groups[:20]))
     assert [bits(group) for group in back] == [bits(group) for group in groups]
     assert sorted(spool.ids()) == sorted(group.id for group in groups[20:])
+    spool.close()
+
+
+def test_what_several_threads_store_while_the_disk_is_busy_is_one_commit(path: Path):
+    spool, parts = Spool.open(path), parts_of(make_group(1))
+    statements: list[str] = []
+    spool._connection.set_trace_callback(statements.append)
+    with ThreadPoolExecutor(3) as threads, spool._lock:
+        done = [threads.submit(spool.put, part, place, 3) for place, part in enumerate(parts)]
+        while len(spool._waiting) < 3:
+            pass
+    assert all(bits(each.result()) == bits(make_group(1)) for each in done)
+    assert statements.count("COMMIT") == 1
     spool.close()
 
 
@@ -236,10 +319,10 @@ def test_a_flipped_bit_in_a_group_is_found_and_named(path: Path, place: int):
     spool = Spool.open(path)
     for number in range(3):
         spool.put(make_group(number, (100,)))
-    (blob,) = spool._connection.execute("SELECT arrays FROM groups WHERE id = 'g1.0'").fetchone()
+    (blob,) = spool._connection.execute("SELECT arrays FROM parts WHERE id = 'g1.0'").fetchone()
     flipped = bytearray(blob)
     flipped[place] ^= 0x40
-    spool._connection.execute("UPDATE groups SET arrays = ? WHERE id = 'g1.0'", (bytes(flipped),))
+    spool._connection.execute("UPDATE parts SET arrays = ? WHERE id = 'g1.0'", (bytes(flipped),))
     assert [group.id for group in spool.get(["g0.0", "g2.0"])] == ["g0.0", "g2.0"]
     with pytest.raises(UserError, match=f"The spool {path} is damaged .group g1.0 does not have the checksum"):
         spool.get(["g0.0", "g1.0"])
