@@ -127,7 +127,7 @@ def live(folder: Path, model: Path, seconds: float, every: float, seed: int) -> 
 def endure(run: SoakRun, folder: Path, seconds: float, every: float) -> str | None:
     """Let faults befall a run, each after a step since the one before. Returns why it did not last so long."""
     began = time.monotonic()
-    zombies: dict[int, float] = {}
+    zombies: dict[str, float] = {}
     steps, stepped, struck, due = 0, 0.0, 0, every
     with (folder / "samples.jsonl").open("w") as readings, (folder / "faults.jsonl").open("w") as faults:
         while (now := time.monotonic() - began) < seconds or run.steps <= struck:
@@ -140,9 +140,11 @@ def endure(run: SoakRun, folder: Path, seconds: float, every: float) -> str | No
             run.replace_who_left()
             readings.write(json.dumps({"seconds": now, **read(run)}) + "\n")
             readings.flush()
-            zombies = {pid: zombies.get(pid, now) for pid in run.zombies()}
-            if long := [pid for pid, since in zombies.items() if now - since > ZOMBIE_SECONDS]:
-                return f"nobody has waited for the ended processes {long} for {ZOMBIE_SECONDS:g} s"
+            zombies = {name: zombies.get(name, now) for name in run.zombies()}
+            for name, since in zombies.items():
+                if now - since > ZOMBIE_SECONDS:
+                    run.violations.append(f"{ZOMBIE_SECONDS:g} s after its end nobody has waited for {name}")
+                    zombies[name] = math.inf  # it is said once
             if now >= due and now < seconds and steps > struck and (fault := run.befall()):
                 faults.write(json.dumps(asdict(fault)) + "\n")
                 faults.flush()
@@ -226,7 +228,7 @@ def ends_by_role(samples: Sequence[Mapping[str, Any]], what: str) -> dict[str, l
     found = defaultdict(list)
     for sample in samples:
         for actor in sample["actors"]:
-            if actor["age"] > STARTING_SECONDS:
+            if sample["steps"] and actor["age"] > STARTING_SECONDS:
                 found[actor["role"]].append(actor[what])
     return {role: ends(values) for role, values in found.items()}
 

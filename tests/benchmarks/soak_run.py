@@ -123,10 +123,14 @@ class SoakRun:
         below = [each for actor in actors for each in children(actor.pid, recursive=True)]
         return [each for each in below if mark in " ".join(command(each))]
 
-    def zombies(self) -> list[int]:
-        """Processes that have ended, and that nobody has waited for."""
-        below = children(self.supervisor.pid, recursive=True)
-        return [child.pid for child in below if child.is_running() and child.status() == psutil.STATUS_ZOMBIE]
+    def zombies(self) -> list[str]:
+        """Processes that have ended, and that nobody has waited for, with what started them."""
+        found = []
+        for child in children(self.supervisor.pid, recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if child.status() == psutil.STATUS_ZOMBIE:
+                    found.append(f"{child.pid} ({child.name()}) of {' '.join(command(child.parent()))}")
+        return found
 
     def replace_who_left(self) -> None:
         """Start by hand the actors that have left for good, and again those that were started so and have ended."""
