@@ -20,7 +20,7 @@ from areal.config import Config
 from areal.rewards.pool import Quarantine, RewardFailed, digest
 from areal.rewards.result import Result
 from areal.workflows.conversation import Generation
-from protocols.errors import BusError, FencedError, HarmfulError, MalformedError, RefusedError
+from protocols.errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
     FINISHES,
     Completion,
@@ -196,7 +196,7 @@ class RoutedRewards:
                     refused += 1
                     if refused == 1:
                         self._on_refusal(f"reward {name!r}: {error}")
-                else:
+                elif not isinstance(error, BusyError):  # one that drains or starts has lost nothing
                     lost += 1
                 if isinstance(error, HarmfulError):
                     self._quarantine.lost(_digest(job))

@@ -37,7 +37,8 @@ class Process:
 
 class Incarnation:
     """One process, from its start to its end. `mark` is the incarnation in its actor's identity. `began`: the virtual
-    time. `storing`: the groups whose StoreSample or AskSamples it is answering."""
+    time. `storing`: the groups whose StoreSample or AskSamples it is answering. `ended`: in order; a resumed run starts
+    it again."""
 
     def __init__(self, process: Process, loop: FaultyLoop, network: FaultyNetwork, mark: str) -> None:
         self.process = process
@@ -54,6 +55,7 @@ class Incarnation:
         self.storing: Counter[str] = Counter()
         self.restart_after: float | None = None
         self.stays_away = False
+        self.ended = False
         self.policy = (0, 0)
 
     @property

@@ -34,7 +34,7 @@ from protocols.network import Full
 from simulate import parse_seeds, run_one, run_seeds
 from simulation import faults
 from simulation.engines import Mishaps, Pace, SimEngine, SimLearner, stem
-from simulation.faults import HANDLERS, HANGS, FailPoint, Hang, Kill, Plan
+from simulation.faults import HANDLERS, HANGS, FailPoint, Hang, Kill, Leave, Plan
 from simulation.loop import FaultyLoop, WorldScheduler
 from simulation.model import OPERATIONS, draw_model, with_hangs
 from simulation.network import FaultyNetwork, FaultyWire, Weather
@@ -573,6 +573,15 @@ def test_a_starting_trainer_takes_no_sample_before_it_has_dropped_old_ones(monke
     monkeypatch.setattr(Trainer, "ask_master", ask)
     assert World(1, Model(), Plan()).run().ok
     assert refused == [BusyError]
+
+
+def test_a_reward_that_drains_while_no_master_says_so_costs_no_group() -> None:
+    points = [FailPoint("master", "leave", "before", 1, 3.0)]
+    for at in (1.2, 1.6, 2.0):
+        world = World(1, Model(steps=8, max_staleness=2), Plan(6.0, [Leave(at, "reward-0", 0.3)], points))
+        result = world.run()
+        assert result.ok, result.story
+        assert not [body for kind, body in world.oracle.events if kind in ("requeued", "discarded")]
 
 
 # --- works that never end

@@ -413,6 +413,7 @@ class World:
             self._master_ended(how, ok)
         self._gone(one, silent=False)
         done = one.stays_away or (ok and one.restart_after is None)
+        one.ended = done and not one.stays_away
         if one.process.running is one and not done:
             self._restart(one.process, one.restart_after or SUPERVISOR_SECONDS)
 
@@ -619,6 +620,8 @@ class World:
         # What is alive may have been admitted by either bound.
         self.model = replace(self.model, max_staleness=max(self.model.max_staleness, max_staleness))
         for one in self.incarnations:
+            if one.ended and one.process.running is one:
+                self._restart(one.process, SUPERVISOR_SECONDS * self.random.random())
             self.kill(one, SUPERVISOR_SECONDS * self.random.random())
 
     def _running(self, name: str) -> Incarnation | None:
