@@ -562,6 +562,7 @@ class Master(HandlesRequests):
             checkpoint_version=self.state.checkpoint_version,
             checkpoint=self.state.checkpoint,
             drop=self._needless(request.message.spooled),
+            covered=self.ledger.covered,
         )
 
     def _needless(self, spooled: str) -> str:
@@ -667,7 +668,7 @@ class Master(HandlesRequests):
         self._trainer(request)
         saved = request.message
         if saved.version > self.state.checkpoint_version:
-            self.ledger.checkpointed(saved.version)
+            self.ledger.checkpointed(saved.covered)
             self.state.emit("checkpoint_saved", version=saved.version, folder=saved.folder)
             self._progress.made()
         return CheckpointAnswer(drop=self._needless(saved.spooled))

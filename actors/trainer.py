@@ -9,10 +9,10 @@ A trainer that shares its devices with generators has them in *turns*: before a 
 and after it, it lets them go on. With `colocate` the memory of those who do not have the turn is empty.
 
 A sample is acknowledged once it is in the spool on disk. It stays there until the rollouts of its group are written and
-a checkpoint covers the step that trained it, or until its group is discarded. So a killed rollout manager loses only
-what is not scored, and a killed trainer loses nothing: after its restart it loads the last checkpoint,
-redoes in order the batches that the master has logged since, and publishes the run's current version under a new
-lineage.
+two checkpoints cover the step that trained it, or until its group is discarded. So a killed rollout manager loses only
+what is not scored, and a killed trainer loses nothing: after its restart it loads the last checkpoint, or the one
+before if that is damaged, redoes in order the batches that the master has logged since, and publishes the run's current
+version under a new lineage.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Trainer(Actor):
         self._direct = DirectSender(self, VERSIONS_KEPT)
         self._lineage = 0
         self.steps_to_redo: dict[int, tuple[str, ...]] = {}
-        """The ids of the groups of each step that no checkpoint covers."""
+        """The ids of the groups of each step that may have to be redone."""
         self._in_memory: dict[str, Group] = {}  # spooled groups that are still in memory, oldest first
         self._reporting: set[str] = set()  # groups that are complete, while the master is told
         self._publication: asyncio.Task[None] | None = None  # the last one; it runs during the next step
@@ -357,19 +357,44 @@ class Trainer(Actor):
         await self.on_disk("the spool", self._spool.forget, recovery.drop.splitlines())
         self._takes_samples = True  # not before the spool is known to be that of the run
         self._lineage = recovery.lineage
-        self._version = self._checkpoint_version = recovery.checkpoint_version
-        if recovery.checkpoint is not None:
-            self.activity = f"loading {recovery.checkpoint}"
-            with self.working(self.activity, "restore"):
-                await self._learner.load(Path(recovery.checkpoint), recovery.run)
-        for version in range(recovery.checkpoint_version, recovery.version):
+        self._version = self._checkpoint_version = await self._load_checkpoint(recovery)
+        for version in range(recovery.covered, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"
             batch = await self.ask_master(AskBatch(version=version), BatchAnswer)
+            if version < self._version:  # only redone if the checkpoint turns out to be damaged
+                self.steps_to_redo[version] = batch.groups
+                continue
             _, groups = await self._train(batch)
             self._rollouts.add_trained(self._version, groups, self._learner.values)
         if recovery.lineage:
             await self._publish_again(self.policy)
         self._seconds.clear()
+
+    async def _load_checkpoint(self, recovery: Recovery) -> int:
+        """Load the last checkpoint, or the one before if it is damaged. Returns its version. Raises UserError if
+        neither can be loaded."""
+        newest, older = recovery.checkpoint_version, recovery.covered
+        try:
+            return await self._load(newest, recovery.run)
+        except UserError as error:
+            damage = error
+        try:
+            if older == newest:
+                raise damage
+            await self._load(older, recovery.run)
+        except UserError:
+            raise damage from None
+        log.error(f"{damage} The run goes on from version {older}: the steps since are trained again.", notice=True)
+        return older
+
+    async def _load(self, version: int, run: str) -> int:
+        """Load the checkpoint of a version; version 0 is the run's model, which is loaded."""
+        folder = checkpoint_of(self.config.folder, version)
+        self.activity = f"loading {folder}"
+        if version:
+            with self.working(self.activity, "restore"):
+                await self._learner.load(folder, run)
+        return version
 
     async def _publish_again(self, replaced: Policy) -> None:
         policy = self._policy()
@@ -520,9 +545,9 @@ class Trainer(Actor):
     async def _complete_checkpoint(
         self, version: int, folder: Path, publication: asyncio.Task[None] | None
     ) -> UserError | None:
-        """Wait until the checkpoint is on disk and its version is published. Then remove the spooled groups that it
-        covers, and the oldest checkpoint beyond `trainer.checkpoints_kept`. If it cannot be written, training goes on
-        and the next one covers all. Returns why it cannot."""
+        """Wait until the checkpoint is on disk and its version is published. Then remove the spooled groups that the
+        one before covers, too, if that is kept, and the oldest checkpoint beyond `trainer.checkpoints_kept`. If it
+        cannot be written, training goes on and the next one covers all. Returns why it cannot."""
         every, limit = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
         began = asyncio.get_running_loop().time()
         try:
@@ -535,12 +560,13 @@ class Trainer(Actor):
         if publication is not None:
             await publication
         await self._write_rollouts()  # before the master counts the checkpoint: no trainer redoes its steps after that
+        covered = self._checkpoint_version if limit > 1 else version
         spooled = "\n".join(await self.on_disk("the spool", self._spool.ids))
-        saved = CheckpointSaved(version=version, folder=str(folder), spooled=spooled)
+        saved = CheckpointSaved(version=version, folder=str(folder), covered=covered, spooled=spooled)
         needless = (await self.ask_master(saved, CheckpointAnswer)).drop.splitlines()
         self._checkpoint_version = version
         await self.on_disk("the spool", self._spool.forget, needless)
-        for step in [step for step in self.steps_to_redo if step < version]:
+        for step in [step for step in self.steps_to_redo if step < covered]:
             del self.steps_to_redo[step]
         oldest = (version - 1) // every * every - (limit - 1) * every
         await self._remove(checkpoint_of(self.config.folder, oldest))

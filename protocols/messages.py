@@ -607,13 +607,15 @@ class AskRecovery(Message):
 class Recovery(Message):
     """What a starting trainer has to do: load `checkpoint` (None: the run's model), which is version
     `checkpoint_version`; redo the logged batches up to `version`; publish that version under `lineage`. The payloads of
-    the groups in `drop`, one a line, are no longer needed. `run`: the identity of the run."""
+    the groups in `drop`, one a line, are no longer needed. `covered`: the steps from this version on can be redone; it
+    is that of the checkpoint before, if there is one. `run`: the identity of the run."""
 
     run: str
     lineage: int
     version: int
     checkpoint_version: int
     checkpoint: str | None
+    covered: int
     drop: str
 
 
@@ -684,10 +686,12 @@ class PublishPolicy(Message):
 
 
 class CheckpointSaved(Message):
-    """`folder` holds everything needed to resume from `version`. `spooled`: as in AskRecovery."""
+    """`folder` holds everything needed to resume from `version`. `covered`: the steps before this version, which the
+    checkpoint before this one has, are never redone. `spooled`: as in AskRecovery."""
 
     version: int
     folder: str
+    covered: int
     spooled: str
 
 

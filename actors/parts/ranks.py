@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from areal.config import UserError
 from areal.devices import CORES, settle
 from areal.processes import importing
 from areal.trajectory import Group, TokenValues
@@ -160,6 +161,9 @@ def follow(config: Config, report: Callable[[StepFailed], object]) -> None:
     while (command := engine.broadcast(None))["do"] != "end":
         try:
             obey(engine, command, None)
+        except UserError:  # on all ranks, and rank 0 decides what follows
+            if command["do"] != "load":
+                raise
         except Exception as error:
             if command["do"] == "step" and (failure := failure_of_step(command["version"], error)):
                 report(failure)

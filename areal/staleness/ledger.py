@@ -398,6 +398,11 @@ class Ledger:
         return self.version + (self._batch is not None)
 
     @property
+    def covered(self) -> int:
+        """The steps from this version on can be redone: no checkpoint is known to make that needless."""
+        return min(self._steps, default=self.version)
+
+    @property
     def capacity(self) -> int:
         """The number of groups that may be admitted now: limited by rule 1, the steps left and the prompts left."""
         allowed = max(0, self._most_alive() - self.alive)
@@ -598,7 +603,7 @@ class Ledger:
         return self._committed(version)
 
     def checkpointed(self, version: int) -> ReportAnswer:
-        """Record that a checkpoint has the weights of `version`. The steps before it are never redone, and the ledger
+        """Record that the steps before `version`, which a checkpoint has the weights of, are never redone. The ledger
         forgets them."""
         if version <= self.version and not any(step < version for step in self._steps):
             return ReportAnswer.UNCHANGED

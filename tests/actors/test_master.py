@@ -331,7 +331,7 @@ async def test_a_run_goes_from_the_first_evaluation_to_the_last(config):
             await make_ready(manager, trainer, version)
             await train(trainer, version, "weights")
         assert (await trainer.ask(AskBatch(version=2))).status == "ended"
-        await trainer.ask(CheckpointSaved(version=2, folder="checkpoint", spooled=""))
+        await trainer.ask(CheckpointSaved(version=2, covered=2, folder="checkpoint", spooled=""))
         await trainer.ask(TrainingFinished())
         await evaluate(evaluator, 2, 0.75)
         for actor in actors:
@@ -655,7 +655,7 @@ async def test_a_training_that_failed_ends_the_run_with_its_reason_and_the_last_
         await make_ready(manager, trainer, 0)
         await train(trainer, 0, "weights")
         if saved:
-            await trainer.ask(CheckpointSaved(version=1, folder=saved, spooled=""))
+            await trainer.ask(CheckpointSaved(version=1, covered=1, folder=saved, spooled=""))
         for _ in range(2):  # it says so until it hears of the end
             await trainer.ask(TrainingFailed(reason="loss is nan."))
         assert (await trainer.beat()).ended
@@ -880,7 +880,7 @@ async def test_a_run_whose_generators_have_all_left_version_0_ends_without_its_r
         await generator.ask(Leave(reason="a test"))
         await generator.join()
         assert await holds(trainer) == {}  # training is over: only the last version is evaluated
-        await trainer.ask(CheckpointSaved(version=2, folder="checkpoint", spooled=""))
+        await trainer.ask(CheckpointSaved(version=2, covered=2, folder="checkpoint", spooled=""))
         await trainer.ask(TrainingFinished())
         await evaluate(evaluator, 2, 0.75)
         for actor in actors:
@@ -1179,7 +1179,8 @@ async def test_a_run_whose_folder_was_moved_finds_its_checkpoint_and_its_weights
         await recover(trainer)
         await make_ready(manager, trainer, 0)
         await train(trainer, 0, str(config.weights_folder / "l0-v000001"))
-        await trainer.ask(CheckpointSaved(version=1, folder=str(checkpoint_of(config.folder, 1)), spooled=""))
+        folder = str(checkpoint_of(config.folder, 1))
+        await trainer.ask(CheckpointSaved(version=1, covered=1, folder=folder, spooled=""))
     moved = config.model_copy(update={"run_dir": tmp_path / "elsewhere"})
     moved.run_dir.mkdir()
     config.folder.rename(moved.folder)
@@ -1227,7 +1228,7 @@ async def test_a_new_trainer_is_told_what_to_redo_and_the_old_one_is_fenced(conf
             PublishPolicy(policy=Policy(lineage=0, version=2, folder="dead")),
             GroupReady(group=ready[0], start_version=1, reward_mean=0.0, signal=True),
             TrainingFailed(reason="long ago"),
-            CheckpointSaved(version=1, folder="dead", spooled=""),
+            CheckpointSaved(version=1, covered=1, folder="dead", spooled=""),
         ):
             with pytest.raises(FencedError):
                 await old.ask(asked)
@@ -1240,7 +1241,7 @@ async def test_a_checkpoint_shortens_what_has_to_be_redone(config):
         await recover(trainer)
         groups = await make_ready(manager, trainer, 0)
         await train(trainer, 0, "weights")
-        await trainer.ask(CheckpointSaved(version=1, folder="step_1", spooled=""))
+        await trainer.ask(CheckpointSaved(version=1, covered=1, folder="step_1", spooled=""))
         ready = await make_ready(manager, trainer, 1)
         recovery = await trainer.ask(AskRecovery(spooled="\n".join([*groups, *ready])))
         assert (recovery.checkpoint, recovery.checkpoint_version, recovery.version) == ("step_1", 1, 1)
@@ -1259,7 +1260,7 @@ async def test_what_is_stored_of_a_group_stays_while_an_attempt_may_go_on_with_i
         assert (await trainer.ask(AskRecovery(spooled=spooled))).drop == failed
         assert (await trainer.ask(AskReuse(group=begun, versions=(0,)))).oldest is None  # it is no later attempt
         await manager.ask(Leave(reason="its machine is shut down"))
-        assert (await trainer.ask(CheckpointSaved(version=0, folder="", spooled=spooled))).drop == failed
+        assert (await trainer.ask(CheckpointSaved(version=0, covered=0, folder="", spooled=spooled))).drop == failed
         async with callers(config, "rollout_manager") as (other,):
             permits = {p.prompt_index: p for p in (await other.ask(AskPermits(count=8))).permits}
             again = permits[int(begun[1:-2])]

@@ -19,7 +19,7 @@ from actors.runtime.actor import Ending
 from areal.__main__ import main
 from areal.config import Config
 from areal.storage.journal import Journal
-from areal.storage.run_folder import RunFolder
+from areal.storage.run_folder import RunFolder, checkpoint_of
 from areal.training.engine import TrainingEngine
 from areal.trajectory import Trajectory, columns
 from protocols.messages import AskPermits, AskStatus, Done, Join, Permit, StoreSample
@@ -110,8 +110,17 @@ def start_trainer(config: Config, run, rendezvous: int | None) -> list:
     return [run(*arguments, launcher=torchrun).process for _ in range(2)]
 
 
-async def train(config: Config, run, name: str, kill_at: int | None = None, rendezvous: int | None = None) -> Path:
-    """The checkpoint that a run ends with; its trainer is killed after step `kill_at`."""
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+
+
+async def train(
+    config: Config, run, name: str, kill_at: int | None = None, rendezvous: int | None = None, damage: bool = False
+) -> Path:
+    """The checkpoint that a run ends with; its trainer is killed after step `kill_at`, and then a bit flips in the last
+    checkpoint if there is `damage`."""
     config = config.model_copy(update={"name": name})
     master = start_master(config)
     manager = Manager(config.master.address)
@@ -122,6 +131,8 @@ async def train(config: Config, run, name: str, kill_at: int | None = None, rend
         await manager.until_trained(version + 1)
         if version + 1 == kill_at:
             processes[0].kill()
+            if damage:
+                flip_a_bit(checkpoint_of(config.folder, 2) / "training" / "rank_00000-of-00001.safetensors")
             processes = start_trainer(config, run, rendezvous)
             trainer = await manager.trainer(not_this=trainer)
             assert (await manager.status())["lineage"] == 1
@@ -137,6 +148,9 @@ async def test_a_trainer_that_is_killed_learns_the_same_to_the_bit(config, run):
     # The last checkpoint then is that of step 2: step 3 is redone from the spool.
     killed = await train(config, run, "killed", kill_at=3)
     assert killed.read_bytes() == undisturbed.read_bytes()
+    # And if that one is damaged, the steps since the one before, too: here, since the model.
+    damaged = await train(config, run, "damaged", kill_at=3, damage=True)
+    assert damaged.read_bytes() == undisturbed.read_bytes()
     assert main(["replay", str(killed.parents[2])]) == 0  # and so does a replay of what it trained on
 
 

@@ -70,6 +70,8 @@ class Book:
     batches: dict[int, tuple[str, ...]] = field(default_factory=dict)
     policies: dict[tuple[int, int], str] = field(default_factory=dict)
     checkpoint: int = 0
+    covered: int = 0
+    """The version of the checkpoint before: the steps from there on may be redone."""
     prompts: int = 0
     members: set[str] = field(default_factory=set)
     holds: dict[str, int] = field(default_factory=dict)
@@ -88,9 +90,9 @@ class Book:
 
     @property
     def payloads(self) -> set[str]:
-        """The groups whose payloads the trainer needs: those that are ready, and those of the steps that no checkpoint
-        covers."""
-        redone = (self.batches[version] for version in range(self.checkpoint, self.version))
+        """The groups whose payloads the trainer needs: those that are ready, and those of the steps that may be
+        redone."""
+        redone = (self.batches[version] for version in range(self.covered, self.version))
         return {group for group, row in self.rows.items() if row.ready}.union(*redone)
 
     def add(self, kind: str, body: dict[str, Any]) -> None:
@@ -231,6 +233,10 @@ class Book:
             folder,
         )
         self.checkpoint = version
+
+    def _checkpointed(self, version: int) -> None:
+        self._hold(version <= self.checkpoint, f"steps before {version} are forgotten, which no checkpoint before has")
+        self.covered = version
 
     def _lineage_opened(self, lineage: int, trainer: str) -> None:
         self._hold(lineage == self.lineage + 1, f"lineage {lineage} follows {self.lineage}", trainer)

@@ -21,7 +21,7 @@ from zlib import crc32
 import numpy as np
 
 from actors.simulation.engines import ModelTokenizer
-from areal.config import GeneratorConfig, SamplingConfig
+from areal.config import GeneratorConfig, SamplingConfig, UserError
 from areal.data.rows import Row
 from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
 from areal.rewards.pool import RewardFailed
@@ -94,12 +94,14 @@ class Files:
     def __init__(self, model: str) -> None:
         self.written: list[Weights] = []
         self.folders: dict[str, Weights] = {}
+        self.damaged: set[str] = set()
         self.model = self.write(model, b"", "nobody")
 
     def write(self, folder: str, content: bytes, writer: str) -> Weights:
         weights = Weights(len(self.written), content, writer, folder)
         self.written.append(weights)
         self.folders[folder] = weights
+        self.damaged.discard(folder)
         return weights
 
     def forget(self, folder: str) -> None:
@@ -498,6 +500,8 @@ class SimLearner:
     async def load(self, folder: Path, run: str) -> None:
         self._judge.uses_devices(self.resident)
         await self._take(self._pace.restore, f"loading {folder}")
+        if str(folder) in self._files.damaged:
+            raise UserError(f"The checkpoint {folder} is damaged.")
         self._content = self._files.folders[str(folder)].content
 
     async def offload(self) -> None:

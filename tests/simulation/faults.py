@@ -30,6 +30,8 @@ Point = Literal["before", "working", "worked", "handled", "answered"]
 POINTS: tuple[Point, ...] = ("before", "working", "worked", "handled", "answered")
 # The share of the runs that are resumed with other settings.
 RESUMED = 0.15
+# The share of the runs in which a checkpoint is damaged.
+DAMAGED = 0.1
 # The other roles have no disk, so they have no points `working` and `worked`.
 WITH_A_DISK = ("master", "trainer")
 
@@ -164,6 +166,13 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class Damage:
+    """A bit flips in the newest checkpoint, as soon as there is one, and the trainer dies."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Hang:
     """Every work of this kind (`HANGS`) that the process begins from now on never ends, while the process lives."""
 
@@ -185,6 +194,7 @@ Fault = (
     | FullDisk
     | ClockJump
     | Resume
+    | Damage
     | Hang
 )
 
@@ -225,6 +235,12 @@ def add_resume(random: Random, plan: Plan) -> None:
         fault = Resume(_when(random, plan), random.choice((-2, -1, -1, 0, 1, 2)), random.choice((0, 1, 2)))
         plan.faults.append(fault)
         plan.until = max(plan.until, fault.at + random.uniform(0.5, 2.0))
+
+
+def add_damage(random: Random, plan: Plan) -> None:
+    """Add to some plans that the newest checkpoint is damaged."""
+    if random.random() < DAMAGED:
+        plan.faults.append(Damage(_when(random, plan)))
 
 
 def draw_hang(random: Random, processes: list[str], until: float) -> Hang:

@@ -42,7 +42,7 @@ def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tupl
     most = (model.max_staleness + 1) * model.batch_size
     return {
         "groups": (ledger.alive + len(dump["requeued"]), most),
-        "steps no checkpoint covers": (len(dump["steps"]), _steps_to_redo(model)),
+        "steps that may be redone": (len(dump["steps"]), _steps_to_redo(model)),
         "rewards": (len(state.rewards), ledger.alive),
         "token counts": (len(state.tokens), ledger.alive),
         "members": (len(state.members), members),
@@ -52,8 +52,9 @@ def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tupl
 
 
 def _steps_to_redo(model: Model) -> int:
-    """Steps are trained while a checkpoint is written, but not beyond the next one."""
-    return model.steps if model.doubtful else 2 * model.checkpoint_every
+    """Steps are trained while a checkpoint is written, but not beyond the next one, and those since the checkpoint
+    before are kept."""
+    return model.steps if model.doubtful else 3 * model.checkpoint_every
 
 
 def _check_policy(one: Incarnation) -> None:

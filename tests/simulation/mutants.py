@@ -124,6 +124,28 @@ def version_kept_on_roll_back() -> AbstractContextManager[None]:
     return patch.multiple(Trainer, ask_master=ask)
 
 
+def only_the_last_checkpoint() -> AbstractContextManager[None]:
+    """A trainer whose last checkpoint is damaged does not take the one before."""
+
+    async def load(trainer: Trainer, recovery: Recovery) -> int:
+        return await trainer._load(recovery.checkpoint_version, recovery.run)
+
+    return patch.multiple(Trainer, _load_checkpoint=load)
+
+
+def payloads_of_one_checkpoint() -> AbstractContextManager[None]:
+    """The trainer removes groups from its spool once one checkpoint covers them, so that none before it can be used."""
+    forget = Trainer._complete_checkpoint
+
+    async def complete(trainer: Trainer, version: int, *arguments: Any) -> Any:
+        error = await forget(trainer, version, *arguments)
+        steps = [step for step in trainer.steps_to_redo if step < version]
+        trainer._spool.forget(group for step in steps for group in trainer.steps_to_redo[step])
+        return error
+
+    return patch.multiple(Trainer, _complete_checkpoint=complete)
+
+
 def payloads_dropped_once_trained() -> AbstractContextManager[None]:
     """The trainer removes groups from its spool after each step, not when a checkpoint covers the step."""
     train = Trainer._train
@@ -609,6 +631,8 @@ MUTANTS: dict[str, Mutant] = {
     "leases nobody knows of": leases_nobody_knows_of,
     "replies not matched": replies_not_matched,
     "version kept on roll-back": version_kept_on_roll_back,
+    "only the last checkpoint": only_the_last_checkpoint,
+    "payloads of one checkpoint": payloads_of_one_checkpoint,
     "payloads dropped once trained": payloads_dropped_once_trained,
     "answers before the commit": answers_before_the_commit,
     "no fencing": no_fencing,

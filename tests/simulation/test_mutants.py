@@ -41,6 +41,8 @@ CAUGHT_BY = {
     "rollouts written at the end": (0, 10),
     "rejected payloads kept": (6, 40),
     "spool never emptied": (0, 10),
+    "only the last checkpoint": (10, 1),
+    "payloads of one checkpoint": (0, 10),
     "work not reported": (16, 40),
     "awake in a turn": (5, 30),
     "rewards negated": (0, 10),

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -34,7 +35,7 @@ from protocols.network import Full
 from simulate import parse_seeds, run_one, run_seeds
 from simulation import faults
 from simulation.engines import Mishaps, Pace, SimEngine, SimLearner, stem
-from simulation.faults import HANDLERS, HANGS, FailPoint, Hang, Kill, Leave, Plan
+from simulation.faults import HANDLERS, HANGS, Damage, FailPoint, Hang, Kill, Leave, Plan
 from simulation.loop import FaultyLoop, WorldScheduler
 from simulation.model import OPERATIONS, draw_model, with_hangs
 from simulation.network import FaultyNetwork, FaultyWire, Weather
@@ -369,6 +370,7 @@ def test_every_kind_of_fault_is_drawn() -> None:
     plans = [faults.draw(Random(seed), Model().processes, 3.0) for seed in range(2000)]
     for seed, plan in enumerate(plans):
         faults.add_resume(Random(seed), plan)
+        faults.add_damage(Random(seed), plan)
     hangs = [faults.draw_hang(Random(seed), Model().processes, 3.0) for seed in range(200)]
     assert {hang.work for hang in hangs} == {work for works in HANGS.values() for work in works}
     drawn = {type(fault).__name__ for fault in [*hangs, *(fault for plan in plans for fault in plan.faults)]}
@@ -385,6 +387,16 @@ def test_a_trainer_killed_in_the_middle_redoes_what_no_checkpoint_covers() -> No
     book = world.oracle.disk
     assert book.lineage == 1
     assert book.version == 4
+
+
+def test_a_trainer_whose_last_checkpoint_is_damaged_takes_the_one_before() -> None:
+    model = Model(steps=8, checkpoint_every=2, max_staleness=0)
+    for at, older in ((2.7, 0), (4.5, 2)):
+        world = World(3, model, Plan(until=at, faults=[Damage(at)]), traced=True)
+        assert world.run().ok
+        assert world.oracle.disk.version == 8 and world.oracle.disk.lineage == 1
+        _, again = "\n".join(world.trace).split("trainer-0 starts as")[1:]
+        assert re.search(r"learner: step (\d)", again)[1] == f"{older}"
 
 
 def test_the_next_step_does_not_wait_for_the_weights_to_be_written() -> None:

@@ -35,6 +35,7 @@ from actors.simulation.network import SimNetwork
 from actors.trainer import Trainer
 from areal.config import UserError
 from areal.generation.engine import EngineError
+from areal.storage.run_folder import checkpoint_of
 from areal.storage.spool import Spool, SpoolError
 from areal.trajectory import Trajectory, trajectories
 from protocols.codec import Frame, decode_body, decode_header
@@ -129,6 +130,7 @@ class World:
         self.plan = plan or faults.draw(self.random, self.model.processes, self.model.faults_until)
         if plan is None:
             faults.add_resume(Random(f"resume {seed}"), self.plan)
+            faults.add_damage(Random(f"damage {seed}"), self.plan)
         hangs = Random(f"hang {seed}")
         if model is None and plan is None and hangs.random() < HANGS:
             self.model = with_hangs(self.model)
@@ -607,6 +609,8 @@ class World:
                     one.loop.jump(seconds)
             case faults.Resume(_, more_steps, max_staleness):
                 self._resume(more_steps, max_staleness)
+            case faults.Damage():
+                self._damage()
             case faults.Hang(_, name, work):
                 if one := self._running(name):
                     one.toil.to_hang.add(work)
@@ -623,6 +627,14 @@ class World:
             if one.ended and one.process.running is one:
                 self._restart(one.process, SUPERVISOR_SECONDS * self.random.random())
             self.kill(one, SUPERVISOR_SECONDS * self.random.random())
+
+    def _damage(self) -> None:
+        checkpoint, one = self.oracle.disk.checkpoint, self._running("trainer-0")
+        if checkpoint and one:
+            self.files.damaged.add(str(checkpoint_of(self.config.folder, checkpoint)))
+            self.kill(one, SUPERVISOR_SECONDS)
+        elif not self.over:
+            self.scheduler.call_at(self.scheduler.now + 0.1, self._damage)
 
     def _running(self, name: str) -> Incarnation | None:
         one = self.processes[name].running
