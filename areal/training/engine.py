@@ -128,6 +128,8 @@ class TrainingEngine:
         deepspeed.utils.logger.setLevel("WARNING")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # DeepSpeed's calls
         torch.manual_seed(seed)
+        # By default cuBLAS adds the parts of a bf16 product in bf16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.config = config
         self.source = model
         self._keep_values = keep_values
@@ -209,9 +211,11 @@ class TrainingEngine:
             from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
+        # Where each rank has all weights, not first into host memory, where there would be a whole model for each rank.
+        place = {"": torch.cuda.current_device()} if torch.cuda.is_available() and self._stage < 3 else None
         try:
             module = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, dtype), attn_implementation=self._attention
+                folder, dtype=getattr(torch, dtype), attn_implementation=self._attention, device_map=place
             )
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} does not hold a model that transformers can load: {error}") from error

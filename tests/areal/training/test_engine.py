@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from tiny_training import (
     weights_of,
 )
 from torch.utils.cpp_extension import _get_build_directory
+from transformers import AutoModelForCausalLM
 
 from areal.config import UserError
 from areal.training.engine import TrainingEngine
@@ -71,6 +73,24 @@ def test_packed_log_probs_equal_those_of_each_sequence_alone(engine_of, folder):
             logprobs_alone(model, t)[torch.from_numpy(t.sampled)[1:]] for group in batch for t in group.trajectories
         ]
     torch.testing.assert_close(packed_logprobs(engine_of(), batch), torch.cat(alone), rtol=1e-5, atol=1e-5)
+    # GPUs add the parts of a product of bf16 in fp32.
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+@pytest.mark.parametrize(("cuda", "stage", "place"), [(True, 1, {"": 3}), (True, 3, None), (False, 1, None)])
+def test_ranks_read_a_whole_model_into_their_gpus_and_not_each_into_host_memory(monkeypatch, cuda, stage, place):
+    places = []
+
+    def read(*arguments, device_map, **options):
+        places.append(device_map)
+        raise OSError("enough")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    with pytest.raises(UserError, match="enough"):
+        TrainingEngine._read_model(SimpleNamespace(_stage=stage, _attention="sdpa"), "folder", "bfloat16")
+    assert places == [place]
 
 
 def test_a_sequence_does_not_see_its_neighbours_in_the_row(engine_of):
