@@ -13,8 +13,21 @@ from areal.command_line import output
 from areal.config import Config, LoraConfig, UserError, load_config
 from areal.observe.report import read_run
 from areal.planning.activations import measure_activations
-from areal.planning.split import GIB, PAPER_STALENESS, ModelSizes, Plan, Rates, TokenLengths, balanced_share, plan
+from areal.planning.split import (
+    BYTES,
+    GENERATOR_SHARE,
+    GIB,
+    HOST_OTHER,
+    PAPER_STALENESS,
+    ModelSizes,
+    Plan,
+    Rates,
+    TokenLengths,
+    balanced_share,
+    plan,
+)
 from areal.storage.run_folder import config_of_run
+from areal.training.optimizer import bucket_elements
 
 STARVED = 0.05
 """If the trainer waited for generation less than this share of the time, generators may have waited for the trainer."""
@@ -87,10 +100,13 @@ def read_model(config: Config) -> ModelSizes:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"The model {config.model} cannot be trained: {first}.") from None
     heads = sizes.num_attention_heads
-    parameters = sum(p.numel() for p in module.parameters())
+    numbers = {name: p.numel() for name, p in module.named_parameters()}
+    parameters = sum(numbers.values())
+    size, lora = BYTES[config.trainer.dtype], config.trainer.lora
+    experts = (getattr(sizes, "moe_intermediate_size", None) or 0) * (getattr(sizes, "num_experts_per_tok", None) or 0)
     return ModelSizes(
         parameters=parameters,
-        trained=_adapters(config.trainer.lora, module) if config.trainer.lora else parameters,
+        trained=_adapters(lora, module) if lora else parameters,
         layers=sizes.num_hidden_layers,
         hidden=sizes.hidden_size,
         vocabulary=sizes.vocab_size,
@@ -98,6 +114,9 @@ def read_model(config: Config) -> ModelSizes:
         head_size=getattr(sizes, "head_dim", None) or sizes.hidden_size // heads,
         activations=activations[0],
         checkpointed=activations[1],
+        intermediate=max(getattr(sizes, "intermediate_size", None) or 0, experts),
+        bucket=bucket_elements(numbers),
+        pinned=0 if lora else sum(1 << (size * number - 1).bit_length() for number in numbers.values()),
     )
 
 
@@ -158,9 +177,11 @@ def table(split: Plan, rates: Rates, device_gib: float) -> Table:
         "sequences at once: mean / full length": (f"{g.sequences} / {g.sequences_longest}", ""),
         "gradients / Adam and masters": ("", f"{gib(t.gradients)} / {gib(t.optimizer)}"),
         "reference model": ("", gib(t.reference) if t.reference else "none"),
-        "activations": ("", gib(t.activations)),
+        "activations": (gib(g.step), gib(t.activations)),
+        "buckets": ("", gib(t.buckets)),
         "other, assumed": (gib(g.overhead), gib(t.overhead)),
-        "together": (gib(g.weights + g.room + g.overhead), gib(t.total)),
+        "together": (gib(g.weights + g.room + g.step + g.overhead), gib(t.total)),
+        "host memory: a generator / a rank": (gib(2 * HOST_OTHER), gib(t.host)),
     }
     for name, (generation, training) in rows.items():
         result.add_row(name, generation, training)
@@ -179,6 +200,8 @@ def table(split: Plan, rates: Rates, device_gib: float) -> Table:
 def notes(split: Plan, starved: float | None) -> list[str]:
     """Notes on the numbers of a plan."""
     lines = []
+    if split.generation.share < GENERATOR_SHARE:
+        lines.append("Trainer and generator share the device, so each has what the other leaves of its time.")
     if starved is not None and starved < STARVED:
         lines.append(
             f"The trainer of that run was starved for {starved:.0%} of the time: its generators may be faster than "

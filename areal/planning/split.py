@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from areal.config import Config, UserError
 from areal.planning.activations import Activations
 from areal.training.head import AT_ONCE
+from areal.training.optimizer import BUCKET, LARGEST_BUCKET
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -19,10 +20,20 @@ GENERATOR_SHARE = 0.9
 """Share of a device's memory for an engine that has the device to itself. vLLM's own default is 0.92."""
 TRAINER_SHARE = 0.9
 """Share of a device's memory that training can use; the rest is lost to fragmentation. Assumed."""
-GENERATOR_OTHER = 2 * GIB
-"""CUDA context, graphs and activations of an engine. Assumed."""
-TRAINER_OTHER = 3 * GIB
-"""CUDA context, NCCL and DeepSpeed's buckets. Assumed."""
+SHARED = 0.3
+"""Share of a device's memory for an engine that has it together with the trainer, as in areal.generation.engine."""
+GENERATOR_OTHER = 1.5 * GIB
+"""CUDA context and graphs of an engine. Assumed."""
+TRAINER_OTHER = 2 * GIB
+"""CUDA context and NCCL. Assumed."""
+HOST_OTHER = 4 * GIB
+"""Host memory of a process with torch and CUDA. Assumed."""
+DEVICES_OF_A_HOST = 8
+"""Ranks that share the writing of weights, at most. Assumed."""
+LIVE_PARAMETERS = 10**9
+"""Parameters that DeepSpeed keeps gathered at once under ZeRO 3, at most."""
+LARGE_DEVICE, LARGE_STEP, STEP = 70 * GIB, 16384, 8192
+"""Tokens of a step that vLLM takes for throughput, on a device of so much memory and on smaller ones."""
 PAPER_STALENESS = 8
 """The largest max_staleness that the paper (arXiv 2505.24298) trained with."""
 DEVICES_OF_A_MANAGER = 32
@@ -32,7 +43,9 @@ DEVICES_OF_A_MANAGER = 32
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
     """Sizes of a model. `trained`: the number of trained parameters, all or only those of adapters. `activations` and
-    `checkpointed`: of its layers, without and with gradient checkpointing."""
+    `checkpointed`: of its layers, without and with gradient checkpointing. `intermediate`: width of the MLP, of all
+    experts of a token. `bucket`: elements of a bucket of gradients. `pinned`: bytes of a copy of the trained parameters
+    in pinned host memory, of which each tensor takes a power of two."""
 
     parameters: int
     trained: int
@@ -43,6 +56,9 @@ class ModelSizes:
     head_size: int
     activations: Activations
     checkpointed: Activations
+    intermediate: int = 0
+    bucket: int = BUCKET
+    pinned: int = 0
 
     @property
     def kv_values(self) -> int:
@@ -69,23 +85,28 @@ class TokenLengths:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """Memory of one rank, in bytes."""
+    """Memory of one rank, in bytes. `buckets`: of gradients, and of parameters gathered under ZeRO 3. `host`: the
+    rank's host memory, which is not in `total`."""
 
     weights: float
     gradients: float
     optimizer: float
     reference: float
     activations: float
+    buckets: float
+    host: float
     overhead: float = TRAINER_OTHER
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.reference + self.activations + self.overhead
+        states = self.weights + self.gradients + self.optimizer + self.reference
+        return states + self.activations + self.buckets + self.overhead
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationMemory:
-    """Memory of one device of a generator, in bytes. `room`: for the KV cache. `full_kv`: the KV cache of
+    """Memory of one device of a generator, in bytes. `share`: of the device. `step`: activations of a step with as many
+    tokens as vLLM takes at once, and the log-probs of all sequences. `room`: for the KV cache. `full_kv`: that of
     max_concurrent_rollouts sequences of the greatest length. `sequences`: how many of the mean length one generator can
     run at once, at most max_concurrent_rollouts. `sequences_longest`: how many of the greatest length."""
 
@@ -94,6 +115,8 @@ class GenerationMemory:
     full_kv: float
     sequences: int
     sequences_longest: int
+    step: float
+    share: float
     overhead: float = GENERATOR_OTHER
 
 
@@ -112,6 +135,8 @@ class Plan:
     """Tokens/s that the generators can produce."""
     trained: float
     """Tokens/s that the trainer can train."""
+    throughput: float
+    """Tokens/s: the slower of both limits both; on one device they take turns."""
     step_seconds: float
     longest_seconds: float
     """Seconds for the longest completion on a full generator."""
@@ -132,11 +157,6 @@ class Plan:
         return self.generating_devices / (self.generating_devices + self.ranks)
 
     @property
-    def throughput(self) -> float:
-        """Tokens/s: the slower of generation and training limits both."""
-        return min(self.generated, self.trained)
-
-    @property
     def samples_per_second(self) -> float:
         return self.samples_a_step / self.step_seconds
 
@@ -145,7 +165,7 @@ class Plan:
         """The keys of the configuration that this plan sets."""
         return {
             "generator.count": f"{self.generators}",
-            "generator.memory_share": f"{GENERATOR_SHARE:g}",
+            "generator.memory_share": f"{self.generation.share:g}",
             "generator.max_concurrent_rollouts": f"{self.generation.sequences}",
             "trainer.ranks": f"{self.ranks}",
             "trainer.zero_stage": f"{self.zero_stage}",
@@ -184,6 +204,10 @@ def training_memory(
       the moments take 8 bytes; from stage 1 on DeepSpeed also keeps its own master weights. With offload the optimizer
       takes nothing and the gradients are those of the weights' type, and with `all` two layers' weights are fetched at
       a time (assumed).
+    * Buckets: DeepSpeed copies gradients into one before it sends them: in fp32, at stage 2 in the weights' type, with
+      a copy in fp32. At stage 3 it also keeps up to LIVE_PARAMETERS gathered.
+    * Host memory: the copies of the weights that are published, and those of a checkpoint that is written meanwhile,
+      both divided among the ranks of a host; a checkpoint's fp32 weights and moments, and what is offloaded.
     * Activations: the most that exists at once, in the backward pass either of the layers (areal.planning.activations)
       or of the output layer, while all that the layers saved still exists. The output layer takes AT_ONCE logits
       at a time, and makes a gradient of the hidden states in fp32 and one of its weight (areal.training.head).
@@ -202,26 +226,44 @@ def training_memory(
     backward = 2 * states + 4 * tokens * model.hidden + logits * (8 if half else 4)
     if not trainer.lora:
         backward += size * model.vocabulary * model.hidden
+    elements = model.bucket if stage else LARGEST_BUCKET
+    buckets = min(elements, model.trained) * (4 if stage != 2 or not half else size + 4)
+    if stage == 3:
+        buckets += size * min(model.parameters, LIVE_PARAMETERS)
+    writers = 1 if trainer.lora else min(ranks, DEVICES_OF_A_HOST)
+    host = HOST_OTHER + 2 * model.pinned / writers + 12 * model.trained / ranks
+    if offload:
+        host += (12 + 4) * model.trained / of_optimizer
+    if trainer.offload == "all":
+        host += size * model.parameters / of_weights
     return TrainingMemory(
         weights=size * model.parameters * (2 / model.layers if trainer.offload == "all" else 1 / of_weights),
         gradients=(size if offload else 6 if half and stage < 2 else 4) * model.trained / of_gradients,
         optimizer=0.0 if offload else (12 if stage else 8) * model.trained / of_optimizer,
         reference=size * model.parameters / of_weights if own_reference else 0.0,
         activations=max(tokens * layers.peak, tokens * layers.saved + max(forward, backward)),
+        buckets=buckets if stage or ranks > 1 else 0.0,
+        host=host,
     )
 
 
 def generation_memory(
-    config: Config, model: ModelSizes, lengths: TokenLengths, device_bytes: float
+    config: Config, model: ModelSizes, lengths: TokenLengths, device_bytes: float, share: float = GENERATOR_SHARE
 ) -> GenerationMemory:
-    """The memory of one device of a generator. The KV of a token is divided among at most as many devices as it has
-    heads.
+    """The memory of one device of a generator, of which it has a `share`. The KV of a token is divided among at most as
+    many devices as it has heads. A token of a step takes its hidden states, and three times the width of the MLP, which
+    is divided; a sequence that is sampled its logits and log-probs in fp32.
 
     Raises UserError if the weights, or the KV of one sequence, do not fit."""
     generator = config.generator
     n, size = generator.tensor_parallel, BYTES[generator.dtype]
     weights = size * model.parameters / n
-    room = GENERATOR_SHARE * device_bytes - weights - GENERATOR_OTHER
+    tokens = generator.engine_options.get("max_num_batched_tokens") or (
+        LARGE_STEP if device_bytes >= LARGE_DEVICE else STEP
+    )
+    step = size * tokens * (4 * model.hidden + 3 * model.intermediate / n)
+    step += 12 * model.vocabulary * generator.max_concurrent_rollouts
+    room = share * device_bytes - weights - step - GENERATOR_OTHER
     of_token = size * model.kv_values / min(n, model.kv_heads)
     longest = int(room / (of_token * (lengths.prompt + lengths.longest)))
     if longest < 1:
@@ -232,7 +274,8 @@ def generation_memory(
         )
     full_kv = generator.max_concurrent_rollouts * of_token * (lengths.prompt + lengths.longest)
     fitting = int(room / (of_token * (lengths.prompt + lengths.mean)))
-    return GenerationMemory(weights, room, full_kv, min(generator.max_concurrent_rollouts, fitting), longest)
+    sequences = min(generator.max_concurrent_rollouts, fitting)
+    return GenerationMemory(weights, room, full_kv, sequences, longest, step, share)
 
 
 def plan(
@@ -240,7 +283,8 @@ def plan(
 ) -> Plan:
     """The split with the highest throughput among those in which training fits.
 
-    Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. For training, the lowest ZeRO
+    Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. A single device has both, and is
+    g t / (g + t) fast. For training, the lowest ZeRO
     stage that fits is used, with gradient checkpointing if that is configured or nothing fits without it.
 
     Staleness: a step takes B G times the mean length, divided by the throughput. A completion of L tokens takes L
@@ -253,16 +297,20 @@ def plan(
     Raises UserError if nothing fits.
     """
     n = config.generator.tensor_parallel
-    if devices < n + 1:
+    alone = devices == n == 1
+    if devices < n + 1 and not alone:
         raise UserError(f"{devices} devices are too few: a generator needs {n}, and the trainer at least one more.")
-    generation = generation_memory(config, model, lengths, device_bytes)
-    fitting = _fitting_splits(config, model, lengths, devices, device_bytes)
+    generation = generation_memory(config, model, lengths, device_bytes, SHARED if alone else GENERATOR_SHARE)
+    fitting = _fitting_splits(config, model, lengths, devices, device_bytes, alone)
 
     def throughput(generators: int) -> float:
+        if alone:
+            return rates.generating * rates.training / (rates.generating + rates.training)
         return min(generators * n * rates.generating, (devices - generators * n) * rates.training)
 
     generators = max(fitting, key=throughput)
     stage, checkpointing, training = fitting[generators]
+    ranks = 1 if alone else devices - generators * n
     samples = config.batch_size * config.group_size
     step = samples * lengths.mean / throughput(generators)
     pace = rates.generating * n / generation.sequences
@@ -271,10 +319,11 @@ def plan(
     of_group = min(lengths.longest, lengths.mean * sum(1 / k for k in range(1, config.group_size + 1)))
     managers = max(1, round(devices / DEVICES_OF_A_MANAGER))
     return Plan(
-        generators=generators, tensor_parallel=n, ranks=devices - generators * n,
+        generators=generators, tensor_parallel=n, ranks=ranks,
         zero_stage=stage, gradient_checkpointing=checkpointing, generation=generation, training=training,
         generated=generators * n * rates.generating,
-        trained=(devices - generators * n) * rates.training,
+        trained=ranks * rates.training,
+        throughput=throughput(generators),
         step_seconds=step,
         longest_seconds=lengths.longest / pace,
         max_staleness=bound,
@@ -290,39 +339,42 @@ Fit = tuple[int, bool, TrainingMemory]
 
 
 def _fitting_splits(
-    config: Config, model: ModelSizes, lengths: TokenLengths, devices: int, device_bytes: float
+    config: Config, model: ModelSizes, lengths: TokenLengths, devices: int, device_bytes: float, alone: bool
 ) -> dict[int, Fit]:
-    """By the number of generators: the cheapest training that fits beside them. Raises UserError if there is none."""
+    """By the number of generators: the cheapest training that fits beside them. alone: one device has both. Raises
+    UserError if there is none."""
     n = config.generator.tensor_parallel
     together = config.trainer.sequence_parallel
-    splits = [count for count in range(1, (devices - 1) // n + 1) if not (devices - n * count) % together]
+    room = (TRAINER_SHARE - (SHARED if alone else 0)) * device_bytes
+    ranks_of = {count: devices - n * count for count in range(1, (devices - 1) // n + 1)} if not alone else {1: 1}
+    splits = [count for count, ranks in ranks_of.items() if not ranks % together]
     if not splits:
         raise UserError(
             f"{devices} devices cannot be split into generators of {n} devices and a number of trainer ranks that is a "
             f"multiple of trainer.sequence_parallel={together}: take another number of devices."
         )
-    fits = {count: _fitting(config, model, devices - n * count, lengths, device_bytes) for count in splits}
+    fits = {count: _fitting(config, model, ranks_of[count], lengths, room) for count in splits}
     fitting = {count: fit for count, fit in fits.items() if fit}
     if not fitting:
-        ranks = devices - n * splits[0]
+        ranks = ranks_of[splits[0]]
         least = training_memory(config, model, ranks, 3, True, lengths.prompt + lengths.longest)
         fixed = config.trainer.microbatches is not None
         smaller = "more trainer.microbatches" if fixed else "a lower trainer.max_tokens_per_microbatch"
         raise UserError(
             f"Training does not fit: on {ranks} devices each needs {least.total / GIB:.1f} GiB of its "
-            f"{TRAINER_SHARE * device_bytes / GIB:.1f} at ZeRO 3 with checkpointing: take more devices, trainer.lora, "
-            f"trainer.offload, or {smaller}."
+            f"{room / GIB:.1f} at ZeRO 3 with checkpointing: take more devices, trainer.lora, trainer.offload=all, "
+            f"trainer.sequence_parallel, or {smaller}."
         )
     return fitting
 
 
-def _fitting(config: Config, model: ModelSizes, ranks: int, lengths: TokenLengths, device_bytes: float) -> Fit | None:
-    """The cheapest training that fits on so many ranks; None if none fits."""
+def _fitting(config: Config, model: ModelSizes, ranks: int, lengths: TokenLengths, room: float) -> Fit | None:
+    """The cheapest training that fits into `room` bytes on each of so many ranks; None if none fits."""
     first = 1 if config.trainer.dtype == "bfloat16" else 0  # areal.training.optimizer explains why
     stages = range(max(first, config.trainer.zero_stage), 4) if ranks > 1 else [first]
     for checkpointing in sorted({config.trainer.gradient_checkpointing is True, True}):
         for stage in stages:
             memory = training_memory(config, model, ranks, stage, checkpointing, lengths.prompt + lengths.longest)
-            if memory.total <= TRAINER_SHARE * device_bytes:
+            if memory.total <= room:
                 return stage, checkpointing, memory
     return None

@@ -40,7 +40,7 @@ from areal.training.flops import Operations, peak_tflops
 from areal.training.head import Head
 from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
-from areal.training.optimizer import deepspeed_config, learning_rates
+from areal.training.optimizer import bucket_elements, deepspeed_config, learning_rates
 from areal.training.packed import FLASH, FlatBatch, PackedRow, choose_attention, empty_row, pack, row_inputs
 from areal.training.residence import Residence, tensors_in
 from areal.training.separation import keeps_apart, only_attention_mixes, what_is_missing
@@ -161,6 +161,8 @@ class TrainingEngine:
             self._module = add_adapters(self._module, config.lora)
             head.refuse_adapters()
         self._trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in self._trained.items()}
+        settings["zero_optimization"].setdefault("reduce_bucket_size", bucket_elements(sizes))
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,

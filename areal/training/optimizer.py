@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,6 +15,18 @@ from areal.config import TrainerConfig, merged
 # gradients in hooks that also run when no parameter gets a gradient, as in `separation`. In transformers, the experts
 # of a layer are one module with stacked weights: all ranks call the same modules, whichever experts their tokens take.
 _NO_LEAVES: dict[str, Any] = {"leaf_module": {"classes": []}}
+
+
+# Elements of a bucket of gradients: enough to be sent at full speed, and DeepSpeed's own number.
+BUCKET, LARGEST_BUCKET = 50_000_000, 500_000_000
+
+
+def bucket_elements(sizes: Mapping[str, int]) -> int:
+    """Elements of the buffer in which ZeRO gathers gradients before it sends them: as many as the largest weight of a
+    layer has; those of larger parameters, embeddings, are sent alone. DeepSpeed's own number takes 2 GB of any GPU.
+    sizes: of the trained parameters, by name."""
+    in_layers = max((size for name, size in sizes.items() if re.search(r"\.\d+\.", name)), default=0)
+    return min(max(in_layers, BUCKET), LARGEST_BUCKET, sum(sizes.values()))
 
 
 def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:

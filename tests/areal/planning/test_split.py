@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from areal.config import Config, UserError, dump_config, load_config
 from areal.planning.activations import Activations
 from areal.planning.split import (
     GIB,
+    HOST_OTHER,
     ModelSizes,
     Plan,
     Rates,
@@ -21,6 +24,7 @@ from areal.planning.split import (
     plan,
     training_memory,
 )
+from areal.training.optimizer import bucket_elements
 
 # DeepSeek-R1-Distill-Qwen 1.5B and 7B, from their config.json; bytes of activations as `measure_activations` has them.
 SMALL_ACTIVATIONS = Activations(3_139_628, 3_181_352), Activations(95_760, 249_156)
@@ -151,7 +155,7 @@ def test_a_generators_kv_is_what_its_sequences_take_at_full_length():
     memory = generation_memory(wanted, LARGE, TokenLengths(1024, 5000, 15 * 1024), 80 * GIB)
     assert memory.full_kv == 10 * 16384 * 57_344 / 2
     assert memory.weights == LARGE.parameters
-    assert memory.weights + memory.room + memory.overhead == pytest.approx(0.9 * 80 * GIB)
+    assert memory.weights + memory.room + memory.step + memory.overhead == pytest.approx(0.9 * 80 * GIB)
     assert memory.sequences == 10
     assert memory.sequences_longest == int(memory.room / (16384 * 57_344 / 2))
 
@@ -174,15 +178,73 @@ def test_at_the_bound_no_group_is_waited_for_and_generators_are_full(longest):
     assert found.longest_seconds > (found.max_staleness - 1) * found.step_seconds or found.max_staleness <= 2
 
 
-def test_two_devices_are_enough_and_one_is_not():
+def test_two_devices_are_enough_and_one_is_shared_if_the_engine_needs_no_more():
     found = plan(config(), SMALL, Rates(1, 100), PAPER_LENGTHS, 2, 141 * GIB)
     assert (found.generators, found.ranks) == (1, 1)
+    shared = plan(config(), SMALL, Rates(200, 300), TokenLengths(512, 500, 1024), 1, 80 * GIB)
+    assert (shared.generators, shared.ranks, shared.throughput) == (1, 1, pytest.approx(120))
+    assert shared.overrides["generator.memory_share"] == "0.3"
+    generator = shared.generation
+    assert generator.weights + generator.room + generator.step + generator.overhead == pytest.approx(0.3 * 80 * GIB)
+    assert shared.training.total <= 0.6 * 80 * GIB
     with pytest.raises(UserError, match="1 devices are too few"):
-        plan(config(), SMALL, Rates(1, 1), PAPER_LENGTHS, 1, 80 * GIB)
+        plan(config(generator={"tensor_parallel": 2}), SMALL, Rates(1, 1), PAPER_LENGTHS, 1, 80 * GIB)
+
+
+def test_a_bucket_is_as_large_as_a_layers_largest_weight_and_at_most_as_deepspeeds_own():
+    layers = {
+        f"model.layers.{n}.{name}": size for n in range(36) for name, size in (("q", 16_777_216), ("up", 60_000_000))
+    }
+    assert bucket_elements({"model.embed_tokens": 622_329_856, **layers}) == 60_000_000
+    assert bucket_elements({"model.layers.0.experts": 805_306_368}) == 500_000_000
+    assert bucket_elements({"model.layers.0.q": 4096, "lm_head": 8192}) == 12_288  # it is never full
+    assert bucket_elements({f"model.layers.{n}.q": 16_777_216 for n in range(28)}) == 50_000_000
+
+
+def test_buckets_are_planned_as_deepspeed_makes_them():
+    def buckets(stage: int, ranks: int = 8, **trainer) -> float:
+        return training_memory(config(trainer=trainer), LARGE, ranks, stage, True, 2048).buckets
+
+    assert buckets(1) == 4 * LARGE.bucket
+    assert buckets(2) == (2 + 4) * LARGE.bucket
+    assert buckets(3) == 4 * LARGE.bucket + 2 * 10**9  # and what is gathered
+    assert buckets(2, dtype="float32") == 4 * LARGE.bucket
+    assert (buckets(0, dtype="float32"), buckets(0, ranks=1, dtype="float32")) == (4 * 500_000_000, 0)
+
+
+def test_host_memory_has_the_copies_of_weights_and_of_a_checkpoint_and_what_is_offloaded():
+    model = replace(LARGE, pinned=20 * GIB)
+
+    def host(ranks: int, **trainer) -> float:
+        return training_memory(config(trainer=trainer), model, ranks, 3, True, 2048).host - HOST_OTHER
+
+    of_checkpoint = 12 * model.trained
+    assert host(1) == 2 * 20 * GIB + of_checkpoint
+    assert host(16) == 2 * 20 * GIB / 8 + of_checkpoint / 16  # the first host's eight ranks write weights
+    assert host(8, offload="optimizer") == host(8) + 16 * model.trained / 8
+    assert host(8, offload="all", zero_stage=3) == host(8) + (16 + 2) * model.trained / 8
+
+
+def test_a_step_of_an_engine_has_the_tokens_that_vllm_takes_for_throughput():
+    model = replace(LARGE, intermediate=18_944)
+
+    def step(device: int, **generator) -> float:
+        wanted = config(generator={"max_concurrent_rollouts": 10} | generator)
+        return generation_memory(wanted, model, TokenLengths(1, 1, 1), device * GIB).step
+
+    logits = 10 * 3 * 4 * model.vocabulary
+    assert step(80) == 2 * 16_384 * (4 * 3584 + 3 * 18_944) + logits
+    assert step(48) == 2 * 8192 * (4 * 3584 + 3 * 18_944) + logits
+    assert step(80, tensor_parallel=4) == 2 * 16_384 * (4 * 3584 + 3 * 18_944 / 4) + logits
+    assert step(80, engine_options={"max_num_batched_tokens": 2048}) == (step(80) - logits) / 8 + logits
 
 
 @pytest.mark.parametrize(
-    ("memory", "sentence"), [(10, "raise generator.tensor_parallel"), (24, "Training does not fit: on 1 devices each")]
+    ("memory", "sentence"),
+    [
+        (10, "raise generator.tensor_parallel"),
+        (24, r"Training does not fit: on 1 devices each .* trainer.offload=all, trainer.sequence_parallel, or"),
+    ],
 )
 def test_what_does_not_fit_is_told_with_what_to_do(memory, sentence):
     with pytest.raises(UserError, match=sentence):
@@ -228,7 +290,12 @@ def test_a_model_is_counted_from_its_config_json(file):
     layer = attention + 3 * 64 * 128 + 2 * 64
     model = read_model(load_config(file))
     parameters = 4 * layer + 1000 * 64 + 64
-    assert model == ModelSizes(parameters, parameters, 4, 64, 1000, 2, 32, model.activations, model.checkpointed)
+    shapes = [1000 * 64, 64]  # embeddings, which are the head, and the last norm
+    shapes += 4 * [64 * 128, 128 * 64, 64 * 64, 64 * 64, 32, 32, 64, 64, *3 * [64 * 128]]
+    assert sum(shapes) == parameters
+    pinned = sum(2 ** math.ceil(math.log2(2 * shape)) for shape in shapes)
+    activations = model.activations, model.checkpointed
+    assert model == ModelSizes(parameters, parameters, 4, 64, 1000, 2, 32, *activations, 128, parameters, pinned)
     # In each layer, in bf16: the input, and what norms, projections, attention and the MLP keep of their inputs.
     assert model.checkpointed.saved < model.activations.saved / 10 < model.activations.peak / 10
     assert model.checkpointed.saved >= 2 * 64 * 4

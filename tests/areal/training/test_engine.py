@@ -197,9 +197,11 @@ def test_the_mask_of_m2po_is_that_of_the_minibatch_however_it_is_packed(engine_o
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_are_the_same_at_any_zero_stage(engine_of, folder, stage):
-    batch = make_batch()
-    _, gradients = step_and_gradients(engine_of(zero_stage=stage), batch)
+    batch, engine = make_batch(), engine_of(zero_stage=stage)
+    _, gradients = step_and_gradients(engine, batch)
     assert_same_gradients(gradients, reference_gradients(eager(folder), batch))
+    parameters = sum(parameter.numel() for parameter in eager(folder).parameters())
+    assert engine._deepspeed.optimizer.reduce_bucket_size == parameters  # DeepSpeed's own 5e8 would take 2 GB
 
 
 def test_masked_tokens_are_out_of_the_loss_and_its_normaliser(engine_of, folder):
