@@ -44,14 +44,13 @@ def claim(folder: Path, resume: bool = False) -> int:
     while True:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)
-            lock = os.open(folder / ADDRESS, os.O_CREAT | os.O_RDWR, 0o600)
-        except FileNotFoundError:
-            continue  # another run has moved it aside just now
+            lock = _open(folder)
         except OSError as error:
             raise UserError(
                 f"The run folder {folder} cannot be used ({error.strerror}): choose another run_dir."
             ) from None
+        if lock is None:
+            continue
         if not try_lock(lock, LOCK_ATTEMPTS):
             os.close(lock)
             raise UserError(
@@ -66,6 +65,15 @@ def claim(folder: Path, resume: bool = False) -> int:
         return claim(folder, resume)
     os.truncate(lock, 0)
     return lock
+
+
+def _open(folder: Path) -> int | None:
+    """The file of the claim, open; None if another run has moved the folder aside just now."""
+    try:
+        folder.chmod(0o700)
+        return os.open(folder / ADDRESS, os.O_CREAT | os.O_RDWR, 0o600)
+    except FileNotFoundError:
+        return None
 
 
 def announce(lock: int, address: str) -> None:

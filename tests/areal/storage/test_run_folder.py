@@ -182,6 +182,11 @@ def test_a_run_in_progress_keeps_its_folder(config, monkeypatch, resume):
     os.close(claim(config.folder, resume))
 
 
+def test_a_folder_that_cannot_be_made_is_told_at_once():
+    with pytest.raises(UserError, match=r"The run folder /proc/mine cannot be used \(.*\): choose another run_dir"):
+        claim(Path("/proc/mine"))
+
+
 @pytest.mark.parametrize("resume", [True, False])
 def test_only_its_user_enters_a_run_folder(config, resume):
     config.folder.mkdir(parents=True)
