@@ -41,6 +41,7 @@ Everything on this machine:
   python run.py --config FILE --dry-run             print the resolved configuration
   python run.py --resume RUN_FOLDER                 resume a run that was stopped, or whose machine was lost
   python run.py --resume RUN_FOLDER steps=200       resume it with other settings, or extend one that is complete
+  python run.py --resume RUN_FOLDER --from-step 40  go back to a checkpoint, and do what came after anew
   python run.py --resume RUN_FOLDER --end           end it where it is, with a checkpoint and an evaluation
 
 One role per terminal or node. Only the master reads the configuration; the other roles get it from the master. Links
@@ -91,6 +92,10 @@ def parse() -> argparse.Namespace:
         "--resume", type=Path, metavar="RUN_FOLDER", help="resume this run (default for --config: its own)"
     )
     parser.add_argument(
+        "--from-step", type=int, metavar="N",
+        help="with --resume: go back to the checkpoint of step N; what came after is moved away, and done anew",
+    )  # fmt: skip
+    parser.add_argument(
         "--end", action="store_true",
         help="with --resume: end the run at the step that it has reached, with a checkpoint and an evaluation",
     )  # fmt: skip
@@ -138,6 +143,8 @@ def start(arguments: argparse.Namespace) -> int:
     roles = arguments.role or []
     if arguments.end and not arguments.resume:
         raise UserError("Name the run that is to end: --resume RUN_FOLDER --end.")
+    if arguments.from_step is not None and not arguments.resume:
+        raise UserError("Name the run that is to go back: --resume RUN_FOLDER --from-step N.")
     if roles == ["master"] and SUPERVISED in os.environ:  # the supervisor has resolved and checked the configuration
         return run_master(config_of_run(arguments.resume, secrets=True))
     if arguments.dry_run or roles in ([], ["master"]):
@@ -148,7 +155,9 @@ def start(arguments: argparse.Namespace) -> int:
             print(dump_config(config), end="")
             return 0
         keep_keys(arguments.keys or config.network.keys)
-        return run_master(config, bool(arguments.resume)) if roles else run_everything(config, arguments)
+        if roles:
+            return run_master(config, bool(arguments.resume), arguments.from_step)
+        return run_everything(config, arguments)
     if "master" in roles:
         raise UserError("Start the master by itself (--role master --config FILE); the other roles need its address.")
     if arguments.config or arguments.resume or arguments.overrides:
@@ -184,8 +193,9 @@ def keep_keys(keys: str | None) -> None:
 
 def configuration(arguments: argparse.Namespace) -> Config:
     if arguments.resume:
-        end = [f"steps={steps_trained(arguments.resume)}"] if arguments.end else []
-        return configuration_to_resume(arguments.resume, arguments.config, [*arguments.overrides, *end])
+        folder, from_step = arguments.resume, arguments.from_step
+        end = [f"steps={steps_trained(folder) if from_step is None else from_step}"] if arguments.end else []
+        return configuration_to_resume(folder, arguments.config, [*arguments.overrides, *end], from_step)
     return load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
 
 
@@ -216,7 +226,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     environments = deal_out(config, [name for name, role in ROLES.items() for _ in range(role.processes(config))])
     network = take_folder(config, bool(arguments.resume))
     if arguments.resume:
-        print_lines(check_record(config))
+        print_lines(check_record(config, arguments.from_step))
     store_configuration(config)
     if config.master.address != address:
         print(f"{address} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
@@ -286,8 +296,8 @@ def supervise(
     return asyncio.run(supervised())
 
 
-def run_master(config: Config, resume: bool = False) -> int:
-    """Run the master of a new run, or of one that goes on."""
+def run_master(config: Config, resume: bool = False, from_step: int | None = None) -> int:
+    """Run the master of a new run, or of one that goes on, from a checkpoint of `from_step`."""
     from actors.master import Master
     from actors.parts.record import check_record
     from actors.runtime import delays
@@ -308,7 +318,7 @@ def run_master(config: Config, resume: bool = False) -> int:
     # The supervisor, if there is one, has claimed the folder.
     network = open_network(host_of(config.master.address)) if SUPERVISED in os.environ else take_folder(config, resume)
     if resume:
-        print_lines(check_record(config))
+        print_lines(check_record(config, from_step))
     config = uvloop.run(prepare(config)).model_copy(update={"run_dir": config.run_dir.resolve()})
     patience = Patience(config.folder, "the master")
     # The lock on the journal also guards the run folder.

@@ -97,6 +97,8 @@ GATHER_SECONDS = 0.05
 FAREWELL_SECONDS = 5.0
 # Pause before the master exits, so that the answer to the last actor's Leave is still sent.
 LAST_WORDS_SECONDS = 0.2
+# States that are kept besides those of the checkpoints that are: their checkpoints are being written.
+SPARE_STATES = 2
 # Size of the range of event sequence numbers of one master. A restarted master uses the next range.
 EVENTS_OF_ONE_MASTER = 1 << 32
 T = TypeVar("T")
@@ -186,12 +188,20 @@ class Master(HandlesRequests):
         self.ledger.change_settings(self.state.settings)
         self.ledger.renew_all(self._now(), self.config.master.lease_seconds)
         self._evaluations.hold_version_0()
+        if self.ledger.version not in self.journal.kept_versions():
+            self._keep_state()
         if self.state.masters > 1:
             self._meter.begin()
             log.info(
                 "the master continues from its journal", version=self.ledger.version, alive=self.ledger.alive,
                 members=list(self.state.members),
             )  # fmt: skip
+
+    def _keep_state(self) -> None:
+        """Keep the state of a version that gets a checkpoint, so that the run can go back to it."""
+        version, trainer = self.ledger.version, self.config.trainer
+        if version and (version % trainer.checkpoint_every == 0 or version == self.config.steps):
+            self.journal.keep(version, self.state.dump(), trainer.checkpoints_kept + SPARE_STATES)
 
     async def _repeat_records(self) -> None:
         """Write what the master before has not written, before any other record."""
@@ -634,6 +644,7 @@ class Master(HandlesRequests):
         record = self.ledger.commit(commit.version - 1)
         metrics = self._meter.metrics(commit, record)
         self.state.emit("stepped", metrics=metrics, groups=list(record.batch.group_ids))
+        self._keep_state()
         self.state.compact_if_due()
         self._failures.filtered_in_a_row = 0
         self._progress.made()

@@ -38,7 +38,7 @@ from areal.devices import shares_devices
 from areal.rewards.result import mean_parts
 from areal.storage.disk import Patience
 from areal.storage.rollouts import FOLDER, RolloutWriter
-from areal.storage.run_folder import checkpoint_of
+from areal.storage.run_folder import checkpoint_of, ways_on
 from areal.storage.spool import Spool
 from areal.tokens import load_tokenizer
 from areal.training.guard import Guard
@@ -383,7 +383,8 @@ class Trainer(Actor):
                 raise damage
             await self._load(older, recovery.run)
         except UserError:
-            raise damage from None
+            ways = ways_on(self.config.folder, checkpoint_of(self.config.folder, newest))
+            raise UserError(f"{damage} {ways[0].upper()}{ways[1:]}") from None
         log.error(f"{damage} The run goes on from version {older}: the steps since are trained again.", notice=True)
         return older
 

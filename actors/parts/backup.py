@@ -25,7 +25,7 @@ JOURNAL, SPOOL, METRICS = "journal.db", "spool.db", "metrics.jsonl"
 # What belongs to the processes of a run, is made again when it is resumed, or is copied in another way.
 ELSEWHERE = ("address", "keys", "reserve", "weights", "*.lock", "*.tmp", ".*", f"{JOURNAL}*", f"{SPOOL}*", METRICS)
 # Files in these folders are never written again, so links to them are copies.
-LINKED = ("checkpoints", "rollouts")
+LINKED = ("checkpoints", "rollouts", "abandoned")
 ATTEMPTS = 20
 
 

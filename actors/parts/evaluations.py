@@ -75,6 +75,8 @@ class Evaluations:
         every, version = self._config.evaluator.every, policy.version
         if not every or not self._config.evaluates or version % every or version == self._config.steps:
             return
+        if version in self._state.evaluations or version in self._state.not_evaluated:
+            return  # the run has gone back to this version
         generators = sorted(self._members.with_role("generator"), key=lambda m: m.index)
         if due := self.due:
             self._drop(version, f"version {due.version} is still being evaluated")

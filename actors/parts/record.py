@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from actors.parts.rollback import go_back
 from actors.parts.run_state import RunState
 from areal.config import Config, UserError
 from areal.storage.database import copy_store
@@ -12,18 +13,26 @@ from areal.storage.journal import Journal
 from areal.storage.run_folder import compare_record, keep_changes
 
 
-def check_record(config: Config) -> list[str]:
+def check_record(config: Config, from_step: int | None = None) -> list[str]:
     """Raises UserError if what the folder of a run to resume has is not the whole record of one run, or if it has
-    trained more than `steps`. The journal is not changed, so that a missing log may be put back beside it. Returns what
-    is changed in the configuration, in words, once the folder has it."""
-    original = config.folder / "journal.db"
-    with TemporaryDirectory() as folder:
-        state = state_of(config, copy_store(original, Path(folder)), original)
+    trained more than `steps`. The journal is not changed, so that a missing log may be put back beside it, unless the
+    run goes back to `from_step`. Returns that, and what is changed in the configuration, in words."""
+    state, lines = _state(config), []
+    if state.abandoning is None:
+        compare_record(config.folder, state.journal.run, state.ledger.version)
+    if from_step is not None or state.abandoning is not None:
+        lines = go_back(config, from_step)
+        state = _state(config)
     ledger = state.ledger
-    compare_record(config.folder, state.journal.run, ledger.version)
     if config.steps < ledger.version:
         raise UserError(f"The run in {config.folder} has trained {ledger.version} steps: set steps to at least that.")
-    return keep_changes(config, ledger.batches_logged, state.checkpoint_version)
+    return [*lines, *keep_changes(config, ledger.batches_logged, state.checkpoint_version)]
+
+
+def _state(config: Config) -> RunState:
+    original = config.folder / "journal.db"
+    with TemporaryDirectory() as folder:
+        return state_of(config, copy_store(original, Path(folder)), original)
 
 
 def state_of(config: Config, file: Path, original: Path) -> RunState:

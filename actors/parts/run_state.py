@@ -8,13 +8,15 @@ renews all leases, so that no member loses a group because the master was absent
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from areal.config import Config
 from areal.staleness.ledger import (
+    LOST_WITH_THE_SPOOL,
+    ROLLED_BACK,
     Discarded,
     Event,
     Ledger,
@@ -35,6 +37,7 @@ COMPACT_EVENTS = 10_000
 PLAIN = (
     "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "reward_parts",
     "scored", "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
+    "rollbacks", "abandoning",
 )  # fmt: skip
 
 
@@ -63,6 +66,8 @@ class RunState:
         self.checkpoint_version = 0
         self.checkpoint: str | None = None
         self.finished: int | None = None
+        # How often the run went back to a checkpoint; the version that it went back to, while files are to be moved.
+        self.rollbacks, self.abandoning = 0, None
         self.members: dict[str, Member] = {}
         self.evaluations: dict[int, EvaluationDone] = {}
         self.not_evaluated: dict[int, str] = {}
@@ -114,7 +119,40 @@ class RunState:
     def compact_if_due(self) -> None:
         """If the journal is long, replace its events with a snapshot of the current state."""
         if self.journal.size >= COMPACT_EVENTS:
-            self.journal.compact(self._dump())
+            self.journal.compact(self.dump())
+
+    def go_back(self, kept: dict[str, Any], spooled: Collection[str]) -> None:
+        """Become the state `kept`, which `dump` returned earlier. All actors have ended. Of the groups that were alive
+        those remain that were ready and are `spooled`; the others are generated anew. Lineages and masters go on with
+        their numbers, and evaluations of the versions that remain are kept."""
+        now, version = self.dump(), kept["ledger"]["version"]
+        rows = [row | {"state": "ready"} if row["state"] == "batched" else row for row in kept["ledger"]["groups"]]
+        # Their samples in the spool may be of versions that are undone.
+        waiting = [prompt | {"resumed": False} for prompt in kept["ledger"]["requeued"]]
+        lost_holds = [m.held.version for m in self.members.values() if m.held and 0 < m.held.version < version]
+        scored = now["partial"] is not None and now["partial"][0] <= version
+        self._partial, self._row_scores = None, {}
+        self._load(
+            kept
+            | {name: now[name] for name in ("masters", "lineage", "partial", "row_scores")}
+            | {
+                "ledger": kept["ledger"] | {"steps": [], "batch": None, "groups": rows, "requeued": waiting},
+                "policy": Policy(lineage=0, version=0, folder=self.config.model).model_dump(),
+                "members": [], "trainer": "", "finished": None, "partial": now["partial"] if scored else None,
+                "checkpoint_version": version, "checkpoint": str(checkpoint_of(self.config.folder, version)),
+                "evaluations": [row for row in now["evaluations"] if row["version"] <= version],
+                "not_evaluated": [row for row in now["not_evaluated"] if row[0] <= version]
+                + [(held, ROLLED_BACK) for held in lost_holds],
+                "rollbacks": now["rollbacks"] + 1, "abandoning": version,
+            }
+        )  # fmt: skip
+        for row in rows:
+            if row["state"] == "admitted" or row["group_id"] not in spooled:
+                reason = ROLLED_BACK if row["state"] == "admitted" else LOST_WITH_THE_SPOOL
+                event = Requeued(row["group_id"], reason, failed=False)
+                self._follow(event)
+                self.ledger.apply(event)
+        self.ledger.validate()
 
     # --- the ledger's own events
 
@@ -185,6 +223,8 @@ class RunState:
                 self._apply_rows_scored(body)
             case "finished":
                 self.finished = body["version"]
+            case "abandoned":
+                self.abandoning = None
             case _:
                 raise ValueError(f"the journal holds an event of unknown kind {kind!r}")
 
@@ -231,7 +271,8 @@ class RunState:
         folder = str(self.config.weights_folder / name) if self.policy.version else self.config.model
         self.policy = self.policy.model_copy(update={"folder": folder})
 
-    def _dump(self) -> dict[str, Any]:
+    def dump(self) -> dict[str, Any]:
+        """All state, fit for JSON, as a snapshot of the journal has it."""
         return {
             "ledger": self.ledger.dump(),
             "run_ahead": self.run_ahead.dump(),
@@ -259,7 +300,7 @@ class RunState:
             self._apply_rows_scored({"version": version, "conditions": conditions, "rows": dump["row_scores"]})
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
         for name in PLAIN:
-            setattr(self, name, dump[name])
+            setattr(self, name, dump.get(name, getattr(self, name)))  # snapshots of earlier versions have fewer
 
 
 def _conditions_of(config: Config) -> str:

@@ -197,5 +197,7 @@ def _trackio(config: Config, folder: Path) -> Sink:
 
 
 def _run_id(folder: Path) -> str:
-    """An id that stays the same when this run is resumed, and differs for the next run of the same name."""
-    return f"{(folder / 'journal.db').stat().st_ino:x}"
+    """An id that stays the same when this run is resumed, and differs for the next run of the same name, and once this
+    one has gone back to a checkpoint."""
+    rollbacks = len(list((folder / "abandoned").glob("*")))
+    return f"{(folder / 'journal.db').stat().st_ino:x}{f'-{rollbacks}' if rollbacks else ''}"

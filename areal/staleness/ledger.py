@@ -11,7 +11,7 @@ With `filter_zero_signal`, a group that becomes ready without signal is discarde
 These transitions cannot happen:
 
 * A BATCHED group never leaves except by being trained.
-* A READY group holds no lease and is never re-queued.
+* A READY group holds no lease, and is re-queued only if the run has gone back to a checkpoint and its payload is lost.
 * A group that is gone never comes back. Its prompt can come back, in a group with a new id.
 
 `Ledger.validate` checks these invariants. docs/staleness.md states the rules 1 to 3 and contains the proof.
@@ -45,6 +45,8 @@ UNANSWERED = "its permit was not answered"
 STRAGGLER = "straggler"
 START_VERSION_FELL = "start version fell"
 ZERO_SIGNAL = "zero signal"
+ROLLED_BACK = "the run went back to a checkpoint"
+LOST_WITH_THE_SPOOL = "lost with the spool"
 
 
 class GroupState(StrEnum):
@@ -868,9 +870,9 @@ class Ledger:
             case Admitted():
                 fits = self._next_permit() == (event.group_id, event.prompt_index, event.attempt)
                 fits = fits and event.version == self.version and self.capacity > 0
-            case Renewed() | Started() | Ready() | Requeued():
+            case Renewed() | Started() | Ready():
                 fits = self._all_in(_groups_of(event), GroupState.ADMITTED)
-            case Discarded(group_id):
+            case Requeued(group_id) | Discarded(group_id):
                 fits = self._all_in((group_id,), GroupState.ADMITTED, GroupState.READY)
             case BatchLogged(version, group_ids):
                 fits = version == self.version and self._batch is None and self._all_in(group_ids, GroupState.READY)

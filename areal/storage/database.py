@@ -36,13 +36,14 @@ class FormatError(sqlite3.DatabaseError):
 
 
 def open_store(
-    path: Path, noun: str, make: Callable[[sqlite3.Connection, int], Store], original: Path | None = None
+    path: Path, noun: str, make: Callable[[sqlite3.Connection, int], Store], original: Path | None = None,
+    otherwise: str = "put back a backup of the run, or choose another folder for this one.",
 ) -> Store:  # fmt: skip
     """Open the file, which is made if it is missing, and return what `make` makes of the connection and the lock.
 
     Any thread may use the connection. The lock is a descriptor that keeps other processes out until it is closed or
-    this process ends. original: of a copy, named in errors. Raises UserError if another process keeps using the file,
-    if the file is not a `noun`, or if it cannot be used.
+    this process ends. original: of a copy, named in errors. otherwise: what to do with a damaged file. Raises UserError
+    if another process keeps using the file, if the file is not a `noun`, or if it cannot be used.
     """
     name = original or path
     try:
@@ -59,10 +60,7 @@ def open_store(
             f"its last checkpoint with model=CHECKPOINT."
         ) from error
     except sqlite3.DatabaseError as error:
-        raise UserError(
-            f"{name} cannot be used as a {noun} ({error}): put back a backup of the run, or choose another folder for "
-            f"this one."
-        ) from error
+        raise UserError(f"{name} cannot be used as a {noun} ({error}): {otherwise}") from error
 
 
 def prepare(

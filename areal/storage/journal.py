@@ -2,6 +2,7 @@
 
     append(kind, body) ──▶ buffer ──one transaction──▶ events on disk ──▶ durable() returns
     compact(snapshot)  ──▶ the same way; its transaction also deletes everything before it
+    keep(version, state) ─▶ the same way; the state stays, whatever is compacted later
 
 Everything that is appended while a transaction is being written goes into the next transaction, so callers of `durable`
 share the cost of a disk write. After a crash, each transaction is on disk completely or not at all, and a transaction
@@ -27,13 +28,15 @@ from areal.storage.run_folder import ways_out
 
 FORMAT_VERSION = 6
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files
-_SCHEMA = """
+_STATES = "CREATE TABLE states (version INTEGER PRIMARY KEY, body TEXT NOT NULL, crc INTEGER NOT NULL);"
+_SCHEMA = f"""
+    {_STATES}
     CREATE TABLE events (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL, crc INTEGER);
     CREATE TABLE snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), body TEXT NOT NULL, crc INTEGER);
 """
 _UPGRADES = {
     4: f"ALTER TABLE events ADD COLUMN crc INTEGER; ALTER TABLE snapshot ADD COLUMN crc INTEGER; {FACTS}",
-    5: "",  # since then, a snapshot says which groups are `resumed`
+    5: _STATES,  # since then, a snapshot also says which groups are `resumed`
 }
 
 
@@ -62,10 +65,12 @@ class Journal:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
         self._snapshot: str | None = None  # to be written, and then the events
         self._events: list[tuple[str, str]] = []
+        self._states: dict[int, str] = {}
         self._appended = self._durable = 0
         self._commit: asyncio.Future[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._failure: BaseException | None = None
+        self._newest = 0
         self._patience = Patience(self.file.parent, "the master")
         (self.size,) = connection.execute("SELECT count(*) FROM events").fetchone()
 
@@ -113,6 +118,23 @@ class Journal:
         self._appended += 1
         self.size = 0
 
+    def keep(self, version: int, state: dict[str, Any], newest: int) -> None:
+        """Keep the state at a version, which is that of now. It is on disk after the next `durable`, together with the
+        events so far. newest: how many of the newest states are kept."""
+        self._states[version] = json.dumps(state)
+        self._newest = newest
+        self._appended += 1
+
+    def kept_versions(self) -> list[int]:
+        """The versions whose states are kept, ascending."""
+        return [version for (version,) in self._connection.execute("SELECT version FROM states ORDER BY version")]
+
+    def kept(self, version: int) -> dict[str, Any]:
+        """The state that is kept of a version. Raises UserError if it is not as it was written."""
+        row = self._connection.execute("SELECT body, crc FROM states WHERE version = ?", (version,)).fetchone()
+        state: dict[str, Any] = _body(self.file, f"the state of version {version}", "state", *row)
+        return state
+
     @property
     def shortage(self) -> Shortage | None:
         """Why the journal waits for the disk; None if it does not."""
@@ -144,14 +166,14 @@ class Journal:
             os.close(self._lock)
 
     def _start_commit(self) -> asyncio.Future[None]:
-        snapshot, events = self._snapshot, self._events
-        self._snapshot, self._events = None, []
+        snapshot, events, states = self._snapshot, self._events, self._states
+        self._snapshot, self._events, self._states = None, [], {}
         loop = asyncio.get_running_loop()
-        self._commit = commit = loop.run_in_executor(self._executor, self._write, snapshot, events)
-        commit.add_done_callback(partial(self._committed, self._appended, snapshot, events))
+        self._commit = commit = loop.run_in_executor(self._executor, self._write, snapshot, events, states)
+        commit.add_done_callback(partial(self._committed, self._appended, snapshot, events, states))
         return commit
 
-    def _write(self, snapshot: str | None, events: list[tuple[str, str]]) -> None:
+    def _write(self, snapshot: str | None, events: list[tuple[str, str]], states: dict[int, str]) -> None:
         with self._connection:
             if snapshot is not None:
                 self._connection.execute("DELETE FROM events")
@@ -159,10 +181,18 @@ class Journal:
                 self._connection.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?)", (snapshot, crc))
             rows = ((kind, body, _checksum(kind, body)) for kind, body in events)
             self._connection.executemany("INSERT INTO events (kind, body, crc) VALUES (?, ?, ?)", rows)
+            if states:
+                kept = ((version, body, _checksum("state", body)) for version, body in states.items())
+                self._connection.executemany("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", kept)
+                # Later ones are from before the run went back to a checkpoint.
+                self._connection.execute("DELETE FROM states WHERE version > ?", (max(states),))
+                newest = "SELECT version FROM states ORDER BY version DESC LIMIT ?"
+                self._connection.execute(f"DELETE FROM states WHERE version NOT IN ({newest})", (self._newest,))
 
     def _committed(
-        self, up_to: int, snapshot: str | None, events: list[tuple[str, str]], commit: asyncio.Future[None]
-    ) -> None:
+        self, up_to: int, snapshot: str | None, events: list[tuple[str, str]], states: dict[int, str],
+        commit: asyncio.Future[None],
+    ) -> None:  # fmt: skip
         self._commit = None
         error = commit.exception()
         if error is None:
@@ -171,6 +201,7 @@ class Journal:
         elif self._patience.must_wait(error, "the journal"):
             if self._snapshot is None:  # a newer one stands for all of it
                 self._snapshot, self._events = snapshot, events + self._events
+            self._states = states | self._states
             self._commit = pause = asyncio.get_running_loop().create_future()
             self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._try_again, pause)
         else:

@@ -302,6 +302,36 @@ def files(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("*.parquet") if p.stem.isdecimal()), key=lambda path: int(path.stem))
 
 
+def move_rollouts(folder: Path, to: Path, moved: Callable[[str], bool]) -> None:
+    """Move the rows of groups for whose ids `moved` is true into files of the same names in another folder. A call that
+    was interrupted is repeated. A file that cannot be read stays."""
+    for path in files(folder):
+        try:
+            table = pq.read_table(path)
+        except (OSError, pa.ArrowException) as error:
+            log.error(str(unreadable(path, error)))
+            continue
+        gone = pa.array([moved(group) for group in table["group"].to_pylist()], pa.bool_())
+        if not pc.any(gone).as_py():
+            continue
+        to.mkdir(parents=True, exist_ok=True)
+        _replace(to / path.name, table.filter(gone))
+        rest = table.filter(pc.invert(gone))
+        if rest.num_rows:
+            _replace(path, rest)
+        else:
+            path.unlink()
+
+
+def _replace(path: Path, table: pa.Table) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        pq.write_table(table, file, compression="zstd", use_dictionary=_DICTIONARY, row_group_size=ROWS_AT_ONCE)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
 def groups_by_step(folder: Path) -> Counter[int]:
     """The number of trained groups in `folder`, by step. Raises UserError if a file cannot be read."""
     tables = (_read(path, ["step", "place"]) for path in files(folder))

@@ -1,8 +1,8 @@
 """Reads and writes the run folder.
 
 It has config.yaml, changes.jsonl, journal.db, spool.db, metrics.jsonl, evaluations.jsonl, events.jsonl, summary.json,
-report.html, tensorboard/, logs/, rollouts/, checkpoints/ and weights/; secrets.json if the configuration has secrets;
-and, while the run goes on, address and keys/ (areal.storage.claim) and reserve (areal.storage.disk).
+report.html, tensorboard/, logs/, rollouts/, checkpoints/, abandoned/ and weights/; secrets.json if the configuration
+has secrets; and, while the run goes on, address and keys/ (areal.storage.claim) and reserve (areal.storage.disk).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -157,6 +157,17 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     return (record for record, _, _ in _records(path))
 
 
+def move_records(path: Path, to: Path, moved: Callable[[dict[str, Any]], bool]) -> None:
+    """Move the records for which `moved` is true from one file to another. A call that was interrupted is repeated."""
+    lines: dict[bool, list[str]] = {True: [], False: []}
+    for record in read_metrics(path):
+        lines[moved(record)].append(line_of(record))
+    if lines[True]:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        replace(to, "".join(lines[True]))
+        replace(path, "".join(lines[False]))
+
+
 def metrics_up_to(path: Path, step: int) -> bytes:
     """The lines of a metrics.jsonl up to the record of `step`."""
     end = max((end for record, end, _ in _records(path) if record["step"] <= step), default=0)
@@ -237,9 +248,14 @@ def steps_trained(folder: Path) -> int:
     return max((record["step"] for record in read_metrics(folder / "metrics.jsonl")), default=0)
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of the run in `folder`, model folders, oldest first."""
+    return sorted(folder.glob("checkpoints/step_*"), key=lambda path: path.name)
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint of the run in `folder`, a model folder; None if it has none."""
-    return max(folder.glob("checkpoints/step_*"), key=lambda path: path.name, default=None)
+    return next(reversed(checkpoints_in(folder)), None)
 
 
 def ways_out(folder: Path) -> str:
@@ -247,6 +263,16 @@ def ways_out(folder: Path) -> str:
     newest = last_checkpoint(folder)
     weights = f" from its weights with model={newest}" if newest else ""
     return f"put back a backup of {folder} (areal backup), or start a new run{weights}."
+
+
+def ways_on(folder: Path, without: Path | None = None) -> str:
+    """What to do if the spool of the run in `folder`, or the checkpoint `without`, is not whole, for the end of a
+    sentence."""
+    kept = [path for path in checkpoints_in(folder) if path != without]
+    if not kept:
+        return ways_out(folder)
+    step = int(kept[-1].name.removeprefix("step_"))
+    return f"put it back, or go on without it with --resume {folder} --from-step {step}."
 
 
 def compare_record(folder: Path, run: str, version: int) -> None:
@@ -290,8 +316,11 @@ def config_of_run(folder: Path, overrides: Sequence[str] = (), *, secrets: bool 
     return load_config(file, overrides, secrets=_secrets(folder) if secrets else None)
 
 
-def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence[str]) -> Config:
+def configuration_to_resume(
+    folder: Path, file: Path | None, overrides: Sequence[str], from_step: int | None = None
+) -> Config:  # fmt: skip
     """Return the configuration for resuming the run in `folder`: its own, or the one in `file`, with `overrides`.
+    from_step: where the run goes back to.
 
     The run goes on in `folder`, wherever it was made. Raises UserError if there is no run, if it has reached its end or
     has trained more than `steps`, or if the configuration differs in a key that may not change.
@@ -310,7 +339,7 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
             config = config.model_copy(update=place)
     stored = stored.model_copy(update=place)
     summary = read_summary(folder)
-    if summary and summary["ok"] and config.steps <= summary["steps"]:
+    if from_step is None and summary and summary["ok"] and config.steps <= summary["steps"]:
         raise UserError(
             f"The run in {folder} is complete: it has reached the end of its {summary['steps']} steps. Resume it with "
             f"more to extend it, steps=N."
@@ -320,7 +349,7 @@ def configuration_to_resume(folder: Path, file: Path | None, overrides: Sequence
             f"{hidden} is hidden in {file or folder / 'config.yaml'}, and {folder / SECRETS} does not have it: give it "
             f"again, {hidden}=VALUE."
         )
-    trained = steps_trained(folder)
+    trained = steps_trained(folder) if from_step is None else from_step
     if config.steps < trained:
         raise UserError(f"The run in {folder} has trained {trained} steps: set steps to at least {trained}.")
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
@@ -356,6 +385,14 @@ def keep_changes(config: Config, trained: int, checkpoint: int) -> list[str]:
         file.flush()
         os.fsync(file.fileno())
     return sentences
+
+
+def hold_changes_from(folder: Path, step: int) -> None:
+    """Settings that were changed after `step`, to which the run has gone back, hold from this step on."""
+    changes = list(read_metrics(folder / CHANGES))
+    if any(change["step"] > step for change in changes):
+        lines = (line_of(change | {"step": min(step, change["step"])}) for change in changes)
+        replace(folder / CHANGES, "".join(lines))
 
 
 def changed_back(folder: Path, step: int) -> dict[str, Any]:

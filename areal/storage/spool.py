@@ -19,7 +19,7 @@ import safetensors.numpy
 
 from areal.config import UserError
 from areal.storage.database import FACTS, fact, note, note_program, open_store, prepare
-from areal.storage.run_folder import ways_out
+from areal.storage.run_folder import ways_on
 from areal.trajectory import Group, Trajectory, columns, joined, trajectories
 
 FORMAT_VERSION = 5
@@ -45,7 +45,7 @@ class SpoolError(Exception):
 
 
 class SpoolDamage(SpoolError, UserError):
-    """A group in the spool is not as it was stored."""
+    """A group is not in the spool as it was stored."""
 
 
 class Spool:
@@ -68,7 +68,7 @@ class Spool:
     def open(cls, path: Path) -> Self:
         """Open the spool in the file, which is made if it is missing. Raises UserError if another process, such as
         another trainer of the run, keeps using it, or if it is not a spool."""
-        spool = open_store(path, "spool", cls)
+        spool = open_store(path, "spool", cls, otherwise=ways_on(path.parent))
         try:
             note_program(spool._connection)
         except sqlite3.Error:  # a full disk: the file is opened again
@@ -138,11 +138,14 @@ class Spool:
                     )
 
     def get(self, ids: Sequence[str]) -> list[Group]:
-        """Return the groups with these ids, in this order. Raises SpoolError with the ids that are missing, and
-        SpoolDamage with one that is not as it was stored."""
+        """Return the groups with these ids, in this order. Raises SpoolDamage if some are missing, or one is not as it
+        was stored."""
         groups = {group_id: group for group_id in ids if (group := self._group(group_id)) is not None}
         if missing := [group_id for group_id in ids if group_id not in groups]:
-            raise SpoolError(f"not in the spool: {', '.join(missing)}")
+            raise SpoolDamage(
+                f"The spool {self._file} is not whole: {ways_on(self._file.parent)} These groups, which are to be "
+                f"trained, are not in the spool: {', '.join(missing)}"
+            )
         return [groups[group_id] for group_id in ids]
 
     def ids(self) -> list[str]:
@@ -186,7 +189,7 @@ class Spool:
         if crc not in (None, _checksum(group_id, place, prompt_index, arrays, notes)):  # None: of an earlier version
             raise SpoolDamage(
                 f"The spool {self._file} is damaged (group {group_id} does not have the checksum that it was stored "
-                f"with): {ways_out(self._file.parent)}"
+                f"with): {ways_on(self._file.parent)}"
             )
         return Group(group_id, prompt_index, tuple(trajectories(safetensors.numpy.load(arrays))), notes)
 

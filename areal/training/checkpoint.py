@@ -270,7 +270,7 @@ class _StoredState:
         except (KeyError, OSError, SafetensorError, TypeError, ValueError) as error:
             raise UserError(
                 f"The training state of the checkpoint {model} is damaged: {file.name} is missing or does not fit "
-                f"({error}). Put the file back, or start a new run with model= an older checkpoint."
+                f"({error})."
             ) from error
 
     def _note_places(self, rank: int) -> None:

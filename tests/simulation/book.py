@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal.staleness.ledger import ZERO_SIGNAL
@@ -36,6 +37,13 @@ class Row:
     admitted: float = 0.0
     leased: float = 0.0
     granted: bool = True
+
+
+# What is again as it was if the run goes back.
+GOES_BACK = (
+    "version", "rows", "prompt_of", "bounds", "masks", "waiting", "failures", "trained", "discarded",
+    "batches", "prompts",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -81,6 +89,8 @@ class Book:
     """By version: True if there is a result, False if only a reason why there is none."""
     row_scores: dict[int, dict[int, list[float]]] = field(default_factory=dict)
     """The scores that are kept until there is a result, by version and row."""
+    pasts: dict[int, Book] = field(default_factory=dict)
+    """As this was at each version."""
     lost_version_0: bool = False
     """True if a generator was lost that held version 0. If no new one comes in time, version 0 has no result."""
 
@@ -233,6 +243,28 @@ class Book:
             folder,
         )
         self.checkpoint = version
+
+    def _stepped(self, **_: Any) -> None:
+        self.pasts[self.version] = deepcopy(replace(self, pasts={}))
+
+    def _rolled_back(self, version: int, spooled: Collection[str]) -> None:
+        """The run goes back to a version: what was not decided then is open again."""
+        past = deepcopy(self.pasts[version])
+        for name in GOES_BACK:
+            setattr(self, name, getattr(past, name))
+        for group, row in list(self.rows.items()):
+            if not row.ready or group not in spooled:
+                self.waiting.add(self.rows.pop(group).prompt)
+        self.checkpoint = self.covered = version
+        self.policies = {identity: folder for identity, folder in self.policies.items() if identity[1] <= version}
+        self.evaluated = {
+            **{evaluated: result for evaluated, result in self.evaluated.items() if evaluated <= version},
+            **{held: False for held in self.holds.values() if 0 < held < version},
+        }
+        self.lost_version_0 = self.lost_version_0 or (0 in self.holds.values() and 0 not in self.evaluated)
+        self.row_scores = {scored: rows for scored, rows in self.row_scores.items() if scored <= version}
+        self.pasts = {earlier: book for earlier, book in self.pasts.items() if earlier <= version}
+        self.members, self.holds, self.held_lineages, self.trainer = set(), {}, {}, ""
 
     def _checkpointed(self, version: int) -> None:
         self._hold(version <= self.checkpoint, f"steps before {version} are forgotten, which no checkpoint before has")

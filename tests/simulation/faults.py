@@ -158,16 +158,21 @@ class ClockJump:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """All processes die, and the run is resumed with so many more steps (less if negative) and another bound."""
+    """All processes die, and the run is resumed with so many more steps (less if negative) and another bound. `back`:
+    from which of its kept checkpoints, as soon as there is one, the newest is 0; None: from where it was. `spool_lost`:
+    it is empty then."""
 
     at: float
     more_steps: int
     max_staleness: int
+    back: int | None = None
+    spool_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A bit flips in the newest checkpoint, as soon as there is one, and the trainer dies."""
+    """A bit flips in the newest checkpoint, as soon as there is one before, and the trainer dies. The model counts as
+    one."""
 
     at: float
 
@@ -232,7 +237,10 @@ def draw(random: Random, processes: list[str], until: float) -> Plan:
 def add_resume(random: Random, plan: Plan) -> None:
     """Add to some plans that the run is resumed with other settings."""
     if random.random() < RESUMED:
-        fault = Resume(_when(random, plan), random.choice((-2, -1, -1, 0, 1, 2)), random.choice((0, 1, 2)))
+        at, more_steps = _when(random, plan), random.choice((-2, -1, -1, 0, 1, 2))
+        max_staleness = random.choice((0, 1, 2))
+        back = random.choice((None, 0, 0, 1, 2))
+        fault = Resume(at, more_steps, max_staleness, back, back is not None and random.random() < 0.3)
         plan.faults.append(fault)
         plan.until = max(plan.until, fault.at + random.uniform(0.5, 2.0))
 

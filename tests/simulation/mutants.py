@@ -124,6 +124,16 @@ def version_kept_on_roll_back() -> AbstractContextManager[None]:
     return patch.multiple(Trainer, ask_master=ask)
 
 
+def lost_groups_stay_ready() -> AbstractContextManager[None]:
+    """A run that goes back to a checkpoint does not look which groups the spool still has."""
+    go_back = RunState.go_back
+
+    def keep_all(state: RunState, kept: dict[str, Any], spooled: Any) -> None:
+        go_back(state, kept, [group["group_id"] for group in kept["ledger"]["groups"]])
+
+    return patch.multiple(RunState, go_back=keep_all)
+
+
 def only_the_last_checkpoint() -> AbstractContextManager[None]:
     """A trainer whose last checkpoint is damaged does not take the one before."""
 
@@ -565,8 +575,8 @@ def snapshots_without_run_ahead() -> AbstractContextManager[None]:
 
 def snapshots_without_lost_evaluations() -> AbstractContextManager[None]:
     """A snapshot of the master's state does not have the evaluations that were given up."""
-    dump = RunState._dump
-    return patch.multiple(RunState, _dump=lambda state: dump(state) | {"not_evaluated": []})
+    dump = RunState.dump
+    return patch.multiple(RunState, dump=lambda state: dump(state) | {"not_evaluated": []})
 
 
 def own_pause_not_excused() -> AbstractContextManager[None]:
@@ -631,6 +641,7 @@ MUTANTS: dict[str, Mutant] = {
     "leases nobody knows of": leases_nobody_knows_of,
     "replies not matched": replies_not_matched,
     "version kept on roll-back": version_kept_on_roll_back,
+    "lost groups stay ready": lost_groups_stay_ready,
     "only the last checkpoint": only_the_last_checkpoint,
     "payloads of one checkpoint": payloads_of_one_checkpoint,
     "payloads dropped once trained": payloads_dropped_once_trained,

@@ -82,6 +82,8 @@ class Oracle:
         self.spooled_samples: Callable[[str], Sequence[Trajectory] | None] = lambda group: ()
         """The samples of a group on the trainer's disk; None if it is not there."""
         self.calls: set[tuple[str, tuple[str, str, bytes]]] = set()
+        self.counted_after = 0
+        """The version that the run has gone back to; the guard counts suspicious steps after it."""
         self._check_is_due = False
         self._samples: Counter[bytes] = Counter()  # digests of the samples that workflows made
         self._trained: dict[bytes, set[tuple[str, int]]] = {}  # by digest: where samples were trained
@@ -128,6 +130,16 @@ class Oracle:
             self._guard(self.memory.add, kind, body)
         for row in self.memory.rows.values():
             self._begin(row)
+
+    def went_back(self, version: int, spooled: Collection[str]) -> None:
+        """The run has gone back to a version, while no actor ran. Its spool has these groups."""
+        body = {"version": version, "spooled": spooled}
+        self.events.append(("rolled_back", body))
+        self._guard(self.memory.add, "rolled_back", body)
+        self.committed(len(self.events))
+        del self.contents[version + 1 :]
+        self.counted_after = version
+        self.results = {key: content for key, content in self.results.items() if key[1] <= version}
 
     def appended(self, kind: str, body: dict[str, Any]) -> None:
         self.events.append((kind, body))
@@ -304,7 +316,7 @@ class Oracle:
     def _is_stopped_at(self, version: int) -> bool:
         """True if the guard has to stop the run at the step that leads to this version."""
         patience = self.config.guard.patience
-        last = self.contents[max(1, version + 1 - patience) : version + 1]
+        last = self.contents[max(1, version + 1 - patience, self.counted_after + 1) : version + 1]
         return len(last) == patience and all(is_doubtful(content, self.doubtful) for content in last)
 
     def _check_saved(self, version: int, folder: str) -> None:

@@ -10,7 +10,20 @@ from typing import NamedTuple
 import pytest
 
 from simulation.engines import Mishaps, Pace
-from simulation.faults import FailPoint, Fault, FullDisk, Hang, Kill, Partition, Pause, Plan, Replace, Resume, Storm
+from simulation.faults import (
+    Damage,
+    FailPoint,
+    Fault,
+    FullDisk,
+    Hang,
+    Kill,
+    Partition,
+    Pause,
+    Plan,
+    Replace,
+    Resume,
+    Storm,
+)
 from simulation.model import with_hangs
 from simulation.mutants import MUTANTS
 from simulation.network import Weather
@@ -41,7 +54,6 @@ CAUGHT_BY = {
     "rollouts written at the end": (0, 10),
     "rejected payloads kept": (6, 40),
     "spool never emptied": (0, 10),
-    "only the last checkpoint": (10, 1),
     "payloads of one checkpoint": (0, 10),
     "work not reported": (16, 40),
     "awake in a turn": (5, 30),
@@ -96,6 +108,12 @@ def managers_die(n: int = 0) -> Plan:
 
 
 PROVOKED = {
+    "only the last checkpoint": Provoked("no progress", lambda n: plan(Damage(2.0 + n)), Model(steps=12)),
+    # The spool is lost, and with it groups that were ready.
+    "lost groups stay ready": Provoked(
+        "the ledger does not have the groups", lambda n: plan(Resume(2.0 + n, 0, 2, 0, spool_lost=True)),
+        Model(steps=12, batch_size=2, max_staleness=2, generators=2),
+    ),
     # The master dies between the commit of a permit and its answer.
     "leases nobody knows of": Provoked(
         "no progress", lambda n: Plan(3.0, points=[FailPoint("master", "ask_permits", "handled", 1, 0.5)])

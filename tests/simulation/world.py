@@ -27,6 +27,8 @@ import safetensors.numpy
 
 from actors.generator import Generator
 from actors.master import Master
+from actors.parts.rollback import undone_by
+from actors.parts.run_state import RunState
 from actors.reward import Reward
 from actors.runtime.actor import Ending
 from actors.runtime.addresses import Door
@@ -607,8 +609,8 @@ class World:
             case faults.ClockJump(_, name, seconds):
                 if one := self._running(name):
                     one.loop.jump(seconds)
-            case faults.Resume(_, more_steps, max_staleness):
-                self._resume(more_steps, max_staleness)
+            case faults.Resume():
+                self._resume(fault)
             case faults.Damage():
                 self._damage()
             case faults.Hang(_, name, work):
@@ -617,21 +619,62 @@ class World:
             case _:
                 assert_never(fault)
 
-    def _resume(self, more_steps: int, max_staleness: int) -> None:
-        version = self.oracle.memory.version
-        self.model = replace(self.model, steps=max(1, version, self.model.steps + more_steps))
-        self.config = self.oracle.config = config_of(replace(self.model, max_staleness=max_staleness))
-        # What is alive may have been admitted by either bound.
-        self.model = replace(self.model, max_staleness=max(self.model.max_staleness, max_staleness))
+    def _resume(self, fault: faults.Resume) -> None:
+        if self.over:
+            return
+        if fault.back is not None and not self.oracle.disk.checkpoint:
+            self.scheduler.call_at(self.scheduler.now + 0.1, self._resume, fault)
+            return
         for one in self.incarnations:
             if one.ended and one.process.running is one:
                 self._restart(one.process, SUPERVISOR_SECONDS * self.random.random())
             self.kill(one, SUPERVISOR_SECONDS * self.random.random())
+        if fault.back is not None:
+            self._go_back(fault.back, fault.spool_lost)
+        version = self.oracle.memory.version
+        self.model = replace(self.model, steps=max(1, version, self.model.steps + fault.more_steps))
+        self.config = self.oracle.config = config_of(replace(self.model, max_staleness=fault.max_staleness))
+        # What is alive may have been admitted by either bound.
+        self.model = replace(self.model, max_staleness=max(self.model.max_staleness, fault.max_staleness))
+
+    def _go_back(self, number: int, spool_lost: bool) -> None:
+        """The run goes back to a checkpoint that it has kept, if there is one."""
+        master, trainer = self.processes["master-0"], self.processes["trainer-0"]
+        if master.disk is None:
+            return
+        master.limit_disk(False)
+        trainer.limit_disk(False)
+        journal = WatchedJournal(master.disk)
+        journal.oracle, journal.marks = self.oracle, {}
+        state = RunState(self.config, journal)
+        folders = {version: f"{checkpoint_of(self.config.folder, version)}" for version in journal.kept_versions()}
+        whole = [version for version, folder in folders.items() if folder in self.files.folders]
+        whole = [v for v in whole if v <= state.checkpoint_version and folders[v] not in self.files.damaged]
+        if not whole:
+            return
+        version = whole[-1 - min(number, len(whole) - 1)]
+        self.fault(f"the run goes back to version {version}")
+        self.counters["went back"] += 1
+        if spool_lost and trainer.disk is not None:
+            trainer.disk.executescript("DELETE FROM parts")
+        complete = f"SELECT id FROM parts GROUP BY id HAVING count(*) = {self.model.group_size}"
+        spooled = {group for (group,) in trainer.disk.execute(complete)} if trainer.disk else set()
+        undone = undone_by(journal.kept(version))
+        trainer.rollouts[:] = [rollout for rollout in trainer.rollouts if not undone(rollout.group.id)]
+        state.go_back(journal.kept(version), spooled)
+        self.oracle.went_back(version, spooled)
+        journal.compact(state.dump())
+        journal._write(journal._snapshot, [], {})
+        if trainer.disk is not None:
+            stored = trainer.disk.execute("SELECT DISTINCT id FROM parts").fetchall()
+            with trainer.disk:
+                needless = [group for group in stored if not state.ledger.needs_payload(*group)]
+                trainer.disk.executemany("DELETE FROM parts WHERE id = ?", needless)
 
     def _damage(self) -> None:
-        checkpoint, one = self.oracle.disk.checkpoint, self._running("trainer-0")
-        if checkpoint and one:
-            self.files.damaged.add(str(checkpoint_of(self.config.folder, checkpoint)))
+        book, one = self.oracle.disk, self._running("trainer-0")
+        if book.covered < book.checkpoint and one:
+            self.files.damaged.add(str(checkpoint_of(self.config.folder, book.checkpoint)))
             self.kill(one, SUPERVISOR_SECONDS)
         elif not self.over:
             self.scheduler.call_at(self.scheduler.now + 0.1, self._damage)

@@ -6,6 +6,7 @@ import heapq
 import json
 import operator
 import random
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -702,6 +703,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.starts: dict[str, int] = {}
         self.batches: dict[int, tuple[str, ...]] = {}
         self.trained: list[str] = []
+        self.pasts: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def remember(self) -> None:
+        """A version is committed just now."""
 
     # -- what actors do
 
@@ -850,6 +855,7 @@ class LedgerMachine(RuleBasedStateMachine):
             bounds = [self.bounds[group_id] for group_id in self.batches[version]]
             assert all(map(operator.le, ages, bounds)), "a group was trained past the bound"
             assert records[0].staleness == tuple(ages)
+        self.remember()
 
     @precondition(lambda self: self.ledger.version > 0)
     @rule(data=st.data())
@@ -943,6 +949,31 @@ class ResumedMachine(LedgerMachine):
         super().teardown()
 
 
+class RolledBackMachine(LedgerMachine):
+    """The run also goes back to the state of an earlier version, without the payloads of some groups."""
+
+    MOVES_BACK = ("events", "leases", "ready_groups", "admitted_at", "bounds", "starts", "batches", "trained")
+
+    def remember(self) -> None:
+        book = {name: getattr(self, name) for name in self.MOVES_BACK}
+        self.pasts[self.ledger.version] = through_json(self.ledger.dump()), deepcopy(book)
+
+    @precondition(lambda self: len(self.pasts) > 1)
+    @rule(data=st.data())
+    def go_back(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.pasts)))
+        dump, book = self.pasts[version]
+        for name, past in deepcopy(book).items():
+            setattr(self, name, past)
+        self.pasts = {past: state for past, state in self.pasts.items() if past <= version}
+        self.ledger = self.ledger_class.load(dump, self.settings, self.events.append)
+        lost = data.draw(st.sets(st.sampled_from(sorted(self.ready_groups)))) if self.ready_groups else set()
+        for group_id in [*self.leases, *sorted(lost)]:
+            self.ledger._emit(Requeued(group_id, "lost", failed=False))
+        self.leases.clear()
+        self.ready_groups -= lost
+
+
 SEQUENCES = settings(
     max_examples=100,
     stateful_step_count=30,
@@ -955,6 +986,8 @@ TestAnySequence = LedgerMachine.TestCase
 TestAnySequence.settings = SEQUENCES
 TestAnyResumedSequence = ResumedMachine.TestCase
 TestAnyResumedSequence.settings = SEQUENCES
+TestAnyRolledBackSequence = RolledBackMachine.TestCase
+TestAnyRolledBackSequence.settings = SEQUENCES
 
 
 # ----------------------------------------------------------------------------------------------------------- mutants
