@@ -226,9 +226,10 @@ def ends(values: Sequence[float]) -> list[float]:
 
 def ends_by_role(samples: Sequence[Mapping[str, Any]], what: str) -> dict[str, list[float]]:
     found = defaultdict(list)
-    for sample in samples:
+    for before, sample in pairwise(samples):
         for actor in sample["actors"]:
-            if sample["steps"] and actor["age"] > STARTING_SECONDS:
+            # While no step is committed, some role is still starting.
+            if sample["steps"] > before["steps"] and actor["age"] > STARTING_SECONDS:
                 found[actor["role"]].append(actor[what])
     return {role: ends(values) for role, values in found.items()}
 

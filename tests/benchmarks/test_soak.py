@@ -37,7 +37,8 @@ def test_a_wrong_account_is_a_violation(step, change, violation):
 def test_only_growth_is_a_violation():
     def samples(last):
         sizes = [2e8] * 30 + [2.4e8] * 60 + [last] * 10
-        return [{"steps": 1, "actors": [{"role": "master", "age": 100.0, "memory": size}]} for size in sizes]
+        actors = [[{"role": "master", "age": 100.0, "memory": size}] for size in sizes]
+        return [{"steps": step, "actors": actor} for step, actor in enumerate(actors)]
 
     assert not list(soak.grown({"memory": soak.ends_by_role(samples(2.4e8), "memory")}))
     assert list(soak.grown({"memory": soak.ends_by_role(samples(4e8), "memory")}))
