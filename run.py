@@ -62,10 +62,12 @@ Roles on the master's machine may take its run folder in place of its address. T
   python run.py --role generator --master runs/NAME
 With several --role, each role runs in its own process. Generators, rollout managers and rewards may join and leave at
 any time; on SIGTERM an actor hands over its work before it exits. Without --role, or with several, a process that dies
-is restarted. Restart a master that was started by hand with --role master --resume RUN_FOLDER.
+is restarted, also after a SIGTERM to it alone. Restart a master that was started by hand with --role master --resume
+RUN_FOLDER.
 
 Exit codes. 0: the run reached its end, or the actor left as it was told to. 1: the run failed. 2: something that you
-supplied has to be changed. 3: the master no longer accepts this actor, start it again. 4: an error in the program.
+supplied has to be changed. 3: the master no longer accepts this actor, start it again. 4: an error in the program. 5
+(to a supervisor): the actor left as somebody else told it to, start it again.
 """
 
 
@@ -136,11 +138,11 @@ def main() -> int:
 
 
 def start(arguments: argparse.Namespace) -> int:
+    roles = arguments.role or []
     if SUPERVISED in os.environ:
         # A single rank has nothing to hand over, and would disturb the ranks of the next trainer.
-        sign = signal.SIGKILL if "RANK" in os.environ else signal.SIGTERM
+        sign = signal.SIGKILL if "RANK" in os.environ else signal.SIGINT if roles == ["master"] else signal.SIGTERM
         die_with_parent(sign, int(os.environ[SUPERVISED]))
-    roles = arguments.role or []
     if arguments.end and not arguments.resume:
         raise UserError("Name the run that is to end: --resume RUN_FOLDER --end.")
     if arguments.from_step is not None and not arguments.resume:
@@ -267,7 +269,8 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     options = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
     options += role_options(arguments, arguments.ports)
     rewards = [word for name in arguments.reward or [] for word in ("--reward", name)]
-    return supervise(lambda supervisor: supervisor.run_roles(roles, options, rewards), deal_out(config, roles))
+    seconds = config.master.drain_seconds
+    return supervise(lambda supervisor: supervisor.run_roles(roles, options, rewards, seconds), deal_out(config, roles))
 
 
 def role_options(arguments: argparse.Namespace, ports: str) -> list[str]:
@@ -329,7 +332,8 @@ def run_master(config: Config, resume: bool = False, from_step: int | None = Non
     async def run() -> Ending:
         delays.watch()
         bus = Bus(f"master/0#{incarnation()}", network)
-        return await Master(bus, config, journal=journal, folder=folder).run()
+        supervised = SUPERVISED in os.environ
+        return await Master(bus, config, journal=journal, folder=folder, supervised=supervised).run()
 
     tracker = tracking.start(config)
     try:
@@ -428,6 +432,8 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         structlog.get_logger().exception("failed")
         leave(4)
     print(shown(ending.reason), file=sys.stderr)
+    if ending.stopped and SUPERVISED in os.environ and "RANK" not in os.environ:
+        leave(5)
     leave(3 if ending.fenced else 0 if ending.ok else 1)
 
 

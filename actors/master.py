@@ -91,6 +91,8 @@ from protocols.messages import (
 from protocols.transport import Bus, Publisher, Request, mark_of
 
 WATCH_SECONDS = 1.0
+# A member that has missed some heartbeats: its process may be suspended. Until it is heard or fenced, nothing stalls.
+SILENT_SECONDS = 5.0
 # Membership changes within this time are published as one event.
 GATHER_SECONDS = 0.05
 # How long the master waits, after the end of the run, for the other actors to leave.
@@ -125,10 +127,13 @@ class Records(Protocol):
 class Master(HandlesRequests):
     """The master of a run; there is one. `config.model` has to be a folder. The run ends when the last step is trained,
     its checkpoint is saved and the last version is evaluated. If `journal` holds events of an earlier master of the
-    run, this master continues from them."""
+    run, this master continues from them. `supervised`: it is stopped by SIGINT alone."""
 
-    def __init__(self, bus: Bus, config: Config, *, journal: Journal, folder: Records) -> None:
+    def __init__(
+        self, bus: Bus, config: Config, *, journal: Journal, folder: Records, supervised: bool = False
+    ) -> None:
         self.config = config
+        self._supervised = supervised
         self.bus = bus
         self.folder = folder
         self.journal = journal
@@ -136,6 +141,7 @@ class Master(HandlesRequests):
         self._changed = Signal()
         self._patience, self._recording = Patience(folder.path, "the master"), asyncio.Lock()
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._trainer_may_end = False  # the run is stopped, and the trainer has time to save a checkpoint
         self._outbox: deque[Message] = deque()
         self._mail = Signal()
         self._events: Publisher
@@ -161,8 +167,13 @@ class Master(HandlesRequests):
     async def run(self) -> Ending:
         """Serve until the run has ended. Returns how it ended. Raises UserError if the address is already in use."""
         loop = asyncio.get_running_loop()
-        for sign in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sign, self._finish, False, f"told to stop by {sign.name}", True)
+        stop = self._told_to_stop
+        if self._supervised:
+            loop.add_signal_handler(signal.SIGINT, stop, "the supervisor")
+            loop.add_signal_handler(signal.SIGTERM, self._stay, signal.SIGTERM.name)
+        else:
+            for sign in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(sign, stop, sign.name)
         try:
             self._take_over()
             self._open()
@@ -288,6 +299,16 @@ class Master(HandlesRequests):
         log.error("handler failed", exc_info=error)
         self._fail(f"the master failed: {type(error).__name__}: {error}")
 
+    def _stay(self, sign: str) -> None:
+        """Somebody else than the supervisor sent a signal, perhaps to all processes of the run."""
+        log.warning(f"the master ignores {sign}: what stops the run is a signal to its supervisor")
+
+    def _told_to_stop(self, by: str) -> None:
+        """The first signal lets the trainer save a checkpoint, a second one ends the run at once."""
+        self._trainer_may_end = not self._end.done() and not self._shortage
+        self._finish(False, f"told to stop by {by}", stopped=True)
+        self._changed.notify()
+
     def _finish(self, ok: bool, reason: str, stopped: bool = False) -> None:
         if not self._end.done():
             self._end.set_result(Ending(ok, reason, stopped=stopped))
@@ -297,14 +318,27 @@ class Master(HandlesRequests):
         if reason:
             self._finish(False, reason)
 
+    async def _let_trainer_end(self, ending: Ending) -> None:
+        """Serve the trainer until it has left, for at most `master.drain_seconds`."""
+        self._send_out(self._shutdown(ending))
+        here = self.members.with_role
+        try:
+            async with asyncio.timeout(self.config.master.drain_seconds):
+                await self._changed.until(lambda: not (self._trainer_may_end and here("trainer", healthy=False)))
+        except TimeoutError:
+            log.warning("the trainer has not left", seconds=self.config.master.drain_seconds)
+        self._trainer_may_end = False
+
     async def _say_farewell(self, ending: Ending) -> None:
         self.folder.free_reserve()
+        if self._trainer_may_end:
+            await self._let_trainer_end(ending)
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await self._record("the summary", self.folder.write_summary, summary(self.config, self.state, ending))
         except TimeoutError:
             log.error("the run ends without a summary", why=str(self._shortage))
-        self._send_out(_shutdown(ending))
+        self._send_out(self._shutdown(ending))
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await self._changed.until(lambda: not self.state.members)
@@ -334,7 +368,7 @@ class Master(HandlesRequests):
             self._evaluations.watch()
             self._changed.notify()
             self._disks.look([*self._shortages()], now)
-            if self._shortage or self._progress.longest_work():
+            if self._shortage or self._progress.longest_work() or self.members.silent(SILENT_SECONDS):
                 self._progress.made()
             self._fail(self._failures.verdict(self.ledger.counters, now))
             self.state.compact_if_due()
@@ -448,7 +482,7 @@ class Master(HandlesRequests):
         self.folder.record_heartbeat(name, beat.state, beat.activity, beat.stats, beat.clock, spans)
         return HeartbeatAnswer(
             policy=self.state.policy, sequence=self._events.sequence,
-            ended=_shutdown(self._end.result()) if self._end.done() else None,
+            ended=self._shutdown(self._end.result()) if self._end.done() else None,
             loads=self.members.loads_for(member.identity) if member.role == "rollout_manager" else None,
         )  # fmt: skip
 
@@ -465,6 +499,9 @@ class Master(HandlesRequests):
     @handles(AskConfig)
     async def ask_config(self, request: Request[AskConfig]) -> Configuration:
         return Configuration(values=without_secrets(self.config.model_dump(mode="json")))
+
+    def _shutdown(self, ending: Ending) -> Shutdown:
+        return Shutdown(ok=ending.ok, reason=ending.reason[:4096], stopped=self._trainer_may_end)
 
     def _remove(self, identity: str, reason: str) -> None:
         self._evaluations.lose_member(self.state.members[identity])
@@ -809,7 +846,3 @@ class Master(HandlesRequests):
     def _counts(self) -> dict[str, int]:
         """Numbers of groups."""
         return {"alive": self.ledger.alive, "ready": self.ledger.ready_count, "capacity": self._free()}
-
-
-def _shutdown(ending: Ending) -> Shutdown:
-    return Shutdown(ok=ending.ok, reason=ending.reason[:4096])

@@ -70,11 +70,15 @@ class RolloutManager(Sampler):
             await self._router.room.until(lambda: self._free_groups() > 0)
             self.activity = "waiting for permits from the master"
             permits = await self.ask_master(AskPermits(count=self._free_groups()), Permits, ASK_PERMITS_SECONDS)
-            for permit in permits.permits:  # also if the manager has begun to drain since it asked
-                self._begin(permit)
+            for permit in permits.permits:
+                if self.state == "healthy":  # otherwise it is free again once this manager has left
+                    self._begin(permit)
 
     async def hand_over(self) -> None:
-        """Wait until the groups in progress are finished. Unfinished ones are admitted again, to another manager."""
+        """Leave the groups in progress to another manager, which begins them anew. If there is none, finish them."""
+        if any(manager.identity != self.bus.identity.name for manager in self.with_role("rollout_manager")):
+            for group in self._groups.values():
+                group.cancel()
         await self._router.room.until(lambda: not self._groups)
 
     def stats(self) -> dict[str, float]:

@@ -4,6 +4,7 @@
                   └──▶ commit v, write ──▶ publish v
 
 A checkpoint is written beside the next steps, too: its copy is made between two steps. It counts once it is on disk.
+A trainer that is told to leave ends the step and saves a checkpoint before, each if the last ones took short enough.
 
 A trainer that shares its devices with generators has them in *turns*: before a step it asks the generators to yield,
 and after it, it lets them go on. With `colocate` the memory of those who do not have the turn is empty.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -32,7 +33,7 @@ import structlog
 from actors.parts.direct_weights import DirectSender
 from actors.parts.ranks import Ranks, failure_of_step
 from actors.parts.weight_service import WeightServer
-from actors.runtime.actor import Actor, handles, parked
+from actors.runtime.actor import Actor, Ending, handles, parked
 from areal.config import Config, UserError
 from areal.devices import shares_devices
 from areal.rewards.result import mean_parts
@@ -65,6 +66,7 @@ from protocols.messages import (
     Recovery,
     ReuseAnswer,
     SendWeights,
+    Shutdown,
     StoredSamples,
     StoreSample,
     TakeDevices,
@@ -87,6 +89,8 @@ ROLLOUTS_SECONDS = 30.0
 ROLLOUTS_BYTES = 32 << 20
 # Number of published versions that are kept: a generator may still be reading an older version than the newest.
 VERSIONS_KEPT = 4
+# Of so many steps and checkpoints the longest counts, when a trainer that leaves has to know whether one more fits.
+DURATIONS_KEPT = 4
 
 # Phases of a step whose seconds are reported with it, and what the trainer does to a version in each of them; None: it
 # waits for others, or for its own work in another phase. `write` ran in parallel to the step, for the version before.
@@ -160,6 +164,10 @@ class Trainer(Actor):
         self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
         self._to_close = AsyncExitStack()
         self._in_turn = True  # the shared devices are this trainer's
+        self._older = 0  # the version of the checkpoint before the last
+        self._step: tuple[int, float] | None = None  # the number of the step in progress, and when it began
+        self._at_rest = asyncio.Event()  # no further step begins
+        self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
         self._seconds: defaultdict[str, float] = defaultdict(float)  # time spent since the last commit, by phase
 
     async def setup(self) -> None:
@@ -186,9 +194,13 @@ class Trainer(Actor):
             if batch is None:
                 break
             async with self._turn():
-                self.activity = f"training step {self._version + 1}"
-                await self._commit_and_publish(*await self._train(batch))
+                await self._do_step(batch)
                 await self._save_if_due()
+        if not self.leaving:
+            await self._finish_run()
+        self._at_rest.set()
+
+    async def _finish_run(self) -> None:
         await self._wait_for_publication()
         await self._wait_for_checkpoint()
         if self._checkpoint_version < self._version:
@@ -199,10 +211,57 @@ class Trainer(Actor):
         self.activity = "finished"
         await self.ask_master(TrainingFinished(), Done)
 
+    async def hand_over(self) -> None:
+        """End the step and save a checkpoint, each if the last ones took no longer than what is left of
+        `master.drain_seconds`. A checkpoint that is being written is written to its end. Say which was done."""
+        ends = asyncio.get_running_loop().time() + self.config.master.drain_seconds
+        done = f"abandons step {self._step[0]}" if self._step else "abandons the checkpoint"
+        try:
+            if self._step and (lack := self._lack("step", self._step[1], ends)):
+                done += f": {lack}"
+                await self._wait_for_checkpoint()
+            else:
+                await self._at_rest.wait()
+            if self._at_rest.is_set():
+                done = await self._save_last(ends)
+        except asyncio.CancelledError:
+            done += ": there is no time left"
+            raise
+        finally:
+            self.outcome = f"; the trainer {done}; the last checkpoint is of step {self._checkpoint_version}"
+
+    async def _save_last(self, ends: float) -> str:
+        """Save a checkpoint of the last step. Returns what was done, in words."""
+        await self._wait_for_publication()
+        await self._wait_for_checkpoint()
+        done = f"has finished step {self._version}"
+        if self._checkpoint_version == self._version:
+            return done
+        if self._guard.suspicious:
+            return f"{done}, but does not save it, because the guard finds its metrics suspicious"
+        if lack := self._lack("checkpoint", asyncio.get_running_loop().time(), ends):
+            return f"{done}, but does not save it: {lack}"
+        async with self._turn():
+            await self._save()
+        error = await self._wait_for_checkpoint()
+        return f"{done}, but could not save it: {error}" if error else f"{done} and saved its checkpoint"
+
+    def _lack(self, what: str, began: float, ends: float) -> str:
+        """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
+        longest, now = max(self._durations[what], default=0.0), asyncio.get_running_loop().time()
+        if began + longest <= ends:
+            return ""
+        return f"a {what} takes {longest:.0f} s, and of master.drain_seconds {ends - now:.0f} s are left"
+
+    def _run_ended(self, end: Shutdown) -> None:
+        if not end.stopped or not self.drain(Ending(False, end.reason)):
+            super()._run_ended(end)
+
     async def teardown(self) -> None:
         self._direct.close()
         await self._to_close.aclose()
-        if self.config and self.config.weights.folder and self._stop.done() and self._stop.result().ok:
+        ending = self._stop.result() if self._stop.done() and not self._stop.cancelled() else None
+        if self.config and self.config.weights.folder and ending and ending.ok and not ending.stopped:
             # The run has ended, so its published weights are not needed. The folder is often in memory.
             await asyncio.to_thread(shutil.rmtree, self.config.weights_folder, ignore_errors=True)
 
@@ -358,6 +417,7 @@ class Trainer(Actor):
         self._takes_samples = True  # not before the spool is known to be that of the run
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = await self._load_checkpoint(recovery)
+        self._older = recovery.covered if recovery.covered < self._version else 0
         for version in range(recovery.covered, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"
             batch = await self.ask_master(AskBatch(version=version), BatchAnswer)
@@ -414,15 +474,27 @@ class Trainer(Actor):
     # --- one step
 
     async def _next_batch(self) -> BatchAnswer | None:
-        """Wait for the next batch. Returns None if the run has reached its end."""
+        """Wait for the next batch. Returns None if the run has reached its end, or the trainer leaves."""
         self.activity = f"waiting for the batch of step {self._version + 1}"
         with self._timed("trainer_wait"):
-            while True:
-                batch = await self.ask_master(AskBatch(version=self._version), BatchAnswer, ASK_BATCH_SECONDS)
-                if batch.status == "ended":
-                    return None
-                if batch.status == "ready":
-                    return batch
+            while not self.leaving:
+                ask = AskBatch(version=self._version)
+                asking = self.spawn(self.ask_master(ask, BatchAnswer, ASK_BATCH_SECONDS), "ask for a batch")
+                ends: list[asyncio.Future[Any]] = [asking, self._leave_sign]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if self.leaving:
+                    asking.cancel()
+                elif (batch := await asking).status != "waiting":
+                    return batch if batch.status == "ready" else None
+        return None
+
+    async def _do_step(self, batch: BatchAnswer) -> None:
+        began = asyncio.get_running_loop().time()
+        self._step = self._version + 1, began
+        self.activity = f"training step {self._version + 1}"
+        await self._commit_and_publish(*await self._train(batch))
+        self._step = None
+        self._durations["step"].append(asyncio.get_running_loop().time() - began)
 
     async def _train(self, batch: BatchAnswer) -> tuple[dict[str, Any], list[Group]]:
         """Do a training step, or redo it after a restart. Returns its metrics and its groups. If a token is older than
@@ -531,10 +603,10 @@ class Trainer(Actor):
         """Begin to save a checkpoint of the current version, once the one before is written."""
         await self._wait_for_checkpoint()
         self.activity = f"saving a checkpoint of version {self._version}"
-        folder = checkpoint_of(self.config.folder, self._version)
+        folder, began = checkpoint_of(self.config.folder, self._version), asyncio.get_running_loop().time()
         with self._timed("save"):
             await self._learner.save(folder, self._rollouts.run)
-        self._saving = self.spawn(self._complete_checkpoint(self._version, folder, self._publication), "save")
+        self._saving = self.spawn(self._complete_checkpoint(self._version, folder, self._publication, began), "save")
 
     async def _wait_for_checkpoint(self) -> UserError | None:
         """Wait for the last checkpoint. Returns why it could not be written."""
@@ -544,20 +616,20 @@ class Trainer(Actor):
             return await self._saving
 
     async def _complete_checkpoint(
-        self, version: int, folder: Path, publication: asyncio.Task[None] | None
+        self, version: int, folder: Path, publication: asyncio.Task[None] | None, began: float
     ) -> UserError | None:
         """Wait until the checkpoint is on disk and its version is published. Then remove the spooled groups that the
         one before covers, too, if that is kept, and the oldest checkpoint beyond `trainer.checkpoints_kept`. If it
         cannot be written, training goes on and the next one covers all. Returns why it cannot."""
         every, limit = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
-        began = asyncio.get_running_loop().time()
+        copied = asyncio.get_running_loop().time()
         try:
             with self.working(f"writing a checkpoint of version {version}", "checkpoint", _refusals):
                 await self._learner.finish_save()
         except UserError as error:
             log.error(f"{error} The run goes on from the checkpoint before; the next one is due after {every} steps.")
             return error
-        self.took("checkpoint", began, asyncio.get_running_loop().time() - began)
+        self.took("checkpoint", copied, asyncio.get_running_loop().time() - copied)
         if publication is not None:
             await publication
         await self._write_rollouts()  # before the master counts the checkpoint: no trainer redoes its steps after that
@@ -565,12 +637,16 @@ class Trainer(Actor):
         spooled = "\n".join(await self.on_disk("the spool", self._spool.ids))
         saved = CheckpointSaved(version=version, folder=str(folder), covered=covered, spooled=spooled)
         needless = (await self.ask_master(saved, CheckpointAnswer)).drop.splitlines()
-        self._checkpoint_version = version
+        before, self._checkpoint_version = self._checkpoint_version, version
         await self.on_disk("the spool", self._spool.forget, needless)
         for step in [step for step in self.steps_to_redo if step < covered]:
             del self.steps_to_redo[step]
         oldest = (version - 1) // every * every - (limit - 1) * every
         await self._remove(checkpoint_of(self.config.folder, oldest))
+        needless_one, self._older = self._older if limit > 1 else before, before
+        if needless_one % every:  # a trainer has left after that step
+            await self._remove(checkpoint_of(self.config.folder, needless_one))
+        self._durations["checkpoint"].append(asyncio.get_running_loop().time() - began)
         return None
 
     async def _remove(self, folder: Path) -> None:

@@ -791,7 +791,10 @@ class MasterConfig(Section):
         "fenced and its engine killed; 30 times as long if such work has never ended; 0: never",
     )
     drain_seconds: float = Field(
-        60.0, gt=0, description="time that an actor has to hand over its work when it is told to leave"
+        60.0,
+        gt=0,
+        description="time that an actor has to hand over its work, and the trainer to save a checkpoint, when it is "
+        "told to leave; less than the grace that your scheduler gives",
     )
 
 

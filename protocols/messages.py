@@ -279,10 +279,12 @@ class Heartbeat(Message):
 
 
 class Shutdown(Message):
-    """The run is over. `ok`: it reached its end."""
+    """The run is over. `ok`: it reached its end. `stopped`: the master was told to stop, and lets the trainer hand over
+    first."""
 
     ok: bool
     reason: Annotated[str, Field(max_length=4096)]
+    stopped: bool = False
 
 
 class HeartbeatAnswer(Message):

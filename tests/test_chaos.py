@@ -249,7 +249,7 @@ def lose_generators(run: Run, folder: Path) -> None:
     os.kill(stopped.pid, signal.SIGCONT)
     wait_for(run, lambda: "generator/0 exited with 3" in run.output)
     os.kill(leaving.pid, signal.SIGTERM)
-    wait_for(run, lambda: "generator/1 has left" in run.output)
+    wait_for(run, lambda: "generator/1 was told to leave by another program" in run.output)
     after_steps(run, folder, 3)  # by the new generator/0 alone
 
 

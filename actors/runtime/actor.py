@@ -19,7 +19,7 @@ import secrets
 import signal
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -133,8 +133,8 @@ def parked(request: Request[Any]) -> asyncio.Timeout:
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Why an actor stopped. `ok`: the run reached its end, or the actor was told to leave and left. `fenced`: the
-    master no longer accepts this incarnation; a new one may join. `stopped`: the master was told to stop before the
-    run's end."""
+    master no longer accepts this incarnation; a new one may join. `stopped`: a signal told it to stop before the run's
+    end."""
 
     ok: bool
     reason: str
@@ -177,12 +177,13 @@ class Actor(HandlesRequests):
         self.state: State = "stale"
         self.activity = "starting"
         self._changed = Signal()
+        self.outcome = ""
         self._patience = patience  # seconds to wait for the master to answer the first request
         self._keep_log = keep_log
         loop = asyncio.get_running_loop()
         self._stop: asyncio.Future[Ending] = loop.create_future()
         # Set by callbacks. They must not start tasks themselves, because the task group may already be ending.
-        self._leave_sign: asyncio.Future[str] = loop.create_future()
+        self._leave_sign: asyncio.Future[Ending] = loop.create_future()
         self._crash: asyncio.Future[None] = loop.create_future()
         self._sequence = 0
         self._numbers: dict[str, float] = {}  # for Prometheus, updated with each heartbeat
@@ -205,7 +206,7 @@ class Actor(HandlesRequests):
 
     async def hand_over(self) -> None:
         """Finish or hand over the work in progress, while the actor is draining. The limit is
-        `master.drain_seconds`."""
+        `master.drain_seconds`. May set `outcome`, the end of the sentence that says why the actor has left."""
 
     def serves(self) -> tuple[str, ...]:
         """Names of the rewards that this actor serves, for the directory."""
@@ -295,10 +296,21 @@ class Actor(HandlesRequests):
         """Wait until `condition`, which depends on the directory or the policy, is true."""
         await self._changed.until(condition)
 
-    def stop(self, ok: bool, reason: str) -> None:
+    def stop(self, ending: Ending) -> None:
         """End the actor. Only the first call has an effect."""
         if not self._stop.done():
-            self._stop.set_result(Ending(ok, reason))
+            self._stop.set_result(ending)
+
+    def drain(self, ending: Ending) -> bool:
+        """End the actor once it has handed over its work. Returns False if there is none: it has not started yet."""
+        if self.state == "healthy":
+            self.state = "draining"
+            self._leave_sign.set_result(ending)
+        return self.state == "draining"
+
+    @property
+    def leaving(self) -> bool:
+        return self._leave_sign.done()
 
     # --- life
 
@@ -394,20 +406,22 @@ class Actor(HandlesRequests):
     def _crashed(self, error: BaseException) -> None:
         log.error("handler failed", exc_info=error)
         if self._tasks is None:
-            self.stop(False, f"a handler failed: {type(error).__name__}: {error}")
+            self.stop(Ending(False, f"a handler failed: {type(error).__name__}: {error}"))
         elif not self._crash.done():
             self._crash.set_exception(error)
 
     def _told_to_leave(self, sign: str) -> None:
         """The first signal drains the actor, a second one ends it at once."""
-        if self.state == "healthy" and not self._leave_sign.done():
-            self.state = "draining"
-            self._leave_sign.set_result(sign)
-        else:
-            self.stop(True, f"told to leave by {sign}")
+        ending = Ending(True, f"told to leave by {sign}", stopped=True)
+        if self.leaving or not self.drain(ending):
+            self.stop(ending)
+
+    def _run_ended(self, end: Shutdown) -> None:
+        """The master has ended the run."""
+        self.stop(Ending(end.ok, end.reason))
 
     async def _drain_when_told(self) -> None:
-        sign = await self._leave_sign
+        ending = await self._leave_sign
         self.activity = "draining"
         await self._beat()
         try:
@@ -415,7 +429,7 @@ class Actor(HandlesRequests):
                 await self.hand_over()
         except TimeoutError:
             log.warning("could not hand over everything", seconds=self.config.master.drain_seconds)
-        self.stop(True, f"told to leave by {sign}")
+        self.stop(replace(ending, reason=f"{ending.reason}{self.outcome}"))
 
     async def _heartbeat(self) -> None:
         while True:
@@ -439,7 +453,7 @@ class Actor(HandlesRequests):
         self._numbers = {"healthy": float(beat.state == "healthy"), **beat.stats}
         answer = await self.ask_master(beat, HeartbeatAnswer)
         if answer.ended:
-            return self.stop(answer.ended.ok, answer.ended.reason)
+            self._run_ended(answer.ended)
         if answer.loads is not None:
             self.note_loads(answer.loads)
         if answer.sequence > self._sequence:
@@ -457,7 +471,7 @@ class Actor(HandlesRequests):
             case MembersChanged():
                 self._know({m.identity: m for m in event.changed}, event.gone)
             case Shutdown():
-                self.stop(event.ok, event.reason)
+                self._run_ended(event)
         if sequence == self._sequence + 1:  # after a gap, only a snapshot has what was missed
             self._sequence = sequence
         self._changed.notify()

@@ -2,12 +2,16 @@
 
 It starts each role with the command line that a user would type. The exit code of a process (a child) means:
 
-    0       of the master: the run reached its end. Of another role: it was told to leave; it is not restarted
+    0       of the master: the run reached its end. Of another role: so it was told by the master; it is not restarted
     1       of the master: the run failed, and the last line of its output says why. Of another role: it died
     2       at its first start, before a step was trained: something that the user supplied has to be changed, and the
             run ends. Later: it died
     3       the master has fenced it; it is restarted at once
+    5       somebody else than the supervisor sent it SIGTERM, and it has handed over its work; it is restarted as if it
+            had died
     others  it died
+
+A supervised master is stopped by SIGINT, and no run ends for a SIGTERM that only the master gets.
 
 A child that died is restarted after half a second. Each further death within a minute of the child's start doubles the
 pause, up to half a minute. The supervisor ends the run when one child dies for the fifth time in a row, each time
@@ -48,7 +52,7 @@ from protocols.network import Network
 from protocols.transport import Bus
 
 RUN_PY = ROOT / "run.py"
-END, FAILED, USER_ERROR, FENCED = range(4)
+END, FAILED, USER_ERROR, FENCED, _, LEFT = range(6)
 TAIL_LINES, QUOTED_LINES = 40, 15
 LONGEST_LINE_BYTES = 1 << 16
 
@@ -59,7 +63,8 @@ SOUND_SECONDS = 600.0
 DEATHS_IN_VAIN = 5
 
 # Shutdown: the supervisor stops the master, which tells the other roles to leave. After FAREWELL_SECONDS the supervisor
-# sends SIGTERM to the processes that are left, and STOP_SECONDS after the beginning it kills the rest.
+# sends SIGTERM to the processes that are left, and STOP_SECONDS after the beginning it kills the rest. If a signal told
+# it to stop, the trainer has `master.drain_seconds` before that, until a second signal comes.
 FAREWELL_SECONDS = 4.0
 STOP_SECONDS = 10.0
 # How long to read a dead child's output if a process that the child left behind still holds the pipe open.
@@ -156,7 +161,10 @@ class Supervisor:
         self._master: Child | None = None
         self._folder: Path | None = None  # the run's, once the master has made it
         self._progress_before = 0  # what `_progress` was when the supervisor began
-        self._over: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[Ending] = loop.create_future()
+        self._hurry: asyncio.Future[None] = loop.create_future()
+        self._drain_seconds = 0.0
 
     async def run_everything(self, config: Config, options: list[str], network: Network) -> Ending:
         """Run all roles of a run on this machine. Its folder has the configuration. Returns how the run ended.
@@ -164,6 +172,7 @@ class Supervisor:
         options: further arguments of all roles but the master.
         """
         folder = config.folder.resolve()
+        self._drain_seconds = config.master.drain_seconds
         skipped = sum(1 for _ in read_metrics(folder / "metrics.jsonl"))
 
         async def work() -> None:
@@ -188,8 +197,12 @@ class Supervisor:
         finally:
             await bus.close()
 
-    async def run_roles(self, roles: list[str], arguments: list[str], rewards: list[str]) -> Ending:
-        """Run several roles of a run whose master is on another machine. rewards: further arguments of a reward."""
+    async def run_roles(
+        self, roles: list[str], arguments: list[str], rewards: list[str], drain_seconds: float = 0.0
+    ) -> Ending:
+        """Run several roles of a run whose master is on another machine. rewards: further arguments of a reward.
+        drain_seconds: that of the run."""
+        self._drain_seconds = drain_seconds
 
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
@@ -203,8 +216,10 @@ class Supervisor:
         return await self._until_over(work())
 
     def interrupt(self, sign: signal.Signals) -> None:
-        """Stop all children. Called from a signal handler."""
-        self._finish(Ending(False, f"told to stop by {sign.name}"))
+        """Stop all children; the second time, at once. Called from a signal handler."""
+        if self._over.done() and not self._hurry.done():
+            self._hurry.set_result(None)
+        self._finish(Ending(False, f"told to stop by {sign.name}", stopped=True))
 
     # --- the run
 
@@ -220,7 +235,8 @@ class Supervisor:
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
-            await self._stop_all()
+            stopped = self._over.done() and self._over.result().stopped
+            await self._stop_all(self._drain_seconds if stopped else 0.0)
 
     def _finish(self, ending: Ending) -> None:
         if not self._over.done():
@@ -396,28 +412,49 @@ class Supervisor:
             f"Its last lines:\n{words}"
         )
 
-    async def _stop_all(self) -> None:
-        """Stop all children: the master first, which tells the others that the run has ended, then the others."""
-        begun = asyncio.get_running_loop().time()
+    async def _stop_all(self, drain_seconds: float) -> None:
+        """Stop all children: the master first, which tells the others that the run has ended, then the others.
+        drain_seconds: the time that those have who hand over their work."""
+        loop = asyncio.get_running_loop()
+        trainers = [child for child in self.children if drain_seconds and child.role == "trainer" and child.running]
+        if trainers:
+            self._say(
+                f"The trainer may take {drain_seconds:g} s (master.drain_seconds) to end its step and save a "
+                f"checkpoint; a second signal stops at once."
+            )
+        if self._master is not None and (process := self._master.running):
+            process.send_signal(signal.SIGINT)
+            await self._until_ended(drain_seconds, self._hurry)
+            if self._hurry.done() and self._master.running:
+                process.send_signal(signal.SIGINT)
+        elif drain_seconds:
+            self._terminate_others()
+            await self._until_ended(drain_seconds, self._hurry)
+        begun = loop.time()
         if self._master is not None:
-            if process := self._master.running:
-                process.terminate()
             await self._until_ended(FAREWELL_SECONDS)
-        for child in self.children:
-            if child is not self._master and (process := child.running):
-                process.terminate()
-        await self._until_ended(begun + STOP_SECONDS - asyncio.get_running_loop().time())
+        self._terminate_others()
+        await self._until_ended(begun + STOP_SECONDS - loop.time())
         for child in self.children:
             if process := child.running:
                 self._say(f"{child.name} is killed: it did not stop within {STOP_SECONDS:g} s")
                 os.killpg(process.pid, signal.SIGKILL)
             if child.process is not None:
                 await self._end_of(child)
+        for child in trainers:
+            self._say(f"{child.name}: {child.last_line}")
 
-    async def _until_ended(self, timeout: float) -> None:
-        ends = [asyncio.create_task(process.wait()) for child in self.children if (process := child.running)]
+    def _terminate_others(self) -> None:
+        for child in self.children:
+            if child is not self._master and (process := child.running):
+                process.terminate()
+
+    async def _until_ended(self, timeout: float, hurry: asyncio.Future[None] | None = None) -> None:
+        """Wait until all children have ended, for so many seconds, or until `hurry`."""
+        ends = [process.wait() for child in self.children if (process := child.running)]
         if ends:
-            await asyncio.wait(ends, timeout=timeout)
+            waited: list[asyncio.Future[Any]] = [asyncio.gather(*ends), *([hurry] if hurry else [])]
+            await asyncio.wait(waited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
@@ -435,6 +472,8 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 def _how(code: int) -> str:
+    if code == LEFT:
+        return "was told to leave by another program (SIGTERM)"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 

@@ -4,7 +4,8 @@
         score, parts = await pool.score("math", prompt, completion, row)
 
 Each worker (`areal.rewards.worker`) does one job at a time. The timeout of a job starts when a worker receives the job,
-not when the job is queued. A worker that exceeds the timeout is killed with its process group, and replaced.
+not when the job is queued. A worker that exceeds the timeout, or has no more memory, is killed with its process group,
+and replaced.
 
 A running job stays with its worker until the worker has answered it or is dead. Cancelling a caller does not stop a
 running job, so its answer cannot be taken for the answer to another job. If the reward is deterministic, concurrent
@@ -289,7 +290,7 @@ class _Worker:
 
     async def run(self, request: bytes, timeout: float) -> Result:
         """The result of one job, which may take at most `timeout` seconds. Raises RewardFailed; after the kinds
-        `timeout` and `died` the worker is dead."""
+        `timeout` and `died`, and if it has no more memory, the worker is dead."""
         self._send(request)
         try:
             async with asyncio.timeout(timeout):
@@ -300,6 +301,9 @@ class _Worker:
         except _GONE:
             code = await self.kill()
             raise RewardFailed(f"the worker process ended while scoring ({_ending(code)})", "died") from None
+        if kind == "memory":  # a reward that leaks would fail in each later call
+            await self.kill()
+            kind, value = "raised", f"{value} (the worker has come to reward.memory_gib, and is replaced)"
         if kind != "score":
             raise RewardFailed(value, kind)
         return Result(*value)

@@ -3,7 +3,8 @@
 A message is a four-byte length, followed by msgpack. The first message on stdin is `[{name: options}, bytes of
 memory]`. The worker answers it with `["ready", {name: [takes tokens, deterministic]}]` or `["refused", reason]`. It
 answers each further request, `[name, prompt, completion, row, tokens]`, with `["score", [score, parts]]` or `["raised"
-| "not_finite", reason]`. The worker exits at the end of stdin.
+| "not_finite" | "memory", reason]`; after `memory`, of which it has no more, it should be replaced. The worker exits at
+the end of stdin.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import struct
 import sys
 import traceback
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgpack
@@ -28,6 +30,8 @@ from areal.rewards.result import RewardError, as_result
 
 LENGTH = struct.Struct(">I")
 MAX_REASON_CHARACTERS = 500
+# A worker whose call fails while it has this share of its memory in use is taken to have failed for lack of more.
+FULL = 7 / 8
 
 
 def main() -> None:
@@ -49,7 +53,10 @@ def main() -> None:
     with asyncio.Runner() as runner:
         while (request := receive(requests)) is not None:
             name, *arguments = request
-            send(answers, answer(runner, rewards[name], arguments))
+            kind, value = answer(runner, rewards[name], arguments)
+            if kind != "score" and memory and _bytes_in_use() > FULL * memory:
+                kind = "memory"  # whatever the reward has made of the MemoryError
+            send(answers, [kind, value])
 
 
 def answer(runner: asyncio.Runner, reward: RewardFunction, arguments: list[Any]) -> list[Any]:
@@ -62,7 +69,8 @@ def answer(runner: asyncio.Runner, reward: RewardFunction, arguments: list[Any])
         return ["raised", str(error)[:MAX_REASON_CHARACTERS]]
     except (Exception, SystemExit) as error:  # the user's function runs here and may raise anything
         traceback.print_exc()
-        return ["raised", f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]]
+        kind = "memory" if isinstance(error, MemoryError) else "raised"
+        return [kind, f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]]
     try:
         return ["score", as_result(value)]
     except RewardError as error:
@@ -83,6 +91,11 @@ def receive(pipe: BinaryIO) -> list[Any] | None:
     (length,) = LENGTH.unpack(head)
     data = pipe.read(length)
     return msgpack.unpackb(data, strict_map_key=False) if len(data) == length else None
+
+
+def _bytes_in_use() -> int:
+    """What RLIMIT_DATA counts, and the stack."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:

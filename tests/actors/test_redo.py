@@ -154,6 +154,29 @@ async def test_a_trainer_that_is_killed_learns_the_same_to_the_bit(config, run):
     assert main(["replay", str(killed.parents[2])]) == 0  # and so does a replay of what it trained on
 
 
+async def test_a_trainer_that_is_told_to_leave_saves_its_last_step_and_the_next_one_redoes_none(config, run):
+    master = start_master(config)
+    manager = Manager(config.master.address)
+    arguments = "--role", "trainer", "--master", config.master.address, "--keys", keys_folder()
+    leaving = run(*arguments)
+    trainer = await manager.trainer()
+    for version in range(3):
+        await manager.feed(trainer)
+        await manager.until_trained(version + 1)
+    leaving.process.terminate()
+    output = await asyncio.to_thread(leaving.wait, SECONDS)
+    assert leaving.code == 0
+    assert "told to leave by SIGTERM; the trainer has finished step 3 and saved its checkpoint; " in output
+    going_on = run(*arguments)
+    await manager.feed(await manager.trainer(not_this=trainer))
+    await manager.bus.close()
+    assert (await asyncio.wait_for(master, SECONDS)).ok
+    await asyncio.to_thread(going_on.wait, SECONDS)
+    assert "restored" in going_on.output
+    assert "redone=0" in going_on.output
+    assert sorted((config.folder / "checkpoints").iterdir()) == [checkpoint_of(config.folder, n) for n in (2, 3, 4)]
+
+
 @pytest.mark.slow
 async def test_a_trainer_learns_the_same_on_two_nodes(config, run, another_free_port):
     one = load_file(await train(config, run, "one"))

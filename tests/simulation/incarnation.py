@@ -56,6 +56,7 @@ class Incarnation:
         self.restart_after: float | None = None
         self.stays_away = False
         self.ended = False
+        self.left_calmly_at: float | None = None  # when a trainer was told to leave that had the time to save
         self.policy = (0, 0)
 
     @property

@@ -156,6 +156,16 @@ def payloads_of_one_checkpoint() -> AbstractContextManager[None]:
     return patch.multiple(Trainer, _complete_checkpoint=complete)
 
 
+def nothing_saved_on_leaving() -> AbstractContextManager[None]:
+    """A trainer that is told to leave ends its step, and saves no checkpoint."""
+
+    async def save_nothing(trainer: Trainer, ends: float) -> str:
+        await trainer._wait_for_publication()
+        return ""
+
+    return patch.multiple(Trainer, _save_last=save_nothing)
+
+
 def payloads_dropped_once_trained() -> AbstractContextManager[None]:
     """The trainer removes groups from its spool after each step, not when a checkpoint covers the step."""
     train = Trainer._train
@@ -644,6 +654,7 @@ MUTANTS: dict[str, Mutant] = {
     "lost groups stay ready": lost_groups_stay_ready,
     "only the last checkpoint": only_the_last_checkpoint,
     "payloads of one checkpoint": payloads_of_one_checkpoint,
+    "nothing saved on leaving": nothing_saved_on_leaving,
     "payloads dropped once trained": payloads_dropped_once_trained,
     "answers before the commit": answers_before_the_commit,
     "no fencing": no_fencing,

@@ -113,6 +113,12 @@ class Oracle:
         self.busy: Callable[[float], str] = lambda seconds: ""
         """A member whose engine has worked on one thing for so long, and on what; empty if there is none."""
 
+    def trainer_left(self, trainer: str) -> None:
+        """A trainer that was told to leave, and had the time, has left: the next one has no step to redo."""
+        version, saved = self.memory.version, self.memory.checkpoint
+        if saved < version and not is_doubtful(self.contents[version], self.doubtful):
+            self.fail(Violation(f"{trainer} left at version {version}, with a checkpoint of only {saved}", trainer))
+
     # --- the master's journal
 
     def master_starts(self, position: int, found: list[tuple[str, dict[str, Any]]]) -> None:

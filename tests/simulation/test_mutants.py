@@ -17,6 +17,7 @@ from simulation.faults import (
     FullDisk,
     Hang,
     Kill,
+    Leave,
     Partition,
     Pause,
     Plan,
@@ -126,6 +127,10 @@ PROVOKED = {
     "old trainers give devices": Provoked(
         "awake while trainer-0 computes", lambda n: plan(Replace(2.0 + n / 16, "trainer-0")),
         Model(steps=8, colocate=True, checkpoint_every=4), 24,
+    ),
+    "nothing saved on leaving": Provoked(
+        "left at version", lambda n: plan(Leave(1.0 + n / 10, "trainer-0", 0.3), until=4.0),
+        Model(steps=8, checkpoint_every=3, max_staleness=2),
     ),
     "hangs not noticed": Provoked(
         "no progress", lambda n: plan(Hang(2.5, "generator-0", "sampling")), with_hangs(Model(steps=12)), 2

@@ -35,7 +35,7 @@ from protocols.network import Full
 from simulate import parse_seeds, run_one, run_seeds
 from simulation import faults
 from simulation.engines import Mishaps, Pace, SimEngine, SimLearner, stem
-from simulation.faults import HANDLERS, HANGS, Damage, FailPoint, Hang, Kill, Leave, Plan
+from simulation.faults import HANDLERS, HANGS, Damage, FailPoint, Hang, Kill, Leave, Pause, Plan
 from simulation.loop import FaultyLoop, WorldScheduler
 from simulation.model import OPERATIONS, draw_model, with_hangs
 from simulation.network import FaultyNetwork, FaultyWire, Weather
@@ -612,6 +612,17 @@ def test_work_that_never_ends_costs_time_and_no_run(role: str, work: str) -> Non
         assert any(one.toil.hangs for one in world.incarnations)
 
 
+@pytest.mark.parametrize("role", ["generator", "rollout_manager"])
+def test_who_leaves_hands_long_sequences_over_within_a_second(role: str) -> None:
+    model = Model(managers=2, generators=2, max_new_tokens=800, drain_seconds=60.0)
+    for moment in range(5):
+        at = 1.0 + 0.2 * moment
+        result = World(1, model, Plan(until=4.0, faults=[Leave(at, f"{role}-0", 3.0)]), traced=True).run()
+        assert result.ok, result.story
+        left = next(line for line in result.trace if f"{role}-0#" in line and "ended: told to leave by SIGTERM" in line)
+        assert float(left.split()[0]) < at + 1.0
+
+
 # --- the command
 
 
@@ -639,6 +650,20 @@ def test_seeds_are_a_range() -> None:
     for wrong in ("a:b", "7:3", "", "1:2:3"):
         with pytest.raises(UserError):
             parse_seeds(wrong)
+
+
+def test_a_pause_of_the_only_generator_that_is_longer_than_stall_seconds_ends_no_run() -> None:
+    """Whether it wakes before it would be fenced, or is fenced and started again."""
+    for lease, replaced in ((30.0, False), (12.0, True)):
+        model = Model(steps=8, stall_seconds=8.0, lease_seconds=lease, lost_seconds=60.0)
+        for moment in range(10):
+            plan = Plan(
+                until=40.0, faults=[Pause(0.2 + 0.2 * moment, "generator-0", 36.0 if replaced else 20.0, replaced)]
+            )
+            world = World(1, model, plan)
+            result = world.run()
+            assert result.ok, result.violation
+            assert world.summary["ok"], world.summary["reason"]
 
 
 def test_a_generator_that_finishes_what_runs_before_it_loads_blocks_nothing() -> None:

@@ -415,6 +415,8 @@ class World:
             self.fail(Violation(f"{one.process.name} has ended, but these tasks are left: {names}", one.process.name))
         if one.role == "master":
             self._master_ended(how, ok)
+        elif one.left_calmly_at == self.oracle.disturbed_until:  # there was no fault since
+            self.oracle.trainer_left(one.process.name)
         self._gone(one, silent=False)
         done = one.stays_away or (ok and one.restart_after is None)
         one.ended = done and not one.stays_away
@@ -561,6 +563,7 @@ class World:
         if self.over:
             return
         self.fault(f"{fault}")
+        calm = self.oracle.disturbed_until < self.scheduler.now
         self._disturb(_seconds_of(fault))
         self.counters[type(fault).__name__.lower()] += 1
         now = self.scheduler.now
@@ -574,6 +577,8 @@ class World:
                 if one := self._running(name):
                     one.restart_after = restart_after
                     one.stays_away = restart_after is None
+                    if calm and self._has_time_to_save(one):
+                        one.left_calmly_at = now
                     if not one.loop.send_signal(signal.SIGTERM):
                         self.kill(one, restart_after)
             case faults.Pause(_, name, seconds, replaced):
@@ -618,6 +623,12 @@ class World:
                     one.toil.to_hang.add(work)
             case _:
                 assert_never(fault)
+
+    def _has_time_to_save(self, one: Incarnation) -> bool:
+        """True if a trainer that is told to leave can end its step and save a checkpoint before it has to end."""
+        pace, works = self.model.pace, one.role == "trainer" and one.actor.state == "healthy"
+        quick = 4 * (pace.step + pace.write + pace.save) < self.model.drain_seconds
+        return works and quick and not one.toil.to_hang and self._running("master-0") is not None
 
     def _resume(self, fault: faults.Resume) -> None:
         if self.over:

@@ -58,7 +58,7 @@ async def answer(request):
     return Status(values=json.loads((folder / "status").read_text()))
 async def serve():
     stopped = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stopped.set)
     bus = Bus("master/0#stand-in", ZmqNetwork(Keys(Path(os.environ["KEYS_OF_TESTS"]))))
     bus.serve(address, answer, print)
     while not (folder / "end").exists() and not stopped.is_set():
@@ -393,6 +393,20 @@ async def test_a_child_that_left_as_it_was_told_to_is_not_started_again(whole, c
     (tmp_path / "end").write_text("0")
     assert (await running).ok
     assert len(play.starts("generator")) == 1
+
+
+async def test_a_child_that_somebody_else_told_to_leave_is_started_again(whole, config, tmp_path, at_once):
+    play = whole(
+        trainer="signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\nprint('up', flush=True)\nwhile True: "
+        "time.sleep(0.02)"
+    )
+    running = asyncio.create_task(play.supervisor.run_everything(config, [], network()))
+    await until(play.everybody_is_up)
+    os.kill(play.pid("trainer"), signal.SIGTERM)
+    await until(lambda: len(play.starts("trainer")) == 2)
+    assert "trainer/0 was told to leave by another program (SIGTERM), and is started again in 0 s" in play.output
+    (tmp_path / "end").write_text("0")
+    assert (await running).ok
 
 
 async def test_an_alert_of_the_master_is_a_line_on_a_console_that_is_no_terminal(whole, config, tmp_path, monkeypatch):

@@ -55,6 +55,17 @@ OWN = textwrap.dedent(
     def grows(prompt, completion, row):
         return len(bytearray(int(completion)))
 
+    kept = []
+
+    def leaks(prompt, completion, row):
+        try:
+            kept.append(bytearray(100 << 20))
+        except MemoryError:
+            if row["hides"]:
+                raise KeyError("something else")
+            raise
+        return os.getpid()
+
     class Counting:
         deterministic = False
 
@@ -235,6 +246,21 @@ async def test_a_worker_has_no_more_memory_than_it_may():
         assert await score(pool, "own:grows", "", f"{2**20}", {}) == 2**20
         assert (await failure(pool, "own:grows", f"{2**30}"))[0] in ("raised", "died")
         assert await score(pool, "own:grows", "", f"{2**21}", {}) == 2**21
+
+
+@pytest.mark.parametrize("hides", [False, True])
+async def test_a_worker_that_has_leaked_all_its_memory_is_replaced(hides):
+    async with pool_of("leaks", memory_gib=0.5) as pool:
+        workers = []
+        while len({*workers} - {None}) < 3:  # a new one leaks, too
+            try:
+                workers.append(await score(pool, "own:leaks", "", f"{len(workers)}", {"hides": hides}))
+            except RewardFailed as error:
+                assert error.kind == "raised"
+                assert "reward.memory_gib" in error.reason
+                assert workers[-1] is not None, "the call after the one that failed must succeed"
+                workers.append(None)
+    assert workers.count(None) == 2
 
 
 async def test_a_worker_that_died_idle_costs_no_job():
