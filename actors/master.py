@@ -361,8 +361,10 @@ class Master(HandlesRequests):
             last = now = self._now()
             for identity, silence in self.members.silent(self.config.master.lease_seconds):
                 self._remove(identity, f"silent for {silence:.0f} s")
+                self._progress.lost()
             for identity, hang in self._hangs.find():
                 self._remove(identity, hang)
+                self._progress.lost()
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
             self._evaluations.watch()
@@ -490,6 +492,7 @@ class Master(HandlesRequests):
     async def leave(self, request: Request[Leave]) -> Done:
         if request.sender in self.state.members:
             self._remove(request.sender, request.message.reason)
+            self._progress.lost()
         return Done()
 
     @handles(AskSnapshot)

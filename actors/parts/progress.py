@@ -19,12 +19,17 @@ class Progress:
         self._config, self._state, self._members, self._clock = state.config, state, members, members.clock
         self._failures = failures
         self._free = free
+        self._successor_until = 0.0
         self.made()
 
     def made(self) -> None:
         """An actor has worked, or what it did has moved the run."""
         self._last = self._clock()
         self._remedies = 0
+
+    def lost(self) -> None:
+        """A member has gone. The run does not end before the one that may be started in its place had time to join."""
+        self._successor_until = self._clock() + self._config.master.lease_seconds
 
     # --- stalls
 
@@ -36,7 +41,7 @@ class Progress:
         After two thirds, fence the `suspects`, so that they are restarted. After all of it, end the run. While a role
         has no healthy member, only the last one is done."""
         limit, idle = self._config.master.stall_seconds, self._clock() - self._last
-        if idle > limit:
+        if idle > limit and self._clock() >= self._successor_until:
             return "end"
         if self._remedies == 2 or idle <= limit * (self._remedies + 1) / 3 or self.missing():
             return None

@@ -666,6 +666,13 @@ def test_a_pause_of_the_only_generator_that_is_longer_than_stall_seconds_ends_no
             assert world.summary["ok"], world.summary["reason"]
 
 
+def test_a_generator_that_is_away_for_longer_than_stall_seconds_is_waited_for() -> None:
+    model = Model(steps=8, stall_seconds=8.0, lease_seconds=30.0, lost_seconds=60.0)
+    world = World(1, model, Plan(until=40.0, faults=[Leave(1.0, "generator-0", 20.0)]))
+    assert world.run().ok
+    assert world.summary["ok"], world.summary["reason"]
+
+
 def test_a_generator_that_finishes_what_runs_before_it_loads_blocks_nothing() -> None:
     for seed in range(24):
         drawn = World(seed)
