@@ -61,7 +61,7 @@ class Spool:
         (_, _, file), *_ = connection.execute("PRAGMA database_list")
         self._file = Path(file)
         self._file_lock = lock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._waiting: deque[tuple[Any, ...]] = deque()  # rows that threads are about to store
 
     @classmethod
@@ -87,25 +87,31 @@ class Spool:
 
     def put(self, part: Group, place: int = 0, size: int = 1) -> Group | None:
         """Store the part of a group that has this place in it, unless that is taken, or the group has `size` parts.
-        Returns the group once it has. Raises SpoolDamage as `get` does."""
+        Returns the group once it has. If it raises SpoolError, the part is not stored. Raises SpoolDamage as `get`
+        does."""
         fields = (part.id, place, part.prompt_index, safetensors.numpy.save(columns(part.trajectories)), part.notes)
-        self._waiting.append((*fields, _checksum(*fields), part.id, size))
-        self._store_waiting()
+        row = (*fields, _checksum(*fields), part.id, size)
+        self._waiting.append(row)
+        self._store_waiting(row)
         return self.complete(part.id, size)
 
-    def _store_waiting(self) -> None:
-        """Store what all threads wait to store: one commit, which takes as long as the disk needs, for all of it."""
+    def _store_waiting(self, own: tuple[Any, ...]) -> None:
+        """Store what all threads wait to store: one commit, which takes as long as the disk needs, for all of it. If it
+        fails, the rows of the others wait for these, and `own` does not. A thread whose own row does not wait any more
+        takes it for stored, so the lock is held until they do again."""
         rows: list[tuple[Any, ...]] = []
-        try:
-            with self._transaction() as connection:
-                while self._waiting:
-                    rows.append(self._waiting.popleft())
-                if rows:
-                    statement = f"INSERT OR IGNORE INTO parts (id, {_PART}) SELECT ?, ?, ?, ?, ?, ? {_IF_ROOM}"
-                    connection.executemany(statement, rows)
-        except SpoolError:
-            self._waiting.extend(rows)  # for the other threads
-            raise
+        with self._lock:
+            try:
+                with self._transaction() as connection:
+                    while self._waiting:
+                        rows.append(self._waiting.popleft())
+                    if rows:
+                        statement = f"INSERT OR IGNORE INTO parts (id, {_PART}) SELECT ?, ?, ?, ?, ?, ? {_IF_ROOM}"
+                        connection.executemany(statement, rows)
+            except SpoolError:
+                self._waiting.extend(row for row in rows if row is not own)
+                if any(row is own for row in rows):
+                    raise
 
     def complete(self, group_id: str, size: int) -> Group | None:
         """The group, if it has `size` parts."""

@@ -10,13 +10,12 @@ from areal.storage.rollouts import Rollout
 from simulation.engines import SimEngine, Toil
 from simulation.loop import DEAD, FaultyLoop
 from simulation.network import FaultyNetwork
-from simulation.watched import Disk, WatchedBus, WatchedRollouts
+from simulation.watched import Disk, WatchedBus
 
 
 class Process:
     """One name in the cluster, such as `generator-0`, over all restarts. `slower`: extra seconds of each disk
-    operation, at most. `rollouts`: those that are written. `writers`: of them, by the order in which their processes
-    were started; only the last one may write more."""
+    operation, at most. `rollouts`: those that are written."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -27,7 +26,6 @@ class Process:
         self.running: Incarnation | None = None
         self.disk: Disk | None = None
         self.rollouts: list[Rollout] = []
-        self.writers: dict[int, WatchedRollouts] = {}
 
     def limit_disk(self, full: bool) -> None:
         """Let the disk have no room for more, or again."""

@@ -127,18 +127,23 @@ class WatchedSpool(Spool):
 
 
 class WatchedRollouts(RolloutWriter):
-    """The real writer of rollouts, which writes into `written`. `may_write`: whether no later
-    process has opened them."""
+    """The real writer of rollouts, which writes into `written`. `may_write`: whether its trainer is that of the run. In
+    a run folder the lock on the spool sees to this: a trainer opens the rollouts once the one before has closed them.
+    Here trainers overlap, so each reads them when it becomes that of the run."""
 
-    def __init__(self, written: list[Rollout], may_write: Callable[[WatchedRollouts], bool]) -> None:
+    def __init__(self, written: list[Rollout], may_write: Callable[[], bool]) -> None:
         self._written, self._may_write = written, may_write
         super().__init__(Path(), "all", 0, lambda sequences: [])
+
+    def assign(self, run: str) -> None:
+        self.__init__(self._written, self._may_write)  # type: ignore[misc]
+        super().assign(run)
 
     def earlier(self) -> Iterator[tuple[int, list[str]]]:
         return ((rollout.step or 0, [rollout.group.id]) for rollout in self._written)
 
     def store(self, rollouts: Sequence[Rollout]) -> None:
-        if self._may_write(self):
+        if self._may_write():
             self._written += rollouts
 
 

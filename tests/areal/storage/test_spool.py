@@ -284,6 +284,40 @@ def test_a_disk_that_refuses_keeps_no_part_of_a_group():
     assert spool.ids() == ["g0.0", "g1.0"]
 
 
+def test_what_a_full_disk_refused_is_not_stored_with_what_another_stores_later():
+    connection = sqlite3.connect(":memory:", check_same_thread=False)
+    spool = Spool(connection)
+    connection.execute("PRAGMA max_page_count = 1")
+    for _ in range(3):  # as a trainer repeats it while its disk is full
+        with pytest.raises(SpoolError, match="full"):
+            spool.put(make_group(0, (20_000,)))
+    assert not spool._waiting
+    connection.execute("PRAGMA max_page_count = 100000")
+    spool.put(make_group(1))
+    assert spool.ids() == ["g1.0"]
+
+
+def test_while_a_disk_fills_each_of_several_threads_stores_its_group_or_is_told():
+    connection = sqlite3.connect(":memory:", check_same_thread=False)
+    spool = Spool(connection)
+
+    def put(number: int) -> str | None:
+        try:
+            stored = spool.put(make_group(number, (3_000,)))
+        except SpoolError:
+            return None
+        assert stored is not None
+        return stored.id
+
+    for number in range(0, 800, 8):
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {pages + 20}")
+        with ThreadPoolExecutor(8) as threads:
+            stored = {group for group in threads.map(put, range(number, number + 8)) if group}
+        assert set(spool.ids()) == stored
+        spool.forget(stored)
+
+
 def write_text(path: Path) -> None:
     path.write_text("not a database at all, but long enough for a header. " * 100)
 
