@@ -52,9 +52,10 @@ def _bounds_of_master(master: Any, model: Model, members: int) -> dict[str, tupl
 
 
 def _steps_to_redo(model: Model) -> int:
-    """Steps are trained while a checkpoint is written, but not beyond the next one, and those since the checkpoint
-    before are kept."""
-    return model.steps if model.doubtful else 3 * model.checkpoint_every
+    """Steps are trained while a checkpoint is written, but not beyond the next one, so after two intervals a trainer
+    waits for it. If it is killed there, its successor saves one of both intervals. The steps since the checkpoint
+    before are kept, too."""
+    return model.steps if model.doubtful else 4 * model.checkpoint_every
 
 
 def _check_policy(one: Incarnation) -> None:
