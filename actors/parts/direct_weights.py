@@ -30,7 +30,7 @@ from areal.devices import visible_devices
 from areal.generation.engine import FINISH, WeightLoadError
 from protocols.addresses import host_of, is_loopback
 from protocols.errors import BusError, RefusedError, StreamBrokenError
-from protocols.messages import Done, Policy, SendWeights, TransferCall, TransferDone
+from protocols.messages import Done, Message, Policy, SendWeights, TransferCall, TransferDone
 from protocols.transport import Request
 
 if TYPE_CHECKING:
@@ -195,9 +195,11 @@ class _Link:
 
 
 class DirectReceiver:
-    """The generator's end."""
+    """The generator's end. `lost` is set if the trainer goes, or gives up the transfer, while the engine does a
+    call."""
 
     def __init__(self, generator: Actor) -> None:
+        self.lost = asyncio.Event()
         self._generator = generator
 
     async def calls(self, policy: Policy) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
@@ -209,9 +211,10 @@ class DirectReceiver:
         address, config = trainers[0].address, self._generator.config
         ask = SendWeights(lineage=policy.lineage, version=policy.version, workers=config.generator.devices)
         complete = False
+        self.lost.clear()
         try:
             stream = self._generator.bus.peer(address).stream(ask, TRANSFER_SECONDS)
-            async with contextlib.aclosing(stream) as parts:
+            async with contextlib.aclosing(self._watched(stream)) as parts:
                 async for part in parts:
                     if not isinstance(part, TransferCall):
                         raise StreamBrokenError(f"expected a call, got {part.kind!r}")
@@ -221,6 +224,33 @@ class DirectReceiver:
         except BusError as error:
             if not complete:
                 raise WeightLoadError(f"the trainer did not send version {policy.version}: {error}") from None
+
+    async def _watched(self, stream: AsyncGenerator[Message, None]) -> AsyncGenerator[Message, None]:
+        """The parts of the stream, which is also read while a part is in use: the trainer sends the next one only after
+        the answer to it, so that an end of the stream meanwhile is the end of the transfer."""
+
+        def note(read: asyncio.Task[Message | None]) -> None:
+            if not read.cancelled() and read.exception():
+                self.lost.set()
+
+        reading = asyncio.create_task(_next(stream))
+        try:
+            while True:
+                part = await reading
+                if part is None:
+                    return
+                reading = asyncio.create_task(_next(stream))
+                reading.add_done_callback(note)
+                yield part
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await stream.aclose()
+
+
+async def _next(stream: AsyncGenerator[Message, None]) -> Message | None:
+    """The next part, or None at the end."""
+    return await anext(stream, None)
 
 
 def _info(part: TransferCall) -> dict[str, Any]:

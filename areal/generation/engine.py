@@ -64,8 +64,11 @@ PREEMPTED = 3
 # The number of the only adapter.
 ADAPTER = 1
 
-# Timeout of one call of a transfer: so much, and a second for so many elements. An engine that takes longer is stuck.
-TRANSFER_SECONDS, ELEMENTS_PER_SECOND = 90.0, 25e6
+# Timeout of one call of a transfer: so much, and a second for so many elements, or else so many times as long as the
+# last transfer took. An engine that takes longer is stuck.
+TRANSFER_SECONDS, ELEMENTS_PER_SECOND, TIMES_THE_LAST = 90.0, 25e6, 10.0
+# An engine in a call of a sender that is gone is ended after so much: gloo notices it in this time, NCCL never does.
+LOST_SECONDS = 5.0
 
 
 class EngineError(Exception):
@@ -155,6 +158,7 @@ class GenerationEngine:
         self._drained_since: float | None = None
         self._error: EngineError | None = None
         self._torn_since: float | None = None
+        self._elements_per_second = ELEMENTS_PER_SECOND  # of a transfer, at the least
         self._handed_over = False
         self._tokens_generated = self._preemptions = self._queries = self._hits = self._steps = 0
         self._loads: dict[int, tuple[int, float]] = {}  # running sequences and KV use, by data-parallel rank
@@ -242,30 +246,34 @@ class GenerationEngine:
                 await asyncio.wait({swap})  # cancelling the swap would leave the engine paused for ever
                 raise
 
-    async def receive(self, version: int, calls: AsyncGenerator[tuple[str, dict[str, Any]], None]) -> LoadTimes:
+    async def receive(
+        self, version: int, calls: AsyncGenerator[tuple[str, dict[str, Any]], None], lost: asyncio.Event | None = None
+    ) -> LoadTimes:
         """Swap in weights that a trainer sends straight into the engine, as in `load`. The engine was started with
         `transfer`.
 
         calls: those of vLLM's weight transfer, each with its argument, from the first to `finish_weight_update`; asking
         for the next one says that a call is done. Sequences are interrupted at `start_weight_update`, whose argument is
-        the shape of each tensor that will come. Raises WeightLoadError if they do not fit the model, or if the transfer
-        ends early or fails: then the engine stays paused until `load` or `receive` has brought a whole version. Raises
-        EngineError if the engine dies, or does not finish a call in time (the engine is then closed).
+        the shape of each tensor that will come. lost: is set once the sender is gone in the middle of a call. Raises
+        WeightLoadError if they do not fit the model, or if the transfer ends early or fails: then the engine stays
+        paused until `load` or `receive` has brought a whole version. Raises EngineError if the engine dies, or does not
+        finish a call in time, which is LOST_SECONDS for a sender that is gone (the engine is then closed).
         """
         async with self._loading, self.drained(), contextlib.aclosing(calls):
             self._raise_if_failed()
             await self._end_transfer()
-            times, patience, pause = None, TRANSFER_SECONDS, None
+            times, pause, elements = None, None, 0
             try:
                 async for call, info in calls:
                     if call == "start_weight_update":
                         _check_shapes({name: tuple(shape) for name, shape in info.items()}, self._model, "what is sent")
-                        patience += sum(prod(shape) for shape in info.values()) / ELEMENTS_PER_SECOND
+                        elements = sum(prod(shape) for shape in info.values())
                         pause = await self._pause()
                         self._torn_since = pause.start
-                    await self._transfer(patience, "transfer", call, info)
+                    await self._transfer(elements, None if call == FINISH else lost, "transfer", call, info)
                     if call == FINISH and pause:
                         times = await self._resume(pause, version)
+                        self._elements_per_second = elements / times.load_seconds / TIMES_THE_LAST
             except WeightLoadError:
                 await self._end_transfer()
                 raise
@@ -274,23 +282,33 @@ class GenerationEngine:
                 raise WeightLoadError("the trainer ended the transfer early")
             return times
 
-    async def _transfer(self, patience: float, method: str, *args: Any) -> None:
-        """Call a method of all workers. Raises WeightLoadError if one has failed, EngineError if they take longer than
-        `patience` seconds."""
+    async def _transfer(self, elements: int, lost: asyncio.Event | None, method: str, *args: Any) -> None:
+        """Call a method of all workers, for a transfer of so many elements. Raises WeightLoadError if one has failed,
+        EngineError if they take too long."""
+        patience = TRANSFER_SECONDS + elements / self._elements_per_second
+        call = asyncio.create_task(self._call_workers(method, *args))
+        loss = asyncio.create_task((lost or asyncio.Event()).wait())
         try:
-            async with asyncio.timeout(patience):
-                wrong = await self._call_workers(method, *args)
-        except TimeoutError:
-            stuck = self._fail(EngineError(f"A transfer of weights has not ended within {patience:.0f} s."))
-            await self.close()
-            raise stuck from None
+            await asyncio.wait({call, loss}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if loss.done():
+                await asyncio.wait({call}, timeout=LOST_SECONDS)
+            if not call.done():
+                why = "its sender is gone" if loss.done() else f"it has not ended within {patience:.0f} s"
+                stuck = self._fail(EngineError(f"A transfer of weights holds the engine, but {why}."))
+                await self.close(patience=0)
+                raise stuck
+            wrong = call.result()
+        finally:
+            call.cancel()
+            loss.cancel()
+            await asyncio.wait({call, loss})
         if wrong:
             raise WeightLoadError(wrong)
 
     async def _end_transfer(self) -> None:
         """After a transfer that failed: release the sender, and make the model ready for a load."""
         if self._torn_since is not None:
-            await self._transfer(TRANSFER_SECONDS, "end_transfer")
+            await self._transfer(0, None, "end_transfer")
 
     @contextlib.asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
@@ -351,12 +369,13 @@ class GenerationEngine:
             self._steps,
         )  # fmt: skip
 
-    async def close(self) -> None:
-        """Stop the engine process. Sequences still streaming end with an EngineError."""
+    async def close(self, patience: float = CLOSE_SECONDS) -> None:
+        """Stop the engine process, and kill it after `patience` seconds. Sequences still streaming end with an
+        EngineError."""
         self._fail(EngineError("The engine was closed."))
         self._pump.cancel()
         await asyncio.wait({self._pump})
-        await asyncio.to_thread(self._core.shutdown, CLOSE_SECONDS)
+        await asyncio.to_thread(self._core.shutdown, patience)
 
     async def _send(
         self, key: str, tokens: Sequence[int], sampling: SamplingConfig, max_new_tokens: int | None,

@@ -267,7 +267,9 @@ class SimEngine:
         async with self._loading, self.drained():
             return await self._swap(folder, version)
 
-    async def receive(self, version: int, calls: AsyncGenerator[tuple[str, dict[str, Any]], None]) -> LoadTimes:
+    async def receive(
+        self, version: int, calls: AsyncGenerator[tuple[str, dict[str, Any]], None], lost: asyncio.Event
+    ) -> LoadTimes:
         raise WeightLoadError("a simulated engine has no process group: its generator loads the files")
 
     async def _swap(self, folder: Path, version: int) -> LoadTimes:

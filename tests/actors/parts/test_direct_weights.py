@@ -1,7 +1,8 @@
 """Weights from a trainer's process straight into a real vLLM engine, over real sockets and real groups of gloo, and
 what becomes of a transfer when either side goes.
 
-One engine serves the module; the last test kills it. Trainers are forked from a process that has vLLM loaded.
+One engine serves the module; the last two tests each kill it, and the first of them starts another. Trainers are forked
+from a process that has vLLM loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from actors.parts.direct_weights import DirectReceiver, DirectSender
 from actors.runtime.addresses import Door
 from areal.config import GeneratorConfig, SamplingConfig, UserError, WeightsConfig
 from areal.cpu.fork_server import IMPORTED
+from areal.generation import engine as engines
 from areal.generation.engine import Chunk, EngineError, GenerationEngine, WeightLoadError
+from areal.storage.disk import Patience
 from areal.weights.chunks import Manifest
 from protocols.errors import RefusedError
 from protocols.messages import Member, Policy, SendWeights, TransferDone
@@ -139,6 +142,7 @@ class Cluster:
         )  # fmt: skip
         self.generator.policy = self.policy
         self.generator.directory = {"trainer/0#x": self.trainer.member}
+        self.generator._disk = Patience(self.folder, "the generator")  # as joining does
         await self.generator.setup()
 
     async def _start_engine(self, *_, **options):
@@ -225,7 +229,7 @@ async def started_cluster(folder, models, context, config):
         made.trainer.end()
         for bus in made.buses:
             await bus.close()
-        await engine.close()
+        await made.engine.close()
 
 
 async def collect(stream, progress=None) -> Chunk:
@@ -430,6 +434,33 @@ async def test_without_interruption_a_transfer_that_fails_leaves_the_engine_stop
     await cluster.load()
     assert set((await waits).versions) == {policy.version}
     await cluster.check_sampled(policy.version)
+
+
+async def test_an_engine_that_waits_for_a_silent_trainer_is_ended_and_another_goes_on_with_the_next_trainer(
+    cluster, monkeypatch
+):
+    monkeypatch.setattr(engines, "LOST_SECONDS", 1.0)  # gloo would free the engine, NCCL would not
+    await cluster.publish()
+
+    async def stop():
+        cluster.trainer.kill(signal.SIGSTOP)
+
+    at_call(monkeypatch, "update_weights", stop)
+    with pytest.raises(EngineError, match="holds the engine, but its sender is gone"):
+        await cluster.load()
+    monkeypatch.undo()
+    cluster.trainer.kill()
+    ended, cluster.engine = (
+        cluster.engine,
+        await GenerationEngine.start(cluster.model(0), CONFIG, version=0, transfer="gloo"),
+    )
+    await ended.close()
+    cluster.generator._started = cluster.engine
+    await cluster.another_trainer()
+    await cluster.publish()
+    await cluster.load()
+    await cluster.check_sampled(cluster.policy.version)
+    assert (await cluster.trainer.tell())["links"] == [NAMES[0]]
 
 
 async def test_a_trainer_outlives_an_engine_that_dies_while_tensors_land(cluster, monkeypatch):
