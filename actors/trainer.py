@@ -445,7 +445,7 @@ class Trainer(Actor):
         except UserError:
             ways = ways_on(self.config.folder, checkpoint_of(self.config.folder, newest))
             raise UserError(f"{damage} {ways[0].upper()}{ways[1:]}") from None
-        log.error(f"{damage} The run goes on from version {older}: the steps since are trained again.", notice=True)
+        log.error(f"{damage} The run goes on from version {older}: the steps since are trained again.")
         return older
 
     async def _load(self, version: int, run: str) -> int:

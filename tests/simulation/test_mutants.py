@@ -23,6 +23,7 @@ from simulation.faults import (
     Plan,
     Replace,
     Resume,
+    SlowDisk,
     Storm,
 )
 from simulation.model import with_hangs
@@ -188,13 +189,18 @@ PROVOKED = {
     "bounds of now": Provoked("every group fits", lambda n: plan(Resume(2.0, 0, 0)), replace(FAILING, max_staleness=2)),
     "lineages ignored": Provoked("but knows of", lambda n: plan(Kill(2.0 + n / 4, "trainer-0", 0.3)), Model(steps=8)),
     "rollouts written again": Provoked(
-        "twice or not in order", lambda n: plan(Kill(1.6 + n / 32, "trainer-0", 0.3)),
-        Model(steps=6, checkpoint_every=4), 24,
+        "twice or not in order",
+        lambda n: plan(
+            SlowDisk(1.0, "trainer-0", 0.5, 8.0), *(Kill(1.7 + n / 32 + 1.43 * i, "trainer-0", 0.1) for i in range(4)),
+            until=10.0,
+        ),
+        Model(steps=12, checkpoint_every=2),
     ),
     # The old trainer goes on after its successor.
     "no fencing": Provoked(
-        "trainer-0 raised RefusedError", lambda n: plan(Pause(1.0 + n / 32, "trainer-0", 4.0, replaced=True)),
-        Model(steps=8, max_staleness=2), 24,
+        "is published in lineage",
+        lambda n: plan(*(Replace(1.5 + n / 16 + 1.3 * i, "trainer-0") for i in range(3)), until=8.0),
+        Model(steps=12, checkpoint_every=2, max_staleness=2),
     ),
     # Slow groups, and a master whose clock is ahead of that of the one before.
     "leases not renewed at a start": Provoked(
