@@ -969,7 +969,8 @@ class RolledBackMachine(LedgerMachine):
         self.ledger = self.ledger_class.load(dump, self.settings, self.events.append)
         lost = data.draw(st.sets(st.sampled_from(sorted(self.ready_groups)))) if self.ready_groups else set()
         for group_id in [*self.leases, *sorted(lost)]:
-            self.ledger._emit(Requeued(group_id, "lost", failed=False))
+            if self.ledger.group(group_id):  # owners learn only later that a group was re-queued
+                self.ledger._emit(Requeued(group_id, "lost", failed=False))
         self.leases.clear()
         self.ready_groups -= lost
 
