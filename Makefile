@@ -8,7 +8,7 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-all paper-mini bench coverage lint docs setup clean
+.PHONY: run test test-all test-runner paper-mini bench coverage lint docs setup clean
 
 run: setup
 	$(BIN)/python run.py $(ARGS)
@@ -18,6 +18,16 @@ test: setup
 
 test-all: setup
 	$(PYTEST) $(ARGS)
+
+# The engine's tests on vLLM's model runner of GPUs, interpreted: minutes. Triton has a folder of its own, 1 GB; in .venv
+# all other tests would import it too.
+test-runner: setup build/triton
+	$(PYTEST) tests/runner_v2 $(ARGS)
+
+build/triton:
+	rm -rf $@.part
+	$(PIP) --no-deps --target $@.part triton==3.9.0
+	mv $@.part $@
 
 # The experiments of configs/paper in miniature, on two CPU cores. Prints the paper's tables with their rows.
 paper-mini: setup

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from vllm.config import get_current_vllm_config_or_none
+import torch
+from vllm import envs
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
 from areal.generation.vllm_worker import PolicyWorker
 
@@ -31,3 +33,18 @@ class ReloadingWorker(PolicyWorker):
 
     def schedules_ahead(self) -> bool:
         return bool(self.model_runner.use_async_scheduling)
+
+
+class NotingRunner:
+    """Mixin of vLLM's second model runner, which does not keep what the first does. In the configuration vLLM's
+    platform of CPUs takes it back once the engine has started."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        self.use_async_scheduling = vllm_config.scheduler_config.async_scheduling
+
+
+if envs.VLLM_USE_V2_MODEL_RUNNER:
+    from vllm.v1.worker.cpu import model_runner
+
+    model_runner.CPUModelRunner = type("CPUModelRunner", (NotingRunner, model_runner.CPUModelRunner), {})

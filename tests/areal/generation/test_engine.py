@@ -833,6 +833,29 @@ async def test_guessed_tokens_have_the_logprobs_and_versions_of_what_accepts_the
     assert abs(excess) < 5 * variance**0.5  # they are drawn as often as their log-probs say
 
 
+async def test_sequences_that_a_full_kv_cache_preempts_lose_no_token_and_have_the_logprobs_of_their_version(
+    models: Models,
+) -> None:
+    """Ten blocks of KV cache for four sequences that need three each, and an update in the middle."""
+    block = 2 * 2 * 2 * 32 * 4 * BLOCK_SIZE  # bytes: keys and values, layers, heads, head size, fp32
+    sizes = {"max_model_len": 200, "kv_cache_gib": 10 * block / 2**30}
+    engine = await GenerationEngine.start(models[0], CONFIG.model_copy(update=sizes), version=0)
+    sampling = SamplingConfig(temperature=0.8, max_new_tokens=48, min_new_tokens=48)
+    prompts = [PROMPT[i : 40 + i] for i in range(4)]  # no two share a block
+    tasks = [asyncio.create_task(collect(engine.generate("r", prompt, sampling))) for prompt in prompts]
+    await until(lambda: engine.stats().preemptions > 0)
+    await engine.load(models[1], 1)
+    sequences = await asyncio.gather(*tasks)
+    await engine.close()
+    assert 1 in np.concatenate([sequence.versions for sequence in sequences])
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert len(sequence.tokens) == len(sequence.logprobs) == len(sequence.versions) == 48
+        for version in set(sequence.versions.tolist()):
+            part = sequence.versions == version
+            expected = reference(models[version], prompt, sequence.tokens, sampling.temperature, without=EOS)
+            assert np.abs(expected - sequence.logprobs)[part].max() < 1e-4
+
+
 async def test_a_kept_kv_cache_serves_the_sequences_that_run_and_no_later_prompt(models: Models) -> None:
     engine = await GenerationEngine.start(models[0], CONFIG.model_copy(update={"kv_on_update": "keep"}), version=0)
     tasks = await queue_up(engine, 24)
