@@ -206,7 +206,7 @@ def test_an_engine_that_hangs_is_killed_and_the_run_goes_on(run, small, tmp_path
     changes = ["steps=8", "generator.count=1", "data.eval_size=0", "master.hang_seconds=5"]
     started = run("--config", CONFIG, *small, *changes)
     wait_for_step(started, folder, 3)
-    engine = int(re.findall(r"EngineCore pid=(\d+)", (folder / "logs" / "generator-0.out").read_text())[-1])
+    (engine,) = (p.pid for p in descendants(started.process.pid) if "EngineCore" in p.command)
     os.kill(engine, signal.SIGSTOP)
     check_finished(started, folder, SECONDS_OF_A_SMALL_RUN)
     assert re.search(r'"generator/0#\w+", "reason": "it hangs: .* has stood still for', log_of(folder, "master-0"))
