@@ -218,6 +218,7 @@ def test_flex_attention_sees_the_same_tree(model, groups):
 
 def compiled_flex(monkeypatch):
     """As on a GPU, but compiled to what CPUs can do."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # a generator's process has it
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *tensors: None)
     torch._dynamo.reset()
