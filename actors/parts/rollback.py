@@ -24,7 +24,7 @@ from areal.config import Config, UserError
 from areal.storage.journal import Journal
 from areal.storage.rollouts import FOLDER as ROLLOUTS
 from areal.storage.rollouts import move_rollouts
-from areal.storage.run_folder import checkpoint_of, checkpoints_in, hold_changes_from, move_records
+from areal.storage.run_folder import checkpoint_of, checkpoints_in, hold_changes_from, move_records, version_of
 from areal.storage.spool import Spool, SpoolError
 
 ABANDONED, SPOOL, METRICS, EVALUATIONS = "abandoned", "spool.db", "metrics.jsonl", "evaluations.jsonl"
@@ -121,7 +121,7 @@ def _move_files(config: Config, state: RunState) -> None:
     for path in [folder / name for name in MOVED_WHOLE]:
         _move(path, abandoned)
     for path in checkpoints_in(folder):
-        if int(path.name.removeprefix("step_")) > version:
+        if version_of(path) > version:
             _move(path, abandoned / "checkpoints")
     for path in (folder / "benchmarks").glob("*.jsonl"):
         if int(path.stem.rpartition("-")[2]) > version:

@@ -22,7 +22,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 from areal.config import Config, SourceConfig, UserError, without_secrets
 from areal.models import hub_id, name_of
 from areal.observe.report import Run, read_run, write_figure
-from areal.storage.run_folder import config_of_run, last_checkpoint
+from areal.storage.run_folder import config_of_run, last_checkpoint, version_of
 from areal.weights.folders import ADAPTER_CONFIG_FILE, atomic_folder
 
 # Files of a checkpoint that are the model's. Large ones are hard links.
@@ -73,7 +73,7 @@ def make_folder(folder: Path, output: Path | None, repo: str | None) -> Path:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, target / name)
         write_figure(folder, target / FIGURE)
-        version = int(checkpoint.name.removeprefix("step_"))
+        version = version_of(checkpoint)
         _card(run, config, version, repo or config.name, target).save(target / "README.md")
     return output
 

@@ -243,6 +243,11 @@ def checkpoint_of(folder: Path, version: int) -> Path:
     return folder / "checkpoints" / f"step_{version:06}"
 
 
+def version_of(checkpoint: Path) -> int:
+    """The version of which a folder is the checkpoint."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
 def steps_trained(folder: Path) -> int:
     """The number of steps that the run in `folder` has trained."""
     return max((record["step"] for record in read_metrics(folder / "metrics.jsonl")), default=0)
@@ -268,11 +273,10 @@ def ways_out(folder: Path) -> str:
 def ways_on(folder: Path, without: Path | None = None) -> str:
     """What to do if the spool of the run in `folder`, or the checkpoint `without`, is not whole, for the end of a
     sentence."""
-    kept = [path for path in checkpoints_in(folder) if path != without]
-    if not kept:
+    checkpoints = [path for path in checkpoints_in(folder) if path != without]
+    if not checkpoints:
         return ways_out(folder)
-    step = int(kept[-1].name.removeprefix("step_"))
-    return f"put it back, or go on without it with --resume {folder} --from-step {step}."
+    return f"put it back, or go on without it with --resume {folder} --from-step {version_of(checkpoints[-1])}."
 
 
 def compare_record(folder: Path, run: str, version: int) -> None:
@@ -281,7 +285,7 @@ def compare_record(folder: Path, run: str, version: int) -> None:
     are not of one run."""
     journal, metrics, newest = folder / "journal.db", folder / "metrics.jsonl", last_checkpoint(folder)
     # The checkpoint of a step may be on disk before the step is in the journal.
-    kept = {str(newest): int(newest.name.removeprefix("step_")) - 1} if newest else {}
+    kept = {str(newest): version_of(newest) - 1} if newest else {}
     runs = set()
     for record in read_metrics(metrics):
         kept[str(metrics)] = record["step"]

@@ -52,11 +52,13 @@ from areal.storage import rollouts
 from areal.storage.run_folder import (
     changed_back,
     checkpoint_of,
+    checkpoints_in,
     config_of_run,
     differences,
     read_summary,
     replace,
     steps_trained,
+    version_of,
     within,
 )
 from areal.training.guard import Guard
@@ -192,7 +194,7 @@ def _range(run: Path, config: Config, steps: str) -> tuple[int, int]:
             f"--steps {steps} is not within the {trained} steps of {run}: write A:B, for those after A up to B."
         )
     if first and not checkpoint_of(run, first).is_dir():
-        there = sorted(int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*"))
+        there = [version_of(path) for path in checkpoints_in(run)]
         raise UserError(
             f"There is no checkpoint of step {first} in {run}: begin --steps at "
             f"{', '.join(map(str, there)) + ', or at ' if there else ''}0, the run's model."
