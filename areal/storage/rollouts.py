@@ -12,6 +12,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import itemgetter
@@ -176,15 +177,9 @@ class RolloutWriter:
         """Write the rollouts into a new file."""
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"{self._number + 1:06}.parquet"
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            schema = SCHEMA.with_metadata({**SCHEMA.metadata, b"run": self.run.encode()})
-            with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=_DICTIONARY) as parquet:
-                for portion in _portions(_branches(rollouts)):
-                    parquet.write_table(_table(portion, self._texts))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with _writing(path, SCHEMA.with_metadata({**SCHEMA.metadata, b"run": self.run.encode()})) as parquet:
+            for portion in _portions(_branches(rollouts)):
+                parquet.write_table(_table(portion, self._texts))
         self._number += 1
         self._remove_oldest()
 
@@ -316,17 +311,25 @@ def move_rollouts(folder: Path, to: Path, moved: Callable[[str], bool]) -> None:
             continue
         to.mkdir(parents=True, exist_ok=True)
         _replace(to / path.name, table.filter(gone))
-        rest = table.filter(pc.invert(gone))
-        if rest.num_rows:
-            _replace(path, rest)
+        remaining = table.filter(pc.invert(gone))
+        if remaining.num_rows:
+            _replace(path, remaining)
         else:
             path.unlink()
 
 
 def _replace(path: Path, table: pa.Table) -> None:
+    with _writing(path, table.schema) as parquet:
+        parquet.write_table(table, row_group_size=ROWS_AT_ONCE)
+
+
+@contextmanager
+def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """Writes a file that is there, and on disk, only once it is whole."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
-        pq.write_table(table, file, compression="zstd", use_dictionary=_DICTIONARY, row_group_size=ROWS_AT_ONCE)
+        with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=_DICTIONARY) as parquet:
+            yield parquet
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
