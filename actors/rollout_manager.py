@@ -168,13 +168,7 @@ class RolloutManager(Sampler):
     async def _sample(self, permit: Permit) -> None:
         """Sample a group, or what is missing of it, and have the trainer store each sample when it is scored. Raises
         _GroupFailed."""
-        try:
-            row = self._source.row(permit.prompt_index)
-        except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
-            log.error("row failed", row=permit.prompt_index, exc_info=error)
-            raise _GroupFailed("row", f"row {permit.prompt_index} of the data cannot be used: {error}", 0) from None
-        if too_long := self.services.too_long(row):
-            raise _GroupFailed("long", too_long, 0)
+        row = self._row(permit.prompt_index)
         stored = await self._stored(permit)
         places = [place for place in range(self._samples) if place not in stored.places]
         needed = self.config.group_size - len(stored.places)
@@ -197,7 +191,7 @@ class RolloutManager(Sampler):
             self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
 
         start.report = report
-        work = [self._run_sample(permit, *each, row, start) for each in zip(places, sessions, strict=True)]
+        work = [self._run_sample(permit, *pair, row, start) for pair in zip(places, sessions, strict=True)]
         storing: list[asyncio.Task[RefusedError | None]] = []
 
         def store(scored: _Scored) -> None:
@@ -217,6 +211,17 @@ class RolloutManager(Sampler):
                 session.close()
             for task in storing:
                 task.cancel()
+
+    def _row(self, index: int) -> Row:
+        """The row of the data at the index. Raises _GroupFailed if it cannot be used."""
+        try:
+            row = self._source.row(index)
+        except Exception as error:  # a bad row, or a data set that cannot be read; libraries raise anything
+            log.error("row failed", row=index, exc_info=error)
+            raise _GroupFailed("row", f"row {index} of the data cannot be used: {error}", 0) from None
+        if too_long := self.services.too_long(row):
+            raise _GroupFailed("long", too_long, 0)
+        return row
 
     async def _first_scored(
         self, work: list[Coroutine[Any, Any, S | SampleFailed]], needed: int, on_scored: Callable[[S], None]

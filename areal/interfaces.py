@@ -22,10 +22,9 @@ def choose_interface(*hosts: str) -> None:
     By itself gloo listens at the address that the host's own name has, which is 127.0.1.1 in the /etc/hosts of Debian
     and Ubuntu. NCCL chooses an interface by itself, and no loopback one.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        name = interface_towards((*hosts, ANYWHERE))
-        if name and GLOO not in os.environ:
-            os.environ[GLOO] = name
+    on_several = int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if on_several and GLOO not in os.environ and (name := interface_towards((*hosts, ANYWHERE))):
+        os.environ[GLOO] = name
 
 
 def interface_towards(hosts: Iterable[str]) -> str | None:

@@ -74,7 +74,8 @@ def selftest_part(options: Namespace) -> None:
     from areal.selftest.child import serve
 
     module, _, kind = PARTS[options.part].partition(":")
-    config = () if options.part == "receiver" else (Config.model_validate_json(options.path.read_bytes()),)
-    if options.part == "trainer":
-        set_allocator(*(each.weights.transport for each in config))
-    serve(getattr(import_module(module), kind)(*config))
+    config = None if options.part == "receiver" else Config.model_validate_json(options.path.read_bytes())
+    if config and options.part == "trainer":
+        set_allocator(config.weights.transport)
+    make = getattr(import_module(module), kind)
+    serve(make(config) if config else make())

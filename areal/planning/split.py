@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from areal.config import Config, UserError
+from areal.generation.engine import SHARED
 from areal.planning.activations import Activations
 from areal.training.head import AT_ONCE
 from areal.training.optimizer import BUCKET, LARGEST_BUCKET
@@ -20,8 +21,6 @@ GENERATOR_SHARE = 0.9
 """Share of a device's memory for an engine that has the device to itself. vLLM's own default is 0.92."""
 TRAINER_SHARE = 0.9
 """Share of a device's memory that training can use; the rest is lost to fragmentation. Assumed."""
-SHARED = 0.3
-"""Share of a device's memory for an engine that has it together with the trainer, as in areal.generation.engine."""
 GENERATOR_OTHER = 1.5 * GIB
 """CUDA context and graphs of an engine. Assumed."""
 TRAINER_OTHER = 2 * GIB
@@ -284,8 +283,8 @@ def plan(
     """The split with the highest throughput among those in which training fits.
 
     Throughput is min(x g, (n - x) t) if x of n devices generate, in whole generators. A single device has both, and is
-    g t / (g + t) fast. For training, the lowest ZeRO
-    stage that fits is used, with gradient checkpointing if that is configured or nothing fits without it.
+    g t / (g + t) fast. For training, the lowest ZeRO stage that fits is used, with gradient checkpointing if that is
+    configured or nothing fits without it.
 
     Staleness: a step takes B G times the mean length, divided by the throughput. A completion of L tokens takes L
     divided by the rate of one sequence on a full generator. The trainer waits for no group if the longest completion
