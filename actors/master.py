@@ -274,8 +274,8 @@ class Master(HandlesRequests):
         """Who waits for a disk now."""
         yield from filter(None, (self.journal.shortage, self._patience.shortage))
         for pulse in self.members.pulses.values():
-            if found := pulse.beat.shortage:
-                yield Shortage(found.folder, found.cause, found.free, found.waits)
+            if short := pulse.beat.shortage:
+                yield Shortage(short.folder, short.cause, short.free, short.waits)
 
     async def _announce(self) -> None:
         """Publish events in order, each one only after the changes that it reports are on disk."""

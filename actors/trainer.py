@@ -215,36 +215,36 @@ class Trainer(Actor):
         """End the step and save a checkpoint, each if the last ones took no longer than what is left of
         `master.drain_seconds`. A checkpoint that is being written is written to its end. Say which was done."""
         ends = asyncio.get_running_loop().time() + self.config.master.drain_seconds
-        done = f"abandons step {self._step[0]}" if self._step else "abandons the checkpoint"
+        outcome = f"abandons step {self._step[0]}" if self._step else "abandons the checkpoint"
         try:
             if self._step and (lack := self._lack("step", self._step[1], ends)):
-                done += f": {lack}"
+                outcome += f": {lack}"
                 await self._wait_for_checkpoint()
             else:
                 await self._at_rest.wait()
             if self._at_rest.is_set():
-                done = await self._save_last(ends)
+                outcome = await self._save_last(ends)
         except asyncio.CancelledError:
-            done += ": there is no time left"
+            outcome += ": there is no time left"
             raise
         finally:
-            self.outcome = f"; the trainer {done}; the last checkpoint is of step {self._checkpoint_version}"
+            self.outcome = f"; the trainer {outcome}; the last checkpoint is of step {self._checkpoint_version}"
 
     async def _save_last(self, ends: float) -> str:
         """Save a checkpoint of the last step. Returns what was done, in words."""
         await self._wait_for_publication()
         await self._wait_for_checkpoint()
-        done = f"has finished step {self._version}"
+        outcome = f"has finished step {self._version}"
         if self._checkpoint_version == self._version:
-            return done
+            return outcome
         if self._guard.suspicious:
-            return f"{done}, but does not save it, because the guard finds its metrics suspicious"
+            return f"{outcome}, but does not save it, because the guard finds its metrics suspicious"
         if lack := self._lack("checkpoint", asyncio.get_running_loop().time(), ends):
-            return f"{done}, but does not save it: {lack}"
+            return f"{outcome}, but does not save it: {lack}"
         async with self._turn():
             await self._save()
         error = await self._wait_for_checkpoint()
-        return f"{done}, but could not save it: {error}" if error else f"{done} and saved its checkpoint"
+        return f"{outcome}, but could not save it: {error}" if error else f"{outcome} and saved its checkpoint"
 
     def _lack(self, what: str, began: float, ends: float) -> str:
         """Why a step or a checkpoint, judged by the last ones, does not end in time; empty if it does."""
@@ -352,8 +352,8 @@ class Trainer(Actor):
                 await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
                 stored = await self._use_spool(request, self._spool.samples, prompt_index)
         await self._report_ready(await self._use_spool(request, self._spool.complete, group, size))
-        own = {place: sample.start_version for (group_id, place), sample in stored.items() if group_id == group}
-        return StoredSamples(places=tuple(own), start_version=min(own.values(), default=None))
+        starts = {place: sample.start_version for (group_id, place), sample in stored.items() if group_id == group}
+        return StoredSamples(places=tuple(starts), start_version=min(starts.values(), default=None))
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., T], *arguments: Any) -> T:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""
@@ -637,13 +637,13 @@ class Trainer(Actor):
         spooled = "\n".join(await self.on_disk("the spool", self._spool.ids))
         saved = CheckpointSaved(version=version, folder=str(folder), covered=covered, spooled=spooled)
         needless = (await self.ask_master(saved, CheckpointAnswer)).drop.splitlines()
-        before, self._checkpoint_version = self._checkpoint_version, version
+        previous, self._checkpoint_version = self._checkpoint_version, version
         await self.on_disk("the spool", self._spool.forget, needless)
         for step in [step for step in self.steps_to_redo if step < covered]:
             del self.steps_to_redo[step]
         oldest = (version - 1) // every * every - (limit - 1) * every
         await self._remove(checkpoint_of(self.config.folder, oldest))
-        needless_one, self._older = self._older if limit > 1 else before, before
+        needless_one, self._older = self._older if limit > 1 else previous, previous
         if needless_one % every:  # a trainer has left after that step
             await self._remove(checkpoint_of(self.config.folder, needless_one))
         self._durations["checkpoint"].append(asyncio.get_running_loop().time() - began)

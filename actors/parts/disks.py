@@ -58,5 +58,5 @@ def _sentence(shortages: Sequence[Shortage]) -> str:
     by_folder: dict[str, list[Shortage]] = {}
     for shortage in shortages:
         by_folder.setdefault(shortage.folder, []).append(shortage)
-    found = "; ".join(f"{each[0].disk}: {', '.join(s.waits for s in each)}" for each in by_folder.values())
-    return found[0].upper() + found[1:]
+    sentence = "; ".join(f"{there[0].disk}: {', '.join(s.waits for s in there)}" for there in by_folder.values())
+    return sentence[0].upper() + sentence[1:]

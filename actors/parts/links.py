@@ -138,10 +138,10 @@ def _interface(master: str) -> Finding:
     if is_loopback(master) and GLOO not in os.environ:
         return Finding("interface", "skipped", "the master listens for this node alone")
     name = os.environ.get(GLOO) or interface_towards((master.strip("[]"), ANYWHERE))
-    found = name in {there for _, there in socket.if_nameindex()} - {"lo"}
+    is_usable = name in {there for _, there in socket.if_nameindex()} - {"lo"}
     return judged(
         "interface",
-        found,
+        is_usable,
         f"ranks of a trainer on several nodes listen on {name}",
         f"Set {GLOO} (and NCCL_SOCKET_IFNAME) to this node's interface towards the trainer's other nodes.",
     )

@@ -53,29 +53,31 @@ def versions_kept(folder: Path, journal: Journal) -> list[int]:
 
 
 def _take_state(config: Config, state: RunState, version: int) -> str:
-    kept = versions_kept(config.folder, state.journal)
-    if version not in kept:
-        others = f"choose --from-step from {', '.join(map(str, kept))}" if kept else "it has none with its state"
-        raise UserError(f"The run in {config.folder} has no checkpoint of step {version} to go back to: {others}.")
-    kept_state, before = state.journal.kept(version), state.ledger.version
-    alive = kept_state["ledger"]["groups"]
+    versions = versions_kept(config.folder, state.journal)
+    if version not in versions:
+        choice = (
+            f"choose --from-step from {', '.join(map(str, versions))}" if versions else "it has none with its state"
+        )
+        raise UserError(f"The run in {config.folder} has no checkpoint of step {version} to go back to: {choice}.")
+    past, newest = state.journal.kept(version), state.ledger.version
+    alive = past["ledger"]["groups"]
     ready = [group["group_id"] for group in alive if group["state"] != "admitted"]
     abandoned = _abandoned(config, state.rollbacks + 1)
     spooled = _whole_groups(config.folder / SPOOL, ready, config.group_size, abandoned)
-    state.go_back(kept_state, spooled)
+    state.go_back(past, spooled)
     state.journal.compact(state.dump())
     asyncio.run(state.journal.durable())
     lost = len(ready) - len(spooled)
     return (
-        f"The run goes back from step {before} to step {version}; what came after is in {abandoned}. "
+        f"The run goes back from step {newest} to step {version}; what came after is in {abandoned}. "
         f"Of the groups that were alive at that step, {len(spooled)} are ready in the spool, and the prompts of "
         f"{len(alive) - len(spooled)} are generated anew{f' ({lost} were lost with the spool)' if lost else ''}."
     )
 
 
-def undone_by(kept: Mapping[str, Any]) -> Callable[[str], bool]:
+def undone_by(past: Mapping[str, Any]) -> Callable[[str], bool]:
     """Whether what became of a group was decided after the state: it was alive then, or was admitted later."""
-    ledger = kept["ledger"]
+    ledger = past["ledger"]
     alive = {row["group_id"] for row in ledger["groups"]}
     waiting = {row["prompt_index"]: row["attempt"] for row in ledger["requeued"]}
 
@@ -117,7 +119,7 @@ def _move_files(config: Config, state: RunState) -> None:
     """Move what the run has done after the version that it has gone back to. Every part may be repeated."""
     if (version := state.abandoning) is None:
         return
-    folder, abandoned, kept = config.folder, _abandoned(config, state.rollbacks), state.journal.kept(version)
+    folder, abandoned, past = config.folder, _abandoned(config, state.rollbacks), state.journal.kept(version)
     for path in [folder / name for name in MOVED_WHOLE]:
         _move(path, abandoned)
     for path in checkpoints_in(folder):
@@ -129,7 +131,7 @@ def _move_files(config: Config, state: RunState) -> None:
     move_records(folder / METRICS, abandoned / METRICS, lambda record: record["step"] > version)
     move_records(folder / EVALUATIONS, abandoned / EVALUATIONS, lambda record: record["version"] > version)
     hold_changes_from(folder, version + 1)
-    move_rollouts(folder / ROLLOUTS, abandoned / ROLLOUTS, undone_by(kept))
+    move_rollouts(folder / ROLLOUTS, abandoned / ROLLOUTS, undone_by(past))
     shutil.rmtree(config.weights_folder, ignore_errors=True)
     if (folder / SPOOL).exists():  # before any group is admitted: ids of later groups are given again
         spool = Spool.open(folder / SPOOL)

@@ -121,22 +121,22 @@ class RunState:
         if self.journal.size >= COMPACT_EVENTS:
             self.journal.compact(self.dump())
 
-    def go_back(self, kept: dict[str, Any], spooled: Collection[str]) -> None:
-        """Become the state `kept`, which `dump` returned earlier. All actors have ended. Of the groups that were alive
+    def go_back(self, past: dict[str, Any], spooled: Collection[str]) -> None:
+        """Become the state `past`, which `dump` returned earlier. All actors have ended. Of the groups that were alive
         those remain that were ready and are `spooled`; the others are generated anew. Lineages and masters go on with
         their numbers, and evaluations of the versions that remain are kept."""
-        now, version = self.dump(), kept["ledger"]["version"]
-        rows = [row | {"state": "ready"} if row["state"] == "batched" else row for row in kept["ledger"]["groups"]]
+        now, version = self.dump(), past["ledger"]["version"]
+        rows = [row | {"state": "ready"} if row["state"] == "batched" else row for row in past["ledger"]["groups"]]
         # Their samples in the spool may be of versions that are undone.
-        waiting = [prompt | {"resumed": False} for prompt in kept["ledger"]["requeued"]]
+        waiting = [prompt | {"resumed": False} for prompt in past["ledger"]["requeued"]]
         lost_holds = [m.held.version for m in self.members.values() if m.held and 0 < m.held.version < version]
         scored = now["partial"] is not None and now["partial"][0] <= version
         self._partial, self._row_scores = None, {}
         self._load(
-            kept
+            past
             | {name: now[name] for name in ("masters", "lineage", "partial", "row_scores")}
             | {
-                "ledger": kept["ledger"] | {"steps": [], "batch": None, "groups": rows, "requeued": waiting},
+                "ledger": past["ledger"] | {"steps": [], "batch": None, "groups": rows, "requeued": waiting},
                 "policy": Policy(lineage=0, version=0, folder=self.config.model).model_dump(),
                 "members": [], "trainer": "", "finished": None, "partial": now["partial"] if scored else None,
                 "checkpoint_version": version, "checkpoint": str(checkpoint_of(self.config.folder, version)),

@@ -254,9 +254,9 @@ class Patience:
             log.warning(f"{self._writer} goes on: the disk of {self._refused[0]} refused writes for {seconds:.0f} s")
 
 
-def _same_disk(one: Path, other: Path) -> bool:
+def _same_disk(folder: Path, usual: Path) -> bool:
     with suppress(OSError):
-        return one.stat().st_dev == other.stat().st_dev
+        return folder.stat().st_dev == usual.stat().st_dev
     return False
 
 

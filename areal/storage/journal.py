@@ -182,8 +182,8 @@ class Journal:
             rows = ((kind, body, _checksum(kind, body)) for kind, body in events)
             self._connection.executemany("INSERT INTO events (kind, body, crc) VALUES (?, ?, ?)", rows)
             if states:
-                kept = ((version, body, _checksum("state", body)) for version, body in states.items())
-                self._connection.executemany("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", kept)
+                checked = ((version, body, _checksum("state", body)) for version, body in states.items())
+                self._connection.executemany("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", checked)
                 # Later ones are from before the run went back to a checkpoint.
                 self._connection.execute("DELETE FROM states WHERE version > ?", (max(states),))
                 newest = "SELECT version FROM states ORDER BY version DESC LIMIT ?"

@@ -95,10 +95,10 @@ class Spool:
         self._store_waiting(row)
         return self.complete(part.id, size)
 
-    def _store_waiting(self, own: tuple[Any, ...]) -> None:
+    def _store_waiting(self, caller_row: tuple[Any, ...]) -> None:
         """Store what all threads wait to store: one commit, which takes as long as the disk needs, for all of it. If it
-        fails, the rows of the others wait for these, and `own` does not. A thread whose own row does not wait any more
-        takes it for stored, so the lock is held until they do again."""
+        fails, the rows of the others wait for these, and `caller_row` does not. A thread whose own row does not wait
+        any more takes it for stored, so the lock is held until they do again."""
         rows: list[tuple[Any, ...]] = []
         with self._lock:
             try:
@@ -109,8 +109,8 @@ class Spool:
                         statement = f"INSERT OR IGNORE INTO parts (id, {_PART}) SELECT ?, ?, ?, ?, ?, ? {_IF_ROOM}"
                         connection.executemany(statement, rows)
             except SpoolError:
-                self._waiting.extend(row for row in rows if row is not own)
-                if any(row is own for row in rows):
+                self._waiting.extend(row for row in rows if row is not caller_row)
+                if any(row is caller_row for row in rows):
                     raise
 
     def complete(self, group_id: str, size: int) -> Group | None:

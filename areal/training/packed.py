@@ -388,9 +388,9 @@ def block_mask(row: PackedRow, window: int | None = None) -> BlockMask:
     if window is not None:
         depth = row.positions[0]
         excluded = depth - window  # the depth of the last token on a token's path that is outside its window
-        least, most = (pad(depth, (0, -T % MASK_BLOCK), value=end).view(-1, MASK_BLOCK) for end in (T + window, -1))
-        full &= least.amin(1) > most.amax(1)[:, None] - window
-        some &= most.amax(1) > least.amin(1)[:, None] - window
+        lowest, highest = (pad(depth, (0, -T % MASK_BLOCK), value=end).view(-1, MASK_BLOCK) for end in (T + window, -1))
+        full &= lowest.amin(1) > highest.amax(1)[:, None] - window
+        some &= highest.amax(1) > lowest.amin(1)[:, None] - window
     partly = (some | (starts == starts.T)) & ~full
     return BlockMask.from_kv_blocks(
         *_listed(partly), *_listed(full), BLOCK_SIZE=MASK_BLOCK, mask_mod=sees if window is None else sees_within,

@@ -46,8 +46,8 @@ def what_is_missing(sizes: Any, windows: Sequence[int | None], longest: int | No
         return f"attention within chunks of {chunk} tokens is not implemented, so {SHORTER}"
     if unknown := sorted({*kinds} - COMPUTED - {"chunked_attention"}):
         return f"layers of the kind {unknown[0]} are not implemented: take another model"
-    wanted = sum("sliding" in kind for kind in kinds) if kinds else 1
-    if window < longest and sum(asked is not None for asked in windows) < wanted:
+    expected = sum("sliding" in kind for kind in kinds) if kinds else 1
+    if window < longest and sum(size is not None for size in windows) < expected:
         return f"not all of its layers tell the attention function their window of {window} tokens, so {SHORTER}"
     return None
 
