@@ -346,7 +346,8 @@ def run_master(config: Config, resume: bool = False, from_step: int | None = Non
         structlog.get_logger().exception("failed")
         return 4
     finally:
-        tracking.finish(tracker, config.folder)
+        if tracker:
+            tracker.finish()
     if not ending.ok:
         print(shown(ending.reason), file=sys.stderr)
     return 0 if ending.ok else 1

@@ -12,23 +12,26 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
 from areal.config import Config, ObserveConfig, UserError
-from areal.processes import ROOT, tied
+from areal.processes import ROOT, LenientOutput, tied
 from areal.storage.disk import Patience, refusal
 from areal.storage.run_folder import NewRecords, config_of_run, read_summary, replace
 
 POLL_SECONDS = 1.0
 # How long the process may take to end after the end of the run.
 LAST_WORDS_SECONDS = 5.0
+RESTART_SECONDS = 10.0
 NICENESS = 10
 # The files that are followed, and the key that numbers their records.
 FILES = {"metrics.jsonl": "step", "evaluations.jsonl": "version"}
@@ -46,36 +49,62 @@ def check(config: ObserveConfig) -> None:
             raise UserError(f"observe.{name} is set, but {name} is not installed: pip install {name}, or leave it out.")
 
 
-def start(config: Config) -> subprocess.Popen[bytes] | None:
+def start(config: Config) -> TrackingProcess | None:
     """Starts the process that follows the run in `config.folder`. Returns None if no tracker is configured, or if the
     process cannot be started, which does not fail the run."""
     observe = config.observe
     if not (observe.tensorboard or observe.wandb or observe.trackio):
         return None
     try:
-        with (config.folder / "logs" / "track.out").open("a") as out:
-            return subprocess.Popen(
-                tied(sys.executable, "-m", "areal", "track", str(config.folder)),
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-            )  # fmt: skip
+        return TrackingProcess(config.folder)
     except OSError as error:
         log.warning("nothing is tracked", error=str(error))
         return None
 
 
-def finish(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
-    """If the run in `folder` has ended, give the process the time to send the remaining records. Then kill it."""
-    if process is None:
-        return
-    try:
-        process.wait(LAST_WORDS_SECONDS if read_summary(folder) else 0.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
+class TrackingProcess:
+    """`areal track` as a child process, started again when it ends before `finish`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError if the process cannot be started."""
+        self._folder = folder
+        self._over = threading.Event()
+        self._process = self._open()
+        self._thread = threading.Thread(target=self._keep_up, daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """If the run has ended, give the process the time to send the remaining records. Then kill it."""
+        self._over.set()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(LAST_WORDS_SECONDS if read_summary(self._folder) else 0.0)
+        self._process.kill()
+        self._thread.join()
+
+    def _open(self) -> subprocess.Popen[bytes]:
+        with (self._folder / "logs" / "track.out").open("a") as out:
+            return subprocess.Popen(
+                tied(sys.executable, "-m", "areal", "track", str(self._folder)),
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            )  # fmt: skip
+
+    def _keep_up(self) -> None:
+        # A process that ends with 0 has no sink left.
+        while self._process.wait() and not self._over.wait(RESTART_SECONDS):
+            log.warning("the tracking process has ended and starts again", code=self._process.returncode)
+            try:
+                self._process = self._open()
+            except OSError as error:  # a full disk, for instance
+                log.warning("the tracking process does not start", error=str(error))
+            if self._over.is_set():  # `finish` may have killed the one before
+                self._process.kill()
 
 
 def track(options: Namespace) -> None:
     """`areal track`: follow the run in a folder until its summary is written."""
     os.nice(NICENESS)
+    # What it prints goes into the run folder, whose disk may be full.
+    sys.stdout, sys.stderr = cast(TextIO, LenientOutput(sys.stdout)), cast(TextIO, LenientOutput(sys.stderr))
     Tracker(options.folder, open_sinks(config_of_run(options.folder), options.folder)).run()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+import shutil
+import signal
 import sys
 import threading
 import time
@@ -14,7 +16,8 @@ from helpers import fill_disk, mounted_small_disk
 
 from areal.config import ObserveConfig, UserError
 from areal.observe import tracking
-from areal.observe.tracking import Tracker, flat, open_sinks
+from areal.observe.tracking import Tracker, TrackingProcess, flat, open_sinks
+from areal.processes import ROOT, tied
 from areal.storage import disk
 
 
@@ -153,7 +156,43 @@ def test_a_process_that_cannot_be_started_is_no_failure_of_the_run(tmp_path):
     assert tracking.start(SimpleNamespace(observe=ObserveConfig(), folder=tmp_path / "missing")) is None
 
 
-def test_a_process_that_does_not_end_in_time_is_not_waited_for(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    tracking.finish(process, tmp_path)
-    assert process.wait(10) != 0
+def test_a_process_that_ends_too_early_starts_again_until_the_run_is_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "RESTART_SECONDS", 0.0)
+    (tmp_path / "logs").mkdir()
+    process = TrackingProcess(tmp_path)  # the folder has no run: it ends at once, each time
+    while (tmp_path / "logs" / "track.out").read_text().count("There is no run") < 2:
+        assert process._thread.is_alive()
+        time.sleep(0.05)
+    process.finish()
+    assert not process._thread.is_alive() and process._process.returncode is not None
+
+
+def test_a_full_disk_that_takes_not_even_the_log_of_the_process_does_not_end_it(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    sink = Sink()
+    monkeypatch.setattr(os, "nice", lambda by: None)
+    monkeypatch.setattr(disk, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(tracking, "open_sinks", lambda config, folder: {"sink": sink})
+    with mounted_small_disk(folder, inodes=100), (folder / "track.out").open("w", buffering=1) as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", out)
+        shutil.copy(ROOT / "configs" / "quickstart.yaml", folder / "config.yaml")
+        write(folder, 1)
+        hog, before = fill_disk(folder), disk.Patience.refusals
+        following = threading.Thread(target=tracking.track, args=[SimpleNamespace(folder=folder)])
+        following.start()
+        while disk.Patience.refusals < before + 2 and following.is_alive():
+            time.sleep(0.01)
+        hog.unlink()
+        (folder / "summary.json").write_text("{}")
+        following.join()
+        assert json.loads((folder / "tracked.json").read_text())["metrics.jsonl"] == 1
+
+
+def test_a_process_that_does_not_end_in_time_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "tied", lambda *command: tied(sys.executable, "-c", "import time; time.sleep(600)"))
+    (tmp_path / "logs").mkdir()
+    process = TrackingProcess(tmp_path)
+    process.finish()
+    assert process._process.returncode == -signal.SIGKILL
