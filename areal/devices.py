@@ -77,7 +77,8 @@ def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str
 
     Each gets the next GPUs, in the order of ROLES. With `colocate` each role begins with the first one. Otherwise no
     GPU is given to two actors, but for a single one, which a trainer of one rank and one generator share. Without
-    devices the result is empty, and the run uses the CPU. Raises UserError if there are too few GPUs.
+    devices the result is empty, and the run uses the CPU. Raises UserError if there are too few GPUs, and if two that
+    share one would send weights by NCCL.
     """
     if not devices:
         return {}
@@ -96,6 +97,11 @@ def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str
         and shares.keys() == {"trainer/0", "generator/0"}
         and config.trainer.ranks == config.generator.devices == 1
     ):
+        if config.weights.transport == "nccl":
+            raise UserError(
+                "weights.transport=nccl does not work between a trainer and a generator that share one GPU, since NCCL "
+                "refuses two ranks on a device: set it to ipc or folder."
+            )
         return dict.fromkeys(shares, {VISIBLE: devices[0]} | ({} if config.colocate else {SHARES: "1"}))
     if total > len(devices):
         raise UserError(

@@ -5,9 +5,10 @@
               ── TransferDone ──▶         after each call
               ◀═══ tensors ═════          during the update, over the group of this generator and the trainer
 
-Each generator asks when it is ready, and has a group and a thread in the trainer of its own. So none waits for another,
-and one that comes, goes or dies changes nothing for the others. What is sent is what the trainer has written: the files
-stay the truth, and a generator whose transfer fails loads them in place of it.
+Each generator asks when it is ready, and has a group, a thread and a stream of the GPU in the trainer of its own. Two
+are sent to at once; the others sample on until it is their turn. One that comes, goes or dies changes nothing for the
+others, but one that does not answer keeps its turn until it has given the transfer up. What is sent is what the trainer
+has written: the files stay the truth, and a generator whose transfer fails loads them in place of it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from actors.runtime.actor import Actor
 from areal.config import Config, UserError
 from areal.devices import visible_devices
 from areal.generation.engine import FINISH, WeightLoadError
+from areal.weights.packs import SENDS_AT_ONCE
 from protocols.addresses import host_of, is_loopback
 from protocols.errors import BusError, RefusedError, StreamBrokenError
 from protocols.messages import Done, Message, Policy, SendWeights, TransferCall, TransferDone
@@ -63,6 +65,7 @@ class DirectSender:
         self._limit = limit
         self._folders: dict[tuple[int, int], Path] = {}
         self._links: dict[str, _Link] = {}
+        self._turns = asyncio.Semaphore(SENDS_AT_ONCE)
 
     async def start(self) -> None:
         """Load vLLM's part, which takes seconds. Raises UserError if this machine cannot send by the run's backend."""
@@ -79,8 +82,20 @@ class DirectSender:
     async def serve(self, request: Request[SendWeights]) -> AsyncGenerator[TransferCall, None]:
         """The answer to SendWeights: the calls, each once the one before is done. Raises RefusedError for a version
         that is not offered, StreamBrokenError if it cannot be sent."""
-        message = request.message
-        link = self._link(request)
+        self._link(request)  # refuses, or ends the transfer that the asker has given up
+        try:
+            await asyncio.wait_for(self._turns.acquire(), request.remaining)
+        except TimeoutError:
+            raise StreamBrokenError("other generators took the time of this transfer") from None
+        try:
+            async with contextlib.aclosing(self._send(request)) as calls:
+                async for call in calls:
+                    yield call
+        finally:
+            self._turns.release()
+
+    async def _send(self, request: Request[SendWeights]) -> AsyncGenerator[TransferCall, None]:
+        message, link = request.message, self._link(request)
         folder = self._folders.get((message.lineage, message.version))
         if folder is None:
             raise RefusedError(f"this trainer does not have version {message.version}")

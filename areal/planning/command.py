@@ -117,6 +117,7 @@ def read_model(config: Config) -> ModelSizes:
         intermediate=max(getattr(sizes, "intermediate_size", None) or 0, experts),
         bucket=bucket_elements(numbers),
         pinned=0 if lora else sum(1 << (size * number - 1).bit_length() for number in numbers.values()),
+        largest=max(numbers.values()),
     )
 
 

@@ -14,6 +14,7 @@ from areal.generation.engine import SHARED
 from areal.planning.activations import Activations
 from areal.training.head import AT_ONCE
 from areal.training.optimizer import BUCKET, LARGEST_BUCKET
+from areal.weights.packs import sending_bytes
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -44,7 +45,7 @@ class ModelSizes:
     """Sizes of a model. `trained`: the number of trained parameters, all or only those of adapters. `activations` and
     `checkpointed`: of its layers, without and with gradient checkpointing. `intermediate`: width of the MLP, of all
     experts of a token. `bucket`: elements of a bucket of gradients. `pinned`: bytes of a copy of the trained parameters
-    in pinned host memory, of which each tensor takes a power of two."""
+    in pinned host memory, of which each tensor takes a power of two. `largest`: parameters of the largest tensor."""
 
     parameters: int
     trained: int
@@ -58,6 +59,7 @@ class ModelSizes:
     intermediate: int = 0
     bucket: int = BUCKET
     pinned: int = 0
+    largest: int = 0
 
     @property
     def kv_values(self) -> int:
@@ -84,8 +86,8 @@ class TokenLengths:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """Memory of one rank, in bytes. `buckets`: of gradients, and of parameters gathered under ZeRO 3. `host`: the
-    rank's host memory, which is not in `total`."""
+    """Memory of one rank, in bytes. `buckets`: of gradients, of parameters gathered under ZeRO 3, and of weights that
+    rank 0 sends to generators. `host`: the rank's host memory, which is not in `total`."""
 
     weights: float
     gradients: float
@@ -204,7 +206,8 @@ def training_memory(
       takes nothing and the gradients are those of the weights' type, and with `all` two layers' weights are fetched at
       a time (assumed).
     * Buckets: DeepSpeed copies gradients into one before it sends them: in fp32, at stage 2 in the weights' type, with
-      a copy in fp32. At stage 3 it also keeps up to LIVE_PARAMETERS gathered.
+      a copy in fp32. At stage 3 it also keeps up to LIVE_PARAMETERS gathered. Weights that are sent straight into
+      engines take what `sending_bytes` says.
     * Host memory: the copies of the weights that are published, and those of a checkpoint that is written meanwhile,
       both divided among the ranks of a host; a checkpoint's fp32 weights and moments, and what is offloaded.
     * Activations: the most that exists at once, in the backward pass either of the layers (areal.planning.activations)
@@ -241,7 +244,7 @@ def training_memory(
         optimizer=0.0 if offload else (12 if stage else 8) * model.trained / of_optimizer,
         reference=size * model.parameters / of_weights if own_reference else 0.0,
         activations=max(tokens * layers.peak, tokens * layers.saved + max(forward, backward)),
-        buckets=buckets if stage or ranks > 1 else 0.0,
+        buckets=(buckets if stage or ranks > 1 else 0.0) + sending_bytes(config.weights.backend, size * model.largest),
         host=host,
     )
 

@@ -98,10 +98,12 @@ class Tally:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
+        """Add the seconds of a block to those of `phase`, until the GPU has done what the block has queued. Other
+        streams are not waited for: on them weights are sent to generators, some of which may not answer."""
         started = time.perf_counter()
         yield
         if self.sums.is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
         self.seconds[phase] += time.perf_counter() - started
 
     def result(

@@ -1,31 +1,34 @@
 """Sends weights straight into the engines of generators, by vLLM's weight transfer.
 
-vLLM's factories give the two ends for a backend: `nccl` and `ipc` are its own. `gloo` is defined here: it is `nccl`
-with another process group and without streams of a GPU, so that all else can run on the CPU. Each generator has a group
-of its own, with the trainer as rank 0 and one rank for each process of the engine.
+vLLM has the two ends of `nccl` and `ipc`. `gloo` is defined here: it is `nccl` with another process group and without
+streams of a GPU, so that all else can run on the CPU. Each generator has a group of its own, with the trainer as rank 0
+and one rank for each process of the engine.
+
+The trainer's end of `nccl` packs tensors by itself, too. vLLM's own has each one twice in the GPU's memory, and all
+groups of a process share its two streams: a generator that does not answer would hold the transfers to all others.
 
 The trainer uses `Sender`. vLLM imports `GlooEngine` by name in its workers (`areal.generation.vllm_worker`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from operator import itemgetter
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
 from vllm.distributed.utils import create_tcp_store
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerInitInfo,
@@ -33,13 +36,12 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
+from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from areal.weights.lora import stored_tensors
+from areal.weights.packs import PACKED_BYTES, packs
 
-# Tensors are sent together until they have this size. Both ends hold a few times as much.
-PACKED_BYTES = 16 << 20
 # Timeout of one broadcast, and of joining a group. A peer that dies is noticed at once.
 COLLECTIVE_SECONDS = 30.0
 
@@ -64,12 +66,13 @@ class Sender:
         """Send the weights in `folder`, which may be removed meanwhile. Returns their bytes. Raises whatever vLLM, the
         process group or the call raises; a collective that does not end within COLLECTIVE_SECONDS raises RuntimeError
         (gloo), and only `close` ends it otherwise (nccl)."""
-        source = self._client.source = _Stored(folder, "cpu" if self._backend == "gloo" else "cuda")
-        if self._engine is None:
-            info = self._init_info(max(PACKED_BYTES, source.largest))
-            self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
-        self._engine.source = source
-        self._engine.send_weights()
+        source = self._client.source = _Stored(folder)
+        with contextlib.nullcontext() if self._backend == "gloo" else _stream():
+            if self._engine is None:
+                kind, info = _ENDS[self._backend], self._init_info(source.largest)
+                self._engine = kind.trainer_init(info, client=self._client, source=source)
+            self._engine.source = source
+            self._engine.send_weights()
         return source.size
 
     def close(self) -> None:
@@ -77,22 +80,38 @@ class Sender:
         if self._engine is not None:
             self._engine.shutdown()
 
-    def _init_info(self, packed_bytes: int) -> Any:
-        if self._backend == "ipc":
-            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=packed_bytes)
-        kind = {"nccl": NCCLTrainerInitInfo, "gloo": GlooTrainerInitInfo}[self._backend]
-        return kind(
+    def _init_info(self, largest: int) -> Any:
+        if self._backend == "ipc":  # its one buffer has to take the largest tensor
+            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=max(PACKED_BYTES, largest))
+        return NCCLTrainerInitInfo(
             rank=0, master_address=self._host, master_port=_free_port(self._host), world_size=1 + self._workers,
-            packed=True, packed_buffer_size_bytes=packed_bytes,
+            packed=True, packed_buffer_size_bytes=PACKED_BYTES,
         )  # fmt: skip
 
 
-class _Stored(WeightSource):
-    """The tensors of a folder. They are read from the page cache when they are sent."""
+_streams: SimpleQueue[torch.cuda.Stream] = SimpleQueue()  # those that no transfer uses
 
-    def __init__(self, folder: Path, device: str) -> None:
+
+@contextlib.contextmanager
+def _stream() -> Iterator[None]:
+    """A stream of this transfer's own: it waits neither for training nor for other transfers. Later ones use it again,
+    since torch keeps freed memory for the stream that had it. That of a transfer which fails may never come to an end.
+    """
+    try:
+        stream = _streams.get_nowait()
+    except Empty:
+        stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+    _streams.put(stream)
+
+
+class _Stored(WeightSource):
+    """The tensors of a folder, in host memory. They are read from the page cache when they are sent."""
+
+    def __init__(self, folder: Path) -> None:
         self._tensors = list(stored_tensors(folder))  # views of the files' memory: nothing is read yet
-        self._device = device
 
     @property
     def size(self) -> int:
@@ -106,7 +125,7 @@ class _Stored(WeightSource):
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor.to(self._device)) for name, tensor in self._tensors)
+        return iter(self._tensors)
 
 
 class _Client:
@@ -178,29 +197,51 @@ class GlooGroup:
         self._group = ProcessGroupGloo(PrefixStore("weights", store), rank, size, options)
         self._store = store  # rank 0's is the server
 
-    def broadcast(self, tensor: torch.Tensor) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> Work:
         """Begin to send rank 0's tensor, or to receive it. Waiting for the result raises RuntimeError if a rank dies or
         does not join in time."""
         options = BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = src
         return self._group.broadcast([tensor], options)
 
     def destroy(self) -> None:
         self._group.abort()
 
 
-@dataclass
-class GlooTrainerInitInfo(NCCLTrainerInitInfo):
-    backend: ClassVar[str] = "gloo"
+class NcclTrainerEngine(NCCLTrainerWeightTransferEngine):
+    """The trainer's end of `nccl`."""
+
+    device: ClassVar[str] = "cuda"
+
+    def _broadcast(self, source: WeightSource, meta: list[ParamMeta]) -> None:
+        sending: Work | None = None  # while the next tensors are packed; on a GPU the stream keeps the order
+        pairs = self._checked_iter(source, meta)
+        for pack in packs(pairs, lambda pair: pair[1].nbytes, self.packed_buffer_size_bytes):
+            packed = _joined([tensor for _, tensor in pack], self.device)
+            if sending:
+                sending.wait()
+            sending = self.model_update_group.broadcast(packed, src=0)
+            del packed  # the next one takes its place
+        if sending:
+            sending.wait()
 
 
-class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
+def _joined(tensors: list[torch.Tensor], device: str) -> torch.Tensor:
+    """The bytes of tensors in host memory, uint8 [n], on `device`."""
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    joined = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=device)
+    for place, part in zip(joined.split([*map(len, parts)]), parts, strict=True):
+        place.copy_(part)
+    return joined
+
+
+class GlooTrainerEngine(NcclTrainerEngine):
     """The trainer's end of `gloo`."""
 
-    init_info_cls = GlooTrainerInitInfo
+    device = "cpu"
 
     @classmethod
-    def trainer_init(cls, init_info: GlooTrainerInitInfo, *, client: Any, source: Any = None) -> GlooTrainerEngine:
+    def trainer_init(cls, init_info: NCCLTrainerInitInfo, *, client: Any, source: Any = None) -> GlooTrainerEngine:
         geometry = {
             "packed": init_info.packed, "packed_buffer_size_bytes": init_info.packed_buffer_size_bytes,
             "packed_num_buffers": init_info.packed_num_buffers,
@@ -216,15 +257,8 @@ class GlooTrainerEngine(NCCLTrainerWeightTransferEngine):
             joining.result()
         return engine
 
-    def _broadcast(self, source: WeightSource, meta: list[ParamMeta]) -> None:
-        pairs = self._checked_iter(source, meta)
-        sending: Work | None = None  # while the next tensors are packed
-        while chunk := pack_tensors(pairs, itemgetter(1), self.packed_buffer_size_bytes):
-            if sending:
-                sending.wait()
-            sending = self.model_update_group.broadcast(chunk.packed_tensor)
-        if sending:
-            sending.wait()
+
+_ENDS = {"nccl": NcclTrainerEngine, "gloo": GlooTrainerEngine, "ipc": IPCTrainerWeightTransferEngine}
 
 
 class GlooEngine(NCCLWeightTransferEngine):
@@ -247,33 +281,18 @@ class GlooEngine(NCCLWeightTransferEngine):
     def _received(self, info: NCCLWeightTransferUpdateInfo) -> Iterator[tuple[Any, ...]]:
         """The packs, with their bytes. The next one arrives while one is loaded."""
         coming: tuple[Work, tuple[Any, ...]] | None = None
-        for pack in self._packs(info):
-            packed = torch.empty(sum(pack[-1]), dtype=torch.uint8, device="cpu")
-            previous, coming = coming, (self.model_update_group.broadcast(packed), (packed, *pack))
+        tensors = zip(info.names, info.shapes, (getattr(torch, name) for name in info.dtype_names), strict=True)
+        sized = ((*tensor, prod(tensor[1]) * tensor[2].itemsize) for tensor in tensors)
+        for pack in packs(sized, itemgetter(3), self.packed_buffer_size_bytes):
+            packed = torch.empty(sum(size for *_, size in pack), dtype=torch.uint8, device="cpu")
+            columns = map(list, zip(*pack, strict=True))  # names, shapes, types and sizes in bytes
+            previous, coming = coming, (self.model_update_group.broadcast(packed), (packed, *columns))
             if previous:
                 previous[0].wait()
                 yield previous[1]
         if coming:
             coming[0].wait()
             yield coming[1]
-
-    def _packs(self, info: NCCLWeightTransferUpdateInfo) -> Iterator[tuple[list[Any], ...]]:
-        """The names, shapes, types and sizes in bytes of the tensors that `pack_tensors` packs together."""
-        pack: list[tuple[Any, ...]] = []
-        total = 0
-        for name, dtype_name, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
-            dtype = getattr(torch, dtype_name)
-            size = prod(shape) * dtype.itemsize
-            pack.append((name, shape, dtype, size))
-            total += size
-            if total > self.packed_buffer_size_bytes:
-                yield tuple(map(list, zip(*pack, strict=True)))
-                pack, total = [], 0
-        if pack:
-            yield tuple(map(list, zip(*pack, strict=True)))
-
-
-WeightTransferTrainerFactory.register_engine("gloo", GlooTrainerEngine)
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -109,6 +109,14 @@ def test_only_a_trainer_of_one_rank_and_one_generator_share_a_single_device(caps
     assert capsys.readouterr().err == ""
 
 
+def test_two_on_one_device_cannot_send_weights_by_nccl():
+    config = run_of().model_copy(update={"weights": WeightsConfig(transport="nccl")})
+    with pytest.raises(UserError, match=r"weights\.transport=nccl .* refuses two ranks on a device: set it to ipc or"):
+        deal_out_devices(config, ["trainer", "generator"], ["0"])
+    assert dealt(config, "01") == {"trainer/0": "0", "generator/0": "1"}
+    assert deal_out_devices(config, ["generator"], ["0"]) == {"generator/0": {"CUDA_VISIBLE_DEVICES": "0"}}
+
+
 def test_those_who_take_turns_have_the_same_devices():
     def run(**sizes) -> Config:
         return run_of(**sizes).model_copy(update={"colocate": True})

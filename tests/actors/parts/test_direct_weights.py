@@ -12,8 +12,9 @@ import json
 import multiprocessing
 import os
 import signal
+import weakref
 from collections.abc import Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ import pytest
 import pytest_asyncio
 import torch
 from helpers import network
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_training import divide
 from transfer_end import TransferEnd
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -37,7 +38,7 @@ from areal.generation import engine as engines
 from areal.generation.engine import Chunk, EngineError, GenerationEngine, WeightLoadError
 from areal.storage.disk import Patience
 from areal.weights.chunks import Manifest
-from protocols.errors import RefusedError
+from protocols.errors import RefusedError, StreamBrokenError
 from protocols.messages import Member, Policy, SendWeights, TransferDone
 from protocols.transport import Bus
 
@@ -309,17 +310,7 @@ async def test_sequences_are_interrupted_and_each_token_has_the_logprob_of_the_w
 async def test_none_waits_for_another_that_stalls_comes_or_leaves(cluster):
     policy = await cluster.publish()
     slow, comes = cluster.another(NAMES[1]), cluster.another(NAMES[2])
-    stalled = asyncio.Event()
-
-    async def stall():
-        async with aclosing(DirectReceiver(slow).calls(policy)) as calls:
-            async for call, _ in calls:
-                if call == "init_weight_transfer_engine":  # and never joins the group
-                    stalled.set()
-                    await asyncio.sleep(PATIENCE)
-
-    stalling = asyncio.create_task(stall())
-    await stalled.wait()
+    stalling = await stalled(slow, policy)
     await asyncio.gather(cluster.load(), comes.receive(policy))
     assert has(comes, policy)
     await cluster.check_sampled(policy.version)
@@ -335,6 +326,52 @@ async def test_none_waits_for_another_that_stalls_comes_or_leaves(cluster):
     assert (await cluster.trainer.tell())["links"] == [NAMES[0]]
     with pytest.raises(WeightLoadError, match="no member"):
         await comes.receive(cluster.policy)
+
+
+async def stalled(end: TransferEnd, policy: Policy) -> asyncio.Task[None]:
+    """A transfer whose receiver never joins the group."""
+    asks = asyncio.Event()
+
+    async def stall():
+        async with aclosing(DirectReceiver(end).calls(policy)) as calls:
+            async for call, _ in calls:
+                if call == "init_weight_transfer_engine":
+                    asks.set()
+                    await asyncio.sleep(PATIENCE)
+
+    stalling = asyncio.create_task(stall())
+    await asks.wait()
+    return stalling
+
+
+async def test_two_are_sent_to_at_once_and_a_third_in_its_turn(cluster):
+    policy = await cluster.publish()
+    first, second, third = (cluster.another(name) for name in NAMES[3:])
+    stalling = [await stalled(end, policy) for end in (first, second)]
+    receiving = asyncio.create_task(third.receive(policy))
+    await cluster.trainer.tell()
+    await asyncio.sleep(0.5)
+    assert not third.calls
+    stalling[0].cancel()
+    async with asyncio.timeout(PATIENCE):
+        await receiving
+    assert has(third, policy)
+    stalling[1].cancel()
+    await asyncio.gather(*stalling, return_exceptions=True)
+    await cluster.load()
+
+
+async def test_one_whose_turn_does_not_come_in_its_time_is_not_sent_to():
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(weights=WEIGHTS), directory=dict.fromkeys(NAMES), door=Door("127.0.0.1", "127.0.0.1")
+    )
+    sender = DirectSender(trainer, 2)
+    for _ in range(2):
+        await sender._turns.acquire()
+    message = SendWeights(lineage=0, version=1, workers=1)
+    request = SimpleNamespace(message=message, sender=NAMES[0], owner=f"{NAMES[0]} a", remaining=0.01)
+    with pytest.raises(StreamBrokenError, match="took the time"):
+        await anext(sender.serve(request))
 
 
 async def until_links(cluster, wanted) -> None:
@@ -516,6 +553,80 @@ async def test_handles_of_shared_memory_travel_as_json():
     assert with_handles(told[0]) == sent
     with pytest.raises(KeyError):
         _Client(print).update_weights({"ipc_handles": {"GPU-1": (os.stat_result,)}})
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Streams of a GPU, on which everything is done at once."""
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    class Stream:
+        def synchronize(self) -> None:
+            used.append(self)
+
+    used = []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda *_: (Stream(), Stream()))
+    return used
+
+
+class Wire:
+    """A group whose receiver gets what has been sent before. `most`: bytes that were alive at once at its sender."""
+
+    def __init__(self) -> None:
+        self.sent, self.alive, self.most = [], [], 0
+
+    def broadcast(self, tensor, src: int) -> None:
+        self.sent.append(tensor.clone())
+        self.alive = [each for each in self.alive if each() is not None] + [weakref.ref(tensor)]
+        self.most = max(self.most, sum(each().nbytes for each in self.alive))
+
+
+async def test_vllms_receiver_of_nccl_takes_what_is_packed_here_and_buffers_are_small(streams, tmp_path):
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
+
+    from areal.weights import transfer
+    from areal.weights.transfer import Sender
+
+    sizes = {"a": 10, "b": 4 << 20, "c": 1 << 20, "lm_head": 9 << 20, "tokens": 9 << 20, "norm": 3}  # of 4 bytes
+    torch.manual_seed(0)
+    save_file({name: torch.randn(size) for name, size in sizes.items()}, tmp_path / "model.safetensors")
+    source, wire, group = transfer._Stored(tmp_path), Wire(), Wire()
+    info = Sender("nccl", "127.0.0.1", 1, print)._init_info(source.largest)
+    assert info.packed_buffer_size_bytes == 16 << 20
+    assert Sender("ipc", "127.0.0.1", 1, print)._init_info(source.largest).packed_buffer_size_bytes == 36 << 20
+    end = transfer.NcclTrainerEngine(client=None, source=source, packed_buffer_size_bytes=16 << 20)
+    end.device, end.model_update_group = "cpu", wire
+    end._broadcast(source, source.metadata())
+    assert wire.most <= (16 << 20) + (36 << 20)
+
+    group.broadcast = lambda tensor, src: tensor.copy_(wire.sent.pop(0))
+    received = {}
+    packed_nccl_broadcast_consumer(
+        iter([(meta.name, (list(meta.shape), meta.dtype)) for meta in source.metadata()]), group, 0,
+        lambda pairs: received.update({name: tensor.clone() for name, tensor in pairs}), 16 << 20, device="cpu",
+    )  # fmt: skip
+    sent = load_file(tmp_path / "model.safetensors")
+    assert received.keys() == sent.keys() and all(received[name].equal(sent[name]) for name in sent)
+    assert not wire.sent
+
+
+async def test_a_transfer_has_a_stream_to_itself_which_later_ones_use_again(streams):
+    from areal.weights.transfer import _stream
+
+    with _stream():  # two at once
+        with _stream():
+            pass
+        with _stream():
+            pass
+    assert [streams[0] is other for other in streams] == [True, True, False]
+    with pytest.raises(RuntimeError), _stream():
+        raise RuntimeError("what it has queued may never end")
+    with _stream(), _stream():
+        pass
+    assert len(set(streams)) == 3
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal.__main__ import main
-from areal.config import Config, UserError, dump_config, load_config
+from areal.config import Config, UserError, WeightsConfig, dump_config, load_config
 from areal.planning.activations import Activations
 from areal.planning.split import (
     GIB,
@@ -212,6 +212,19 @@ def test_buckets_are_planned_as_deepspeed_makes_them():
     assert (buckets(0, dtype="float32"), buckets(0, ranks=1, dtype="float32")) == (4 * 500_000_000, 0)
 
 
+def test_weights_that_are_sent_directly_take_what_the_packs_of_two_transfers_take():
+    largest = 622_329_856  # embedding of Qwen3-8B: 151,936 x 4,096
+    model = replace(LARGE, largest=largest)
+
+    def sending(transport: str) -> float:
+        wanted = config().model_copy(update={"weights": WeightsConfig(transport=transport)})
+        return training_memory(wanted, model, 2, 2, True, 2048).buckets - 6 * model.bucket
+
+    assert [sending(name) for name in ("folder", "stream", "gloo")] == [0, 0, 0]
+    assert sending("nccl") == 2 * (16 * 2**20 + 2 * largest)
+    assert sending("ipc") == 2 * largest
+
+
 def test_host_memory_has_the_copies_of_weights_and_of_a_checkpoint_and_what_is_offloaded():
     model = replace(LARGE, pinned=20 * GIB)
 
@@ -295,7 +308,8 @@ def test_a_model_is_counted_from_its_config_json(file):
     assert sum(shapes) == parameters
     pinned = sum(2 ** math.ceil(math.log2(2 * shape)) for shape in shapes)
     activations = model.activations, model.checkpointed
-    assert model == ModelSizes(parameters, parameters, 4, 64, 1000, 2, 32, *activations, 128, parameters, pinned)
+    sizes = ModelSizes(parameters, parameters, 4, 64, 1000, 2, 32, *activations, 128, parameters, pinned, 1000 * 64)
+    assert model == sizes
     # In each layer, in bf16: the input, and what norms, projections, attention and the MLP keep of their inputs.
     assert model.checkpointed.saved < model.activations.saved / 10 < model.activations.peak / 10
     assert model.checkpointed.saved >= 2 * 64 * 4
