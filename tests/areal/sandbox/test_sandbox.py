@@ -63,11 +63,12 @@ def below(launcher):
 
 
 def nothing_left(sandbox, before, within=60.0):
-    """Whether only the processes from before run, at once or when the last have ended."""
+    """Whether no processes run but those from before, at once or when the last have ended. Some from before may have
+    ended: they belonged to an earlier program."""
     deadline = time.monotonic() + within
-    while below(sandbox._launcher) != before and time.monotonic() < deadline:
+    while not below(sandbox._launcher) <= before and time.monotonic() < deadline:
         time.sleep(0.02)
-    return below(sandbox._launcher) == before
+    return below(sandbox._launcher) <= before
 
 
 def begun(sandbox, before):
