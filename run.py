@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # How long a role waits for its master: the nodes of a cluster start in any order.
 WAIT_SECONDS = 300.0
+# torchrun kills ranks that have not left so long after `master.drain_seconds`.
+DRAIN_MARGIN_SECONDS = 10.0
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 HELP = """\
@@ -475,6 +478,8 @@ def join_ranks(arguments: argparse.Namespace) -> None:
             leave(0)
     elif config.trainer.ranks > 1:
         os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with torchrun, which replaces this process
+        patience = config.master.drain_seconds + DRAIN_MARGIN_SECONDS
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(patience)))
         # The dashes keep torchrun from parsing our --master as an option of its own.
         os.execv(sys.executable, [*torchrun(config.trainer.ranks), "--", *sys.argv])
 

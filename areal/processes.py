@@ -7,7 +7,10 @@ import gc
 import os
 import resource
 import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +24,8 @@ KEYS = "AREAL_KEYS"
 _PR_SET_PDEATHSIG = 1
 # A link of the bus with keys takes 4.2 open files, so this is enough for the 4,096 members of the largest run.
 OPEN_FILES = 65_536
+# How often a rank that was told to leave looks whether rank 0 has left.
+LEADER_SECONDS = 0.1
 
 
 def raise_open_files() -> None:
@@ -54,6 +59,29 @@ def die_with_parent(sign: signal.Signals, parent: int | None = None) -> None:
         sys.exit("the process that started this one has ended")
 
 
+def outlive_sigterm(leader: int | None) -> None:
+    """From now on a SIGTERM does not end this process. After one, it ends as soon as the process `leader` has ended.
+
+    A thread does this, since Python's own handlers do not run while the main thread waits in a collective. leader: None
+    if it is on another machine; torchrun kills who does not end in time.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if leader is None:
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno())
+
+    def end_after_leader(writer: socket.socket) -> None:  # which has to stay open
+        while reader.recv(1)[0] != signal.SIGTERM:
+            pass
+        while Path(f"/proc/{leader}").exists():
+            time.sleep(LEADER_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=end_after_leader, args=[writer], daemon=True).start()
+
+
 def tied(*command: str) -> list[str]:
     """The command line of a program that is killed when this process ends, even if that is while the program starts."""
     return [sys.executable, "-I", __file__, str(os.getpid()), *command]
@@ -66,11 +94,6 @@ def torchrun(ranks: int) -> list[str]:
     """
     options = ["--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
     return [sys.executable, "-m", "torch.distributed.run", *options]
-
-
-if __name__ == "__main__":  # PARENT PROGRAM ARGUMENT...: become a program that is killed when its parent ends
-    die_with_parent(signal.SIGKILL, int(sys.argv[1]))
-    os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class LenientOutput:
@@ -102,3 +125,8 @@ class LenientOutput:
             os.close(nowhere)
         except OSError:
             pass
+
+
+if __name__ == "__main__":  # PARENT PROGRAM ARGUMENT...: become a program that is killed when its parent ends
+    die_with_parent(signal.SIGKILL, int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -6,7 +6,9 @@ The engine runs in a thread of its own, so that the trainer still handles messag
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal.config import UserError
 from areal.devices import CORES, settle
-from areal.processes import importing
+from areal.processes import importing, outlive_sigterm
 from areal.trajectory import Group, TokenValues
 from areal.weights.chunks import Manifest
 from areal.weights.folders import remove_folder
@@ -49,6 +51,9 @@ class Ranks:
         written. Raises UserError if the model cannot be loaded."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         engine = await asyncio.get_running_loop().run_in_executor(thread, start_engine, config, patience)
+        await asyncio.get_running_loop().run_in_executor(
+            thread, engine.broadcast, {"process": os.getpid(), "host": socket.gethostname()}
+        )
         return cls(engine, thread)
 
     @property
@@ -158,6 +163,9 @@ def follow(config: Config, report: Callable[[StepFailed], object]) -> None:
     sends the failure of a step to the master, before it is raised."""
     engine = start_engine(config)
     settle(CORES)
+    leader = engine.broadcast(None)
+    # On SIGTERM rank 0 may still train and save a checkpoint, with all ranks.
+    outlive_sigterm(leader["process"] if leader["host"] == socket.gethostname() else None)
     while (command := engine.broadcast(None))["do"] != "end":
         try:
             obey(engine, command, None)

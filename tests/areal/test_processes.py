@@ -7,6 +7,8 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 from areal.processes import LenientOutput, torchrun
 
 
@@ -39,6 +41,21 @@ def test_a_program_ends_with_its_parent():
         assert parent.stdout.readline() == b"started\n"
         # The output is at its end when whoever holds it has ended: the program as well.
         parent.communicate(b"\n", timeout=60)
+
+
+def test_a_process_that_outlives_sigterm_ends_with_its_leader_even_while_it_runs_no_python():
+    waits = "; import ctypes; print('ready', flush=True)"
+    waits += "\nwhile True: ctypes.CDLL(None).pause()"
+    leader = subprocess.Popen(["sleep", "600"])
+    script = f"from areal.processes import outlive_sigterm; outlive_sigterm({leader.pid}){waits}"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.terminate()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        leader.kill()
+        leader.wait()
+        assert process.wait(60) == 1
 
 
 def test_torchrun_opens_no_port_but_that_at_which_the_ranks_meet(tmp_path):
