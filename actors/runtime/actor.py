@@ -34,7 +34,7 @@ from areal.config import Config, UserError
 from areal.devices import CORES, settle
 from areal.storage.disk import Patience, Shortage
 from protocols.addresses import host_of, reachable
-from protocols.errors import BusError, DeadlineError, FencedError, PreparingError, RefusedError
+from protocols.errors import BusError, BusyError, DeadlineError, FencedError, PreparingError, RefusedError
 from protocols.messages import (
     AskSnapshot,
     DiskShortage,
@@ -255,8 +255,15 @@ class Actor(HandlesRequests):
         return result
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Run `work` concurrently with `main`. If it raises, the actor fails."""
-        return self._tasks.create_task(work, name=name)  # type: ignore[union-attr]
+        """Run `work` concurrently with `main`. If it raises, the actor fails. Raises BusyError if the actor is ending:
+        its handlers still answer then."""
+        try:
+            if self._tasks is None:
+                raise RuntimeError
+            return self._tasks.create_task(work, name=name)
+        except RuntimeError:  # also of a task group whose tasks are being cancelled
+            work.close()
+            raise BusyError("this actor is ending") from None
 
     def working(
         self, what: str, kind: str = "", evidence: Evidence = lambda: 0.0

@@ -1,12 +1,14 @@
 """What an actor does before it has a master."""
 
 import asyncio
+import inspect
 
 import pytest
 from helpers import network
 
 from actors.runtime.actor import Actor
 from areal.config import UserError
+from protocols.errors import BusyError
 from protocols.transport import Bus
 
 
@@ -31,3 +33,10 @@ async def test_one_who_waits_for_a_master_leaves_when_told(free_port):
 async def test_one_who_has_waited_long_enough_says_so(free_port):
     with pytest.raises(UserError, match="No master answers at .*waited 0.1 s"):
         await waiting(free_port, patience=0.1).run()
+
+
+async def test_one_who_is_not_in_the_run_is_busy_for_whoever_asks_it_for_work(free_port):
+    work = asyncio.sleep(0)
+    with pytest.raises(BusyError, match="this actor is ending"):
+        waiting(free_port, patience=1.0).spawn(work, "work")
+    assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
