@@ -41,7 +41,7 @@ Asynchronous reinforcement learning for language models, as independent actors.
 Everything on this machine:
   python run.py                                     the quickstart (configs/quickstart.yaml)
   python run.py --config FILE batch_size=32 generator.count=2
-  python run.py --config FILE --dry-run             print the resolved configuration
+  python run.py --config FILE --dry-run             check all that a start checks, and print the configuration
   python run.py --resume RUN_FOLDER                 resume a run that was stopped, or whose machine was lost
   python run.py --resume RUN_FOLDER steps=200       resume it with other settings, or extend one that is complete
   python run.py --resume RUN_FOLDER --from-step 40  go back to a checkpoint, and do what came after anew
@@ -105,8 +105,9 @@ def parse() -> argparse.Namespace:
         help="with --resume: end the run at the step that it has reached, with a checkpoint and an evaluation",
     )  # fmt: skip
     parser.add_argument(
-        "--dry-run", action="store_true", help="check and print the resolved configuration without starting anything"
-    )
+        "--dry-run", action="store_true",
+        help="check all that a start checks and print the resolved configuration, without starting anything",
+    )  # fmt: skip
     parser.add_argument(
         "--index", type=int, help="index of this actor within its role (default: the master assigns one)"
     )
@@ -155,11 +156,12 @@ def start(arguments: argparse.Namespace) -> int:
     if arguments.dry_run or roles in ([], ["master"]):
         config = configuration(arguments)
         if not roles:
+            from actors.parts.start_checks import on_this_machine
+
             config = on_this_machine(config)
-        if arguments.dry_run:
-            print(dump_config(config), end="")
-            return 0
         keep_keys(arguments.keys or config.network.keys)
+        if arguments.dry_run:
+            return dry_run(config, arguments)
         if roles:
             return run_master(config, bool(arguments.resume), arguments.from_step)
         return run_everything(config, arguments)
@@ -204,11 +206,23 @@ def configuration(arguments: argparse.Namespace) -> Config:
     return load_config(arguments.config or DEFAULT_CONFIG, arguments.overrides)
 
 
-def on_this_machine(config: Config) -> Config:
-    """`config` with the values that `auto` stands for on the devices of this machine."""
-    from areal.devices import visible_devices
+def dry_run(config: Config, arguments: argparse.Namespace) -> int:
+    """Print the configuration, and check all that a start checks."""
+    from actors.parts.start_checks import check_start, with_own_port
 
-    return config.model_copy(update={"trainer": config.trainer.on(cuda=bool(visible_devices()))})
+    print(dump_config(config), end="", flush=True)
+    if not arguments.role:
+        config = with_own_port(config, port_is_named(arguments, config))
+    check_start(config, resume=bool(arguments.resume), devices=not arguments.role)
+    print("The configuration and what it names were checked: the run can be started.", file=sys.stderr)
+    return 0
+
+
+def port_is_named(arguments: argparse.Namespace, config: Config) -> bool:
+    """Whether the user has asked for the master's port."""
+    # The configuration of a run that is resumed has all keys.
+    in_file = "address" in config.master.model_fields_set and not (arguments.resume and not arguments.config)
+    return in_file or any(override.startswith("master.address=") for override in arguments.overrides)
 
 
 def run_everything(config: Config, arguments: argparse.Namespace) -> int:
@@ -218,6 +232,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
 
     from actors.parts.direct_weights import check_transport
     from actors.parts.record import check_record
+    from actors.parts.start_checks import roles_here, with_own_port
     from actors.runtime.addresses import take_folder
     from actors.runtime.preflight import check
     from actors.watching.monitor import print_summary
@@ -225,10 +240,10 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from areal.storage.run_folder import store_configuration
 
     address = config.master.address
-    config = with_own_port(config, arguments)
+    config = with_own_port(config, port_is_named(arguments, config))
     check_transport(config)
     check(config)
-    environments = deal_out(config, [name for name, role in ROLES.items() for _ in range(role.processes(config))])
+    environments = deal_out(config, roles_here(config))
     network = take_folder(config, bool(arguments.resume))
     if arguments.resume:
         print_lines(check_record(config, arguments.from_step))
@@ -248,21 +263,6 @@ def print_lines(lines: Iterable[str]) -> None:
     """Print what the user has to know of the start of a run."""
     for line in lines:
         print(shown(line), file=sys.stderr)
-
-
-def with_own_port(config: Config, arguments: argparse.Namespace) -> Config:
-    """`config` with a free port of the master if the one that nobody has asked for is in use, as when a second run is
-    started on one machine."""
-    from actors.runtime.preflight import with_free_port
-    from protocols.addresses import host_of, is_loopback
-
-    # The configuration of a run that is resumed has all keys.
-    in_file = "address" in config.master.model_fields_set and not (arguments.resume and not arguments.config)
-    named_by_user = in_file or any(override.startswith("master.address=") for override in arguments.overrides)
-    if named_by_user or not is_loopback(host_of(config.master.address)):
-        return config
-    master = config.master.model_copy(update={"address": with_free_port(config.master.address)})
-    return config.model_copy(update={"master": master})
 
 
 def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
@@ -371,7 +371,7 @@ async def prepare(config: Config) -> Config:
     master is told so. Returns the configuration with the folders of the models. Raises UserError."""
     from actors.runtime.actor import incarnation
     from actors.runtime.addresses import open_network
-    from actors.runtime.preflight import check_rows
+    from actors.runtime.row_checks import check_rows
     from areal.data.sources import open_source
     from areal.models import with_folders
     from protocols.addresses import host_of

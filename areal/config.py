@@ -13,11 +13,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 import jinja2
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from areal.engine_options import deepspeed_conflicts, devices_of, parser_conflicts, vllm_conflicts
 
@@ -51,6 +52,17 @@ class Section(BaseModel):
 T = TypeVar("T", bound=Section)
 
 
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:  # there is no such user
+        return path
+
+
+Place = Annotated[Path, AfterValidator(_expanded)]
+"""A path, in which ~ is the user's folder."""
+
+
 def reward_weights(value: Any) -> dict[str, float]:
     """The weight of each reward in `value`: a name, a list of names (weight 1 each) or a mapping of names to weights.
     A name with the weight None is left out. Raises ValueError."""
@@ -76,13 +88,16 @@ class SourceConfig(Section):
     """Where prompts come from. `source` is one of
 
     * `addition`: the long additions of the quickstart;
-    * a path that ends in .jsonl: one object per line, with `prompt` and `answer`;
+    * a file that ends in .jsonl (one object per line), .json (a list of objects), .csv, .tsv or .parquet, with `prompt`
+      and `answer`; all but Parquet also compressed, such as .jsonl.gz;
     * `reasoning_gym:NAME`: a task of the reasoning_gym library, which receives `options`;
     * `verifiers:NAME`: an environment of the verifiers library, which receives `options`; `verifiers:NAME:eval` takes
       the rows that the environment keeps for evaluation;
-    * `hf:NAME` or the path of a folder: a Hugging Face dataset (a hub id, or a folder written by `save_to_disk`).
+    * `hf:NAME` or the path of a folder: a Hugging Face dataset (a hub id, a folder with files as the hub has them, or
+      one written by `save_to_disk`); `hf:NAME:SPLIT` and `FOLDER:SPLIT` name the split, too.
 
-    configs/data/ has these keys for known data sets, for use as a `base`."""
+    configs/data/ has these keys for known data sets, for use as a `base`. Whoever replaces its `source`, say by a local
+    file, leaves out its `options`, `split` and `eval_source`."""
 
     source: str | None = Field(None, description="one of the sources listed above")
     eval_source: str | None = Field(None, description="source of the held-out rows; null: other rows of `source`")
@@ -91,7 +106,9 @@ class SourceConfig(Section):
     prompt_template: str | None = Field(
         None, description="the prompt as a Jinja template with the fields of the row, such as `{{ problem }}`"
     )
-    answer_key: str | None = Field("answer", description="field with the answer; null: rows have none")
+    answer_key: str | None = Field(
+        "answer", description="field with the answer, such as reward_model.ground_truth; null: rows have none"
+    )
     reward: dict[str, float] | None = Field(
         None, description="rewards of rows that name none, written as reward.functions; null: reward.functions"
     )
@@ -177,7 +194,7 @@ class RowsConfig(SourceConfig):
         (), description="several sources, in place of `source`: the same keys for each, and a `weight`"
     )
     eval_size: int = Field(256, ge=0, description="held-out rows; 0: no evaluation")
-    chat_template: Path | None = Field(None, description="file with a Jinja chat template; null: the tokenizer's")
+    chat_template: Place | None = Field(None, description="file with a Jinja chat template; null: the tokenizer's")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
     )
@@ -602,7 +619,7 @@ class WeightsConfig(Section):
         description="folder: all nodes share weights.folder; stream: over the bus, from generator to generator; nccl, "
         "ipc, gloo: from the trainer straight into each engine's weights, by vLLM's weight transfer",
     )
-    folder: Path | None = Field(
+    folder: Place | None = Field(
         None, description="holds a folder of weights per run, for example /dev/shm; null: the run folder"
     )
     delta: bool = Field(True, description="stream only what has changed, bit-exactly, if that is smaller")
@@ -632,12 +649,12 @@ class SandboxConfig(Section):
     processes: int = Field(64, ge=1, description="processes and threads at once")
     disk_mib: int = Field(64, ge=1, description="size of all files together, which are kept in memory, MiB")
     output_kib: int = Field(1024, ge=1, description="size of stdout, and of stderr, KiB")
-    cgroup: Path | None = Field(
+    cgroup: Place | None = Field(
         None,
         description="folder of a control group (version 2) delegated to the sandbox; the kernel then counts memory "
         "and CPU time exactly",
     )
-    folders: list[Path] = Field(
+    folders: list[Place] = Field(
         default_factory=list, description="folders that programs may read besides those of the system and of Python"
     )
 
@@ -730,10 +747,7 @@ def _benchmark(name: str, keys: dict[str, Any]) -> dict[str, Any]:
             f"There is no benchmark {base!r} (evaluator.benchmarks): known are {names}; write the path of a YAML file "
             f"for one of your own."
         )
-    below = read_values(file)
-    if "source" in keys:
-        below.pop("options", None)  # they belong to the source that is replaced
-    return merged(below, keys)
+    return merged(read_values(file), keys)
 
 
 class ObserveConfig(Section):
@@ -822,7 +836,7 @@ class Config(ScoringConfig):
     """A run. `batch_size` (B) and all bounds count groups; a group is a prompt with its `group_size` (G) samples."""
 
     name: str = Field("run", description="name of the run and of its folder")
-    run_dir: Path = Field(Path("runs"), description="folder that contains the run folders")
+    run_dir: Place = Field(Path("runs"), description="folder that contains the run folders")
     seed: int = Field(0, description="seed of the data order, of sampling and of training")
     model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart` (the run makes it)")
     steps: int = Field(ge=0, description="training steps; 0: the model is evaluated alone (docs/evaluation.md)")
@@ -1020,18 +1034,22 @@ def load_config(
     """
     values = {} if file is None else read_values(file)
     _reveal(values, secrets or {})
-    return checked(overridden(values, overrides), file, kind)
+    return checked(overridden(values, overrides, kind=kind), file, kind)
 
 
 def overridden(
-    values: dict[str, Any], overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """`values` with overrides such as `generator.count=2`, and with settings by such keys. Raises UserError."""
+    values: dict[str, Any], overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None,
+    kind: type[Section] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """`values` with overrides such as `generator.count=2`, and with settings by such keys. kind: whose keys they are,
+    by default those of Config. Raises UserError."""
     values = copy.deepcopy(values)
-    for override in overrides:
-        _set(values, *parsed(override), override)
-    for key, value in (settings or {}).items():
-        _set(values, key, value, f"{key}={value}")
+    pairs = [(*parsed(override, kind or Config), override) for override in overrides]
+    pairs += [(key, value, f"{key}={value}") for key, value in (settings or {}).items()]
+    for key, value, _ in pairs:
+        _forget_source(values, key, value)
+    for key, value, override in pairs:
+        _set(values, key, value, override)
     return _with_bases(values, Path(), ())
 
 
@@ -1043,6 +1061,23 @@ def checked(values: dict[str, Any], file: Path | None, kind: type[T] = Config) -
         raise UserError(_explain(error, file, kind)) from None
 
 
+class _RepeatedKeyError(yaml.YAMLError):
+    """A mapping has a key twice."""
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Reads YAML as `safe_load` does, but refuses a key that a mapping has twice: by itself the last one would hold."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise _RepeatedKeyError(f"has the key {key.value!r} twice, in lines {lines[key.value]} and {line}")
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
 def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values in a YAML file and in its bases, unchecked. bases: the files that name this one as a base, outermost
     first. Raises UserError if it cannot be read."""
@@ -1052,8 +1087,12 @@ def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     if file.resolve() in [base.resolve() for base in bases]:
         raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")
     try:
-        values = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
+        values = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)
+    except _RepeatedKeyError as error:
+        raise UserError(f"{file} {error}: remove one.") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}): give another one.") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, or a date that cannot be
         raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{file} must contain keys and values, as configs/quickstart.yaml does.")
@@ -1076,10 +1115,23 @@ def _with_bases(values: Any, folder: Path, files: tuple[Path, ...]) -> Any:
     return resolved
 
 
+def _is_replaced(section: Mapping[str, Any], source: Any) -> bool:
+    """Whether `source` is another data set than that of the section; not if it is another split of it."""
+    names = [name.split(":")[:2] for name in (section.get("source"), source) if isinstance(name, str)]
+    return len(names) == 2 and names[0] != names[1]
+
+
+# Keys beside `source` that hold for it alone.
+_OF_SOURCE = ("options", "split", "eval_source")
+
+
 def merged(below: Any, above: Any) -> Any:
-    """`above`, and the keys of `below` that it lacks."""
+    """`above`, and the keys of `below` that it lacks; but if it names another `source`, not those that belong to the
+    old one."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
+    if _is_replaced(below, above.get("source")):
+        below = {key: value for key, value in below.items() if key not in _OF_SOURCE}
     return below | {key: merged(below.get(key), value) for key, value in above.items()}
 
 
@@ -1148,16 +1200,70 @@ def _reveal(values: dict[str, Any], secrets: Mapping[str, Any]) -> None:
             values[key] = secret
 
 
-def parsed(override: str, several: bool = False) -> tuple[str, Any]:
-    """The key and the value of an override such as `generator.count=2`. several: the list of values of one such as
-    `generator.count=1,2`. Raises UserError."""
+def parsed(override: str, kind: type[Section]) -> tuple[str, Any]:
+    """The key and the value of an override such as `generator.count=2`; `kind` has the keys. Where the key is text, the
+    value is the text as it is, without a pair of quotes around it; else it is YAML. Raises UserError."""
+    key, text = split_override(override)
+    annotation = _annotation(kind, key)
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = {get_args(part)[0] if get_origin(part) is Annotated else part for part in parts}
+    if kinds <= {str, Path, type(None)}:
+        return key, None if text in ("null", "~") and type(None) in kinds else _unquoted(text)
+    return key, _yaml(text, override)
+
+
+def parsed_values(override: str) -> tuple[str, list[Any]]:
+    """The key and the values of a text such as `generator.count=1,2`. Raises UserError."""
+    key, text = split_override(override)
+    return key, _yaml(f"[{text}]", override)
+
+
+def split_override(override: str) -> tuple[str, str]:
+    """The key of `key=value`, and its text. Raises UserError."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"The override {override!r} is not of the form key=value, such as generator.count=2.")
+    return key, text
+
+
+def _yaml(text: str, override: str) -> Any:
     try:
-        return key, yaml.safe_load(f"[{text}]" if several else text)
-    except yaml.YAMLError:
+        return yaml.load(text, _UniqueKeyLoader)
+    except _RepeatedKeyError as error:
+        raise UserError(f"The override {override!r} {error}: remove one.") from None
+    except (yaml.YAMLError, ValueError):
         raise UserError(f"What the override {override!r} sets is not YAML: quote it.") from None
+
+
+def _unquoted(text: str) -> str:
+    quote, inner = text[:1], text[1:-1]
+    if len(text) < 2 or quote not in ("'", '"') or text[-1] != quote or quote in inner.replace("''", ""):
+        return text
+    return inner.replace("''", "'") if quote == "'" else inner
+
+
+def _annotation(kind: type[Section], key: str) -> Any:
+    """The type of a key with dots; None if it is not known."""
+    annotation: Any = kind
+    for part in key.split("."):
+        if get_origin(annotation) is dict:
+            annotation = get_args(annotation)[1]
+        elif (field := getattr(_section(annotation), "model_fields", {}).get(part)) is not None:
+            annotation = field.annotation
+        else:
+            return None
+    return annotation
+
+
+def _forget_source(values: dict[str, Any], key: str, value: Any) -> None:
+    """If an override replaces a `source`, remove what belongs to the old one."""
+    section: Any = values
+    *names, last = key.split(".")
+    for name in names:
+        section = section.get(name) if isinstance(section, dict) else None
+    if last == "source" and isinstance(section, dict) and _is_replaced(section, value):
+        for name in _OF_SOURCE:
+            section.pop(name, None)
 
 
 def _set(values: dict[str, Any], key: str, value: Any, override: str) -> None:

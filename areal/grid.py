@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from areal.config import UserError, parsed
+from areal.config import UserError, parsed_values
 
 
 def read_grid(texts: Iterable[str]) -> dict[str, list[Any]]:
     """The grid that texts such as `seed=0,1` describe, one for each key. Raises UserError."""
-    return dict(parsed(text, several=True) for text in texts)
+    return dict(parsed_values(text) for text in texts)
 
 
 def points(grid: Mapping[str, Sequence[Any]], what: str) -> list[dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -11,29 +13,35 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal.config import Config, UserError
+from areal.config import Config, LoraConfig, UserError
 from areal.processes import ROOT, tied
+
+# Where models say how long sequences may be.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 
 
 def quietly(doing: str) -> None:
     """Tells nobody what is being done."""
 
 
-def resolve_model(config: Config, tell: Callable[[str], None] = quietly) -> Path:
+def resolve_model(config: Config, tell: Callable[[str], None] = quietly, *, weights: bool = True) -> Path:
     """Return the absolute folder of `config.model`, which names the quickstart's own model (made on first use), a
-    folder, or a model on the model hub. tell: is called with what is being done. Raises UserError."""
+    folder, or a model on the model hub, of which `weights` may be left out. tell: is called with what is being done.
+    Raises UserError."""
     if config.model == "quickstart":
         tell("it makes the quickstart's model")
         return _make_quickstart(config)
-    return find_model(config.model, "model", tell)
+    return find_model(config.model, "model", tell, weights=weights)
 
 
-def resolve_reference(config: Config, tell: Callable[[str], None] = quietly) -> Path | None:
+def resolve_reference(
+    config: Config, tell: Callable[[str], None] = quietly, *, weights: bool = True
+) -> Path | None:  # fmt: skip
     """Return the absolute folder of `trainer.reference`. None: there is no KL penalty, or the reference model is the
     run's own model. Raises UserError."""
     if not config.trainer.kl_coef or config.trainer.reference is None:
         return None
-    return find_model(config.trainer.reference, "trainer.reference", tell)
+    return find_model(config.trainer.reference, "trainer.reference", tell, weights=weights)
 
 
 def with_folders(config: Config, tell: Callable[[str], None] = quietly) -> Config:
@@ -44,16 +52,17 @@ def with_folders(config: Config, tell: Callable[[str], None] = quietly) -> Confi
     return config.model_copy(update={"model": str(resolve_model(config, tell)), "trainer": trainer})
 
 
-def find_model(name: str, key: str, tell: Callable[[str], None] = quietly) -> Path:
+def find_model(name: str, key: str, tell: Callable[[str], None] = quietly, *, weights: bool = True) -> Path:
     """Return the absolute folder of the model `name`, which is a folder or a model on the model hub. key: the
     configuration key that has this value, for error messages. tell: is called with what is being done, such as
-    "it downloads NAME: 3.20 of 15.00 GB", from any thread. Raises UserError."""
+    "it downloads NAME: 3.20 of 15.00 GB", from any thread. weights: whether they are downloaded, too. Raises
+    UserError."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _checked(folder.resolve())
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise UserError(f"There is no model folder {name}: set {key}=FOLDER to one that holds a config.json.")
-    return _checked(_from_hub(name, key, tell))
+    return _checked(_from_hub(name, key, tell, weights))
 
 
 def hub_id(model: str) -> str | None:
@@ -73,8 +82,7 @@ def check_heads(folder: Path, ranks: int) -> None:
     """Raise UserError if `ranks` ranks cannot divide the attention heads of the model in `folder` among them."""
     if ranks == 1:
         return
-    sizes = json.loads((folder / "config.json").read_text())
-    sizes = sizes.get("text_config") or sizes
+    sizes = _sizes(folder)
     heads = sizes.get("num_attention_heads", ranks)
     shared = sizes.get("num_key_value_heads") or heads
     if heads % ranks or (shared % ranks and ranks % shared):
@@ -82,6 +90,57 @@ def check_heads(folder: Path, ranks: int) -> None:
             f"trainer.sequence_parallel is {ranks}, but the model {folder} has {heads} attention heads, and {shared} "
             f"for keys and values: set it to a divisor of {heads} that is a divisor or a multiple of {shared}."
         )
+
+
+def context_of(folder: Path) -> int | None:
+    """The most tokens of a sequence for which the model in `folder` is made; None if its config.json does not say."""
+    sizes = _sizes(folder)
+    longest = next((sizes[key] for key in _LENGTHS if isinstance(sizes.get(key), int)), None)
+    scaling = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    stretched = isinstance(factor, int | float) and factor > 1 and kind not in ("llama3", "longrope", "su")
+    return int(longest * factor) if longest and stretched else longest
+
+
+def check_adapters(folder: Path, lora: LoraConfig) -> None:
+    """Raise UserError if the model in `folder` lacks one of the layers that `lora` names; peft refuses only if it lacks
+    all."""
+    layers = {name.removesuffix(".weight").rpartition(".")[2] for name in weight_sizes(folder) if "." in name}
+    names = [] if lora.target_modules == "all-linear" else lora.target_modules
+    for name in names:
+        last = name.rpartition(".")[2]
+        if layers and last not in layers:
+            close = difflib.get_close_matches(last, layers, 1)
+            known = ", ".join(sorted(layer for layer in layers if layer.endswith("proj"))) or ", ".join(sorted(layers))
+            raise UserError(
+                f"trainer.lora.target_modules names {name!r}, but the model {folder} has no such layer: "
+                f"{f'did you mean {close[0]}?' if close else f'it has {known}.'}"
+            )
+
+
+def weight_sizes(folder: Path) -> dict[str, int]:
+    """The numbers of elements of the weights in a model's folder, by name, without reading them; empty if it has none.
+    Raises UserError if a file is damaged."""
+    numbers: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            numbers |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, OverflowError, MemoryError, KeyError, TypeError, AttributeError):
+            raise UserError(f"The model's file {file} is damaged or incomplete: copy or download it again.") from None
+    return numbers
+
+
+def _sizes(folder: Path) -> dict[str, Any]:
+    """What config.json says of the model of text. Raises UserError."""
+    try:
+        sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"The model's {folder / 'config.json'} cannot be read ({error}): copy it again.") from None
+    if not isinstance(sizes, dict):
+        raise UserError(f"The model's {folder / 'config.json'} has no keys and values: copy it again.")
+    return sizes.get("text_config") or sizes
 
 
 def quickstart_folder(parent: Path, seed: int = 0) -> Path:
@@ -116,7 +175,7 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _from_hub(name: str, key: str, tell: Callable[[str], None]) -> Path:
+def _from_hub(name: str, key: str, tell: Callable[[str], None], weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from tqdm import tqdm
 
@@ -128,7 +187,7 @@ def _from_hub(name: str, key: str, tell: Callable[[str], None]) -> Path:
                 tell(f"it downloads {name}: {self.n / 1e9:.2f} of {self.total / 1e9:.2f} GB")
 
     tell(f"it downloads {name}")
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja"] + ["*.safetensors"] * weights
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=ReportedProgress))
     except (OSError, ValueError) as error:  # huggingface_hub raises both, also without a network

@@ -78,6 +78,20 @@ def _read(file: Path) -> str:
         raise UserError(f"The chat template {file} cannot be read ({error}): correct data.chat_template.") from None
 
 
+def missing_character(tokenizer: Any, text: str) -> str | None:
+    """The first character of `text` for which the tokenizer has no token; None if it can spell all."""
+    return None if _spells(tokenizer, text) else next((c for c in text if not _spells(tokenizer, c)), text)
+
+
+def _spells(tokenizer: Any, text: str) -> bool:
+    try:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    except Exception:  # the tokenizers library raises this very class
+        return False
+    unknown = tokenizer.unk_token_id
+    return unknown is None or unknown == tokenizer.eos_token_id or unknown not in tokens
+
+
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """The text that each token adds. A character of several tokens is added by the last of them; the others add ""."""
     stream = DecodeStream(skip_special_tokens=False)

@@ -18,8 +18,9 @@ import pytest
 import yaml
 from helpers import descendants, keys_folder, processes_mentioning, read_jsonl
 from prometheus_client.parser import text_string_to_metric_families
-from run import main, with_own_port
+from run import main, port_is_named
 
+from actors.parts.start_checks import with_own_port
 from actors.runtime.preflight import with_free_port
 from actors.runtime.supervisor import Supervisor
 from areal.config import load_config
@@ -239,10 +240,10 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["reward.options={addition: {base: 3}}"], "reward 'addition' has reward.options, but is a function"),
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
         (
-            ["reward.functions=math", "data.source=words.jsonl", "data.eval_size=0"],
+            ["reward.functions=math", "data.source=sums.jsonl", "data.eval_size=0"],
             "cannot read the answers of 1 of the 1 rows",
         ),
-        (["model=quickstart", "data.source=words.jsonl", "data.eval_size=0"], "but a prompt in data.source has ' '"),
+        (["model=quickstart", "data.source=words.jsonl", "data.eval_size=0"], "in data.source 'words.jsonl' has ' '"),
         (["rollout_manager.workflow=triple_turn"], "triple_turn"),
         (["rollout_manager.workflow=verifiers"], "set data.source=verifiers:NAME"),
         (["rollout_manager.workflow_options.max_turns=2"], "it takes no options"),
@@ -278,6 +279,7 @@ def test_a_mistake_gets_one_sentence_before_anything_is_started(
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(ROW + '{"prompt": "a12b34="}\n')
     Path("words.jsonl").write_text('{"prompt": "one and two", "answer": "three +"}\n')
+    Path("sums.jsonl").write_text('{"prompt": "a12b34=", "answer": "three +"}\n')
     check_refused(monkeypatch, capsys, ["--config", CONFIG, *small, *arguments], sentence)
 
 
@@ -307,10 +309,10 @@ def test_a_port_in_use_is_replaced_by_a_free_one(free_port):
     ],
 )
 def test_only_a_port_that_nobody_asked_for_is_replaced(monkeypatch, more, resume, another):
-    monkeypatch.setattr("actors.runtime.preflight.with_free_port", lambda address: "tcp://127.0.0.1:5999")
+    monkeypatch.setattr("actors.parts.start_checks.with_free_port", lambda address: "tcp://127.0.0.1:5999")
     arguments = Namespace(config=None, resume=resume, overrides=list(more))
     config = load_config(Path(CONFIG), more if resume is None else ["master.address=tcp://127.0.0.1:5555"])
-    config = with_own_port(config, arguments)
+    config = with_own_port(config, port_is_named(arguments, config))
     assert (config.master.address == "tcp://127.0.0.1:5999") is another
 
 
@@ -324,18 +326,77 @@ def test_only_a_port_that_nobody_asked_for_is_replaced(monkeypatch, more, resume
     ],
 )
 def test_what_is_automatic_depends_on_the_devices_of_the_trainer(
-    monkeypatch, capsys, tmp_path, arguments, gpus, dtype, checkpointing
+    monkeypatch, capsys, tmp_path, tiny_model, arguments, gpus, dtype, checkpointing
 ):
     config = tmp_path / "mine.yaml"
     config.write_text(
-        "{model: m, steps: 1, batch_size: 4, group_size: 4, data: {source: addition}, sampling: {max_new_tokens: 8}, "
-        "reward: {functions: [addition]}}"
+        f"{{model: {tiny_model}, steps: 1, batch_size: 4, group_size: 4, data: {{source: addition}}, sampling: "
+        f"{{max_new_tokens: 8}}, reward: {{functions: [addition]}}, run_dir: {tmp_path}}}"
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setattr(sys, "argv", ["run.py", "--config", str(config), "--dry-run", *arguments])
     assert main() == 0
     trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
     assert (trainer["dtype"], trainer["gradient_checkpointing"]) == (dtype, checkpointing)
+
+
+PLAIN = "def plain(session, row):\n    return None\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["model=./nowhere"], "There is no model folder ./nowhere"),
+        (["data.source=none.jsonl"], "none.jsonl cannot be read"),
+        (["reward.functions=[nowhere.rewards:mine]"], "nowhere.rewards"),
+        (["weights.transport=nccl"], "weights.transport=nccl needs GPUs"),
+        (["network.keys=no_such_folder"], "There are no keys in"),
+        (["run_dir=rows.jsonl"], "run folder rows.jsonl/test cannot be used"),
+        (["trainer.lora.target_modules=[q_proj,v_porj]"], "no such layer: did you mean v_proj?"),
+        (["sampling.max_new_tokens=512"], "has room for 512 tokens of prompt and completion: lower it"),
+        (["generator.max_model_len=32"], "generator.max_model_len has room for 32 tokens"),
+        (["data.max_prompt_tokens=3"], "checked are longer than data.max_prompt_tokens, 3 tokens; the shortest has 7"),
+        (
+            ["data.source=words.jsonl"],
+            "cannot be made into tokens, such as that of the prompt 'one and two' (the token",
+        ),
+        (["generator.count=64"], "generator.count is 64, but this machine has 2 cores and no GPU: lower it to 1"),
+        (["reward.functions=code"], "cannot read the tests of 1 of the 1 rows"),
+        (["data.answer_key=null", "reward.functions=exact_match"], "cannot read the answers of 1 of the 1 rows"),
+        (["rollout_manager.workflow=plain.py:plain"], "The workflow 'plain.py:plain' is no async function"),
+        (["rollout_manager.workflow=multi_turn"], "The workflow multi_turn writes 'That is not correct. Try again.'"),
+        (["--config", "twice.yaml"], "twice.yaml has the key 'steps' twice, in lines 1 and 3: remove one"),
+        (["data.split=test"], "is a file, which has no data.split: remove it"),
+        (["--config", "binary.yaml"], "binary.yaml is not YAML"),
+    ],
+)
+def test_a_dry_run_finds_what_a_start_would(small, tmp_path, monkeypatch, capsys, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    Path("rows.jsonl").write_text(ROW)
+    Path("words.jsonl").write_text('{"prompt": "one and two", "answer": "three"}\n')
+    Path("plain.py").write_text(PLAIN)
+    Path("twice.yaml").write_text("steps: 1\nname: a\nsteps: 2\n")
+    Path("binary.yaml").write_bytes(b"\x80\x81\xff")
+    monkeypatch.setattr(
+        sys, "argv",
+        ["run.py", "--config", CONFIG, "--dry-run", *small, "data.source=rows.jsonl", "data.eval_size=0", *arguments],
+    )  # fmt: skip
+    monkeypatch.setenv(KEYS, "")
+    assert main() == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert sentence in line
+    assert not Path("runs").exists()
+
+
+def test_a_dry_run_without_a_mistake_says_so_and_leaves_nothing(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--config", CONFIG, "--dry-run", *small])
+    assert main() == 0
+    out, error = capsys.readouterr()
+    assert yaml.safe_load(out)["name"] == "test"
+    assert error == "The configuration and what it names were checked: the run can be started.\n"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,17 @@ def declare(tools: RoomTools) -> None:
     add("--index", type=int, default=0, metavar="N", help="number of the row (default: 0)")
     add("--config", help="configuration of the run", **CONFIG)
 
+    summary = "do the runs of a grid of settings, one after another; exit code 1 if one has failed"
+    sweep = tools.add(
+        "sweep", "commands:sweep", summary,
+        "A stopped sweep goes on with the same command: it leaves out finished runs, and resumes one that has begun.",
+    )  # fmt: skip
+    sweep.add_argument("file", help="a configuration with a grid: keys, each with a list of values", **CONFIG)
+    how = sweep.add_mutually_exclusive_group().add_argument
+    how("--dry-run", action="store_true", help="check each run as its start would, and print names and states")
+    how("--print", action="store_true", help="print a command line for each run that is not finished, to run as jobs")
+    sweep.add_argument("overrides", help="changes to the configuration of all runs", **OVERRIDES)
+
     summary = "copy the folder of a run, which may go on meanwhile, so that it can be resumed (docs/operating.md)"
     add = tools.add("backup", "backup:backup", summary).add_argument
     add("folder", **RUN)
@@ -54,6 +65,21 @@ def declare(tools: RoomTools) -> None:
     part.add_argument("part", choices=("model", *PARTS))
     part.add_argument("path", type=Path, nargs="?")
     part.set_defaults(tool="actors.parts.commands:selftest_part")
+
+
+def sweep(options: Namespace) -> int:
+    from areal.planning.sweep import Sweep, print_commands, read_sweep
+
+    runs = read_sweep(options.file, options.overrides)
+    if options.print:
+        print_commands(runs)
+        return 0
+    if not options.dry_run:
+        return Sweep(runs).run()
+    from actors.parts.start_checks import check_sweep
+
+    check_sweep(runs, lambda run: print(f"{run.state:8} {run.config.folder}", flush=True))
+    return 0
 
 
 def selftest(options: Namespace) -> int:

@@ -85,6 +85,16 @@ def open_network(*hosts: str) -> ZmqNetwork:
     )
 
 
+def check_keys(config: Config) -> bool:
+    """Whether a run that this process starts makes keys of its own. Raises UserError if it needs others, which are not
+    there."""
+    host = host_of(config.master.address)
+    if is_loopback(host) and not os.environ.get(KEYS):
+        return True
+    open_network(host).close()
+    return False
+
+
 def take_folder(config: Config, resume: bool) -> ZmqNetwork:
     """Claim the folder of a run that this process starts, until the process ends. Returns the network of the run.
 
@@ -92,9 +102,7 @@ def take_folder(config: Config, resume: bool) -> ZmqNetwork:
     which AREAL_KEYS names from then on. Raises UserError.
     """
     host = host_of(config.master.address)
-    makes_keys = is_loopback(host) and not os.environ.get(KEYS)
-    if not makes_keys:
-        open_network(host).close()  # whether there are keys is checked before anything is changed
+    makes_keys = check_keys(config)  # before anything is changed
     check_room(config.folder, resume)
     lock = claim(config.folder, resume)
     if makes_keys:

@@ -66,7 +66,10 @@ def evaluate(options: Namespace) -> None:
         "reward.workers": os.cpu_count(),
         "evaluator.benchmarks": benchmarks_in(chosen),
     }
-    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()] + options.overrides
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in settings.items()
+    }
+    overrides = [f"{key}={text}" for key, text in texts.items()] + options.overrides
     file = options.config or ROOT / "configs" / "evaluation.yaml"
     config: Config = load_config(file, overrides)
     folder = config.folder

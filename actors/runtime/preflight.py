@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import random
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Mapping
 from pathlib import Path
 
+from actors.runtime.row_checks import check_prompts, check_rows
 from areal.config import Config, UserError
 from areal.data.addition import ALPHABET
-from areal.data.rows import Row, prompt_text
-from areal.data.sources import PromptSource, open_benchmark, open_source
-from areal.models import check_heads, resolve_model, resolve_reference
+from areal.data.rows import prompt_text
+from areal.data.sources import PromptSource, open_source
+from areal.devices import visible_devices
+from areal.models import check_adapters, check_heads, context_of, resolve_model, resolve_reference, weight_sizes
 from areal.observe import tracking
 from areal.processes import ROOT, tied
 from areal.rewards import functions as rewards
-from areal.rewards import math_answers
-from areal.rewards.code_rows import read_tests
-from areal.rewards.code_tests import CodeTests
-from areal.rewards.result import RewardError
 from areal.sandbox.outside import open_sandbox
-from areal.tokens import load_tokenizer
+from areal.tokens import load_tokenizer, missing_character
 from areal.workflows.builtin import rehearse as rehearse_workflow
-from areal.workflows.builtin import resolve_workflow
+from areal.workflows.builtin import resolve_workflow, texts_of
 
-# How long answers of rows are read; 40,000 plain numbers take a few seconds.
-ANSWERS_SECONDS = 10.0
-# How long programs that compute nothing are run on rows' tests: a row takes 0.1 to 0.5 s.
-TESTS_SECONDS = 10.0
 # How long vLLM may take to load its parsers: 6 s on a machine that is free.
 PARSERS_SECONDS = 120.0
-# Rows whose answers are read in one child process.
-ROWS_AT_ONCE = 128
-# Rows that are looked at if the source is endless, or if only rows themselves can name the reward.
-FEW_ROWS = 512
+# The most tokens of a sequence of the quickstart's model (areal.data.quickstart, which imports torch).
+QUICKSTART_CONTEXT = 512
+# More engines than this for each core are a mistake.
+MOST_ENGINES_PER_CORE = 8
+# The least memory of an engine's process and of a trainer's rank on a CPU, beside weights, KV cache and activations.
+GIB = 2**30
+ENGINE_BYTES, TRAINER_BYTES = GIB // 2, GIB // 2
 _LOAD_PARSERS = """
 import sys
 from areal.config import UserError
@@ -54,9 +46,13 @@ except UserError as error:
 """
 
 
-def check(config: Config) -> None:
+def check(config: Config, *, weights: bool = True, rows: bool = True, machine: bool = True) -> None:
     """Check all that can be checked before the start: the number of ranks, the master's port, the tracking and weights
-    settings, rewards, workflow, sandbox, objective, data, model folders, chat template, parsers. Raises UserError."""
+    settings, rewards, workflow, sandbox, objective, data, models, chat template, parsers, cores and memory.
+
+    weights: whether the weights of a model on the hub are downloaded too. rows: whether rows are read, beside the first
+    ones. machine: whether all roles are to run on this machine. Raises UserError.
+    """
     if config.trainer.ranks % config.trainer.sequence_parallel:
         raise UserError(
             f"trainer.ranks is {config.trainer.ranks}, but trainer.sequence_parallel is "
@@ -66,6 +62,23 @@ def check(config: Config) -> None:
     tracking.check(config.observe)
     if config.weights.folder is not None:
         check_folder(config.weights.folder)
+    check_code(config)
+    source = open_source(config.data, config.seed)
+    folder = None
+    if config.model == "quickstart":
+        check_quickstart(config, source)
+    else:
+        folder = resolve_model(config, weights=weights)
+        check_model(config, folder, source, weights=weights)
+    resolve_reference(config, weights=weights)
+    if machine and not visible_devices():
+        check_machine(config, weight_sizes(folder) if folder else {})
+    if rows:
+        check_rows(config, source)
+
+
+def check_code(config: Config) -> None:
+    """Check what is code: rewards, the workflow, the sandbox, the objective. Raises UserError."""
     for name in config.rewards | config.reward.options:
         rewards.check(name, config.reward.options.get(name, {}))
     resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
@@ -73,32 +86,17 @@ def check(config: Config) -> None:
     if "code" in config.rewards or config.rollout_manager.workflow == "python_tool":
         open_sandbox(config.sandbox).close()
     if ":" in config.trainer.objective:
-        from areal.training.objectives import (
-            rehearse,  # imports torch, which only a user-defined objective needs here
-        )
+        from areal.training.objectives import rehearse  # imports torch, which only an objective of the user's own needs
 
         rehearse(config.trainer)
-    source = open_source(config.data, config.seed)
-    if config.model == "quickstart":
-        if config.data.parts:
-            check_characters(source.row(0))
-    else:
-        check_heads(resolve_model(config), config.trainer.sequence_parallel)
-    resolve_reference(config)
-    if config.data.sets_template:
-        load_tokenizer(str(resolve_model(config)), config.data)
-    if config.rollout_manager.names_parsers:
-        check_parsers(config)
-    check_rows(config, source)
 
 
-def check_parsers(config: Config) -> None:
-    """Raises UserError if the model's tokenizer lacks what the parsers need."""
+def check_parsers(config: Config, folder: Path) -> None:
+    """Raises UserError if the tokenizer of the model in `folder` lacks what the parsers need."""
     section = config.rollout_manager
-    folder = str(resolve_model(config))
     # A process of its own: vLLM would stay in the memory of this one.
     command = tied(
-        sys.executable, "-c", _LOAD_PARSERS, folder, section.tool_call_parser, section.reasoning_parser or ""
+        sys.executable, "-c", _LOAD_PARSERS, str(folder), section.tool_call_parser, section.reasoning_parser or ""
     )
     try:
         process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PARSERS_SECONDS)
@@ -113,115 +111,99 @@ def check_parsers(config: Config) -> None:
         )
 
 
-def check_rows(config: Config, source: PromptSource) -> None:
-    """Check answers and tests of some rows, as `check_answers` and `check_tests`."""
-    check_answers(config, source)
-    if "code" in config.rewards:
-        check_tests(config, source)
+def check_model(config: Config, folder: Path, source: PromptSource, *, weights: bool) -> None:
+    """Check whether the model in `folder` fits the configuration and its data. weights: whether its weights have to be
+    there. Raises UserError."""
+    check_heads(folder, config.trainer.sequence_parallel)
+    context = context_of(folder)
+    check_context(config, context, f"the model {folder}")
+    if config.trainer.lora:
+        check_adapters(folder, config.trainer.lora)
+    if config.rollout_manager.names_parsers:
+        check_parsers(config, folder)
+    tokenizer = load_tokenizer(str(folder), config.data)
+    workflow = config.rollout_manager.workflow
+    for text in texts_of(workflow, config.rollout_manager.workflow_options):
+        if character := missing_character(tokenizer, text):
+            raise UserError(
+                f"The workflow {workflow} writes {text!r:.80}, but the tokenizer of {folder} has no token for "
+                f"{character!r}: change rollout_manager.workflow_options, or use another model."
+            )
+    if workflow in ("single_turn", "multi_turn", "python_tool"):  # others may have prompts of their own
+        check_prompts(config, source, tokenizer, context)
+    if weights and not weight_sizes(folder):
+        raise UserError(f"The model folder {folder} has no weights, *.safetensors: copy or download them.")
 
 
-def check_tests(config: Config, source: PromptSource) -> None:
-    """Check whether tests of the reward `code` can be run and are worth something: of the held-out rows, then of the
-    others in random order, for TESTS_SECONDS.
-
-    Raises UserError if `data.weak_tests` is `refuse` and programs that compute nothing pass some, and prints a note if
-    there are any such rows, or if programs cannot be run on this machine.
-    """
-    try:
-        reward = CodeTests(**config.served_rewards.options["code"])
-    except UserError as error:
-        print(f"Note: the tests of rows are not checked here: {error}", file=sys.stderr)
-        return
-    with contextlib.closing(reward):
-        checked, flaws = asyncio.run(_flaws_of_tests(config, reward, _rows(config, source)))
-    if flaws:
-        message = (
-            f"of the {checked} rows of {config.data.named} that were checked, {len(flaws)} have tests worth nothing"
-        )
-        if config.data.weak_tests == "refuse":
-            raise UserError(f"{message}, such as {flaws[0]}: remove these rows, or set data.weak_tests=drop.")
-        print(f"Note: {message}, such as {flaws[0]}; such prompts will be discarded.", file=sys.stderr)
+def check_quickstart(config: Config, source: PromptSource) -> None:
+    """As `check_model`, for the quickstart's model, which need not be there. Raises UserError."""
+    check_context(config, QUICKSTART_CONTEXT, "model=quickstart")
+    workflow = config.rollout_manager.workflow
+    texts = {f"the workflow {workflow}": texts_of(workflow, config.rollout_manager.workflow_options)}
+    if config.data.parts:
+        texts[f"a prompt in {config.data.named}"] = [prompt_text(source.row(0).prompt)]
+    for place, written in texts.items():
+        if unknown := [character for character in "".join(written) if character not in ALPHABET]:
+            raise UserError(
+                f"model=quickstart reads only the characters {ALPHABET}, but {place} has {unknown[0]!r}: "
+                f"use another model."
+            )
 
 
-async def _flaws_of_tests(config: Config, reward: CodeTests, rows: Iterator[Row]) -> tuple[int, list[str]]:
-    """How many rows were checked, and what is wrong with which."""
-    checked, flaws = 0, []
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(TESTS_SECONDS):
-            for row in rows:
-                if "code" not in (row.reward or config.reward.functions):
-                    continue
-                try:
-                    tests = read_tests(row.fields)
-                    flaw = (weakness := await reward.weakness(tests)) and f"its tests are passed if {weakness}"
-                except RewardError as error:
-                    flaw = str(error)
-                checked += 1
-                if flaw:
-                    flaws.append(f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({flaw})")
-    return checked, flaws
-
-
-def check_answers(config: Config, source: PromptSource) -> None:
-    """Check whether the reward `math` can read the answers of the rows that it is to score: of the held-out rows, then
-    of the others in random order, and of each benchmark, each for ANSWERS_SECONDS.
-
-    Raises UserError if a larger share of them than `max_failed_share` cannot be read, or if a benchmark cannot be
-    opened; prints a note if some answers cannot be read.
-    """
-    _check_answers(config, _rows(config, source), config.data.named, "such prompts will be discarded")
-    for name, benchmark in config.evaluator.benchmarks.items():
-        rows = iter(open_benchmark(name, benchmark, config.seed))
-        _check_answers(config, rows, f"the benchmark {name}", "such rows will not be scored")
-
-
-def _check_answers(config: Config, rows: Iterator[Row], named: str, fate: str) -> None:
-    until, checked, flaws = time.monotonic() + ANSWERS_SECONDS, 0, []
-    while (batch := list(islice(rows, ROWS_AT_ONCE))) and time.monotonic() < until:
-        scored = [row for row in batch if "math" in (row.reward or config.reward.functions)]
-        checked += len(scored)
-        flaws += _flaws_of_answers(scored)
-    if not flaws:
-        return
-    sentence = (
-        f"the reward math cannot read the answers of {len(flaws)} of the {checked} rows of {named} that were checked, "
-        f"such as {flaws[0]}"
-    )
-    if len(flaws) > config.max_failed_share * checked:
-        raise UserError(f"{sentence}: correct or remove these rows, or name another reward (docs/rewards.md).")
-    print(f"Note: {sentence}; {fate}.", file=sys.stderr)
-
-
-def _rows(config: Config, source: PromptSource) -> Iterator[Row]:
-    yield from map(source.heldout, range(config.data.eval_size))
-    count = FEW_ROWS if source.size is None else source.size
-    limit = count if "math" in config.rewards else min(count, FEW_ROWS)
-    for index in random.Random(config.seed).sample(range(count), limit):
-        with contextlib.suppress(UserError):  # a row that is not usable is discarded when it is met
-            yield source.row(index)
-
-
-def _flaws_of_answers(rows: list[Row]) -> list[str]:
-    """For each row with an answer that cannot be read: that answer, or what is wrong."""
-    flaws, answers = [], []
-    for row in rows:
-        try:
-            answers.append(math_answers.answers_of(row.fields))
-        except RewardError as error:
-            flaws.append(f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({error})")
-    bad = math_answers.unreadable([answer for row_answers in answers for answer in row_answers])
-    for row_answers in answers:
-        flaws += [repr(answer[-80:]) for answer in row_answers if answer in bad][:1]
-    return flaws
-
-
-def check_characters(row: Row) -> None:
-    """Raises UserError if the row's prompt has a character that the quickstart's model cannot read."""
-    if unknown := sorted(set(prompt_text(row.prompt)) - set(ALPHABET)):
+def check_context(config: Config, context: int | None, model: str) -> None:
+    """Raises UserError if no prompt is short enough for `sampling.max_new_tokens` more. context: the most tokens of a
+    sequence of `model`."""
+    limits = {"generator.max_model_len": config.generator.max_model_len, model: context}
+    name, limit = min(((n, limit) for n, limit in limits.items() if limit), key=lambda item: item[1], default=("", 0))
+    if config.steps and limit and config.sampling.max_new_tokens >= limit:
         raise UserError(
-            f"model=quickstart reads only the characters {ALPHABET}, but a prompt in data.source has {unknown[0]!r}: "
-            f"use another model."
+            f"sampling.max_new_tokens is {config.sampling.max_new_tokens}, but {name} has room for {limit} tokens of "
+            f"prompt and completion: lower it."
         )
+
+
+def check_machine(config: Config, sizes: Mapping[str, int]) -> None:
+    """Check whether this machine, without GPUs, has the cores and the memory for all roles. sizes: the numbers of
+    elements of the model's weights, if they are known.
+
+    Raises UserError if the least that they need is more than there is; prints a note if engines share cores.
+    """
+    cores = len(os.sched_getaffinity(0))
+    engines = config.generator.count * config.generator.devices
+    if engines > MOST_ENGINES_PER_CORE * cores:
+        raise UserError(
+            f"generator.count is {config.generator.count}, but this machine has {cores} cores and no GPU: lower it to "
+            f"{max(1, cores - 1)}."
+        )
+    if engines * config.generator.threads > cores:
+        print(
+            f"Note: {engines} engines with {config.generator.threads} threads each share the {cores} cores of this "
+            f"machine: one for each core, and one core for the trainer, are fastest.",
+            file=sys.stderr,
+        )
+    elements = sum(sizes.values())
+    width = 4 if config.generator.dtype == "float32" else 2
+    needs = {"generators": engines * ENGINE_BYTES + config.generator.count * width * elements}
+    if config.steps:
+        # Weights, gradients and Adam's moments in fp32.
+        needs["trainer"] = config.trainer.ranks * TRAINER_BYTES + (4 if config.trainer.lora else 16) * elements
+    room = memory_bytes()
+    if sum(needs.values()) > room:
+        listed = " and ".join(f"{count / GIB:.0f} GiB for the {name}" for name, count in needs.items())
+        raise UserError(
+            f"This machine has {room / GIB:.0f} GiB of memory, but the run needs at least {listed}: take a smaller "
+            f"model, fewer generators or trainer.lora, or a machine with more."
+        )
+
+
+def memory_bytes() -> int:
+    """The memory of this machine, or of this process's control group if that is less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return memory
+    return min(memory, int(limit)) if limit.isdigit() else memory
 
 
 def with_free_port(address: str) -> str:

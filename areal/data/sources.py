@@ -16,7 +16,7 @@ import hashlib
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -29,6 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal.config import BenchmarkConfig, RowsConfig, SourceConfig, UserError, reward_weights
 from areal.data import addition, reasoning_tasks, verifiers_tasks
+from areal.data.files import KINDS, kind_of, open_parquet, read_file, read_object, read_text, unit_of
 from areal.data.rows import Prompt, Row
 
 # If a generated task still repeats held-out prompts after this many draws, it has too few problems to hold some out.
@@ -188,8 +189,8 @@ class Mixture(PromptSource):
 def open_source(config: RowsConfig, seed: int) -> PromptSource:
     """Return the prompts that `config` describes, in an order that depends on `seed`.
 
-    Every row of a .jsonl file is checked here. The columns of a Hugging Face data set are checked here too, but its
-    rows when they are looked up. Raises UserError, which says what is wrong, where, and what to do.
+    Every row of a file is checked here. The columns of a Hugging Face data set or a Parquet file are checked here too,
+    but its rows when they are looked up. Raises UserError, which says what is wrong, where, and what to do.
     """
     if not config.parts:
         return Mixture([], [], by_epoch=True, seed=seed)
@@ -309,16 +310,25 @@ def _open(config: SourceConfig, name: str, options: Mapping[str, Any], seed: int
     if name.startswith("verifiers:"):
         environment, _, side = name.removeprefix("verifiers:").partition(":")
         return _table(config, verifiers_tasks.rows(environment, options, side or "train"), what)
-    if name.endswith(".jsonl"):
+    if not name.startswith("hf:") and (kind := kind_of(name)):
         if options:
             raise UserError(f"{what} is a file, which takes no data.options: remove {', '.join(options)}")
-        return _open_jsonl(config, Path(name), what)
-    if name.startswith("hf:") or Path(name).is_dir():
+        if config.split != "train" and name == config.source:
+            raise UserError(f"{what} is a file, which has no data.split: remove it, or name a file with those rows")
+        path = Path(name).expanduser()
+        return _table(config, open_parquet(path, what), what) if kind == ".parquet" else _open_file(config, path, what)
+    if name.startswith("hf:") or _folder(name)[0].is_dir():
         return _open_hugging_face(config, name, options, what)
     raise UserError(
-        f"{what} is none of addition, a path ending in .jsonl, reasoning_gym:NAME, verifiers:NAME, hf:NAME, or the "
-        f"path of a folder that exists: correct it"
+        f"{what} is none of addition, a path ending in {', '.join(KINDS)}, reasoning_gym:NAME, verifiers:NAME, "
+        f"hf:NAME, or the path of a folder that exists: correct it"
     )
+
+
+def _folder(name: str) -> tuple[Path, str | None]:
+    """The folder that `name` is, or FOLDER and SPLIT of FOLDER:SPLIT."""
+    whole, (folder, _, split) = Path(name).expanduser(), name.rpartition(":")
+    return (whole, None) if whole.is_dir() or not folder else (Path(folder).expanduser(), split)
 
 
 def _dataset(name: str) -> str:
@@ -334,10 +344,14 @@ def _make_row(
     prompt_key, answer_key = prompt_key or config.prompt_key, answer_key or config.answer_key
     for key, setting in (prompt_key, "data.prompt_key"), (answer_key, "data.answer_key"):
         needed = key is not None and not (key == prompt_key and config.prompt_template)
-        if needed and key not in raw:
-            raise UserError(f"{where} has no {key!r}, only {', '.join(raw) or 'nothing'}: add it or set {setting}")
-    answer = raw[answer_key] if answer_key else None
+        if needed and _field(raw, str(key)) is _MISSING:
+            advice = "=reward_model.ground_truth" * (key == answer_key and "reward_model" in raw)  # a row of verl
+            known = ", ".join(raw) or "nothing"
+            raise UserError(f"{where} has no {key!r}, only {known}: add it or set {setting}{advice}")
+    answer = _field(raw, answer_key) if answer_key else None
     prompt = _prompt(raw, config, prompt_key, where)
+    if prompt in ("", []):
+        raise UserError(f"{where} has an empty {prompt_key!r}: write one, or remove the row")
     if not is_prompt(prompt):
         raise UserError(
             f"{where} has a {prompt_key!r} that is neither text nor a list of messages with role and content: "
@@ -357,6 +371,17 @@ def _make_row(
         reward=_rewards(raw.get("reward"), where) or config.reward,
         fields=fields,
     )
+
+
+_MISSING = object()
+
+
+def _field(raw: Mapping[str, Any], key: str) -> Any:
+    """The field of a row, or that of an object in it: `reward_model.ground_truth`. _MISSING if it has none."""
+    value: Any = raw
+    for part in [key] if key in raw else key.split("."):
+        value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
+    return value
 
 
 def _prompt(raw: Mapping[str, Any], config: SourceConfig, prompt_key: str, where: str) -> Any:
@@ -452,54 +477,27 @@ def _tried(generator: RowGenerator, mistakes: tuple[type[Exception], ...], what:
     return generator
 
 
-def _open_jsonl(config: SourceConfig, path: Path, what: str) -> Table:
-    """A .jsonl file with one object per line; blank lines are skipped. The whole file is read and checked at once."""
-    numbered = list(read_jsonl(path, what))
+def _open_file(config: SourceConfig, path: Path, what: str) -> Table:
+    """A file of rows, but Parquet; blank lines are skipped. The whole file is read and checked at once."""
+    numbered = list(read_file(path, what))
     if not numbered:
         raise UserError(f"{what}: the file has no rows: name another one")
-    table = Table(config, [raw for _, raw in numbered], lambda position: f"{path}, line {numbered[position][0]},")
+    unit = unit_of(path)
+    table = Table(config, [raw for _, raw in numbered], lambda position: f"{path}, {unit} {numbered[position][0]},")
     for position in range(len(table)):
         table.row(position)
     return table
 
 
-def read_jsonl(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) for each line that is not blank. `what` says in error messages what the file
-    is. Raises UserError."""
-    # Not splitlines(): JSON text may contain U+2028 and similar characters.
-    for number, line in enumerate(_read_text(path, what).split("\n"), 1):
-        if line.strip():
-            yield number, _read_object(line, f"{path}, line {number},", "write one object a line")
-
-
 def read_row(path: Path, config: SourceConfig, number: int = 0) -> Row:
-    """Return the row of this number, from 0, in a .jsonl file; any other file is one row. Raises UserError."""
+    """Return the row of this number, from 0, in a file of rows; any other file is one row. Raises UserError."""
     what = f"the file of rows {path}"
-    if path.suffix == ".jsonl":
-        entry = next(itertools.islice(read_jsonl(path, what), number, None), None)
+    if kind_of(path.name) not in (None, ".json"):
+        entry = next(itertools.islice(read_file(path, what), number, None), None)
         if entry is None:
             raise UserError(f"{what} has no row {number}, counted from 0: name another one")
-        return _make_row(entry[1], config, f"{path}, line {entry[0]},")
-    return _make_row(_read_object(_read_text(path, what), str(path), "correct it"), config, str(path))
-
-
-def _read_text(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{what}: {path.resolve()} cannot be read ({error.strerror}): correct the path") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{what} is not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
-
-
-def _read_object(text: str, where: str, advice: str) -> dict[str, Any]:
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}): {advice}") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{where} is a {type(raw).__name__}, not an object: {advice}")
-    return raw
+        return _make_row(entry[1], config, f"{path}, {unit_of(path)} {entry[0]},")
+    return _make_row(read_object(read_text(path, what), str(path), "correct it"), config, str(path))
 
 
 def _table(config: SourceConfig, dataset: Any, what: str) -> Table:
@@ -512,16 +510,21 @@ def _table(config: SourceConfig, dataset: Any, what: str) -> Table:
 
 
 def _open_hugging_face(config: SourceConfig, name: str, options: Mapping[str, Any], what: str) -> Table:
-    """Open `hf:NAME`, `hf:NAME:SPLIT` (SPLIT replaces data.split), or a folder written by save_to_disk."""
+    """Open `hf:NAME`, or a folder that `save_to_disk` has written or that has files as a repository of the hub.
+    `hf:NAME:SPLIT` and `FOLDER:SPLIT`: SPLIT replaces data.split."""
     import datasets  # takes seconds
 
+    place, split = name, None
     if name.startswith("hf:"):
-        hub_id, _, split = name.removeprefix("hf:").partition(":")
-        split = split or config.split
+        place, _, split = name.removeprefix("hf:").partition(":")
     else:
-        hub_id, split = "", config.split
+        folder, split = _folder(name)
+        place = str(folder)
+        datasets.disable_progress_bars()
+    split = split or config.split
+    saved = any((Path(place) / file).is_file() for file in ("dataset_dict.json", "state.json"))
     try:
-        dataset = datasets.load_dataset(hub_id, **options, split=split) if hub_id else datasets.load_from_disk(name)
+        dataset = datasets.load_from_disk(place) if saved else datasets.load_dataset(place, **options, split=split)
     except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{what} cannot be loaded ({reason}): correct the name, data.split or data.options") from error

@@ -30,16 +30,6 @@ def declare(tools: RoomTools) -> None:
     add("--prompt-tokens", type=int, default=1024, metavar="N", help="length of the longest prompt (default: 1024)")
     add("overrides", help="changes to the configuration", **OVERRIDES)
 
-    sweep = tools.add(
-        "sweep", "sweep:run", "do the runs of a grid of settings, one after another; exit code 1 if one has failed",
-        "A stopped sweep goes on with the same command: it leaves out finished runs, and resumes one that has begun.",
-    )  # fmt: skip
-    sweep.add_argument("file", help="a configuration with a grid: keys, each with a list of values", **CONFIG)
-    how = sweep.add_mutually_exclusive_group().add_argument
-    how("--dry-run", action="store_true", help="check all runs, and print their names and states")
-    how("--print", action="store_true", help="print a command line for each run that is not finished, to run as jobs")
-    sweep.add_argument("overrides", help="changes to the configuration of all runs", **OVERRIDES)
-
 
 def report(options: Namespace) -> None:
     from areal.observe.report import write_figure, write_report

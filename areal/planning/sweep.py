@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,19 +106,12 @@ def _check_begun(run: SweptRun) -> None:
             )
 
 
-def run(options: Namespace) -> int:
-    """`areal sweep`."""
-    runs = read_sweep(options.file, options.overrides)
-    if not options.dry_run and not options.print:
-        return Sweep(runs).run()
-    for swept in runs:
-        if options.dry_run:
-            print(f"{swept.state:8} {swept.config.folder}")
-            continue
-        swept.write()
-        if not swept.finished:
-            print(shlex.join(["python", "run.py", *swept.arguments()]))
-    return 0
+def print_commands(runs: Sequence[SweptRun]) -> None:
+    """Write the configurations of all runs, and print a command line for each that is not finished."""
+    for run in runs:
+        run.write()
+        if not run.finished:
+            print(shlex.join(["python", "run.py", *run.arguments()]))
 
 
 class Sweep:

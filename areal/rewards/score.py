@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from areal.config import ScoringConfig, UserError
+from areal.data.files import read_file, unit_of
 from areal.data.rows import prompt_text
-from areal.data.sources import read_jsonl
 from areal.rewards.pool import RewardFailed, RewardPool
 from areal.rewards.result import combined
 
@@ -58,8 +58,8 @@ def judge_rows(
 
 
 def read_rows(file: Path) -> list[Line]:
-    """The rows of a .jsonl file with their lines. Raises UserError."""
-    rows = list(read_jsonl(file, f"--input {file}"))
+    """The rows of a file with their lines. Raises UserError."""
+    rows = list(read_file(file, f"--input {file}"))
     if not rows:
         raise UserError(f"--input {file} has no rows: name another file")
     return rows
@@ -68,12 +68,14 @@ def read_rows(file: Path) -> list[Line]:
 def _read(file: Path) -> list[Line]:
     rows = read_rows(file)
     for number, row in rows:
+        where, fields = f"{file}, {unit_of(file)} {number},", ", ".join(row)
         row.setdefault("completion", row.get("canonical_solution"))
         for key in "prompt", "completion":
             if row.get(key) is None:
-                raise UserError(f"{file}, line {number}, has no {key!r}, only {', '.join(row)}: add it")
+                advice = ", or check the rows with --check-data" * (key == "completion")
+                raise UserError(f"{where} has no {key!r}, only {fields}: add it{advice}")
         if not isinstance(row["completion"], str):
-            raise UserError(f"{file}, line {number}, has a completion that is not text: correct it")
+            raise UserError(f"{where} has a completion that is not text: correct it")
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from pathlib import Path
 
 from areal.config import UserError
@@ -19,6 +20,7 @@ ADDRESS = "address"
 LOCK_ATTEMPTS = 20
 # Keys, configuration, journal, spool, logs and the reserve. Weights and checkpoints wait for their room.
 ROOM_BYTES = 2 * RESERVE_BYTES
+_ELSEWHERE = "choose another run_dir"
 
 
 def check_room(folder: Path, resume: bool) -> None:
@@ -34,6 +36,17 @@ def check_room(folder: Path, resume: bool) -> None:
         )
 
 
+def check_free(folder: Path, resume: bool) -> None:
+    """Raises UserError if `claim` would; says where it would move an earlier run. Nothing is changed."""
+    if claimed_address(folder) is not None:
+        raise _in_progress(folder)
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise UserError(f"The run folder {folder} cannot be used (no folder can be made in {nearest}): {_ELSEWHERE}.")
+    if not resume and (folder / "metrics.jsonl").exists():
+        print(f"Note: there is a run in {folder}; the start of this one moves it to {_aside(folder)}.", file=sys.stderr)
+
+
 def claim(folder: Path, resume: bool = False) -> int:
     """Make the folder of a run, or take that of a run to resume. An earlier run is not overwritten: its folder is
     renamed to NAME.1, NAME.2, ...
@@ -46,25 +59,27 @@ def claim(folder: Path, resume: bool = False) -> int:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = _open(folder)
         except OSError as error:
-            raise UserError(
-                f"The run folder {folder} cannot be used ({error.strerror}): choose another run_dir."
-            ) from None
+            raise UserError(f"The run folder {folder} cannot be used ({error.strerror}): {_ELSEWHERE}.") from None
         if lock is None:
             continue
         if not try_lock(lock, LOCK_ATTEMPTS):
             os.close(lock)
-            raise UserError(
-                f"The run in {folder} is in progress: wait for its end, or give this run another name, name=NAME."
-            )
+            raise _in_progress(folder)
         if resume or not (folder / "metrics.jsonl").exists():  # without it no run has begun here
             break
-        folder.rename(_aside(folder))
+        aside = _aside(folder)
+        folder.rename(aside)
+        print(f"Note: the earlier run of {folder} is now in {aside}.", file=sys.stderr)
         os.close(lock)
     if not _is_same_file(lock, folder / ADDRESS):
         os.close(lock)
         return claim(folder, resume)
     os.truncate(lock, 0)
     return lock
+
+
+def _in_progress(folder: Path) -> UserError:
+    return UserError(f"The run in {folder} is in progress: wait for its end, or give this run another name, name=NAME.")
 
 
 def _open(folder: Path) -> int | None:

@@ -335,7 +335,7 @@ def configuration_to_resume(
     place = {"run_dir": folder.resolve().parent, "name": folder.resolve().name}
     config: Config
     if file is None:
-        here = [f"{key}={json.dumps(str(value))}" for key, value in place.items()]
+        here = [f"{key}={value}" for key, value in place.items()]
         config = config_of_run(folder, [*here, *overrides], secrets=True)
     else:
         config = load_config(file, overrides)

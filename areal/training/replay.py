@@ -170,7 +170,7 @@ def plan(
     _check_rollouts(run, config, first, last)
     if output and output.exists():
         raise UserError(f"{output} already exists: name another folder for the trained model.")
-    common = dict(map(parsed, overrides))
+    common = dict(parsed(override, Config) for override in overrides)
     changed_since = changed_back(run, first + 1)
     all_steps = not first and last == steps_trained(run)
     replays = []

@@ -8,7 +8,6 @@ rank reads the same rows, and only rank 0 prints.
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -67,7 +66,7 @@ def run(options: Namespace) -> None:
     """`areal sft`."""
     set_allocator()
     settings = {"model": options.model, "data.source": options.data, "output": options.output}
-    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    overrides = [f"{key}={value}" for key, value in settings.items()]
     fine_tune(load_config(options.config, [*overrides, *options.overrides], SftConfig), Console())
 
 

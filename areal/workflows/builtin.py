@@ -73,7 +73,7 @@ async def python_tool(
         code = python_call(answer)
         if code is None:
             break
-        messages.append(user(f"```output\n{_cut(await session.run_python(code), max_output)}\n```\n"))
+        messages.append(user(_output_block(_cut(await session.run_python(code), max_output))))
     return session.trajectory(await session.score(answer, session.calls[-1].tokens))
 
 
@@ -153,6 +153,10 @@ def _until_call(tokenizer: Any) -> Keep:
     return keep_until(tokenizer, ("```", "</tool>"), lambda text: python_call(text) is not None)
 
 
+def _output_block(output: str) -> str:
+    return f"```output\n{output}\n```\n"
+
+
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters]"
 
@@ -176,6 +180,11 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
             f"known are {', '.join(BUILT_IN)}, or write package.module:function."
         )
     workflow = BUILT_IN.get(name) or load(name, "The workflow")
+    if not _is_async(workflow):
+        raise UserError(
+            f"The workflow {name!r} is no async function: write `async def`, and await what it calls "
+            f"(docs/workflows.md)."
+        )
     options = _checked(name, workflow, options)
     if workflow is environment:
         environments.resolve(options["environment"], options.get("environment_options") or {})
@@ -184,6 +193,29 @@ def resolve_workflow(name: str, options: Mapping[str, Any]) -> Workflow:
     if workflow is agent:
         check_agent(options)
     return functools.partial(workflow, **options)
+
+
+def _is_async(workflow: Any) -> bool:
+    """Whether it is an async function, or a partial, a decorator or an object with `__call__` around one."""
+    while not inspect.iscoroutinefunction(workflow):
+        if (
+            callable(workflow)
+            and not inspect.isclass(workflow)
+            and inspect.iscoroutinefunction(type(workflow).__call__)
+        ):
+            return True
+        workflow = getattr(workflow, "func", None) or getattr(workflow, "__wrapped__", None)
+        if workflow is None:
+            return False
+    return True
+
+
+def texts_of(name: str, options: Mapping[str, Any]) -> list[str]:
+    """The texts that a built-in workflow itself gives to the policy, for whatever row."""
+    if name == "multi_turn":
+        default = inspect.signature(multi_turn).parameters["feedback"].default
+        return [options.get("feedback", default).replace("{prompt}", "")]
+    return [_output_block("")] if name == "python_tool" else []
 
 
 def rehearse(name: str, options: Mapping[str, Any]) -> None:

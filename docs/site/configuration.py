@@ -10,7 +10,7 @@ from datetime import date
 from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
@@ -40,8 +40,8 @@ This page lists every key of a run and of supervised fine-tuning.
 <!-- Written by docs/site/configuration.py from areal/config.py: change it there. -->
 
 A run is configured by a YAML file, by arguments such as `trainer.lr=1e-5` and `reward.functions=[math]`, or by both.
-Unknown keys and wrong values are reported before anything is started. `--dry-run` prints the resolved configuration; a
-run also writes it to `config.yaml` in the run folder.
+Unknown keys and wrong values are reported before anything is started. `--dry-run` checks and prints the resolved
+configuration; a run also writes it to `config.yaml` in the run folder.
 
 The column *value* begins with the default, or with *required*. Other values, the type where the default does not show
 it, and limits follow, but not the obvious ones: no count, size or time is negative.
@@ -149,6 +149,8 @@ def _name(kind: Any) -> str:
             return ", ".join(f"`{value}`" for value in arguments)
         case origin if origin in (UnionType, Union):
             return ", ".join(_name(part) for part in arguments if part is not NoneType)
+        case origin if origin is Annotated:
+            return _name(arguments[0])
         case origin if origin is tuple:
             return f"{len(arguments)} of: {_name(arguments[0])}"
         case origin if origin is list:

@@ -94,6 +94,56 @@ def test_a_base_that_cannot_be_read_is_one_sentence(tmp_path, files, sentence):
         load_config(written(tmp_path, **files))
 
 
+def data_with(*overrides):
+    base = ["source=addition", "eval_size=1"]
+    return load_config(None, [*base, *overrides], RowsConfig)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"{{ question }} Put the answer in \boxed{}.", r"{{ question }} Put the answer in \boxed{}."),
+        (r'"{{ question }} \boxed{}"', r"{{ question }} \boxed{}"),
+        ("'it''s {{ a }}: #1'", "it's {{ a }}: #1"),
+        ("7", "7"),
+        ("null", None),
+        ("", ""),
+    ],
+)
+def test_an_override_of_a_text_is_taken_as_it_is(text, value):
+    assert data_with(f"prompt_template={text}").prompt_template == value
+
+
+def test_other_overrides_are_yaml_and_paths_may_begin_with_the_users_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    data = data_with("options={a: '1'}", "chat_template=~/a: b.jinja", "eval_size=3")
+    assert (data.options, data.chat_template, data.eval_size) == ({"a": "1"}, Path("/home/me/a: b.jinja"), 3)
+    assert evaluator("benchmarks.gsm8k.prompt_template={{ q }}").benchmarks["gsm8k"].prompt_template == "{{ q }}"
+    with pytest.raises(UserError, match="has the key 'a' twice, in lines 1 and 1: remove one"):
+        data_with("options={a: 1, a: 2}")
+
+
+def test_another_source_leaves_behind_what_belongs_to_the_old_one(tmp_path):
+    values = {
+        "source": "hf:one",
+        "split": "test",
+        "options": {"name": "main"},
+        "eval_source": "hf:two",
+        "prompt_key": "q",
+    }
+    file = written(tmp_path, mine={"data": values | {"eval_size": 1}})
+
+    more = ["sampling.max_new_tokens=8", "reward.functions=math"]
+
+    def data(*overrides):
+        read = load_config(file, [*overrides, "model=m", "steps=1", "batch_size=4", "group_size=2", *more]).data
+        return read.split, read.options, read.eval_source, read.prompt_key
+
+    assert data() == data("data.source=hf:one:train") == ("test", {"name": "main"}, "hf:two", "q")
+    assert data("data.source=rows.csv") == ("train", {}, None, "q")
+    assert data("data.split=dev", "data.source=hf:other") == ("dev", {}, None, "q")
+
+
 def test_an_argument_of_vllm_that_a_key_sets_is_no_option():
     source = ast.parse(inspect.getsource(_engine_args))
     pairs = [zip(node.keys, node.values, strict=True) for node in ast.walk(source) if isinstance(node, ast.Dict)]

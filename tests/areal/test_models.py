@@ -9,6 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from areal.config import LoraConfig, UserError
+from areal.models import check_adapters, context_of, weight_sizes
+
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": bytes(30_000_000), "notes.md": b"#"}
 FIND = """
@@ -83,3 +86,37 @@ def test_a_model_of_the_hub_is_downloaded_and_the_progress_told(hub, tmp_path):
 def test_a_model_that_the_hub_does_not_have_is_told(hub, tmp_path):
     found = find(hub, tmp_path, "me/yours")
     assert "UserError: The model me/yours is not a folder here, and it could not be downloaded (" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("sizes", "context"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"text_config": {"n_positions": 1024}}, 1024),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 2048),
+        ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 512),
+        ({}, None),
+    ],
+)
+def test_a_model_says_how_long_its_sequences_may_be(tmp_path, sizes, context):
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert context_of(tmp_path) == context
+
+
+def test_a_damaged_model_is_told(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 99)
+    with pytest.raises(UserError, match=r"config.json cannot be read .*copy it again"):
+        context_of(tmp_path)
+    with pytest.raises(UserError, match=r"model.safetensors is damaged or incomplete: copy or download it again"):
+        weight_sizes(tmp_path)
+
+
+def test_each_layer_that_gets_an_adapter_has_to_be_there(tiny_model):
+    check_adapters(tiny_model, LoraConfig())
+    check_adapters(tiny_model, LoraConfig(target_modules=["q_proj", "self_attn.v_proj"]))
+    assert sum(weight_sizes(tiny_model).values()) > 700_000
+    with pytest.raises(UserError, match=r"names 'o_prj', but the model .* has no such layer: did you mean o_proj?"):
+        check_adapters(tiny_model, LoraConfig(target_modules=["q_proj", "o_prj"]))
+    with pytest.raises(UserError, match=r"no such layer: it has down_proj, gate_proj, k_proj"):
+        check_adapters(tiny_model, LoraConfig(target_modules=["Wxyz"]))

@@ -4,7 +4,7 @@ import re
 import pytest
 from scripted_policy import byte_tokenizer
 
-from actors.runtime import preflight
+from actors.runtime import preflight, row_checks
 from areal.config import Config, UserError
 from areal.data.sources import open_source
 
@@ -32,7 +32,7 @@ def check(tmp_path):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = {"source": str(file), "eval_size": eval_size}
         config = config_of(file, data=data, reward={"functions": rewards})
-        preflight.check_answers(config, open_source(config.data, config.seed))
+        row_checks.check_answers(config, open_source(config.data, config.seed))
 
     return check
 
@@ -113,7 +113,7 @@ def check_tests(tmp_path, *tests, **data):
     config = config_of(
         file, data={"source": str(file), "eval_size": 0, "answer_key": None, **data}, reward={"functions": "code"}
     )
-    preflight.check_tests(config, open_source(config.data, config.seed))
+    row_checks.check_tests(config, open_source(config.data, config.seed))
 
 
 def test_rows_whose_tests_are_passed_by_what_computes_nothing_are_told_or_refused(tmp_path, capsys):
@@ -125,3 +125,42 @@ def test_rows_whose_tests_are_passed_by_what_computes_nothing_are_told_or_refuse
     assert "of the 3 rows of data.source" in note and "that were checked, 2 have tests worth nothing, such as" in note
     with pytest.raises(UserError, match=r"its tests are passed if functions return \[\]\): remove these rows"):
         check_tests(tmp_path, good, weak, weak_tests="refuse")
+
+
+def test_rows_all_of_which_lack_tests_are_refused(tmp_path):
+    with pytest.raises(UserError, match="of the 1 rows .* 1 have tests worth nothing, .*: give rows with tests"):
+        check_tests(tmp_path, "assert f([1]) == []\nassert f([2]) == []")
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib", "sentence"),
+    [
+        ({}, 64, None),
+        ({}, 16, "16 GiB of memory, but the run needs at least 3 GiB for the generators and 24 GiB for the trainer"),
+        ({"trainer": {"lora": {"rank": 4}, "minibatches": 1}}, 16, None),
+        ({"generator": {"count": 8}}, 48, "at least 28 GiB for the generators and 24 GiB for the trainer"),
+        ({"generator": {"count": 17}}, 999, "generator.count is 17, but this machine has 2 cores and no GPU: lower it"),
+    ],
+)
+def test_what_does_not_fit_this_machine_is_refused(monkeypatch, changes, gib, sentence):
+    monkeypatch.setattr(preflight, "memory_bytes", lambda: gib << 30)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    config = config_of("rows.jsonl", **{"trainer": {"minibatches": 1}} | changes)
+    if sentence is None:
+        return preflight.check_machine(config, {"weight": 1_600_000_000})
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        preflight.check_machine(config, {"weight": 1_600_000_000})
+
+
+def test_more_threads_of_engines_than_cores_are_told(monkeypatch, capsys):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    preflight.check_machine(config_of("rows.jsonl", generator={"count": 2}), {})
+    assert capsys.readouterr().err == ""
+    preflight.check_machine(config_of("rows.jsonl", generator={"count": 3}), {})
+    assert "Note: 3 engines with 1 threads each share the 2 cores" in capsys.readouterr().err
+
+
+def test_the_context_of_the_quickstarts_model_is_known():
+    from areal.data.quickstart import MAX_LENGTH
+
+    assert preflight.QUICKSTART_CONTEXT == MAX_LENGTH

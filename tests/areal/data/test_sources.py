@@ -1,12 +1,16 @@
+import csv
+import gzip
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from areal.config import DataConfig, RowsConfig, UserError
+from areal.config import DataConfig, RowsConfig, UserError, load_config
 from areal.data.rows import prompt_text
 from areal.data.sources import open_source, read_row
 
@@ -109,6 +113,81 @@ def test_a_bad_line_is_told_with_its_number(tmp_path, line, message):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
     refused(message, str(path))
+
+
+def write_as(kind, path, rows):
+    """The rows in a file that ends in `kind`, or in a folder as the hub has it. Returns its path."""
+    path = path / f"rows{kind}"
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if kind in (".parquet", ""):
+        file = path / "data" / "train-00000-of-00001.parquet" if kind == "" else path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), file)
+        if kind == "":
+            pq.write_table(pa.Table.from_pylist(rows[:3]), file.with_name("test-00000-of-00001.parquet"))
+    elif kind == ".csv":
+        with path.open("w", newline="") as csv_file:
+            writer = csv.DictWriter(csv_file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif kind == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        path.write_bytes(gzip.compress(text.encode()) if kind == ".jsonl.gz" else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("kind", [".parquet", ".csv", ".json", ".jsonl.gz", "", "lines.json"])
+def test_rows_are_the_same_and_in_the_same_order_whatever_file_they_are_in(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows = [{"prompt": f'question {i}, "quoted"\nand more', "answer": str(i)} for i in range(12)]
+    expected = open_source(DataConfig(source=jsonl(tmp_path, rows, "plain.jsonl"), eval_size=2), seed=3)
+    file = write_as(kind, tmp_path, rows)
+    source = open_source(DataConfig(source=f"~/{file.name}", eval_size=2), seed=3)
+    assert [source.row(i) for i in range(25)] == [expected.row(i) for i in range(25)]
+    assert [source.heldout(i) for i in range(2)] == [expected.heldout(i) for i in range(2)]
+    if kind == "":
+        assert len(open_source(DataConfig(source=str(file), eval_source=f"{file}:test", eval_size=3), seed=0)) == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"prompt,answer\nWhat, then?,1\n", "a.csv, line 2, has 3 fields, but the first line names 2: quote"),
+        ("a.json", b'{"prompt": "a",\n "answer": 1}', "a.json, line 1, is not JSON"),
+        ("a.json", b"[1]", "a.json, row 1, is a int, not an object: write a list of objects"),
+        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read .Not a gzipped file"),
+        ("a.parquet", b"no Parquet", "cannot be read as Parquet"),
+        ("a.jsonl", b'{"prompt": "", "answer": 1}', "line 1, has an empty 'prompt': write one, or remove the row"),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "reward_model": {"ground_truth": "1"}}',
+            "add it or set data.answer_key=reward_model.ground_truth",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    refused(message, str(tmp_path / name))
+
+
+def test_a_file_has_neither_splits_nor_options_but_those_of_its_base_do_not_count(tmp_path):
+    path = jsonl(tmp_path, [{"question": f"q{i}", "answer": i} for i in range(9)])
+    refused("is a file, which has no data.split: remove it", path, split="test")
+    refused("takes no data.options: remove name", path, options={"name": "main"})
+    base = ["data.base=configs/data/gsm8k.yaml", f"data.source={path}", "data.eval_size=3"]
+    more = ["model=m", "steps=1", "batch_size=4", "group_size=2", "sampling.max_new_tokens=8"]
+    data = load_config(None, [*base, *more]).data
+    assert data.answer_key == "answer" and data.options == {} and data.eval_source is None
+    assert len(open_source(data, seed=0)) == 6
+    again = load_config(None, [*base, *more, "data.eval_source=hf:other"]).data
+    assert again.eval_source == "hf:other"
+
+
+def test_the_answer_may_be_a_field_of_a_field(tmp_path):
+    path = jsonl(tmp_path, [{"prompt": "a", "reward_model": {"ground_truth": "1"}}])
+    row = open_source(DataConfig(source=path, answer_key="reward_model.ground_truth", eval_size=0), seed=0).row(0)
+    assert row.answer == row.fields["answer"] == "1"
 
 
 def test_a_source_that_cannot_be_used_is_told(tmp_path):

@@ -94,11 +94,24 @@ def test_the_state_of_each_run_is_printed_and_commands_for_those_that_are_not_fi
     pretend(runs[2], ok=None)
     assert main(["sweep", str(file), "--dry-run"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["finished", "begun", "begun", "new"]
+    assert not runs[3].file.exists()
     assert main(["sweep", str(file), "--print"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     begun = [["--resume", str(run.config.folder), "--config", str(run.file)] for run in runs[1:3]]
     assert lines == [["python", "run.py", *words] for words in (*begun, ["--config", str(runs[3].file)])]
     assert load_config(runs[3].file) == runs[3].config
+
+
+def test_a_dry_run_checks_each_run_as_its_start_would_and_rows_that_they_share_once(tmp_path, capsys, monkeypatch):
+    checked = []
+    monkeypatch.setattr("actors.runtime.preflight.check_rows", lambda config, source: checked.append(config.name))
+    assert main(["sweep", str(written(tmp_path)), "--dry-run"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4 and len(checked) == 1
+    assert main(["sweep", str(written(tmp_path, {"data.source": ["addition", "gone.jsonl"]})), "--dry-run"]) == 2
+    out, error = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["new"]
+    assert error.startswith("data.source-gone.jsonl: data.source 'gone.jsonl'") and len(error.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_that_has_begun_is_not_continued_with_other_settings(tmp_path):

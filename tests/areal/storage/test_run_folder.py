@@ -14,7 +14,7 @@ import structlog
 from helpers import read_jsonl
 
 from areal.config import Config, UserError, dump_config, load_config, secrets_in, without_secrets
-from areal.storage.claim import announce, claim, claimed_address
+from areal.storage.claim import announce, check_free, claim, claimed_address
 from areal.storage.run_folder import (
     NewRecords,
     RunFolder,
@@ -77,11 +77,15 @@ def record(step: int, staleness: int = 0, gap: float | None = 0.0, wait: float =
     return {"step": step, "staleness_max": staleness, "logprob_gap": gap, **seconds}
 
 
-def test_a_new_run_moves_an_old_one_of_its_name_aside(config):
+def test_a_new_run_moves_an_old_one_of_its_name_aside_and_says_where_it_is(config, capsys):
     for _ in range(3):
         lock = claim(config.folder)
         RunFolder(config).append_metrics(record(1))
         os.close(lock)
+    notes = capsys.readouterr().err.splitlines()
+    assert notes == [f"Note: the earlier run of {config.folder} is now in {config.folder}.{n}." for n in (1, 2)]
+    check_free(config.folder, resume=False)
+    assert f"the start of this one moves it to {config.folder}.3." in capsys.readouterr().err
     names = sorted(path.name for path in config.run_dir.iterdir())
     assert names == ["mine", "mine.1", "mine.2"]
     assert config_of_run(config.folder) == config
@@ -144,8 +148,9 @@ def test_names_of_secrets_are_known_by_their_last_word():
 
 
 def test_no_message_shows_a_secret(file, begun):
+    (wrong := file.with_name("wrong.yaml")).write_text(f"base: {file.name}\nobserve: {{prometheus_token: 1234}}\n")
     with pytest.raises(UserError, match=r"prometheus_token is '\(hidden\)'"):
-        load_config(file, ["observe.prometheus_token=1234"])
+        load_config(wrong)
     given = load_config(file, ["reward.options={addition: {pwd: before}}"])
     RunFolder(given)
     with pytest.raises(UserError, match=r"options.addition.pwd was '\(hidden\)'.* cannot become '\(hidden\)'"):
@@ -175,16 +180,20 @@ def test_a_run_in_progress_keeps_its_folder(config, monkeypatch, resume):
     monkeypatch.setattr("areal.storage.claim.LOCK_ATTEMPTS", 2)
     lock = claim(config.folder)
     RunFolder(config)
-    with pytest.raises(UserError, match=r"The run in .*mine is in progress: .* another name, name=NAME"):
-        claim(config.folder, resume)
+    announce(lock, "tcp://127.0.0.1:1")
+    for take in claim, check_free:
+        with pytest.raises(UserError, match=r"The run in .*mine is in progress: .* another name, name=NAME"):
+            take(config.folder, resume)
     assert [path.name for path in config.run_dir.iterdir()] == ["mine"]
     os.close(lock)
     os.close(claim(config.folder, resume))
 
 
-def test_a_folder_that_cannot_be_made_is_told_at_once():
-    with pytest.raises(UserError, match=r"The run folder /proc/mine cannot be used \(.*\): choose another run_dir"):
-        claim(Path("/proc/mine"))
+def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    for take in claim, check_free:
+        with pytest.raises(UserError, match=r"The run folder .*mine cannot be used \(.*\): choose another run_dir"):
+            take(tmp_path / "file" / "mine", False)
 
 
 @pytest.mark.parametrize("resume", [True, False])

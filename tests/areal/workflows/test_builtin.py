@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from scripted_policy import EOS, Characters, Session
 
 from areal.config import UserError
 from areal.data.rows import Row
 from areal.text import python_call
-from areal.workflows.builtin import resolve_workflow
+from areal.workflows.builtin import resolve_workflow, texts_of
 
 ROW = Row(index=0, prompt="1+1=", answer="2", reward=None, fields={"prompt": "a75b48=", "answer": "132"})
+
+
+def plain(session, row):
+    return None
+
+
+@functools.wraps(plain)
+async def wrapped(session, row):
+    return plain(session, row)
+
+
+class Callable:
+    async def __call__(self, session, row):
+        return None
+
+
+called, partly = Callable(), functools.partial(wrapped)
+
+
+@pytest.mark.parametrize("name", ["wrapped", "called", "partly"])
+def test_a_workflow_is_async_whatever_it_is_wrapped_in(name):
+    resolve_workflow(f"{__file__}:{name}", {})
+
+
+@pytest.mark.parametrize("name", ["plain", "Callable", "EOS"])
+def test_what_is_not_async_is_no_workflow(name):
+    with pytest.raises(UserError, match=f":{name}' is no async function: write `async def`"):
+        resolve_workflow(f"{__file__}:{name}", {})
+
+
+def test_the_texts_that_a_workflow_writes_are_known():
+    assert texts_of("multi_turn", {}) == ["That is not correct. Try again."]
+    assert texts_of("multi_turn", {"feedback": "{prompt}"}) == [""]
+    assert "```output" in texts_of("python_tool", {})[0] and texts_of("single_turn", {}) == []
 
 
 async def run(name: str, session: Session, **options):

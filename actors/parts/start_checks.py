@@ -1,0 +1,66 @@
+"""What a start of a run on this machine checks, before a process is started or a file written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+
+from actors.parts.direct_weights import check_transport
+from actors.runtime.addresses import check_keys
+from actors.runtime.preflight import check, with_free_port
+from areal.config import Config, UserError
+from areal.devices import deal_out, visible_devices
+from areal.planning.sweep import SweptRun
+from areal.roles import ROLES
+from areal.storage.claim import check_free, check_room
+from protocols.addresses import host_of, is_loopback
+
+# The sections and keys by which rows are read and checked.
+_OF_ROWS = {"data", "reward", "sandbox", "evaluator", "max_failed_share"}
+
+
+def on_this_machine(config: Config) -> Config:
+    """`config` with the values that `auto` stands for on the devices of this machine."""
+    return config.model_copy(update={"trainer": config.trainer.on(cuda=bool(visible_devices()))})
+
+
+def with_own_port(config: Config, named_by_user: bool) -> Config:
+    """`config` with a free port of the master if the one that nobody has asked for is in use, as when a second run is
+    started on one machine."""
+    if named_by_user or not is_loopback(host_of(config.master.address)):
+        return config
+    master = config.master.model_copy(update={"address": with_free_port(config.master.address)})
+    return config.model_copy(update={"master": master})
+
+
+def roles_here(config: Config) -> list[str]:
+    """The roles of a run on one machine, one entry for each process."""
+    return [name for name, role in ROLES.items() for _ in range(role.processes(config))]
+
+
+def check_start(config: Config, *, resume: bool, devices: bool, rows: bool = True) -> None:
+    """Check what a start of the run checks, and whether its folder can be taken. devices: whether all roles are to run
+    on this machine. rows: whether rows are read beside the first ones. Raises UserError."""
+    check_transport(config)
+    check(config, weights=False, rows=rows, machine=devices)
+    if devices:
+        deal_out(config, roles_here(config))
+    check_keys(config)
+    check_room(config.folder, resume)
+    check_free(config.folder, resume)
+
+
+def check_sweep(runs: Iterable[SweptRun], tell: Callable[[SweptRun], None]) -> None:
+    """Check each run of a sweep that is not finished as its start would, and `tell` of it. Rows are checked once for
+    all runs that have them in common. Raises UserError, which names the run."""
+    checked = set()
+    for run in runs:
+        if not run.finished:
+            config = with_own_port(on_this_machine(run.config), False)
+            rows = json.dumps(config.model_dump(mode="json", include=_OF_ROWS), sort_keys=True)
+            try:
+                check_start(config, resume=run.begun, devices=True, rows=rows not in checked)
+            except UserError as error:
+                raise UserError(f"{run.name}: {error}") from None
+            checked.add(rows)
+        tell(run)

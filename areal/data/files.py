@@ -1,0 +1,126 @@
+"""Rows in files: lines of JSON, a list in JSON, CSV, Parquet. All but Parquet may be compressed by gzip.
+
+The order of the rows is that of the file. Values of CSV are texts.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from areal.config import UserError
+
+TEXT_KINDS = (".jsonl", ".json", ".csv", ".tsv")
+KINDS = (*TEXT_KINDS, *(f"{kind}.gz" for kind in TEXT_KINDS), ".parquet")
+ONE_A_LINE = "write one object a line"
+
+
+def kind_of(name: str) -> str | None:
+    """The ending of a file of rows, without .gz; None if `name` does not end like one."""
+    return next((kind.removesuffix(".gz") for kind in KINDS if name.lower().endswith(kind)), None)
+
+
+def unit_of(path: Path) -> str:
+    """How rows of the file are counted: as a `line` from 1, or as a `row` from 1."""
+    return "row" if kind_of(path.name) in (".json", ".parquet") else "line"
+
+
+def read_file(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each row with its number, from 1: of its line, or among the rows. `what` says in error messages what the
+    file is. Raises UserError."""
+    path = path.expanduser()
+    match kind_of(path.name):
+        case ".parquet":
+            yield from enumerate(open_parquet(path, what), 1)
+        case ".csv":
+            yield from _read_csv(path, what, ",")
+        case ".tsv":
+            yield from _read_csv(path, what, "\t")
+        case ".json" if (text := read_text(path, what)).lstrip().startswith("["):
+            yield from _read_list(text, path)
+        case _:  # also where lines are in a file that ends in .json
+            yield from _read_lines(read_text(path, what), path)
+
+
+def open_parquet(path: Path, what: str) -> Any:
+    """The data set of a Parquet file. Raises UserError."""
+    import datasets  # takes seconds
+
+    try:
+        datasets.disable_progress_bars()
+        return datasets.Dataset.from_parquet(str(path))
+    except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise UserError(f"{what} cannot be read as Parquet ({reason}): correct the path or the file") from error
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file, which may be compressed. Raises UserError."""
+    try:
+        content = path.read_bytes()
+        if path.name.lower().endswith(".gz"):
+            content = gzip.decompress(content)
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} is not UTF-8 ({error.reason} at byte {error.start}): convert the file") from error
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{what}: {path.resolve()} cannot be read ({reason}): correct the path") from error
+
+
+def read_object(text: str, where: str, advice: str) -> dict[str, Any]:
+    """The object of JSON in `text`, which is at `where`. Raises UserError."""
+    return _object(_parsed(text, where, advice), where, advice)
+
+
+def _read_lines(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    # Not splitlines(): JSON text may contain U+2028 and similar characters.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, read_object(line, f"{path}, line {number},", ONE_A_LINE)
+
+
+def _read_list(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, raw in enumerate(_parsed(text, str(path), "write a list of objects"), 1):
+        yield number, _object(raw, f"{path}, row {number},", "write a list of objects")
+
+
+def _read_csv(path: Path, what: str, delimiter: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(io.StringIO(read_text(path, what), newline=""), delimiter=delimiter)
+    header: list[str] | None = None
+    line = 1
+    try:
+        for fields in reader:
+            where, line = f"{path}, line {line},", reader.line_num + 1
+            if header is None:
+                header = fields
+            elif fields:
+                if len(fields) != len(header):
+                    raise UserError(
+                        f"{where} has {len(fields)} fields, but the first line names {len(header)}: quote texts that "
+                        f"have {'a comma' if delimiter == ',' else 'a tab'} in them"
+                    )
+                yield line - 1, dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}, is not CSV ({error}): correct it") from error
+
+
+def _parsed(text: str, where: str, advice: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({error}): {advice}") from error
+
+
+def _object(raw: Any, where: str, advice: str) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise UserError(f"{where} is a {type(raw).__name__}, not an object: {advice}")
+    return raw
