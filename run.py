@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -36,12 +37,13 @@ DRAIN_MARGIN_SECONDS = 10.0
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 
 HELP = """\
-Asynchronous reinforcement learning for language models, as independent actors.
+Asynchronous reinforcement learning for language models, as independent actors. `areal run` is `python run.py`. `areal
+config` lists all keys of the configuration.
 
 Everything on this machine:
   python run.py                                     the quickstart (configs/quickstart.yaml)
-  python run.py --config FILE batch_size=32 generator.count=2
-  python run.py --config FILE --dry-run             check all that a start checks, and print the configuration
+  python run.py FILE.yaml batch_size=32 generator.count=2
+  python run.py FILE.yaml --dry-run                 check all that a start checks, and print the configuration
   python run.py --resume RUN_FOLDER                 resume a run that was stopped, or whose machine was lost
   python run.py --resume RUN_FOLDER steps=200       resume it with other settings, or extend one that is complete
   python run.py --resume RUN_FOLDER --from-step 40  go back to a checkpoint, and do what came after anew
@@ -91,7 +93,10 @@ def parse() -> argparse.Namespace:
         help=f"how long to wait for a master that has not started yet (default: {WAIT_SECONDS:g})",
     )  # fmt: skip
     parser.add_argument(
-        "--config", type=Path, help="configuration of the run, a YAML file (default: configs/quickstart.yaml)"
+        "--config",
+        type=Path,
+        metavar="FILE.yaml",
+        help="configuration of the run, which may also come without --config (default: configs/quickstart.yaml)",
     )
     parser.add_argument(
         "--resume", type=Path, metavar="RUN_FOLDER", help="resume this run (default for --config: its own)"
@@ -125,7 +130,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes to the configuration, e.g. max_staleness=4"
     )
-    return parser.parse_args()
+    # argparse takes positional arguments only once, so what follows `FILE --option` is left over.
+    arguments, words = parser.parse_known_args()
+    if any(word.startswith("-") for word in words):
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    arguments.overrides += words
+    if arguments.overrides and re.fullmatch(r"[^=]+\.ya?ml", arguments.overrides[0]):
+        if arguments.config:
+            parser.error(f"there are two configurations, {arguments.config} and {arguments.overrides[0]}: give one")
+        arguments.config = Path(arguments.overrides.pop(0))
+    return arguments
 
 
 def main() -> int:

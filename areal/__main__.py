@@ -1,7 +1,8 @@
-"""`areal TOOL`: the command-line tools besides run.py. Each room declares its own in its `commands.py`."""
+"""`areal TOOL`: run.py, and the command-line tools besides it. Each room declares its own in its `commands.py`."""
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from importlib import import_module
 
 from areal.command_line import RoomTools
 from areal.config import UserError
+from areal.processes import ROOT
 from areal.text import shown
 
 ROOMS = (
@@ -17,8 +19,15 @@ ROOMS = (
 )  # fmt: skip
 
 
+# What run.py does, also by its other name.
+RUN = ["run", "train"]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one tool. Returns the exit status, 2 for a user error."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in RUN:
+        os.execv(sys.executable, [sys.executable, str(ROOT / "run.py"), *words[1:]])
     parser = command_line()
     options, words = parser.parse_known_args(arguments)
     # argparse takes positional arguments only once, so what follows `MODEL --option` is left over.
@@ -35,8 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command_line() -> ArgumentParser:
-    parser = ArgumentParser(prog="areal", description="The command-line tools besides run.py (docs/running.md).")
+    parser = ArgumentParser(prog="areal", description="Runs, and the tools around them (docs/running.md).")
     parsers = parser.add_subparsers(metavar="TOOL", required=True)
+    summary = "start a run, or one role of it: CONFIG.yaml key=value, and all options of run.py"
+    parsers.add_parser(RUN[0], aliases=RUN[1:], help=summary)
     for room in ROOMS:
         import_module(f"{room}.commands").declare(RoomTools(room, parsers))
     return parser

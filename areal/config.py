@@ -1082,7 +1082,7 @@ def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values in a YAML file and in its bases, unchecked. bases: the files that name this one as a base, outermost
     first. Raises UserError if it cannot be read."""
     if not file.is_file():
-        how = f"correct the base in {bases[-1]}" if bases else "give one with --config"
+        how = f"correct the base in {bases[-1]}" if bases else "correct its path"
         raise UserError(f"There is no configuration file {file}: {how}.")
     if file.resolve() in [base.resolve() for base in bases]:
         raise UserError(f"{file} is a base of itself, by way of {bases[-1]}: remove one of these bases.")

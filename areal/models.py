@@ -61,7 +61,7 @@ def find_model(name: str, key: str, tell: Callable[[str], None] = quietly, *, we
     if folder.is_dir():
         return _checked(folder.resolve())
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise UserError(f"There is no model folder {name}: set {key}=FOLDER to one that holds a config.json.")
+        raise UserError(f"There is no model folder {name} ({key}): name one that holds a config.json.")
     return _checked(_from_hub(name, key, tell, weights))
 
 
@@ -193,5 +193,5 @@ def _from_hub(name: str, key: str, tell: Callable[[str], None], weights: bool) -
     except (OSError, ValueError) as error:  # huggingface_hub raises both, also without a network
         first = str(error).strip().splitlines()[0]
         raise UserError(
-            f"The model {name} is not a folder here, and it could not be downloaded ({first}): set {key}=FOLDER."
+            f"The model {name} ({key}) is not a folder here, and it could not be downloaded ({first}): name a folder."
         ) from None

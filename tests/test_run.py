@@ -230,7 +230,7 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
         (["batch_size=many"], "batch_size is 'many'"),
         (["filter_zero_signal=true", "group_size=1"], "raise group_size"),
         (["model=./nowhere"], "There is no model folder ./nowhere"),
-        (["trainer.kl_coef=0.1", "trainer.reference=./gone"], "There is no model folder ./gone: set trainer.reference"),
+        (["trainer.kl_coef=0.1", "trainer.reference=./gone"], "no model folder ./gone (trainer.reference): name one"),
         (["trainer.lora.rnk=4"], "did you mean 'rank'?"),
         (["reward.functions=[nowhere.rewards:mine]"], "nowhere.rewards"),
         (
@@ -389,9 +389,16 @@ def test_a_dry_run_finds_what_a_start_would(small, tmp_path, monkeypatch, capsys
     assert not Path("runs").exists()
 
 
+def test_a_configuration_is_named_once(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", "--config", CONFIG, "other.yaml"])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"there are two configurations, {CONFIG} and other.yaml: give one" in capsys.readouterr().err
+
+
 def test_a_dry_run_without_a_mistake_says_so_and_leaves_nothing(small, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--config", CONFIG, "--dry-run", *small])
+    monkeypatch.setattr(sys, "argv", ["run.py", CONFIG, small[0], "--dry-run", *small[1:]])
     assert main() == 0
     out, error = capsys.readouterr()
     assert yaml.safe_load(out)["name"] == "test"

@@ -17,6 +17,11 @@ def declare(tools: RoomTools) -> None:
     instead("--against", metavar="paper:NAME", help="print a table of the paper, such as paper:table2, with these runs")
 
     add = tools.add(
+        "config", "keys:print_keys", "list the keys of the configuration, their values and meaning"
+    ).add_argument
+    add("words", nargs="*", metavar="WORD", help="only keys with these words, such as trainer.lora or staleness")
+
+    add = tools.add(
         "plan", "command:plan_run", "plan the split of devices between generation and training, and their memory",
         "Measure the rates with a short run on any number of such devices: plan --from runs/NAME --devices N",
     ).add_argument  # fmt: skip

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Iterator
-from datetime import date
 from itertools import chain
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from areal.config import Config, DataConfig, EvaluatorConfig, Section, SourceConfig
+from areal.planning.keys import section_of, value_of
 from areal.training.sft import SftConfig, SftData
 
 PAGE = Path(__file__).parents[1] / "configuration.md"
-NAMES = {
-    date: "date",
-    str: "text",
-    int: "integer",
-    float: "number",
-    bool: "true, false",
-    Path: "path",
-    Any: "any value",
-}
-# Counts, durations and shares are not negative: nobody has to read that of each.
-OBVIOUS = (("ge", 0), ("ge", 1), ("gt", 0))
-BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-
 INTRODUCTION = """\
 # Configuration
 
@@ -82,7 +65,7 @@ def _section(prefix: str, section: type[Section], heading: str | None = None) ->
         yield f"Meaning and default as in [{described}](#{described}): {', '.join(f'`{key}`' for key in keys)}."
         yield ""
     for name, field in section.model_fields.items():
-        if name not in chain(*same.values()) and (inner := _section_of(field)):
+        if name not in chain(*same.values()) and (inner := section_of(field)):
             yield from _section(f"{prefix}{name}.", inner)
 
 
@@ -91,9 +74,9 @@ def _table(prefix: str, section: type[Section]) -> Iterator[str]:
     yield "| key | value | meaning |"
     yield "|---|---|---|"
     for name, field in section.model_fields.items():
-        if name not in same and not _section_of(field):
+        if name not in same and not section_of(field):
             text = _linked(field.description or "").replace("|", "\\|")
-            yield f"| `{prefix}{name}` | {_value(field)} | {text} |"
+            yield f"| `{prefix}{name}` | {value_of(field)} | {text} |"
 
 
 def _shared(section: type[Section]) -> dict[str, list[str]]:
@@ -110,55 +93,7 @@ def _shared(section: type[Section]) -> dict[str, list[str]]:
 def _same(field: FieldInfo, described: FieldInfo | None) -> bool:
     if described is None:
         return False
-    return (field.description, _value(field)) == (described.description, _value(described))
-
-
-def _section_of(field: FieldInfo) -> type[Section] | None:
-    """The section that a key holds, also if the section is optional."""
-    kinds = [field.annotation, *get_args(field.annotation)]
-    return next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)), None)
-
-
-def _value(field: FieldInfo) -> str:
-    """The default, then the other values, or the type where the default does not show it, and the limits."""
-    default = field.get_default(call_default_factory=True)
-    limits = [
-        f"{sign} {getattr(bound, name):g}"
-        for bound in field.metadata
-        for name, sign in BOUNDS.items()
-        if hasattr(bound, name) and (name, getattr(bound, name)) not in OBVIOUS
-    ]
-    if default is PydanticUndefined:
-        return ", ".join(["required", _name(field.annotation), *limits])
-    plain = to_jsonable_python(default)
-    text = f"`{plain if isinstance(plain, str) else json.dumps(plain)}`"
-    if default is None or _choices(field.annotation):
-        values = _name(field.annotation).split(", ")
-        return ", ".join([text, *(value for value in values if value != text), *limits])
-    return ", ".join([text, *limits])
-
-
-def _choices(kind: Any) -> bool:
-    return get_origin(kind) is Literal or any(get_origin(part) is Literal for part in get_args(kind))
-
-
-def _name(kind: Any) -> str:
-    arguments = get_args(kind)
-    match get_origin(kind) or kind:
-        case origin if origin is Literal:
-            return ", ".join(f"`{value}`" for value in arguments)
-        case origin if origin in (UnionType, Union):
-            return ", ".join(_name(part) for part in arguments if part is not NoneType)
-        case origin if origin is Annotated:
-            return _name(arguments[0])
-        case origin if origin is tuple:
-            return f"{len(arguments)} of: {_name(arguments[0])}"
-        case origin if origin is list:
-            return f"list of: {_name(arguments[0])}"
-        case origin if origin is dict:
-            return f"mapping of {_name(arguments[0])} to {_name(arguments[1])}"
-        case _:
-            return NAMES[kind]
+    return (field.description, value_of(field)) == (described.description, value_of(described))
 
 
 def _linked(text: str) -> str:

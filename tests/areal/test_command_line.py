@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import structlog
 
-from areal.__main__ import command_line, main
+from areal.__main__ import RUN, command_line, main
 from areal.processes import ROOT
 
 
@@ -24,7 +24,8 @@ def logging_as_before():
     structlog.contextvars.clear_contextvars()
 
 
-(TOOLS,) = (action.choices for action in command_line()._actions if action.dest == "==SUPPRESS==")
+(CHOICES,) = (action.choices for action in command_line()._actions if action.dest == "==SUPPRESS==")
+TOOLS = {name: tool for name, tool in CHOICES.items() if name not in RUN}
 
 
 def test_the_console_script_is_the_module():
@@ -34,7 +35,7 @@ def test_the_console_script_is_the_module():
 
 def test_every_tool_is_there():
     named = [tool.get_default("tool").split(":") for tool in TOOLS.values()]
-    assert len(named) == 22 and all(callable(getattr(import_module(module), name)) for module, name in named)
+    assert len(named) == 23 and all(callable(getattr(import_module(module), name)) for module, name in named)
 
 
 def test_the_list_of_tools_loads_no_engine():
@@ -42,6 +43,25 @@ def test_the_list_of_tools_loads_no_engine():
         "import sys, areal.__main__ as m; m.command_line(); sys.exit(bool({'torch', 'zmq', 'rich'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("verb", ["run", "train"])
+def test_a_run_is_started_as_by_run_py(verb, monkeypatch):
+    commands = []
+    monkeypatch.setattr("os.execv", lambda program, words: commands.append(words) or sys.exit())
+    with pytest.raises(SystemExit):
+        main([verb, "mine.yaml", "--dry-run", "steps=3"])
+    assert commands == [[sys.executable, str(ROOT / "run.py"), "mine.yaml", "--dry-run", "steps=3"]]
+    assert verb in CHOICES
+
+
+def test_the_keys_of_the_configuration_are_listed(capsys):
+    assert main(["config", "staleness", "eta"]) == 0
+    told = capsys.readouterr().out
+    assert "max_staleness" in told and "most versions between a group's first token" in told
+    assert "trainer.lr" not in told
+    assert main(["config", "evaluator", "top_p"]) == 0
+    assert "evaluator.benchmarks.NAME.top_p" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tool", ["", *TOOLS])
@@ -99,7 +119,8 @@ def test_options_that_cannot_be_are_refused_with_the_usage(command, told, capsys
         ("health --master nonsense", "'nonsense' is not an address"),
         ("plan --devices 8 --device-memory 80", "Say which run to plan"),
         ("selftest --only other", "There is no check 'other'"),
-        ("sweep missing.yaml", "no configuration file missing.yaml"),
+        ("sweep missing.yaml", "no configuration file missing.yaml: correct its path"),
+        ("config nonsense", "No key of the configuration has to do with nonsense"),
         ("sweep file", "file must contain keys and values"),
         ("simulate --devices x", "--devices 'x' is not a list of numbers"),
         ("keys missing --rotate", "no keys in missing"),

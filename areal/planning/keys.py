@@ -1,0 +1,104 @@
+"""The keys of a run's configuration, listed: `areal config`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_jsonable_python
+from rich.table import Table
+
+from areal.command_line import output
+from areal.config import Config, Section, UserError
+
+NAMES = {
+    date: "date",
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true, false",
+    Path: "path",
+    Any: "any value",
+}
+# Counts, durations and shares are not negative: nobody has to read that of each.
+OBVIOUS = (("ge", 0), ("ge", 1), ("gt", 0))
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def print_keys(options: Namespace) -> None:
+    """`areal config`: the keys with all words in their names or descriptions, their values and meaning."""
+    words = [word.lower() for word in options.words]
+    table = Table("key", "value", "meaning", box=None, pad_edge=False)
+    for key, field in keys_of(Config):
+        meaning = field.description or ""
+        if all(word in f"{key} {meaning}".lower() for word in words):
+            table.add_row(key, value_of(field).replace("`", ""), meaning)
+    if not table.row_count:
+        raise UserError(f"No key of the configuration has to do with {' '.join(words)}: leave out a word.")
+    for column in table.columns[1:]:
+        column.overflow = "fold"
+    output(160).print(table, markup=False)
+
+
+def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """All keys of a section with their dots, those of the sections in it last."""
+    inner = {name: found for name, field in section.model_fields.items() if (found := section_of(field))}
+    yield from ((f"{prefix}{name}", field) for name, field in section.model_fields.items() if name not in inner)
+    for name, found in inner.items():
+        several = get_origin(section.model_fields[name].annotation) is dict
+        yield from keys_of(found, f"{prefix}{name}.{'NAME.' * several}")
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section that a key holds, also if the section is optional."""
+    kinds = [field.annotation, *get_args(field.annotation)]
+    return next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)), None)
+
+
+def value_of(field: FieldInfo) -> str:
+    """The default, then the other values, or the type where the default does not show it, and the limits."""
+    default = field.get_default(call_default_factory=True)
+    limits = [
+        f"{sign} {getattr(bound, name):g}"
+        for bound in field.metadata
+        for name, sign in BOUNDS.items()
+        if hasattr(bound, name) and (name, getattr(bound, name)) not in OBVIOUS
+    ]
+    if default is PydanticUndefined:
+        return ", ".join(["required", _name(field.annotation), *limits])
+    plain = to_jsonable_python(default)
+    text = f"`{plain if isinstance(plain, str) else json.dumps(plain)}`"
+    if default is None or _choices(field.annotation):
+        values = _name(field.annotation).split(", ")
+        return ", ".join([text, *(value for value in values if value != text), *limits])
+    return ", ".join([text, *limits])
+
+
+def _choices(kind: Any) -> bool:
+    return get_origin(kind) is Literal or any(get_origin(part) is Literal for part in get_args(kind))
+
+
+def _name(kind: Any) -> str:
+    arguments = get_args(kind)
+    match get_origin(kind) or kind:
+        case origin if origin is Literal:
+            return ", ".join(f"`{value}`" for value in arguments)
+        case origin if origin in (UnionType, Union):
+            return ", ".join(_name(part) for part in arguments if part is not NoneType)
+        case origin if origin is Annotated:
+            return _name(arguments[0])
+        case origin if origin is tuple:
+            return f"{len(arguments)} of: {_name(arguments[0])}"
+        case origin if origin is list:
+            return f"list of: {_name(arguments[0])}"
+        case origin if origin is dict:
+            return f"mapping of {_name(arguments[0])} to {_name(arguments[1])}"
+        case _:
+            return NAMES[kind]
