@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar, cast
 import structlog
 import uvloop
 
-from areal.config import Config, UserError, dump_config, load_config
+from areal.config import Config, UserError, dump_config, load_config, overridden
 from areal.processes import KEYS, SUPERVISED, LenientOutput, die_with_parent, importing, raise_open_files, torchrun
 from areal.roles import ROLES
 from areal.storage.run_folder import config_of_run, configuration_to_resume, steps_trained
@@ -56,7 +56,7 @@ between machines need keys, the same on every node (docs/security.md):
   python run.py --role trainer --master tcp://NODE0:5555
   python run.py --role generator --master tcp://NODE0:5555
   python run.py --role rollout_manager --master tcp://NODE0:5555
-  python run.py --role reward --reward mypkg.rewards:my_reward --master tcp://NODE0:5555
+  python run.py --role reward --reward mypkg.rewards:Judge model=small --master tcp://NODE0:5555
   python run.py --role evaluator --master tcp://NODE0:5555
 A live dashboard of a run, on any node that can reach its master:
   python run.py --role monitor --master tcp://NODE0:5555
@@ -128,7 +128,10 @@ def parse() -> argparse.Namespace:
         help="reward that a reward role serves; may be repeated (default: the run's reward.functions)",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the configuration, e.g. max_staleness=4"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="changes to the configuration, e.g. max_staleness=4; with --role reward: options of the one --reward",
     )
     # argparse takes positional arguments only once, so what follows `FILE --option` is left over.
     arguments, words = parser.parse_known_args()
@@ -181,20 +184,22 @@ def start(arguments: argparse.Namespace) -> int:
         return run_everything(config, arguments)
     if "master" in roles:
         raise UserError("Start the master by itself (--role master --config FILE); the other roles need its address.")
-    if arguments.config or arguments.resume or arguments.overrides:
+    if arguments.config or arguments.resume or (arguments.overrides and not arguments.reward):
         raise UserError(
             "Only the master reads a configuration: give --config, --resume and key=value to it, not to other roles."
         )
+    if arguments.overrides and len(arguments.reward) > 1:
+        raise UserError("The options key=value belong to one reward: start an actor for each --reward that has some.")
     if not arguments.master:
         raise UserError(f"Give the address of the master: --role {roles[0]} --master tcp://HOST:PORT.")
     keep_keys(arguments.keys)
     if "monitor" in roles and roles != ["monitor"]:
         raise UserError("Start the monitor by itself (--role monitor): it shows one run.")
     if arguments.reward:  # checked here, because the master may be long in coming
-        from areal.rewards.functions import check
+        from areal.rewards.functions import find
 
         for name in arguments.reward:
-            check(name)
+            find(name)
     if len(roles) == 1 and roles != ["monitor"]:
         for name, value in ROLES[roles[0]].environment.items():
             os.environ.setdefault(name, value)
@@ -285,7 +290,7 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     config = ask_config(arguments)  # waits for the master here, where the wait is visible
     options = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
     options += role_options(arguments, arguments.ports)
-    rewards = [word for name in arguments.reward or [] for word in ("--reward", name)]
+    rewards = [word for name in arguments.reward or [] for word in ("--reward", name)] + arguments.overrides
     seconds = config.master.drain_seconds
     return supervise(lambda supervisor: supervisor.run_roles(roles, options, rewards, seconds), deal_out(config, roles))
 
@@ -469,9 +474,15 @@ def build(role: str, arguments: argparse.Namespace) -> Actor:
     with importing():
         module = import_module(f"actors.{role}")
     kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
-    arguments_of_role = {"functions": tuple(arguments.reward or ())} if role == "reward" else {}
+    arguments_of_role = served_rewards(arguments) if role == "reward" else {}
     bus = Bus(f"{role}/{'?' if arguments.index is None else arguments.index}#{incarnation()}", network)
     return kind(bus, arguments.master, arguments.index, door, patience=arguments.wait, **arguments_of_role)
+
+
+def served_rewards(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The rewards that a reward actor is told to serve, and their options."""
+    names = tuple(arguments.reward or ())
+    return {"functions": names, "options": {name: overridden({}, arguments.overrides) for name in names}}
 
 
 def join_ranks(arguments: argparse.Namespace) -> None:

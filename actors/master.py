@@ -38,6 +38,8 @@ from areal.storage.journal import Journal
 from protocols.addresses import host_of, is_loopback
 from protocols.errors import FencedError, ForgedError, MalformedError, PreparingError, RefusedError
 from protocols.messages import (
+    MAX_SERVED,
+    AddReward,
     AskBatch,
     AskConfig,
     AskEvaluation,
@@ -368,6 +370,7 @@ class Master(HandlesRequests):
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
             self._evaluations.watch()
+            self._progress.look_for_rewards()
             self._changed.notify()
             self._disks.look([*self._shortages()], now)
             if self._shortage or self._progress.longest_work() or self.members.silent(SILENT_SECONDS):
@@ -528,14 +531,21 @@ class Master(HandlesRequests):
         granted = self.ledger.admit(owner, count, self._now(), self.config.master.lease_seconds)
         return Permits(
             permits=tuple(
-                Permit(group=p.group_id, prompt_index=p.prompt_index, min_version=p.min_version, resumed=p.resumed)
+                Permit(
+                    group=p.group_id,
+                    prompt_index=p.prompt_index,
+                    min_version=p.min_version,
+                    resumed=p.resumed,
+                    rewards=self.state.rewards_of(p.prompt_index),
+                )
                 for p in granted
             )
         )
 
     def _free(self) -> int:
-        """Number of groups that may start now. It is 0 after the end of the run, and while the disk is full."""
-        if self._end.done() or self._shortage:
+        """Number of groups that may start now. It is 0 after the end of the run, while the disk is full, and while a
+        reward is absent."""
+        if self._end.done() or self._shortage or self._progress.absent:
             return 0
         capacity = self.ledger.capacity
         if self._failures.outage:
@@ -544,6 +554,19 @@ class Master(HandlesRequests):
         if self.config.run_ahead == "max":
             return capacity
         return min(capacity, max(0, self.state.run_ahead.limit - self.ledger.alive))
+
+    @handles(AddReward)
+    async def add_reward(self, request: Request[AddReward]) -> Done:
+        name, weight = request.message.name, request.message.weight
+        served = {name for member in self.state.members.values() for name in member.serves}
+        if name not in served | self.state.reward_names:
+            raise RefusedError(f"no actor of the run serves {name!r}, only {', '.join(sorted(served)) or 'none'}")
+        if len({*self.state.rewards_of(self.ledger.next_prompt), name}) > MAX_SERVED:
+            raise RefusedError(f"the weights of at most {MAX_SERVED} rewards can be changed")
+        if self.state.rewards_of(self.ledger.next_prompt).get(name) != weight:
+            self.state.emit("reward_added", prompt=self.ledger.next_prompt, name=name, weight=weight)
+            log.info("a reward has a new weight", reward=name, weight=weight, first_prompt=self.ledger.next_prompt)
+        return Done()
 
     @handles(RenewLeases)
     async def renew_leases(self, request: Request[RenewLeases]) -> LostLeases:
@@ -825,6 +848,7 @@ class Master(HandlesRequests):
                 "lineage": self.state.lineage,
                 "steps": self.config.steps,
                 "max_staleness": self.config.max_staleness,
+                "rewards": self.config.reward.functions | self.state.rewards_of(self.ledger.next_prompt),
                 **self._counts(),
                 "waiting": str(self._shortage or self._progress.describe()),
                 "alerts": self._alerts(),
@@ -844,7 +868,8 @@ class Master(HandlesRequests):
     def _alerts(self) -> list[str]:
         """What the user of the run is told on its console, in the order in which it began within each kind."""
         disks = filter(None, (self.folder.filling, self._disks.alert))
-        return [*self._failures.firsts.values(), *self._hangs.alerts.values(), *disks]
+        pauses = filter(None, [self._progress.pause])
+        return [*self._failures.firsts.values(), *self._hangs.alerts.values(), *disks, *pauses]
 
     def _counts(self) -> dict[str, int]:
         """Numbers of groups."""

@@ -15,7 +15,9 @@ import structlog
 from actors.parts.flows import PART_BYTES, Flows
 from actors.runtime.actor import Actor, handles
 from areal.devices import CORES, settle
-from areal.rewards.pool import RewardFailed, RewardPool
+from areal.rewards.functions import NO_OPTIONS
+from areal.rewards.pool import RewardPool
+from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
 from areal.trajectory import Tokens
 from protocols.errors import BusyError, HarmfulError, RefusedError
@@ -36,17 +38,20 @@ class Pool(Protocol):
 
 
 class Reward(Actor):
-    """Serves the rewards named on its command line; if none are named, those in `reward.functions`."""
+    """Serves the rewards named on its command line; if none are named, those of the configuration.
+
+    options: keyword arguments by name of the reward, which replace those of the configuration."""
 
     role = "reward"
     _pool: Pool | None = None
 
     def __init__(
-        self, *args: Any, functions: tuple[str, ...] = (), make_pool: Callable[..., Pool] = RewardPool,
-        **kwargs: Any,
+        self, *args: Any, functions: tuple[str, ...] = (), options: Mapping[str, Mapping[str, Any]] = NO_OPTIONS,
+        make_pool: Callable[..., Pool] = RewardPool, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         self._functions = functions
+        self._options = options
         self._make_pool = make_pool
         self._flows = Flows[Scored](_size, self.spawn)
         self._scored = self._failed = 0
@@ -56,7 +61,10 @@ class Reward(Actor):
 
     async def setup(self) -> None:
         settle(CORES)  # before the pool starts its workers, which inherit the cores
-        self._pool = self._make_pool(self.serves(), self.config.served_rewards)
+        served = self.config.served_rewards
+        options = {name: served.options.get(name, {}) for name in self.serves()}
+        merged = {name: {**of_run, **self._options.get(name, {})} for name, of_run in options.items()}
+        self._pool = self._make_pool(self.serves(), served.model_copy(update={"options": merged}))
         await self._pool.__aenter__()
 
     async def main(self) -> None:

@@ -144,6 +144,7 @@ class RolloutManager(Sampler):
     # --- one group
 
     def _begin(self, permit: Permit) -> None:
+        self.awaited_rewards.update(permit.rewards)
         self._unfinished[permit.group] = self._samples
         self._sessions[permit.group] = []
         self._groups[permit.group] = task = self.spawn(self._run_group(permit), permit.group)
@@ -180,7 +181,7 @@ class RolloutManager(Sampler):
         sessions = self._sessions[permit.group] = [
             SampleSession(
                 self.services, row, self.config.sampling, permit.min_version, home=home,
-                place=self._router.place_at(home), on_start=start.sample_started,
+                place=self._router.place_at(home), on_start=start.sample_started, rewards=permit.rewards,
             )
             for _ in places
         ]  # fmt: skip

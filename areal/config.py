@@ -289,6 +289,9 @@ class RewardConfig(Section):
         default_factory=dict, description="keyword arguments of rewards that are classes, by name of the reward"
     )
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
+    concurrent_calls: int = Field(
+        64, ge=1, description="most calls of async rewards that run at once in a reward actor, in one process"
+    )
     timeout_seconds: float = Field(10.0, gt=0, description="time limit of one call")
     retries: int = Field(2, ge=0, description="further attempts after a failure, on another actor if there is one")
     quarantine_after: int = Field(

@@ -34,6 +34,7 @@
 | evaluator | master | RowsScored, EvaluationDone, EvaluationAbandoned | Done |
 | rollout_manager, evaluator | master | ScoringFailed | Done |
 | monitor | master | AskStatus | Status |
+| any | master | AddReward | Done |
 
 The master publishes PolicyPublished, MembersChanged and Shutdown.
 The transport itself uses Failure, Credit, Cancel, KeepAlive and StreamEnd.
@@ -51,7 +52,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -317,12 +318,22 @@ class Configuration(Message):
 
 class Permit(Part):
     """The right to start a group; its samples need weights of `min_version` or newer. `resumed`: the trainer may have
-    samples of an earlier attempt, whose lease was lost."""
+    samples of an earlier attempt, whose lease was lost. `rewards`: the weights that were given since the run began,
+    beside those of the configuration (AddReward)."""
 
     group: Name
     prompt_index: int
     min_version: int
     resumed: bool = False
+    rewards: Annotated[dict[Name, Number], Field(max_length=MAX_SERVED)] = {}
+
+
+class AddReward(Message):
+    """From the next new prompt on, the reward `name` counts with `weight`, whether or not it did before. Rows that name
+    their own rewards are not affected."""
+
+    name: Name
+    weight: Number
 
 
 class AskPermits(Message):

@@ -183,7 +183,7 @@ def check_evaluations(evaluations: list[dict], summary: dict) -> None:
 def test_roles_started_by_hand_train_adapters_in_turns_by_a_reward_of_the_users_own(run, small, tmp_path, tiny_model):
     (tmp_path / "mine.py").write_text(SHORT)
     changes = [
-        "max_staleness=0", "reward.functions=[mine:short]", "trainer.lora.rank=4",
+        "max_staleness=0", "reward.functions=[mine:Short]", "trainer.lora.rank=4",
         "trainer.lora.target_modules=[q_proj,v_proj]", "trainer.lr=1e-3", "trainer.lr_schedule=linear",
         "trainer.kl_coef=0.01", "trainer.zero_stage=2", "colocate=true",
     ]  # fmt: skip
@@ -191,7 +191,7 @@ def test_roles_started_by_hand_train_adapters_in_turns_by_a_reward_of_the_users_
     runs = [run("--role", "master", "--config", CONFIG, *small, *changes)]
     roles = ["trainer", "generator", "rollout_manager", "evaluator"]
     runs += [run("--role", role, "--master", master) for role in roles]
-    runs += [run("--role", "reward", "--reward", "mine:short", "--master", master)]
+    runs += [run("--role", "reward", "--reward", "mine:Short", "characters=40", "--master", master)]
     outputs = [started.wait(240) for started in runs]
     assert [started.code for started in runs] == [0] * len(runs), "\n".join(outputs)
     folder = tmp_path / "runs" / "test"
@@ -237,7 +237,7 @@ ROW = '{"prompt": "a12b34=", "answer": "415"}\n'
             ["reward.functions={rows.jsonl: 1, addition: many}"],
             "reward.functions is neither a name, nor a list of names",
         ),
-        (["reward.options={addition: {base: 3}}"], "reward 'addition' has reward.options, but is a function"),
+        (["reward.options={addition: {base: 3}}"], "reward 'addition' has options"),
         (["data.source=rows.jsonl", "data.eval_size=0"], "rows.jsonl"),
         (
             ["reward.functions=math", "data.source=sums.jsonl", "data.eval_size=0"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ import structlog
 from actors.parts.calls import Call, SampleFailed, ended
 from actors.parts.flows import Flow, Job, Spawn
 from actors.parts.router import Router
-from areal.config import Config
-from areal.rewards.pool import Quarantine, RewardFailed, digest
+from areal.config import RewardConfig
+from areal.rewards.pool import Quarantine, digest
+from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
 from areal.workflows.conversation import Generation
 from protocols.errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
@@ -37,8 +38,8 @@ from protocols.messages import (
 )
 from protocols.transport import Bus
 
-# Time to wait for a reward actor that serves a reward which only rows name. For the rewards of the configuration the
-# run waits without a deadline: the master says what is missing.
+# Time to wait for a reward actor that serves a reward which only rows name. For the rewards of the run it
+# waits without a deadline: the master says what is missing.
 NO_REWARD_SECONDS = 60.0
 # A sample fails after more than this many scoring requests were lost, for example because reward actors died. A lost
 # request does not count as a failure of the reward function (`reward.retries`).
@@ -167,15 +168,19 @@ class ScoreJob(Job):
 
 
 class RoutedRewards:
-    """The reward actors of the run. on_refusal: called with the reason if a completion is refused for the first
-    time."""
+    """The reward actors of the run. awaited: the rewards for whose actors a sample waits without a deadline.
+    on_refusal: called with the reason if a completion is refused for the first time."""
 
-    def __init__(self, router: Router, servers: Servers, config: Config, on_refusal: Callable[[str], None]) -> None:
+    def __init__(
+        self, router: Router, servers: Servers, config: RewardConfig, awaited: Set[str],
+        on_refusal: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._router = router
         self._servers = servers
         self._config = config
+        self._awaited = awaited
         self._on_refusal = on_refusal
-        self._quarantine = Quarantine(config.reward.quarantine_after)
+        self._quarantine = Quarantine(config.quarantine_after)
 
     async def score(
         self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: np.ndarray | None
@@ -200,7 +205,7 @@ class RoutedRewards:
                     lost += 1
                 if isinstance(error, HarmfulError):
                     self._quarantine.lost(_digest(job))
-                if refused > self._config.reward.retries or lost > REWARDS_LOST:
+                if refused > self._config.retries or lost > REWARDS_LOST:
                     raise SampleFailed("reward", f"reward {name!r}: {error}") from None
                 await self._router.avoid(member)
 
@@ -210,7 +215,7 @@ class RoutedRewards:
         try:
             if self._quarantine:
                 self._quarantine.check(_digest(job))
-            async with asyncio.timeout(None if name in self._config.rewards else NO_REWARD_SECONDS):
+            async with asyncio.timeout(None if name in self._awaited else NO_REWARD_SECONDS):
                 return await self._router.choose("reward", name)
         except RewardFailed as error:
             raise SampleFailed("reward", f"reward {name!r}: {error}") from None

@@ -11,6 +11,9 @@ from areal.roles import ROLES, Goal
 from areal.staleness.failures import Failures
 from protocols.messages import actor_name
 
+# How long a reward that was served may have no actor before admission pauses. Its actor may just be started again.
+ABSENT_SECONDS = 10.0
+
 
 class Progress:
     """`free`: the number of groups that may start now."""
@@ -20,6 +23,8 @@ class Progress:
         self._failures = failures
         self._free = free
         self._successor_until = 0.0
+        self._were_served: set[str] = set()
+        self._absent: dict[str, float] = {}  # rewards that were served, and since when nobody serves them
         self.made()
 
     def made(self) -> None:
@@ -31,6 +36,34 @@ class Progress:
         """A member has gone. The run does not end before the one that may be started in its place had time to join."""
         self._successor_until = self._clock() + self._config.master.lease_seconds
 
+    # --- rewards that have gone
+
+    def look_for_rewards(self) -> None:
+        """Note which rewards of the run nobody serves any more. To be called every second."""
+        served, now = self._served(), self._clock()
+        self._were_served |= served
+        gone = (self._were_served & self._state.reward_names) - served
+        self._absent = {name: self._absent.get(name, now) for name in sorted(gone)}
+
+    @property
+    def absent(self) -> list[str]:
+        """The rewards that were served, and that nobody has served for ABSENT_SECONDS. Until they come back, no group
+        is admitted: each of its samples would only wait."""
+        return [name for name, since in self._absent.items() if self._clock() - since >= ABSENT_SECONDS]
+
+    @property
+    def pause(self) -> str:
+        """Why admission pauses, and what to do; empty if it does not, or for another reason."""
+        if not self.absent:
+            return ""
+        return (
+            f"admission pauses: no actor serves the reward {self.absent[0]!r} any more. Start one again: "
+            f"run.serve_reward in the notebook that did, or run.py --role reward"
+        )
+
+    def _served(self) -> set[str]:
+        return {name for m in self._state.members.values() if m.state == "healthy" for name in m.serves}
+
     # --- stalls
 
     def describe_stall(self) -> str:
@@ -39,8 +72,10 @@ class Progress:
     def remedy(self) -> Literal["end", "requeue", "fence"] | None:
         """What to do now because nothing has moved. After a third of `stall_seconds`, re-queue the unfinished groups.
         After two thirds, fence the `suspects`, so that they are restarted. After all of it, end the run. While a role
-        has no healthy member, only the last one is done."""
+        has no healthy member, only the last one is done. A reward that has gone may be away for `outage_seconds`."""
         limit, idle = self._config.master.stall_seconds, self._clock() - self._last
+        if self._absent:
+            limit = max(limit, self._config.outage_seconds)
         if idle > limit and self._clock() >= self._successor_until:
             return "end"
         if self._remedies == 2 or idle <= limit * (self._remedies + 1) / 3 or self.missing():
@@ -107,6 +142,6 @@ class Progress:
         needed = [name for name, role in ROLES.items() if role.processes(self._config)]
         missing = [name for name in needed if not self._members.with_role(name)]
         if "reward" not in missing:
-            served = {name for m in self._state.members.values() if m.state == "healthy" for name in m.serves}
-            missing += [f"reward that serves {name!r}" for name in self._config.rewards if name not in served]
+            names = sorted(self._state.reward_names - self._served())
+            missing += [f"reward that serves {name!r}" for name in names]
         return missing

@@ -37,7 +37,7 @@ COMPACT_EVENTS = 10_000
 PLAIN = (
     "masters", "lineage", "trainer", "checkpoint_version", "checkpoint", "finished", "rewards", "reward_parts",
     "scored", "score", "seconds", "last_step", "tokens", "tokens_trained", "tokens_discarded",
-    "rollbacks", "abandoning",
+    "rollbacks", "abandoning", "added_rewards",
 )  # fmt: skip
 
 
@@ -68,6 +68,8 @@ class RunState:
         self.finished: int | None = None
         # How often the run went back to a checkpoint; the version that it went back to, while files are to be moved.
         self.rollbacks, self.abandoning = 0, None
+        # The first prompt, the name and the weight of each change, in order.
+        self.added_rewards: list[tuple[int, str, float]] = []
         self.members: dict[str, Member] = {}
         self.evaluations: dict[int, EvaluationDone] = {}
         self.not_evaluated: dict[int, str] = {}
@@ -95,6 +97,15 @@ class RunState:
         """Append an event to the journal and apply it."""
         self.journal.append(kind, body)
         self._apply(kind, body)
+
+    def rewards_of(self, prompt: int) -> dict[str, float]:
+        """The weights of rewards that were changed for the prompt of this index."""
+        return {name: weight for first, name, weight in self.added_rewards if first <= prompt}
+
+    @property
+    def reward_names(self) -> set[str]:
+        """The rewards that the configuration names, and those that were added."""
+        return {*self.config.rewards, *(name for _, name, _ in self.added_rewards)}
 
     @property
     def holder(self) -> tuple[Member, Policy] | None:
@@ -221,6 +232,8 @@ class RunState:
                 self._forget_row_scores(body["version"])
             case "rows_scored":
                 self._apply_rows_scored(body)
+            case "reward_added":
+                self.added_rewards.append((body["prompt"], body["name"], body["weight"]))
             case "finished":
                 self.finished = body["version"]
             case "abandoned":

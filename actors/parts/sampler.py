@@ -44,11 +44,13 @@ class Sampler(Actor):
         super().__init__(*args, **kwargs)
         self._open_source = open_source
         self._load_tokenizer = load_tokenizer
+        self.awaited_rewards: set[str] = set()  # those of the run, which have an actor sooner or later
         self.services: Services = None  # type: ignore[assignment]  # set by `setup`
         self._causes: set[Cause] = set()  # of failures that were reported
 
     async def setup(self) -> None:
         config = self.config
+        self.awaited_rewards.update(config.rewards)
         self._router = Router(self)
         self._servers = Servers(self.bus, self.spawn)
         self._source = await asyncio.to_thread(self._open_source, config.data, config.seed)
@@ -63,7 +65,11 @@ class Sampler(Actor):
             parsers=parsers,
             generators=RoutedGenerators(self._router, self._servers),
             rewards=RoutedRewards(
-                self._router, self._servers, config, functools.partial(self.report_failure, "reward")
+                self._router,
+                self._servers,
+                config.reward,
+                self.awaited_rewards,
+                functools.partial(self.report_failure, "reward"),
             ),
             programs=Programs(config.sandbox),
             endpoint=Endpoint(config),

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sysconfig
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 
 import numpy as np
@@ -15,30 +15,34 @@ from actors.parts.calls import Call, SampleState
 from actors.parts.services import Generators, Services
 from areal.config import SamplingConfig
 from areal.data.rows import Row, prompt_text
-from areal.rewards.result import combined
+from areal.rewards.result import all_scored, combined
 from areal.trajectory import Tokens, Trajectory
 from areal.workflows.conversation import Generation, Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
 from areal.workflows.openai_api import Access
 from protocols.messages import Member
 
+NO_CHANGES: Mapping[str, float] = {}
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class SampleSession(SampleState):
     """The session that a workflow gets for one sample (areal.workflows.Session).
 
-    home: the generator that all samples of the group start on, because they share the prompt prefix. generators: those
-    that sample this one, if they are not those of `services`. `running`: its calls in progress. `forest`: the calls
-    that are trained. `reward_parts`: of the last score.
+    rewards: weights that replace or join those of the configuration. home: the generator that all samples of the group
+    start on, because they share the prompt prefix. generators: those that sample this one, if they are not those of
+    `services`. `running`: its calls in progress. `forest`: the calls that are trained. `reward_parts`: of the last
+    score.
     """
 
     def __init__(
         self, services: Services, row: Row, sampling: SamplingConfig, min_version: int = 0, *,
         home: Member | None = None, place: ExitStack | None = None,
         on_start: Callable[[int], None] = lambda version: None, generators: Generators | None = None,
+        rewards: Mapping[str, float] = NO_CHANGES,
     ) -> None:  # fmt: skip
         super().__init__(sampling, min_version, home, place, on_start)
+        self._changed_weights = rewards
         self.tokenizer = services.tokenizer
         self.parsers = services.parsers
         self._services = services
@@ -150,12 +154,12 @@ class SampleSession(SampleState):
         """The weighted sum of the row's rewards on this completion. Raises SampleFailed if a reward failed on every
         attempt."""
         services, row = self._services, self._row
-        weights = row.reward or services.config.reward.functions
+        weights = row.reward or {**services.config.reward.functions, **self._changed_weights}
         prompt, own_tokens = prompt_text(row.prompt), None if tokens is None else np.asarray(tokens, np.int32)
         with self._waiting():
-            results = {
-                name: await services.rewards.score(name, prompt, completion, row.fields, own_tokens) for name in weights
-            }
+            results = await all_scored(
+                weights, lambda name: services.rewards.score(name, prompt, completion, row.fields, own_tokens)
+            )
         score, self.reward_parts = combined(weights, results)
         return score
 

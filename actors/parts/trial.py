@@ -38,7 +38,8 @@ from areal.generation.engine import EngineError, GenerationEngine
 from areal.models import resolve_model
 from areal.processes import ROOT
 from areal.rewards import functions as rewards
-from areal.rewards.pool import RewardFailed, RewardPool
+from areal.rewards.pool import RewardPool
+from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
 from areal.text import shown
 from areal.tokens import load_tokenizer

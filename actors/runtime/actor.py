@@ -55,6 +55,7 @@ from protocols.messages import (
     State,
     Work,
 )
+from protocols.network import Network
 from protocols.transport import Bus, Request, Subscriber
 
 JOIN_SECONDS = 10.0
@@ -536,6 +537,15 @@ async def first_answer(bus: Bus, master: str, message: Message, patience: float)
         raise UserError(f"The master at {master} refused the request: {error}") from None
     finally:
         telling.cancel()
+
+
+async def ask_once(network: Network, master: str, message: Message, patience: float) -> Any:
+    """The master's answer to a request of a process that is no actor. Raises UserError, as `first_answer` does."""
+    bus = Bus(f"monitor/0#{incarnation()}", network)
+    try:
+        return await first_answer(bus, master, message, patience)
+    finally:
+        await bus.close()
 
 
 async def _result(future: asyncio.Future[Any]) -> None:

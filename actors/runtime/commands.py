@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import sys
@@ -34,6 +35,15 @@ def declare(tools: RoomTools) -> None:
     add("--master", required=True, metavar="tcp://HOST:PORT", help="or the run folder on the master's machine")
     add("--actor", metavar="ROLE/INDEX", help="actor to check, such as generator/0 (default: only the master)")
     add("--wait", type=float, default=5.0, metavar="SECONDS", help="how long to wait for that (default: 5)")
+
+    reward = tools.add("reward", "commands:add_reward", "give a running run another reward (docs/rewards.md)")
+    attempts = tools._replace(parsers=reward.add_subparsers(metavar="add", required=True))
+    summary = "have a reward that an actor of the run serves count, or count otherwise, from the next prompt on"
+    add = attempts.add("add", "commands:add_reward", summary).add_argument
+    add("run", metavar="RUN", help="the run folder on the master's machine, or the address of the master")
+    add("name", metavar="NAME", help="name of the reward")
+    add("weight", metavar="WEIGHT", type=float, help="0: it is only recorded")
+    add("--wait", type=float, default=5.0, metavar="SECONDS", help="how long to wait for the run (default: 5)")
 
     make = tools.add("keys", "commands:keys", "create the keys that protect the links of a run (docs/security.md)")
     make.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the keys; every node needs a copy")
@@ -109,6 +119,20 @@ def health(options: Namespace) -> int:
     except UnhealthyError as error:
         return _failure(error)
     return 0
+
+
+def add_reward(options: Namespace) -> None:
+    from actors.runtime.actor import ask_once
+    from actors.runtime.addresses import find_master, open_network
+    from protocols.addresses import host_of
+    from protocols.messages import AddReward
+
+    if not math.isfinite(options.weight):
+        raise UserError(f"The weight {options.weight} is no finite number: give one, such as 0.2.")
+    master = find_master(options.run, options.wait)
+    message = AddReward(name=options.name, weight=options.weight)
+    asyncio.run(ask_once(open_network(host_of(master)), master, message, options.wait))
+    print(f"{options.name} counts with the weight {options.weight:g} from the next prompt on.")
 
 
 def _failure(error: Exception) -> int:

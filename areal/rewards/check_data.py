@@ -24,7 +24,8 @@ from rich.console import Console
 from areal.config import ScoringConfig, UserError
 from areal.data.rows import prompt_text
 from areal.rewards import code_rows
-from areal.rewards.pool import RewardFailed, RewardPool
+from areal.rewards.pool import RewardPool
+from areal.rewards.processes import RewardFailed
 from areal.rewards.result import RewardError, passing
 from areal.rewards.score import judge_rows, read_rows
 from areal.text import shown

@@ -60,6 +60,8 @@ class CodeTests:
     nothing passes it, too (`weakness`).
     """
 
+    concurrent = False  # each call has the cores that its programs need
+
     def __init__(self, refuse_weak: bool = False, **options: Any) -> None:
         """Raises UserError if programs cannot be run safely."""
         config = SandboxConfig(**options)

@@ -12,7 +12,8 @@ The function or method may be plain or async. It may have a further parameter `t
 tokens. `row` is the whole row of the data (`Row.fields`). The result is a finite number, or a pair of the number and
 the scores of its parts, `(0.7, {"format": 1.0, "answer": 0.4})`. A reward that cannot score a completion raises an
 exception; a failure is never counted as a score. A reward that may score the same completion differently on another
-call sets the attribute `deterministic = False`.
+call sets the attribute `deterministic = False`. Calls of an async reward run at once in one process, unless it sets
+`concurrent = False`: then they run one at a time in each of the worker processes, as those of a plain reward.
 
 The name of a reward is a built-in one (`BUILT_IN`), `package.module:object`, `path/to/file.py:object`, or the name of
 an entry point in the group `areal.rewards` of an installed package.
@@ -44,6 +45,7 @@ class RewardFunction:
     function: Callable[..., Any | Awaitable[Any]]
     takes_tokens: bool
     deterministic: bool
+    concurrent: bool
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any], tokens: Sequence[int] = ()) -> Any:
         """The return value of the reward, or an awaitable of it."""
@@ -61,23 +63,40 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     function = instance.score if inspect.isclass(target) else instance
     if name in WARMING:
         WARMING[name]()
-    return RewardFunction(function, "tokens" in _parameters(function), getattr(instance, "deterministic", True))
+    return as_reward(instance, function)
+
+
+def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
+    """The reward whose calls are those of `function`. instance: has its attributes."""
+    concurrent = inspect.iscoroutinefunction(function) and getattr(instance, "concurrent", True)
+    deterministic = getattr(instance, "deterministic", True)
+    return RewardFunction(function, "tokens" in _parameters(function), deterministic, concurrent)
 
 
 def check(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[..., Any]:
     """The function or class called `name`. Raises UserError if it cannot be called, or instantiated with `options`."""
-    target = _find(name)
+    target = find(name)
     is_class = inspect.isclass(target)
-    if not callable(getattr(target, "score", None) if is_class else target):
-        kind = "class without a method score" if is_class else type(target).__name__
-        raise UserError(f"reward {name!r} is a {kind}: name a function, or a class with score(prompt, completion, row)")
     if options and not is_class:
-        raise UserError(f"reward {name!r} has reward.options, but is a function: make it a class that takes them")
+        raise UserError(f"reward {name!r} has options (reward.options, key=value), but is a function: make it a class")
     if is_class:
         try:
             inspect.signature(target).bind(**options)
         except TypeError as error:
-            raise UserError(f"reward {name!r}: {error}: correct reward.options, which are {dict(options)}") from None
+            raise UserError(
+                f"reward {name!r}: {error}: its options are {dict(options)}; correct them in reward.options, or give "
+                f"them to its actor as key=value"
+            ) from None
+    return target
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The function or class called `name`. Raises UserError if there is none, or if it is not called as rewards are."""
+    target = _named(name)
+    is_class = inspect.isclass(target)
+    if not callable(getattr(target, "score", None) if is_class else target):
+        kind = "class without a method score" if is_class else type(target).__name__
+        raise UserError(f"reward {name!r} is a {kind}: name a function, or a class with score(prompt, completion, row)")
     _check_call(name, target, is_class)
     return target
 
@@ -98,7 +117,7 @@ def _check_call(name: str, target: Any, is_class: bool) -> None:
         ) from None
 
 
-def _find(name: str) -> Any:
+def _named(name: str) -> Any:
     if name in BUILT_IN:
         return BUILT_IN[name]()
     if ":" in name:

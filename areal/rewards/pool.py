@@ -5,7 +5,8 @@
 
 Each worker (`areal.rewards.worker`) does one job at a time. The timeout of a job starts when a worker receives the job,
 not when the job is queued. A worker that exceeds the timeout, or has no more memory, is killed with its process group,
-and replaced.
+and replaced. Jobs of async rewards run at once in one more process (`areal.rewards.concurrent_calls`). If that process
+is lost, each of its jobs is given to a worker, which does it alone: so the one that has cost the process is found.
 
 A running job stays with its worker until the worker has answered it or is dead. Cancelling a caller does not stop a
 running job, so its answer cannot be taken for the answer to another job. If the reward is deterministic, concurrent
@@ -15,52 +16,26 @@ callers with the same request share one job, and its result is cached for later 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import os
-import signal
-import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgpack
 import structlog
 
 from areal.config import RewardConfig, UserError
-from areal.rewards.result import Result, RewardError
-from areal.rewards.worker import LENGTH
+from areal.rewards.concurrent_calls import ConcurrentCalls, WorkerLost
+from areal.rewards.processes import RewardFailed, WorkerProcess
+from areal.rewards.result import Result
 from areal.trajectory import Tokens
 
-FailureKind = Literal["raised", "timeout", "died", "not_finite", "unknown", "quarantined", "no_worker"]
 # Number of inputs for which lost workers are counted; far more than should ever cost a worker.
 SUSPECTS = 4096
-
-# Limit for the start of a worker, imports of its rewards included, on a busy machine (sympy, reasoning_gym: seconds).
-START_SECONDS = 120.0
-# How long to wait for a killed process to end. It ends at once, unless the kernel is waiting for a device.
-KILL_SECONDS = 5.0
 # Pause between two attempts to start a worker again.
 RESTART_SECONDS = 1.0
-# Errors on the pipes of a process that has ended.
-_GONE = (asyncio.IncompleteReadError, ConnectionError)
 
 log = structlog.get_logger()
-
-
-class RewardFailed(RewardError):
-    """A completion that could not be scored.
-
-    kind: `raised` (the reward raised an exception, or its input cannot be passed to it), `timeout`, `died` (the worker
-    process ended), `not_finite` (the reward returned no finite number), `unknown` (the pool does not serve this
-    reward), `quarantined` (the completion has cost too many workers and is not tried again) or `no_worker` (the pool is
-    closed, or cannot start any worker).
-    """
-
-    def __init__(self, reason: str, kind: FailureKind) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.kind = kind
 
 
 T = TypeVar("T")
@@ -121,6 +96,7 @@ class _Job:
     request: bytes
     key: bytes
     deterministic: bool
+    concurrent: bool
     answer: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     callers: int = 0
 
@@ -137,6 +113,8 @@ class RewardPool:
         self._results = Recent[Result](config.cache_size)
         self._quarantine = Quarantine(config.quarantine_after)
         self._serving: list[asyncio.Task[None]] = []
+        self._concurrent: ConcurrentCalls | None = None
+        self._calls: set[asyncio.Task[None]] = set()  # that run at once
         self._starting = 0
         self._closed = False
 
@@ -150,15 +128,28 @@ class RewardPool:
             raise
         self._traits = workers[0].traits
         self._serving = [asyncio.create_task(self._serve(worker)) for worker in workers]
+        try:
+            await self._start_concurrent()
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Kills the workers. Jobs without a result fail."""
         self._closed = True
-        for task in self._serving:
+        tasks = [*self._serving, *self._calls]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._concurrent is not None:
+            await self._concurrent.close()
         self._fail_all("the reward pool was closed")
+
+    @property
+    def places(self) -> int:
+        """How many calls of any of its rewards run at once."""
+        return self._config.concurrent_calls if all(t.concurrent for t in self._traits.values()) else len(self._serving)
 
     async def score(
         self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
@@ -168,7 +159,7 @@ class RewardPool:
             raise RewardFailed(f"reward {name!r} is not served here, only {', '.join(self._options)}", "unknown")
         if self._closed:
             raise RewardFailed("the reward pool was closed", "no_worker")
-        takes_tokens, deterministic = self._traits[name]
+        takes_tokens, deterministic, concurrent = self._traits[name]
         if takes_tokens and tokens is None:
             raise RewardFailed("it takes tokens: the workflow must call session.score(completion, tokens)", "raised")
         request = name, prompt, completion, row, [*map(int, tokens)] if takes_tokens and tokens is not None else None
@@ -179,7 +170,7 @@ class RewardPool:
         if cached := self._results.get(key):
             return cached
         self._quarantine.check(key)
-        job = self._shared.get(key) or self._queue(_Job(msgpack.packb(request), key, deterministic))
+        job = self._shared.get(key) or self._queue(_Job(msgpack.packb(request), key, deterministic, concurrent))
         job.callers += 1
         try:
             return await asyncio.shield(job.answer)
@@ -192,7 +183,13 @@ class RewardPool:
         self._unanswered.add(job)
         if job.deterministic:
             self._shared[job.key] = job
-        self._jobs.put_nowait(job)
+        if job.concurrent:
+            call = asyncio.create_task(self._call(job))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+            job.answer.add_done_callback(lambda _: call.cancel())  # nobody waits for the answer any more
+        else:
+            self._jobs.put_nowait(job)
         return job
 
     def _drop(self, job: _Job) -> None:
@@ -201,7 +198,7 @@ class RewardPool:
         if job.deterministic:
             del self._shared[job.key]
 
-    async def _serve(self, worker: _Worker) -> None:
+    async def _serve(self, worker: WorkerProcess) -> None:
         """Runs jobs of the queue one after another on `worker`, which is replaced when it dies."""
         try:
             while True:
@@ -214,10 +211,28 @@ class RewardPool:
         finally:
             await worker.kill()
 
-    async def _run(self, worker: _Worker, job: _Job) -> Result | RewardFailed:
+    async def _call(self, job: _Job) -> None:
+        """Run a job of an async reward together with others."""
+        assert self._concurrent is not None
+        try:
+            outcome = await self._outcome(job, self._concurrent.run(job.request, self._config.timeout_seconds))
+        except WorkerLost:
+            self._jobs.put_nowait(job)
+        except (UserError, OSError) as error:
+            _settle(job.answer, RewardFailed(f"no reward worker can be started again: {error}", "no_worker"))
+        else:
+            _settle(job.answer, outcome)
+
+    async def _run(self, worker: WorkerProcess, job: _Job) -> Result | RewardFailed:
         try:
             self._quarantine.check(job.key)  # workers may have been lost on it since it was queued
-            result = await worker.run(job.request, self._config.timeout_seconds)
+        except RewardFailed as failure:
+            return failure
+        return await self._outcome(job, worker.run(job.request, self._config.timeout_seconds))
+
+    async def _outcome(self, job: _Job, work: Coroutine[Any, Any, Result]) -> Result | RewardFailed:
+        try:
+            result = await work
         except RewardFailed as failure:
             if failure.kind in ("timeout", "died"):
                 self._quarantine.lost(job.key)
@@ -226,11 +241,23 @@ class RewardPool:
             self._results.put(job.key, result)
         return result
 
-    def _start_worker(self) -> Coroutine[Any, Any, _Worker]:
-        gib = self._config.memory_gib
-        return _Worker.start(self._options, int(gib * 2**30) if gib else 0)
+    async def _start_concurrent(self) -> None:
+        """Start the worker for the async rewards, if there are any. Raises UserError or OSError."""
+        options = {name: self._options[name] for name, traits in self._traits.items() if traits.concurrent}
+        if options:
+            limit, memory = self._config.concurrent_calls, self._memory
+            self._concurrent = ConcurrentCalls(lambda: WorkerProcess.start(options, memory, concurrent=True), limit)
+            await self._concurrent.living()
 
-    async def _living(self, worker: _Worker) -> _Worker:
+    @property
+    def _memory(self) -> int:
+        """The most bytes of a worker; 0: no limit."""
+        return int((self._config.memory_gib or 0) * 2**30)
+
+    def _start_worker(self) -> Coroutine[Any, Any, WorkerProcess]:
+        return WorkerProcess.start(self._options, self._memory)
+
+    async def _living(self, worker: WorkerProcess) -> WorkerProcess:
         """`worker` if it is alive, else a new one. While no worker at all can be started, every job fails."""
         if worker.alive:
             return worker
@@ -253,99 +280,6 @@ class RewardPool:
             _settle(job.answer, RewardFailed(reason, "no_worker"))
 
 
-class _Worker:
-    """A child process and its pipes. `traits`: whether each reward takes tokens, and whether it is deterministic."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None and process.stdout is not None  # `start` asks for pipes
-        self._process = process
-        self._requests, self._answers = process.stdin, process.stdout
-        self._killed = False
-        self.traits: dict[str, list[bool]] = {}
-
-    @classmethod
-    async def start(cls, options: Mapping[str, Mapping[str, Any]], memory: int) -> Self:
-        """Start a worker with the rewards named in `options` and at most `memory` bytes (0: no limit). Raises UserError
-        or OSError."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "areal.rewards.worker", str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            # The worker can import what this process can import.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        worker = cls(process)
-        try:
-            worker._send(msgpack.packb([options, memory]))
-            await worker._expect_ready(", ".join(options))
-        except BaseException:
-            await worker.kill()
-            raise
-        return worker
-
-    @property
-    def alive(self) -> bool:
-        return not self._killed and self._process.returncode is None
-
-    async def run(self, request: bytes, timeout: float) -> Result:
-        """The result of one job, which may take at most `timeout` seconds. Raises RewardFailed; after the kinds
-        `timeout` and `died`, and if it has no more memory, the worker is dead."""
-        self._send(request)
-        try:
-            async with asyncio.timeout(timeout):
-                kind, value = await self._receive()
-        except TimeoutError:
-            await self.kill()
-            raise RewardFailed(f"no score within {timeout:g} s", "timeout") from None
-        except _GONE:
-            code = await self.kill()
-            raise RewardFailed(f"the worker process ended while scoring ({_ending(code)})", "died") from None
-        if kind == "memory":  # a reward that leaks would fail in each later call
-            await self.kill()
-            kind, value = "raised", f"{value} (the worker has come to reward.memory_gib, and is replaced)"
-        if kind != "score":
-            raise RewardFailed(value, kind)
-        return Result(*value)
-
-    async def kill(self) -> int | None:
-        """Kill the process and its process group. Returns the exit code, if it is known."""
-        if not self._killed:
-            self._killed = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._requests.close()
-        # A process that left the group may keep the pipes open, and asyncio waits until they are closed.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KILL_SECONDS):
-                await self._process.wait()
-        return self._process.returncode
-
-    async def _expect_ready(self, names: str) -> None:
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                kind, answer = await self._receive()
-        except TimeoutError:
-            raise UserError(
-                f"reward {names} was not imported within {START_SECONDS:g} s: move slow work out of the import"
-            ) from None
-        except _GONE:
-            code = await self.kill()
-            raise UserError(
-                f"reward {names} ended its process while it was imported ({_ending(code)}): see the output above"
-            ) from None
-        if kind != "ready":
-            raise UserError(answer)
-        self.traits = answer
-
-    def _send(self, message: bytes) -> None:
-        self._requests.write(LENGTH.pack(len(message)) + message)
-
-    async def _receive(self) -> list[Any]:
-        head = await self._answers.readexactly(LENGTH.size)
-        return msgpack.unpackb(await self._answers.readexactly(*LENGTH.unpack(head)))
-
-
 def _settle(answer: asyncio.Future[Result], outcome: Result | RewardFailed) -> None:
     if answer.done():  # its callers were cancelled
         return
@@ -355,15 +289,9 @@ def _settle(answer: asyncio.Future[Result], outcome: Result | RewardFailed) -> N
         answer.set_result(outcome)
 
 
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "it cannot be killed"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-async def _discard(starting: Sequence[asyncio.Task[_Worker]]) -> None:
+async def _discard(starting: Sequence[asyncio.Task[WorkerProcess]]) -> None:
     for task in starting:
         task.cancel()
     for worker in await asyncio.gather(*starting, return_exceptions=True):
-        if isinstance(worker, _Worker):
+        if isinstance(worker, WorkerProcess):
             await worker.kill()

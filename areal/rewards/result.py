@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import numbers
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -59,6 +60,19 @@ def combined(weights: Mapping[str, float], results: Mapping[str, Result]) -> Res
     if len(results) > 1:
         parts |= {name: result.score for name, result in results.items()}
     return Result(sum(weight * results[name].score for name, weight in weights.items()), parts)
+
+
+async def all_scored(names: Iterable[str], score: Callable[[str], Coroutine[Any, Any, Result]]) -> dict[str, Result]:
+    """The results of several rewards by name, which are asked at the same time. If one raises, the others are
+    cancelled, and this raises the same."""
+    calls = {name: asyncio.create_task(score(name)) for name in names}
+    try:
+        await asyncio.gather(*calls.values())
+    finally:
+        for call in calls.values():
+            call.cancel()
+        await asyncio.gather(*calls.values(), return_exceptions=True)
+    return {name: call.result() for name, call in calls.items()}
 
 
 async def passing(completions: Mapping[str, str], score: Callable[[str], Awaitable[float]]) -> str | None:

@@ -25,8 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from areal.config import ScoringConfig, UserError
 from areal.data.files import read_file, unit_of
 from areal.data.rows import prompt_text
-from areal.rewards.pool import RewardFailed, RewardPool
-from areal.rewards.result import combined
+from areal.rewards.pool import RewardPool
+from areal.rewards.processes import RewardFailed
+from areal.rewards.result import all_scored, combined
 
 Line = tuple[int, dict[str, Any]]
 Judge = Callable[[RewardPool, ScoringConfig, dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -85,8 +86,8 @@ async def _judge_all(
     """The results, and the seconds that they took. A result is written once all results before it are written."""
     async with RewardPool(list(config.reward.functions), config.served_rewards) as pool:
         began = time.monotonic()
-        # At most as many calls as workers: `seconds` of a call would otherwise include the time in the queue.
-        free = asyncio.Semaphore(config.reward.workers)
+        # At most as many calls as run at once: `seconds` of a call would otherwise include the time in the queue.
+        free = asyncio.Semaphore(pool.places)
 
         async def judge_row(number: int, row: dict[str, Any]) -> dict[str, Any]:
             async with free:
@@ -106,7 +107,8 @@ async def _score(pool: RewardPool, config: ScoringConfig, row: dict[str, Any]) -
     began = time.monotonic()
     weights = config.reward.functions
     try:
-        results = {name: await pool.score(name, prompt_text(row["prompt"]), row["completion"], row) for name in weights}
+        prompt, completion = prompt_text(row["prompt"]), row["completion"]
+        results = await all_scored(weights, lambda name: pool.score(name, prompt, completion, row))
     except RewardFailed as failure:
         outcome: dict[str, Any] = {"score": None, "status": failure.kind, "reason": failure.reason}
     else:

@@ -1,15 +1,20 @@
 """One worker process of the reward pool: `python -m areal.rewards.worker PARENT_PID`.
 
-A message is a four-byte length, followed by msgpack. The first message on stdin is `[{name: options}, bytes of
-memory]`. The worker answers it with `["ready", {name: [takes tokens, deterministic]}]` or `["refused", reason]`. It
-answers each further request, `[name, prompt, completion, row, tokens]`, with `["score", [score, parts]]` or `["raised"
-| "not_finite" | "memory", reason]`; after `memory`, of which it has no more, it should be replaced. The worker exits at
-the end of stdin.
+A message is a four-byte length, followed by msgpack. The first message on stdin is `[{name: options}, bytes of memory,
+concurrent]`. The worker answers it with `["ready", {name: traits}]` (areal.rewards.processes.Traits) or `["refused",
+reason]`. It answers each further request, `[name, prompt, completion, row, tokens]`, with `["score", [score, parts]]`
+or `["raised" | "not_finite" | "memory", reason]`; after `memory`, of which it has no more, it should be replaced. The
+worker exits at the end of stdin.
+
+A concurrent worker takes requests that are numbered, `[number, request as bytes]`, and does not wait for the end of one
+before it begins the next. It answers each with `[number, "begun", None]` and then its answer, `[number, kind, value]`.
+`[number, None]` cancels a call, whose answer is of the kind "cancelled".
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import io
 import os
@@ -18,6 +23,7 @@ import signal
 import struct
 import sys
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,7 +46,7 @@ def main() -> None:
     requests, answers = _own_pipes()
     if (first := receive(requests)) is None:
         return
-    options, memory = first
+    options, memory, concurrent = first
     if memory:
         # RLIMIT_DATA, not the address space: libraries reserve far more address space than they use.
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
@@ -49,22 +55,27 @@ def main() -> None:
     except UserError as error:
         send(answers, ["refused", str(error)])
         return
-    send(answers, ["ready", {name: [reward.takes_tokens, reward.deterministic] for name, reward in rewards.items()}])
+    traits = {name: [r.takes_tokens, r.deterministic, r.concurrent] for name, r in rewards.items()}
+    send(answers, ["ready", traits])
+    if concurrent:
+        return asyncio.run(_serve_concurrently(requests, answers, rewards, memory))
     with asyncio.Runner() as runner:
         while (request := receive(requests)) is not None:
             name, *arguments = request
-            kind, value = answer(runner, rewards[name], arguments)
-            if kind != "score" and memory and _bytes_in_use() > FULL * memory:
-                kind = "memory"  # whatever the reward has made of the MemoryError
-            send(answers, [kind, value])
+            send(answers, answer(lambda: _value(runner, rewards[name], arguments), memory))  # noqa: B023 - called at once
 
 
-def answer(runner: asyncio.Runner, reward: RewardFunction, arguments: list[Any]) -> list[Any]:
-    """The answer to one request."""
+def answer(score: Callable[[], Any], memory: int) -> list[Any]:
+    """The answer to one request. score: calls the reward. memory: the limit of this process in bytes, 0 for none."""
+    kind, value = _judged(score)
+    if kind != "score" and memory and _bytes_in_use() > FULL * memory:
+        kind = "memory"  # whatever the reward has made of the MemoryError
+    return [kind, value]
+
+
+def _judged(score: Callable[[], Any]) -> list[Any]:
     try:
-        value = reward(*arguments)
-        if inspect.isawaitable(value):
-            value = runner.run(_awaited(value))
+        value = score()
     except RewardError as error:
         return ["raised", str(error)[:MAX_REASON_CHARACTERS]]
     except (Exception, SystemExit) as error:  # the user's function runs here and may raise anything
@@ -75,6 +86,36 @@ def answer(runner: asyncio.Runner, reward: RewardFunction, arguments: list[Any])
         return ["score", as_result(value)]
     except RewardError as error:
         return ["not_finite", str(error)]
+
+
+def _value(runner: asyncio.Runner, reward: RewardFunction, arguments: list[Any]) -> Any:
+    value = reward(*arguments)
+    return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+
+
+async def _serve_concurrently(
+    requests: BinaryIO, answers: BinaryIO, rewards: Mapping[str, RewardFunction], memory: int
+) -> None:
+    """Serve numbered requests until stdin ends."""
+    calls: dict[int, asyncio.Task[Any]] = {}
+
+    async def scored(request: bytes, number: int) -> Any:
+        send(answers, [number, "begun", None])
+        name, *arguments = msgpack.unpackb(request, strict_map_key=False)
+        return await rewards[name](*arguments)
+
+    def end(number: int, call: asyncio.Task[Any]) -> None:
+        del calls[number]
+        result = ["cancelled", ""] if call.cancelled() else answer(call.result, memory)
+        send(answers, [number, *result])
+
+    while (message := await asyncio.to_thread(receive, requests)) is not None:
+        number, request = message
+        if request is not None:
+            calls[number] = call = asyncio.create_task(scored(request, number))
+            call.add_done_callback(functools.partial(end, number))
+        elif number in calls:
+            calls[number].cancel()
 
 
 def send(pipe: BinaryIO, message: list[Any]) -> None:

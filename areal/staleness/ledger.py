@@ -427,6 +427,11 @@ class Ledger:
         waiting = self._waiting(self._choose())
         return None if waiting is None or self._may_abort(waiting) else waiting
 
+    @property
+    def next_prompt(self) -> int:
+        """The index of the first prompt of which no group was admitted yet."""
+        return self._next_prompt
+
     def group(self, group_id: str) -> LedgerGroup | None:
         """The row of an alive group, else None."""
         return self._groups.get(group_id)

@@ -30,8 +30,8 @@ log = structlog.get_logger()
 MAY_CHANGE = (
     "steps", "max_staleness", "run_ahead", "oversample", "filter_zero_signal", "max_attempts", "max_failed_share",
     "outage_seconds", "generator", "rollout_manager", "guard", "evaluator", "master", "network", "observe",
-    "weights.transport", "reward.count", "reward.workers", "reward.timeout_seconds", "reward.retries",
-    "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
+    "weights.transport", "reward.count", "reward.workers", "reward.concurrent_calls", "reward.timeout_seconds",
+    "reward.retries", "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
     "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads", "trainer.ranks", "trainer.zero_stage",
     "trainer.offload",
     "trainer.max_tokens_per_microbatch", "trainer.microbatches", "trainer.gradient_checkpointing",
@@ -48,9 +48,9 @@ SPEED_ONLY = (
     "generator.count", "generator.threads", "generator.max_concurrent_rollouts", "generator.memory_share",
     "generator.kv_cache_gib", "generator.tensor_parallel", "generator.stream_interval", "generator.enforce_eager",
     "rollout_manager.count", "rollout_manager.max_concurrent_groups", "reward.count", "reward.workers",
-    "reward.cache_size", "weights", "trainer.ranks", "trainer.zero_stage", "trainer.threads", "trainer.microbatches",
-    "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing", "trainer.prefix_tree", "trainer.offload",
-    "trainer.sequence_parallel",
+    "reward.concurrent_calls", "reward.cache_size", "weights", "trainer.ranks", "trainer.zero_stage", "trainer.threads",
+    "trainer.microbatches", "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",
+    "trainer.prefix_tree", "trainer.offload", "trainer.sequence_parallel",
 )  # fmt: skip
 
 # The values that config.yaml does not show, for the user's eyes alone. A master reads them at its start.

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import structlog
 import zmq
-from helpers import dealer, fill_disk, mounted_small_disk, network
+from helpers import dealer, fill_disk, keys_folder, mounted_small_disk, network
 from pydantic import ValidationError
 
 from actors import master as master_module
 from actors.master import EVENTS_OF_ONE_MASTER, Master
 from actors.parts import members as members_module
 from actors.parts.members import next_event
+from areal.__main__ import main as areal_tool
 from areal.config import Config
 from areal.observe.timeline import read_events, spans
 from areal.staleness.failures import UNSCORED_LIMIT
@@ -39,6 +40,7 @@ from protocols.errors import (
     RefusedError,
 )
 from protocols.messages import (
+    AddReward,
     AskBatch,
     AskEvaluation,
     AskPermits,
@@ -1091,6 +1093,60 @@ async def test_a_reward_that_no_actor_serves_is_what_a_run_waits_for(config):
             await caller.beat()
         waiting = (await everybody[0].ask(AskStatus())).values["waiting"]
     assert waiting.startswith("everyone waits for a reward that serves 'own:mine' to be ready (for ")
+
+
+async def test_a_reward_is_added_from_the_next_prompt_on_for_all_masters(config, monkeypatch):
+    monkeypatch.setenv("AREAL_KEYS", keys_folder())
+    config = without_evaluation(config)
+    rewards = "own:mine", "own:late"
+    async with callers_of_several_masters("rollout_manager", "reward", config=config) as (manager, reward):
+        async with master_of(config):
+            await manager.join()
+            await reward.join()
+            with pytest.raises(RefusedError, match="no actor of the run serves 'own:mine', only none"):
+                await reward.ask(AddReward(name="own:mine", weight=0.5))
+            for name in rewards:
+                await reward.ask(Heartbeat(state="healthy", serves=rewards, activity="", stats={}))
+                before = (await manager.ask(AskPermits(count=1))).permits
+                assert name not in before[0].rewards
+                await reward.ask(AddReward(name=name, weight=0.5))
+            words = ["reward", "add", config.master.address, "own:late", "2"]
+            assert await asyncio.to_thread(areal_tool, words) == 0
+            (newest,) = (await manager.ask(AskPermits(count=1))).permits
+            assert newest.rewards == {"own:mine": 0.5, "own:late": 2.0}
+            # A prompt of which a group was admitted before keeps its weights.
+            await manager.ask(GroupFailed(group=before[0].group, cause="workflow", reason=""))
+        async with master_of(config):
+            (again,) = (await manager.ask(AskPermits(count=1))).permits
+            assert (again.prompt_index, again.rewards) == (1, {"own:mine": 0.5})
+            assert (await manager.ask(AskStatus())).values["rewards"] == {
+                "addition": 1.0, "own:mine": 0.5, "own:late": 2.0,
+            }  # fmt: skip
+            assert "reward that serves 'addition'" in (await manager.ask(AskStatus())).values["waiting"]
+
+
+async def test_admission_pauses_while_a_reward_has_gone(config, monkeypatch):
+    monkeypatch.setattr("actors.parts.progress.ABSENT_SECONDS", 0.0)
+    config = without_evaluation(config)
+    async with master_of(config), callers(config, "rollout_manager", "reward") as (manager, reward):
+        assert (await manager.ask(AskStatus())).values["capacity"] > 0  # nobody has served it yet
+        await reward.beat()
+        await asyncio.sleep(1.5)
+        await reward.ask(Leave(reason="the kernel was restarted"))
+
+        async def status(alerts: int):
+            async with asyncio.timeout(20):
+                # The master looks every second.
+                while len((values := (await manager.ask(AskStatus())).values)["alerts"]) != alerts:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            return values
+
+        paused = await status(alerts=1)
+        assert paused["capacity"] == 0
+        assert paused["alerts"][0].startswith("admission pauses: no actor serves the reward 'addition' any more.")
+        await reward.join()
+        await reward.beat()
+        assert (await status(alerts=0))["capacity"] > 0
 
 
 async def test_a_monitor_is_told_the_steps_it_has_not_seen(config):

@@ -24,7 +24,7 @@ from actors.simulation.engines import ModelTokenizer
 from areal.config import GeneratorConfig, SamplingConfig, UserError
 from areal.data.rows import Row
 from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
-from areal.rewards.pool import RewardFailed
+from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
 from areal.trajectory import Finish, Group, Tokens, Trajectory
 from areal.workflows.conversation import Generation

@@ -12,7 +12,7 @@ import pytest
 from actors.simulation.engines import ModelTokenizer
 from areal.config import UserError
 from areal.generation.engine import EngineError, WeightLoadError
-from areal.rewards.pool import RewardFailed
+from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
 from areal.staleness import failures
 from simulation.engines import HELDOUT, Mishaps, Pace, SimEngine, SimRewards, SimSource, score_of

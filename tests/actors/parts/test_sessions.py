@@ -42,7 +42,9 @@ class Cluster:
         self.router = Router(self)
         self.services = Services(
             self.config, Characters(), Parsers(Characters()), RoutedGenerators(self.router, self),
-            RoutedRewards(self.router, self, self.config, self.failures.append), Programs(self.config.sandbox),
+            RoutedRewards(
+                self.router, self, self.config.reward, {*self.config.rewards}, self.failures.append,
+            ), Programs(self.config.sandbox),
             Endpoint(self.config),
         )  # fmt: skip
 
@@ -242,7 +244,7 @@ class Rewards(Cluster):
     def session(self, reward: dict[str, float] | None = None, **settings) -> SampleSession:
         reward_settings = self.config.reward.model_copy(update=settings)
         self.services.config = self.config = self.config.model_copy(update={"reward": reward_settings})
-        self.services.rewards._config = self.config
+        self.services.rewards._config = reward_settings
         row = Row(0, "p", "a", reward, {"prompt": "p", "answer": "a"})
         return SampleSession(self.services, row, self.config.sampling)
 

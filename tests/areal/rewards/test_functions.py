@@ -146,8 +146,8 @@ def test_what_a_function_takes_is_seen(own):
         ("own_reward_module:Hasty", {}, "too many positional arguments: it is called with prompt, completion and row"),
         ("own_missing:short", {}, "ModuleNotFoundError: No module named 'own_missing'"),
         ("rewards/nothing.py:short", {}, "FileNotFoundError: .*rewards/nothing.py"),
-        ("own_reward_module:short", {"x": 1}, "has reward.options, but is a function"),
-        ("own_reward_module:Judge", {}, "missing a required argument: 'strict': correct reward.options"),
+        ("own_reward_module:short", {"x": 1}, "has options .*, but is a function"),
+        ("own_reward_module:Judge", {}, "missing a required argument: 'strict': its options are {}; correct them in"),
         ("own_reward_module:Judge", {"strict": 1, "modl": 2}, "unexpected keyword argument 'modl'"),
     ],
 )

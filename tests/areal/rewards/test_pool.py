@@ -12,7 +12,8 @@ import pytest
 
 from areal.config import RewardConfig, UserError
 from areal.data import addition
-from areal.rewards.pool import Quarantine, RewardFailed, RewardPool, digest
+from areal.rewards.pool import Quarantine, RewardPool, digest
+from areal.rewards.processes import RewardFailed, Traits
 
 OWN = textwrap.dedent(
     """
@@ -25,6 +26,32 @@ OWN = textwrap.dedent(
     async def later(prompt, completion, row):
         await asyncio.sleep(0.01)
         return 0.25
+
+    inside, met = 0, asyncio.Event()
+
+    async def meets(prompt, completion, row):
+        global inside
+        inside += 1
+        if inside == row["calls"]:
+            met.set()
+        await met.wait()
+        return os.getpid()
+
+    async def sleeps(prompt, completion, row):
+        try:
+            await asyncio.sleep(float(completion))
+        except asyncio.CancelledError:
+            open("cancelled", "w").write("yes")
+            raise
+        return os.getpid()
+
+    async def leaves_late(prompt, completion, row):
+        await asyncio.sleep(0.2)
+        if completion == "leave":
+            os._exit(3)
+        time.sleep(float(completion))
+        await asyncio.sleep(1)
+        return 1.0
 
     def raises(prompt, completion, row):
         raise KeyError("no such thing")
@@ -151,6 +178,41 @@ async def test_scores_come_from_built_in_and_own_functions():
         assert many == list(range(200))
 
 
+async def test_calls_of_an_async_reward_run_at_once_in_one_process():
+    async with pool_of("meets", timeout_seconds=20) as pool:
+        calls = (score(pool, "own:meets", "", f"{number}", {"calls": 32}) for number in range(32))
+        assert len({*await asyncio.gather(*calls)}) == 1
+        assert pool.places == 64
+    async with pool_of("meets", "echo", workers=2) as pool:
+        assert pool.places == 2
+
+
+async def test_an_async_call_that_misses_its_deadline_or_is_not_wanted_is_cancelled_and_no_other(tmp_path):
+    async with pool_of("sleeps", timeout_seconds=2) as pool:
+        late = asyncio.create_task(failure(pool, "own:sleeps", "100"))
+        while not pool._concurrent._calls:  # noqa: ASYNC110 - until it has begun
+            await asyncio.sleep(0.02)
+        others = [await score(pool, "own:sleeps", "", seconds, {}) for seconds in ("0.5", "0.6")]
+        assert await late == ("timeout", "no score within 2 s")
+        await written(tmp_path / "cancelled")
+        (tmp_path / "cancelled").unlink()
+        unwanted = asyncio.create_task(score(pool, "own:sleeps", "", "1.9", {}))
+        assert await score(pool, "own:sleeps", "", "0.1", {}) == others[0] == others[1]  # it is the same process
+        unwanted.cancel()
+        await written(tmp_path / "cancelled")
+
+
+@pytest.mark.parametrize(("bad", "kind"), [("leave", "died"), ("100", "timeout")])
+async def test_an_async_call_that_costs_the_process_is_found_and_the_others_are_scored(bad, kind, monkeypatch):
+    monkeypatch.setattr("areal.rewards.concurrent_calls.CANCEL_SECONDS", 0.5)
+    async with pool_of("leaves_late", timeout_seconds=2, workers=2) as pool:
+        harmful = asyncio.create_task(failure(pool, "own:leaves_late", bad))
+        good = asyncio.create_task(score(pool, "own:leaves_late", "", "0", {}))
+        assert await good == 1.0
+        assert (await harmful)[0] == kind
+        assert await score(pool, "own:leaves_late", "", "0.1", {}) == 1.0
+
+
 async def test_a_failure_is_told_by_kind_and_never_a_score():
     async with pool_of("raises", "exits", "nan", "text", "echo") as pool:
         assert await failure(pool, "own:raises") == ("raised", "KeyError: 'no such thing'")
@@ -226,7 +288,7 @@ async def test_an_input_that_has_cost_too_many_workers_is_refused_at_once(tmp_pa
 
 async def test_a_queued_job_is_refused_once_its_input_has_cost_too_many_workers():
     async with pool_of("leaves", quarantine_after=1) as pool:
-        pool._traits["own:leaves"] = (False, False)  # not deterministic: nobody shares a job
+        pool._traits["own:leaves"] = Traits(False, False, False)  # not deterministic: nobody shares a job
         kinds = [kind for kind, _ in await asyncio.gather(*(failure(pool, "own:leaves") for _ in range(3)))]
     assert kinds == ["died", "quarantined", "quarantined"]
 
