@@ -13,7 +13,8 @@ tokens. `row` is the whole row of the data (`Row.fields`). The result is a finit
 the scores of its parts, `(0.7, {"format": 1.0, "answer": 0.4})`. A reward that cannot score a completion raises an
 exception; a failure is never counted as a score. A reward that may score the same completion differently on another
 call sets the attribute `deterministic = False`. Calls of an async reward run at once in one process, unless it sets
-`concurrent = False`: then they run one at a time in each of the worker processes, as those of a plain reward.
+`concurrent = False`: then they run one at a time in each of the worker processes, as those of a plain reward. A
+function that was written for verl is called as verl does (areal.rewards.verl_rewards).
 
 The name of a reward is a built-in one (`BUILT_IN`), `package.module:object`, `path/to/file.py:object`, or the name of
 an entry point in the group `areal.rewards` of an installed package.
@@ -30,7 +31,7 @@ from typing import Any
 from areal import plugins
 from areal.config import UserError
 from areal.data import addition, reasoning_tasks
-from areal.rewards import math_answers
+from areal.rewards import math_answers, verl_rewards
 from areal.rewards.code_tests import CodeTests
 from areal.rewards.result import RewardError
 
@@ -68,6 +69,7 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
 
 def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
     """The reward whose calls are those of `function`. instance: has its attributes."""
+    function = verl_rewards.adapted(function)
     concurrent = inspect.iscoroutinefunction(function) and getattr(instance, "concurrent", True)
     deterministic = getattr(instance, "deterministic", True)
     return RewardFunction(function, "tokens" in _parameters(function), deterministic, concurrent)
@@ -106,10 +108,19 @@ def _check_call(name: str, target: Any, is_class: bool) -> None:
     parameters = _parameters(function)
     if not parameters:  # no signature, or no parameters: the first call will show which
         return
+    if "completions" in parameters:
+        raise UserError(
+            f"reward {name!r} takes lists, as rewards of TRL do: write it for one completion, "
+            f"def reward(prompt, completion, row) (docs/rewards.md)"
+        )
     bound = is_class and not isinstance(inspect.getattr_static(target, "score"), staticmethod | classmethod)
     extra = {"tokens": ()} if "tokens" in parameters else {}
+    names = dict.fromkeys(set(verl_rewards.NAMES) & parameters.keys())
     try:
-        inspect.signature(function).bind(*[None] * bound, "", "", {}, **extra)
+        if verl_rewards.is_for_verl(parameters):
+            inspect.signature(function).bind(*[None] * bound, **names)
+        else:
+            inspect.signature(function).bind(*[None] * bound, "", "", {}, **extra)
     except TypeError as error:
         raise UserError(
             f"reward {name!r}: {error}: it is called with prompt, completion and row, and with tokens if it has a "

@@ -1,0 +1,64 @@
+"""Rewards that were written for verl. They are known by the names of their parameters, and called as verl calls them:
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
+
+`ground_truth` is that of the row's `reward_model`, or else the row's answer; `data_source` and `extra_info` are fields
+of the row. The result is a number, or a dict with `score`, whose other numbers are the scores of parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from areal.rewards.result import RewardError
+
+NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def is_for_verl(parameters: Mapping[str, Any]) -> bool:
+    """Whether a function with these parameters is called as verl calls rewards."""
+    return {"solution_str", "ground_truth"} <= parameters.keys()
+
+
+def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, or if it is one for verl a function of prompt, completion and row that calls it."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some functions that are not written in Python have no signature
+        return function
+    if not is_for_verl(parameters):
+        return function
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    def arguments(completion: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        settings = row.get("reward_model")
+        truth = settings.get("ground_truth") if isinstance(settings, Mapping) else row.get("answer")
+        if truth is None:
+            raise RewardError("the row has neither a reward_model with a ground_truth nor an answer")
+        values = (row.get("data_source"), completion, truth, row.get("extra_info") or {})
+        return {name: value for name, value in zip(NAMES, values, strict=True) if takes_all or name in parameters}
+
+    @functools.wraps(function)
+    def call(prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
+        return _scores(function(**arguments(completion, row)))
+
+    @functools.wraps(function)
+    async def await_call(prompt: str, completion: str, row: Mapping[str, Any]) -> Any:
+        return _scores(await function(**arguments(completion, row)))
+
+    wrapper = await_call if inspect.iscoroutinefunction(function) else call
+    del wrapper.__wrapped__  # the signature is its own
+    return wrapper
+
+
+def _scores(result: Any) -> Any:
+    if not isinstance(result, Mapping):
+        return result
+    if "score" not in result:
+        raise RewardError(f"the reward returned a dict without a 'score', only {', '.join(map(str, result))}")
+    parts = {name: value for name, value in result.items() if name != "score" and isinstance(value, numbers.Real)}
+    return result["score"], parts
