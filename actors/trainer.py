@@ -177,7 +177,7 @@ class Trainer(Actor):
         self._rollouts = await asyncio.to_thread(self._open_rollouts, self.config)
         self._to_close.push_async_callback(self._write_rollouts)
         self.spawn(self._write_rollouts_regularly(), "keep rollouts")
-        self._guard = Guard(self.config.guard)
+        self._guard = Guard(self.config.guard, self.config.trainer.objective)
         async with self._turn():
             self._learner = await self._start_learner(self.config, self._disk)
             self._to_close.callback(self._learner.close)

@@ -48,9 +48,8 @@ def plan_run(options: Namespace) -> None:
     measured = measure(options.run, config_of_run(options.run)) if options.run else {}
     arguments = {name: getattr(options, name) for name in ("generation_rate", "training_rate", "mean_tokens")}
     numbers = measured | {name: value for name, value in arguments.items() if value is not None}
-    for name in arguments:
-        if name not in numbers:
-            raise UserError(f"Give --{name.replace('_', '-')}, or take it from a short run with --from RUN_FOLDER.")
+    if missing := [f"--{name.replace('_', '-')}" for name in arguments if name not in numbers]:
+        raise UserError(f"Give {' and '.join(missing)}, or take them from a short run with --from RUN_FOLDER.")
     for name in (*arguments, "devices", "device_memory", "prompt_tokens"):
         value = numbers.get(name, getattr(options, name))
         if not (math.isfinite(value) and value > 0):

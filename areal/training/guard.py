@@ -24,10 +24,11 @@ ADVICE = {
 
 
 class Guard:
-    """Checks the metrics of every step, including redone steps."""
+    """Checks the metrics of every step, including redone steps. objective: `trainer.objective`."""
 
-    def __init__(self, config: GuardConfig) -> None:
+    def __init__(self, config: GuardConfig, objective: str = "") -> None:
         self._config = config
+        self._objective = objective
         self._streaks = dict.fromkeys(ADVICE, 0)
 
     @property
@@ -44,9 +45,19 @@ class Guard:
         for name in FINITE:
             value = metrics.get(name)
             if value is not None and not math.isfinite(value):
-                return f"{name} is {value}: lower trainer.lr or trainer.grad_clip, and look for extreme rewards."
+                return f"{name} is {value}: {self._advice(metrics)}."
         verdicts = [self._check_limit(name, value) for name in ADVICE if (value := metrics.get(name)) is not None]
         return next(filter(None, verdicts), None)
+
+    def _advice(self, metrics: Mapping[str, float | None]) -> str:
+        """What to try if a metric is not finite."""
+        entropy = metrics.get("entropy")
+        if ":" in self._objective and entropy is not None and math.isfinite(entropy):  # the model's outputs are sound
+            return (
+                f"the model's log-probs are finite, so look into the objective {self._objective} for a division by 0, "
+                f"or a logarithm or exponential of what it does not expect"
+            )
+        return "lower trainer.lr or trainer.grad_clip, and look for extreme rewards"
 
     def _check_limit(self, name: str, value: float) -> str | None:
         limit = getattr(self._config, name)

@@ -211,17 +211,19 @@ def resolve_objective(name: str) -> Objective:
 
 
 def rehearse(config: TrainerConfig) -> Objective:
-    """The objective of `config`, after test calls on a micro-batch of three tokens and on an empty one.
+    """The objective of `config`, after test calls on micro-batches of three tokens, whose policies differ or are the
+    same as in the first step, and on an empty one.
 
     A rank without work has empty micro-batches. Raises UserError if the objective does not load, raises, or does not
-    return a `TokenLoss` as that class describes it.
+    return a `TokenLoss` as that class describes it, or one with values or gradients that are not finite.
     """
     objective = resolve_objective(config.objective)
-    for size in (3, 0):
+    for size, gap in ((3, 0.1), (3, 0.0), (0, 0.0)):
         logp = torch.linspace(-1.0, -2.0, size, requires_grad=True)
         sequence = torch.arange(size) // 2
-        tokens = Tokens(logp, logp.detach() - 0.1, logp.detach() + 0.1, torch.linspace(-1.0, 1.0, size), sequence)
-        called = f"The objective {config.objective!r}, called on {size} tokens,"
+        tokens = Tokens(logp, logp.detach() - gap, logp.detach() + gap, torch.linspace(-1.0, 1.0, size), sequence)
+        same = " that all policies find equally likely" if size and not gap else ""
+        called = f"The objective {config.objective!r}, called on {size} tokens{same},"
         try:
             out = objective(tokens, config)
         except Exception as error:  # the user's own code, which may raise anything
@@ -229,7 +231,7 @@ def rehearse(config: TrainerConfig) -> Objective:
                 f"{called} raised {type(error).__name__}: {error}. "
                 f"It takes (areal.training.objectives.Tokens, TrainerConfig)."
             ) from error
-        if flaw := _flaw(out, size):
+        if flaw := _flaw(out, size) or _flaw_of_values(out.loss, logp):
             raise UserError(f"{called} {flaw}.")
     return objective
 
@@ -246,6 +248,18 @@ def _flaw(out: object, size: int) -> str | None:
         return f"returned a clipped of {out.clipped.dtype}: return a bool tensor"
     if not out.loss.requires_grad:
         return "returned a loss without gradient: it must depend on tokens.logp, not detached"
+    return None
+
+
+def _flaw_of_values(loss: Tensor, logp: Tensor) -> str | None:
+    try:
+        (gradient,) = torch.autograd.grad(loss.sum(), logp, allow_unused=True)
+    except RuntimeError as error:
+        return f"returned a loss without a gradient for tokens.logp ({' '.join(str(error).split())})"
+    for name, values in (("loss", loss), ("gradient", gradient)):
+        if values is not None and not values.isfinite().all():
+            shown = ", ".join(f"{value:g}" for value in values.tolist())
+            return f"has a {name} that is not finite, [{shown}]: look for a division by 0 or a logarithm of 0 in it"
     return None
 
 

@@ -319,6 +319,11 @@ def test_a_model_is_counted_from_its_config_json(file):
     assert read_model(load_config(file, ["trainer.lora.rank=8"])).trained == 4 * 8 * everywhere
 
 
+def test_all_rates_that_are_missing_are_asked_for_at_once(file, capsys):
+    assert main(["plan", "--config", str(file), *SIZES, *RATES[2:4]]) == 2
+    assert "Give --generation-rate and --mean-tokens, or take them from a short run" in capsys.readouterr().err
+
+
 def test_rates_come_from_a_finished_run(file, tmp_path, capsys):
     run = tmp_path / "runs" / "short"
     run.mkdir(parents=True)

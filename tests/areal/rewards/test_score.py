@@ -160,7 +160,12 @@ def test_only_rewards_that_compare_with_the_row_check_it(score, tmp_path, monkey
 @pytest.mark.parametrize(
     ("row", "reward", "overrides", "sentence"),
     [
-        ({"prompt": "1", "answer": "2"}, "exact_match", (), "line 1, has no 'completion', only prompt, answer"),
+        (
+            {"prompt": "1", "answer": "2"},
+            "exact_match",
+            (),
+            "has no 'completion', only prompt, answer: add it, or check",
+        ),
         ({"completion": "1"}, "exact_match", (), "line 1, has no 'prompt'"),
         ({"prompt": "1", "completion": "2"}, "exact", (), "there is no reward 'exact'"),
         ({"prompt": "1", "completion": "2"}, "exact_match", ("reward.speed=2",), "Unknown key 'reward.speed'"),

@@ -30,6 +30,12 @@ def test_what_is_not_finite_stops_the_run_at_once(name, value):
     assert guard().check(SOUND | {name: value}).startswith(f"{name} is {value}: lower trainer.lr")
 
 
+def test_a_loss_of_the_users_own_that_is_not_finite_is_told_as_such():
+    own = Guard(GuardConfig(), "mine.py:loss")
+    assert "look into the objective mine.py:loss for a division by 0" in own.check(SOUND | {"loss": math.nan})
+    assert "lower trainer.lr" in own.check(SOUND | {"loss": math.nan, "entropy": math.nan})
+
+
 @pytest.mark.parametrize(
     ("name", "limit", "bad", "side"),
     [

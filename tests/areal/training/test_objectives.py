@@ -410,6 +410,10 @@ def needs_tokens(tokens, config):
     return TokenLoss(loss=tokens.logp - tokens.logp.detach().max(), clipped=tokens.A > 0)
 
 
+def divides_by_the_gap(tokens, config):
+    return TokenLoss(loss=-tokens.A * (tokens.log_u.exp() - 1) / tokens.log_u, clipped=tokens.A > 2)
+
+
 not_a_function = 3
 
 
@@ -435,6 +439,10 @@ def test_ones_own_objective_plugs_in_by_its_name():
         ("detaches", "returned a loss without gradient"),
         ("raises", "called on 3 tokens, raised KeyError: 'beta'"),
         ("needs_tokens", "called on 0 tokens, raised"),
+        (
+            "divides_by_the_gap",
+            "on 3 tokens that all policies find equally likely, has a loss that is not finite, [nan",
+        ),
     ],
 )
 def test_a_mistake_in_ones_own_objective_is_told_in_a_sentence_that_names_it(name, sentence):
@@ -550,7 +558,7 @@ def test_the_constant_of_the_loss_mean_is_the_longest_completion(load):
     ("override", "sentence"),
     [
         ("trainer.objective=gropo", "Unknown objective 'gropo'"),
-        ("trainer.objective=[grpo]", "trainer.objective is ['grpo']"),
+        ("trainer.objective=[grpo]", "Unknown objective '[grpo]'"),
         ("trainer.behaviour_weight_bounds=[2, 0.5]", "write the lower bound, 0 or more, first"),
         ("trainer.sequence_mask_bounds=[2, 0.5]", "trainer.sequence_mask_bounds is [2, 0.5]"),
         ("trainer.behaviour_weight=some", "trainer.behaviour_weight is 'some'"),
