@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 EXTRA := $(shell { command -v nvidia-smi || ls /dev/nvidia0; } >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
+PIP_SHOWN := $(filter-out --quiet,$(PIP)) # with progress
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -62,19 +63,22 @@ setup: .venv/installed-$(EXTRA)
 # uv can override and leave out. It does not read pip's configuration, so the index configured there is passed on.
 .venv/installed-cpu: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "PyTorch, vLLM and DeepSpeed are installed into .venv, once: 0.9 GB to download (3.3 GB without PyTorch's CPU"
+	@echo "build), in two to ten minutes. Then the first start compiles what is imported."
 	$(PIP) uv==0.13.9
-	$(PIP) --no-deps torch==2.13.0+cpu 2>/dev/null || \
+	$(PIP_SHOWN) --no-deps torch==2.13.0+cpu 2>/dev/null || \
 	  echo "pip does not find PyTorch's CPU build. PyPI's build is installed instead: 2.3 GB more to download."
 	index=$$($(BIN)/pip config list | sed -n "s/.*\.index-url='\(.*\)'/\1/p" | head -n 1); \
 	printf '%s\n' torch==2.13.0 $(patsubst %,"%; sys_platform == 'never'",torchaudio torchcodec torchvision triton) | \
 	  UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$index}" \
-	  $(BIN)/uv pip install --quiet --python $(BIN)/python --overrides - --editable '.[cpu,test]'
+	  $(BIN)/uv pip install --python $(BIN)/python --overrides - --editable '.[cpu,test]'
 	touch $@
 
 # By pip: uv would choose cuda-python 12.6 for vLLM's flashinfer, whose files overwrite those of cuda-bindings 13.
 .venv/installed-cuda: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) --editable '.[cuda,test]'
+	@echo "PyTorch, vLLM and DeepSpeed for CUDA are installed into .venv, once: several GB, in five to fifteen minutes."
+	$(PIP_SHOWN) --editable '.[cuda,test]'
 	touch $@
 
 clean:

@@ -251,7 +251,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
 
     from actors.parts.direct_weights import check_transport
     from actors.parts.record import check_record
-    from actors.parts.start_checks import roles_here, with_own_port
+    from actors.parts.start_checks import first_waits, roles_here, with_own_port
     from actors.runtime.addresses import take_folder
     from actors.runtime.preflight import check
     from actors.watching.monitor import print_summary
@@ -269,6 +269,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     store_configuration(config)
     if config.master.address != address:
         print(f"{address} is in use: the master of this run listens at {config.master.address}.", file=sys.stderr)
+    print_lines(first_waits(config))
     options = role_options(arguments, config.network.ports_text)
     if code := supervise(lambda supervisor: supervisor.run_everything(config, options, network), environments):
         return code

@@ -154,6 +154,12 @@ def quickstart_folder(parent: Path, seed: int = 0) -> Path:
     return parent / f"quickstart-{shaped_by.hexdigest()[:12]}"
 
 
+def lacks_quickstart(config: Config) -> bool:
+    """Whether the run has to make the quickstart's model first."""
+    folder = quickstart_folder(config.run_dir.resolve() / "models", config.seed)
+    return config.model == "quickstart" and not folder.exists()
+
+
 def _make_quickstart(config: Config) -> Path:
     parent = config.run_dir.resolve() / "models"
     if (folder := quickstart_folder(parent, config.seed)).exists():

@@ -9,7 +9,9 @@ from actors.parts.direct_weights import check_transport
 from actors.runtime.addresses import check_keys
 from actors.runtime.preflight import check, with_free_port
 from areal.config import Config, UserError
+from areal.cpu.op_folder import BUILDS, is_built
 from areal.devices import deal_out, visible_devices
+from areal.models import lacks_quickstart
 from areal.planning.sweep import SweptRun
 from areal.roles import ROLES
 from areal.storage.claim import check_free, check_room
@@ -64,3 +66,21 @@ def check_sweep(runs: Iterable[SweptRun], tell: Callable[[SweptRun], None]) -> N
                 raise UserError(f"{run.name}: {error}") from None
             checked.add(rows)
         tell(run)
+
+
+def first_waits(config: Config) -> list[str]:
+    """What makes the start of a run on this machine take long, in sentences."""
+    cuda = bool(visible_devices())
+    waits = []
+    if lacks_quickstart(config):
+        waits.append("The quickstart's model is made first, once, for one to two minutes.")
+    if config.steps and not cuda and not is_built():
+        waits.append(f"{BUILDS}.")
+    if cuda and not config.generator.enforce_eager:
+        waits.append(
+            "vLLM compiles for the GPU, for minutes at the first start (not with generator.enforce_eager=true)."
+        )
+    engines = "The engines are loaded, which takes half a minute or more" + ", and the first time twice as long" * bool(
+        waits
+    )
+    return [*waits, f"{engines}. Logs: {config.folder / 'logs'}."]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import io
 import os
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 import torch
 
 from areal.config import UserError
+from areal.cpu import op_folder
+from areal.cpu.op_folder import BUILDS
 from areal.cpu.processor import avoid_broken_amx
 from areal.processes import importing
 
@@ -40,21 +41,21 @@ def build_communication() -> None:
 
     torch marks a running build with a lock file. A process that is killed leaves this file behind, and all later builds
     would wait for it forever. The lock taken here is released when its holder exits. Its holder knows that no build is
-    running, and removes torch's file. The builds of each Python environment have a folder of their own. In a common one
-    torch would build for minutes whenever an environment at another path was the last to build. Raises UserError if the
-    op cannot be built.
+    running, and removes torch's file. A build takes about a minute, which is told. Raises UserError if the op cannot be
+    built.
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm.torch import build_shm_op
-    from torch.utils.cpp_extension import _get_build_directory, get_default_build_root
+    from torch.utils.cpp_extension import _get_build_directory
 
-    environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{get_default_build_root()}/{environment}")
+    os.environ[op_folder.ROOT_VARIABLE] = str(op_folder.extensions_folder())
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     folder = Path(_get_build_directory(builder.name, False))
     with folder.with_name(f"{builder.name}.building").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)
+        if not op_folder.is_built():
+            print(f"{BUILDS} ...", file=sys.stderr, flush=True)
         try:
             with redirect_stdout(io.StringIO()):
                 build_shm_op()

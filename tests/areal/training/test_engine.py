@@ -538,6 +538,7 @@ def test_a_missing_compiler_is_told_in_a_sentence(tmp_path):
     failed = subprocess.run([sys.executable, "-c", BUILD], env=environment, capture_output=True, text=True, timeout=200)
     last = failed.stderr.splitlines()[-1]
     assert "UserError: DeepSpeed cannot build" in last
+    assert "DeepSpeed's op for the CPU is compiled, once in this environment" in failed.stderr
     assert "no-compiler" in last and "install a C++ compiler" in last
 
 
