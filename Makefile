@@ -9,7 +9,7 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist
 # Set-up leaves it to the first import to compile; never compiled, a role takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-all test-runner paper-mini bench coverage lint docs setup clean
+.PHONY: run test test-all test-runner kit paper-mini bench coverage lint docs setup clean
 
 run: setup
 	$(BIN)/python run.py $(ARGS)
@@ -29,6 +29,10 @@ build/triton:
 	rm -rf $@.part
 	$(PIP) --no-deps --target $@.part triton==3.9.0
 	mv $@.part $@
+
+# The plan of proof for GPUs (docs/gpu.md); on CPUs its rehearsal. Continues where it was stopped. Prints a table.
+kit: setup
+	$(BIN)/python tests/gpu/kit.py $(ARGS)
 
 # The experiments of configs/paper in miniature, on two CPU cores. Prints the paper's tables with their rows.
 paper-mini: setup

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accounts import check_accounts
 from conftest import ROOT, Run
-from helpers import Process, descendants, processes, processes_mentioning, read_jsonl
+from helpers import Process, descendants, processes, processes_mentioning
 
 from areal.__main__ import main
-from areal.storage.rollouts import batches
 from areal.storage.run_folder import read_metrics
 
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
@@ -130,33 +130,12 @@ def engine_keeps_its_core(run: Run) -> bool:
     return kept == [{min(cores)}] and len(left) == len(ROLES) and all(own == {max(cores)} for own in left)
 
 
-def check_accounts(folder: Path, config: dict) -> None:
-    """Every step once, every prompt trained once or accounted for, nothing too old; and the rollouts of all that."""
-    records = read_jsonl(folder / "metrics.jsonl")
-    summary = json.loads((folder / "summary.json").read_text())
-    assert [r["step"] for r in records] == list(range(1, config["steps"] + 1))
-    assert all(r["staleness_max"] <= config["max_staleness"] for r in records)
-    assert all(len(r["prompts"]) == config["batch_size"] for r in records)
-
-    trained = [prompt for r in records for prompt in r["prompts"]]
-    losses = [loss for source in (*records, summary) for loss in source["discarded"]]
-    assert all(reason for _, reason in losses)
-    discarded, still_open = [prompt for prompt, _ in losses], summary["prompts_open"]
-    accounted = trained + discarded + still_open
-    assert len(accounted) == len(set(accounted)), "a prompt has two fates"
-    assert set(range(max(trained) + 1)) <= set(accounted), "a prompt was lost"
-    assert summary["ok"]
-    assert summary["samples_trained"] == len(trained) * config["group_size"]
-    kept = [(step, [group.prompt_index for group in groups]) for step, groups in batches(folder / "rollouts")]
-    assert kept == [(r["step"], r["prompts"]) for r in records]
-    assert not [p for p in processes() if str(folder) in p.command]
-
-
 def check_finished(run: Run, folder: Path, timeout: float) -> None:
     output = run.wait(timeout)
     print(output[-8000:])
     assert run.code == 0
-    check_accounts(folder, yaml.safe_load((folder / "config.yaml").read_text()))
+    check_accounts(folder)
+    assert not [p for p in processes() if str(folder) in p.command]
     # Whatever was killed, the weights are those of the rollouts alone.
     assert main(["replay", str(folder)]) == 0
 

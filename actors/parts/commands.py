@@ -53,6 +53,7 @@ def declare(tools: RoomTools) -> None:
     epilog = "Exit code 0: nothing failed. 1: something did; the table says what to do."
     add = tools.add("selftest", "commands:selftest", summary, epilog).add_argument
     add("--config", help="after a tiny model, check the model and settings of this run", **CONFIG)
+    add("--model-only", action="store_true", help="with --config: leave out the tiny model")
     add("--only", action="append", default=[], metavar="NAME", help="only this check of the table; may be repeated")
     results = Path("selftest.json")
     add("--json", type=Path, default=results, metavar="FILE", help=f"the results (default: {results})")

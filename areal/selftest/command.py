@@ -76,6 +76,8 @@ class SelfTest:
             raise UserError(f"There is no check {unknown[0]!r}: known are {', '.join(sorted(CHECKS))}.")
         if options.overrides and not options.config:
             raise UserError("Changes to the configuration need one: give --config FILE.yaml.")
+        if options.model_only and not options.config:
+            raise UserError("--model-only needs the run whose model it is: give --config FILE.yaml.")
         if not (options.json.absolute().parent.is_dir() and os.access(options.json.absolute().parent, os.W_OK)):
             raise UserError(f"{options.json} cannot be written: give another file with --json.")
         if options.seconds <= 0:
@@ -124,7 +126,8 @@ class SelfTest:
         model = self._folder / "model"
         if (dtype := self._make_tiny_model(model)) is None:
             return
-        self._check_model("tiny", tiny_config(model, dtype, _direct_transport()), last=self._config is None)
+        if not self._options.model_only:
+            self._check_model("tiny", tiny_config(model, dtype, _direct_transport()), last=self._config is None)
         if self._config:
             self._deadline = time.monotonic() + self._options.seconds
             self._check_model(self._config.name, self._config, last=True)

@@ -38,8 +38,9 @@ def test_a_check_that_is_not_known_is_a_mistake(capsys):
     assert "There is no check 'attentoin': known are" in capsys.readouterr().err
 
 
-def test_changes_without_a_configuration_are_a_mistake(capsys):
-    assert main(["selftest", "steps=3"]) == 2
+@pytest.mark.parametrize("option", ["steps=3", "--model-only"])
+def test_changes_and_a_model_without_a_configuration_are_a_mistake(capsys, option):
+    assert main(["selftest", option]) == 2
     assert "--config" in capsys.readouterr().err
 
 
