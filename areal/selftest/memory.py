@@ -1,15 +1,18 @@
-"""How far a process's memory rises."""
+"""How far a process's memory rises, and what of a GPU's is free."""
 
 from __future__ import annotations
 
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 LOOK_SECONDS = 0.005
+ASK_SECONDS, NEARLY = 0.2, 0.95
+"""How often a GPU is asked for its free memory, and which share of what was wanted is enough."""
 
 
 def resident() -> int:
@@ -39,3 +42,23 @@ def peak() -> Iterator[dict[str, float]]:
         stop.set()
         watcher.join()
     usage |= {"bytes": max(0, highest - resident_at_start), "cpu_seconds": seconds}
+
+
+def free_memory(device: Any) -> float | None:
+    """Bytes of a torch device, a GPU, that no process has. None on a CPU, whose memory all processes share."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return float(torch.cuda.mem_get_info(device)[0])
+
+
+def wait_for(free: Callable[[], float | None], wanted: float | None, seconds: float) -> float | None:
+    """Wait until nearly `wanted` bytes are free; None: nothing is to be waited for. Returns how long it took, or None
+    if it takes longer than `seconds`."""
+    started = time.monotonic()
+    while wanted is not None and (free() or 0.0) < NEARLY * wanted:
+        if time.monotonic() - started > seconds:
+            return None
+        time.sleep(ASK_SECONDS)
+    return time.monotonic() - started

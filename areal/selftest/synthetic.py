@@ -28,8 +28,12 @@ def write_tiny_model(folder: Path, dtype: str | None = None) -> None:
     model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
-def tiny_config(model: Path, dtype: str, transport: str = "folder") -> Config:
-    """A run that trains the tiny model."""
+def tiny_config(model: Path, dtype: str, transport: str = "folder", **changes: Any) -> Config:
+    """A run that trains the tiny model. changes: sections of the configuration, and what is to be other in each."""
+    sections: dict[str, Any] = {
+        "generator": {"dtype": dtype, "kv_cache_gib": 0.5, "kv_on_update": "keep"},
+        "trainer": {"dtype": dtype, "minibatches": 1, "max_tokens_per_microbatch": 4096},
+    }
     return Config.model_validate(
         {
             "name": "selftest",
@@ -40,11 +44,29 @@ def tiny_config(model: Path, dtype: str, transport: str = "folder") -> Config:
             "data": {"source": "none.jsonl", "max_prompt_tokens": 512},
             "reward": {"functions": ["math"]},
             "sampling": {"max_new_tokens": 1536},
-            "generator": {"dtype": dtype, "kv_cache_gib": 0.5},
-            "trainer": {"dtype": dtype, "minibatches": 1, "max_tokens_per_microbatch": 4096},
             "weights": {"transport": transport},
+            **{name: values | changes.pop(name, {}) for name, values in sections.items()},
+            **changes,
         }
     )
+
+
+def tiny_runs(model: Path, dtype: str, gpus: int) -> dict[str, Config]:
+    """The runs of the tiny model that a machine with so many GPUs is tested with, by name. All GPUs take part, and both
+    engines are divided where there are enough. On GPUs a second run has trainer and generator in turns."""
+    if not gpus:
+        return {"tiny": tiny_config(model, dtype, "gloo")}
+    parallel = 2 if gpus > 2 else 1
+    ranks = max(1, gpus - parallel)
+    trainer = {"ranks": ranks, "zero_stage": 3 if ranks > 1 else 0}
+    apart = tiny_config(
+        model, dtype, "nccl" if gpus > 1 else "ipc", trainer=trainer, generator={"tensor_parallel": parallel}
+    )
+    parallel = min(2, gpus)
+    everywhere = {"ranks": gpus, "zero_stage": 2 if gpus > 1 else 0}
+    taking_all = {"tensor_parallel": parallel, "kv_cache_gib": None}
+    turns = tiny_config(model, dtype, trainer=everywhere, generator=taking_all, colocate=True)
+    return {"tiny": apart, "tiny in turns": turns}
 
 
 def sizes_of(model: str) -> Any:

@@ -1,4 +1,4 @@
-"""The checks that need a trainer: kernels, log-probs of a generator's tokens, the longest row, publishing.
+"""The checks that need a trainer: kernels, log-probs, publishing, the longest row, a checkpoint.
 
 All ranks call the methods of `TrainingChecks` together; the findings of rank 0 count.
 """
@@ -14,23 +14,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from areal.config import Config, UserError
 from areal.cpu import training as cpu
-from areal.devices import ASK_SECONDS, visible_devices
+from areal.devices import ASK_SECONDS, CORES, settle, visible_devices
 from areal.planning.command import count_parameters, read_model, read_modules
 from areal.planning.split import GIB, row_tokens, training_memory
 from areal.selftest import disk, kernels, sequences
 from areal.selftest.findings import GAP, LAYERS, Finding, judged
-from areal.selftest.memory import peak, resident
+from areal.selftest.memory import free_memory, peak, resident, wait_for
+from areal.selftest.ranks import check_ranks
 from areal.selftest.synthetic import sizes_of
 from areal.selftest.transport import Sending
 from areal.training.engine import TrainingEngine
 from areal.training.flops import Operations, peak_tflops
 from areal.training.packed import FlatBatch, pack
 from areal.training.tally import StepResult
-from areal.trajectory import random_groups
+from areal.trajectory import Group, random_groups
 
 MOVE, LORA_MOVE = 6.0, 60.0
 """Learning rate of the step whose weights are published, times the root of the number of parameters. In its first step
@@ -40,6 +42,10 @@ PROMPT_TOKENS = 1024
 """Tokens of the longest prompt, where the configuration does not limit them; as in `areal plan`."""
 BEYOND_PLAN = 1.1
 """Most that a step may take of the memory that was planned for it."""
+LENGTHS = [64, 48, 40, 32]
+"""Tokens of the sequences that are trained on before and after a checkpoint."""
+GONE_SECONDS = 30.0
+"""Time in which a GPU's driver has to free the memory of a process that was killed."""
 
 
 class TrainingChecks:
@@ -57,6 +63,7 @@ class TrainingChecks:
         self._started: TrainingEngine | None = None
         self._sending: Sending | None = None
         self._resident_at_start = 0
+        self._free_at_start: float | None = None
 
     @property
     def _engine(self) -> TrainingEngine:
@@ -122,8 +129,8 @@ class TrainingChecks:
         ]
 
     def start(self) -> list[Finding]:
-        """Load the model."""
-        self._resident_at_start = resident()
+        """Load the model, and see whether the ranks reach each other."""
+        self._resident_at_start, self._free_at_start = resident(), free_memory(self._device)
         started = time.perf_counter()
         config = self._config.trainer
         count = count_parameters(self._config.model)
@@ -139,8 +146,104 @@ class TrainingChecks:
         trainer, longest = config.model_copy(update=changes), self._config.generator.max_model_len
         self._started = TrainingEngine(Path(self._config.model), trainer, seed=0, longest=longest)
         seconds = time.perf_counter() - started
-        measured = f"{self._engine.world_size} ranks, {config.dtype}, started in {seconds:.0f} s"
-        return [Finding("trainer", "ok", measured, values={"seconds": seconds, "ranks": self._engine.world_size})]
+        settle(CORES)
+        ranks = self._engine.world_size
+        measured = f"{ranks} ranks, {config.dtype}, started in {seconds:.0f} s"
+        findings = [Finding("trainer", "ok", measured, values={"seconds": seconds, "ranks": ranks})]
+        return [*findings, check_ranks(self._device)] if ranks > 1 else findings
+
+    def start_again(self) -> dict[str, Any]:
+        """As `start`, for a trainer that takes the place of another."""
+        return {"seconds": self.start()[0].values["seconds"]}
+
+    def free_memory(self) -> dict[str, Any]:
+        """Bytes of this rank's GPU that nobody has; None on a CPU."""
+        return {"bytes": free_memory(self._device)}
+
+    def offload(self) -> dict[str, Any]:
+        """Leave the GPU's memory to the generator, until `reload`."""
+        had, started = self._reserved(), time.perf_counter()
+        self._engine.offload()
+        return {"offload_seconds": time.perf_counter() - started, "offloaded": [had, self._reserved()]}
+
+    def reload(self) -> dict[str, Any]:
+        """Undo `offload`."""
+        self._engine.reload()
+        return {}
+
+    def _reserved(self) -> float:
+        return float(torch.cuda.memory_reserved()) if self._device.type == "cuda" else 0.0
+
+    def checkpoint_bytes(self) -> dict[str, Any]:
+        """Bytes of a checkpoint: the model, and fp32 weights and two moments of what is trained."""
+        model = read_model(self._config)
+        size = sum(file.stat().st_size for file in Path(self._config.model).glob("*.safetensors"))
+        return {"bytes": size + 12 * model.trained}
+
+    def save(self, folder: str, file: str) -> dict[str, Any]:
+        """Write a checkpoint, and into `file` log-probs of it and of the step after it."""
+        self._step()  # so that the optimizer has moments
+        before, started = self._logprobs(), time.perf_counter()
+        self._engine.save(Path(folder))
+        seconds = time.perf_counter() - started
+        self._step()
+        after = self._logprobs()
+        if self._engine.rank == 0:
+            np.savez(file, before=before, after=after)
+        return {"seconds": seconds, "free_at_start": self._free_at_start}
+
+    def wait_for_memory(self, wanted: float | None) -> list[Finding]:
+        """The trainer before this one was killed. Wait until the memory is free again that was before it started."""
+        seconds = wait_for(lambda: free_memory(self._device), wanted, GONE_SECONDS)
+        free = free_memory(self._device)
+        measured = "" if free is None else f", and its GPU memory was free after {seconds or 0:.1f} s"
+        return [
+            judged(
+                "restart",
+                seconds is not None,
+                f"a trainer was killed{measured}",
+                f"{GONE_SECONDS:.0f} s after a trainer was killed, its GPU memory is not free again: look for the "
+                f"processes that it has left (nvidia-smi), and report it.",
+                seconds=seconds,
+                free=free,
+                wanted=wanted,
+            )
+        ]
+
+    def resume(self, folder: str, file: str, seconds: float) -> list[Finding]:
+        """Load the checkpoint that `save` has written, and compare. seconds: what writing took."""
+        started = time.perf_counter()
+        self._engine.load(Path(folder))
+        loading = time.perf_counter() - started
+        before = self._logprobs()
+        self._step()
+        with np.load(file) as saved:
+            gaps = [float(np.abs(now - then).mean()) for now, then in
+                    ((before, saved["before"]), (self._logprobs(), saved["after"]))]  # fmt: skip
+        size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+        return [
+            judged(
+                "checkpoint",
+                gaps[0] <= GAP[self._config.trainer.dtype] / LAYERS and gaps[1] <= self._gap_limit,
+                f"{size / 1e9:.3g} GB saved in {seconds:.2f} s, loaded by another trainer in {loading:.2f}; log-probs "
+                f"differ by {gaps[0]:.1e} nats, after a step by {gaps[1]:.1e} (at most {self._gap_limit:g})",
+                "A trainer that goes on from a checkpoint is another than the one that wrote it: report it.",
+                bytes=size,
+                save_seconds=seconds,
+                load_seconds=loading,
+                gap=gaps[0],
+                gap_after_step=gaps[1],
+            )
+        ]
+
+    def _sequences(self) -> list[Group] | None:
+        return random_groups(self._sizes.vocab_size, [LENGTHS]) if self._engine.rank == 0 else None
+
+    def _logprobs(self) -> np.ndarray:
+        return self._engine.logprobs(self._sequences(), temperature=self._config.sampling.temperature)
+
+    def _step(self) -> None:
+        self._engine.step(self._sequences(), version=0, temperature=self._config.sampling.temperature)
 
     def logprobs(self, sampled: str, published: str) -> list[Finding]:
         """Compare a generator's log-probs of version 0 with the trainer's, in a step on them, and publish the result.
@@ -188,6 +291,7 @@ class TrainingChecks:
         lengths = [longest] * (tokens // longest) + [remainder] * (remainder > 1)
         groups = random_groups(self._sizes.vocab_size, [lengths] * together, version=1)
         if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what a checkpoint has needed
             torch.cuda.reset_peak_memory_stats()
         took = 0.0
         for _ in range(2):  # the first one compiles kernels

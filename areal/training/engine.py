@@ -55,7 +55,7 @@ from areal.weights.lora import add_adapters
 log = structlog.get_logger()
 
 
-def _join_ranks() -> None:
+def join_ranks() -> None:
     """Initialise torch.distributed, unless it is. It is shut down only at exit, because DeepSpeed keeps its groups."""
     if dist.is_initialized():
         return
@@ -137,7 +137,7 @@ class TrainingEngine:
         self.values: TokenValues | None = None
         if not cuda:
             cpu.build_communication()
-        _join_ranks()
+        join_ranks()
         self._control = dist.new_group(backend="gloo", timeout=SILENCE)
         self._zero = deepspeed.zero
         settings = deepspeed_config(config)

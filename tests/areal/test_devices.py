@@ -66,13 +66,25 @@ TRAINS = """
 import os, sys
 from types import SimpleNamespace
 import run
+from actors.parts import commands as parts
 from areal.config import Config
+from areal.selftest import child
 from areal.training import commands, replay, sft
+
+def say(*_):
+    print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF"))
+
 config = Config.model_validate_json(sys.argv[1])
+environment = dict(os.environ)
+sys.modules["areal.selftest.training"] = SimpleNamespace(TrainingChecks=say)
+child.serve = lambda checks: None
+parts.selftest_part(SimpleNamespace(part="trainer", path=SimpleNamespace(read_bytes=lambda: sys.argv[1])))
+os.environ.clear()
+os.environ.update(environment)
 run.ask_config = lambda arguments: config
 run.join_ranks(SimpleNamespace(master="tcp://127.0.0.1:1"))
 assert "torch" not in sys.modules  # it reads them when it is imported
-print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_CONF"))
+say()
 """
 
 
@@ -85,13 +97,15 @@ print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), os.environ.get("PYTORCH_ALLOC_C
         ("stream", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native None"),
     ],
 )
-def test_a_trainer_has_segments_that_grow_unless_an_engine_opens_them_or_the_user_says_otherwise(transport, own, found):
+def test_a_trainer_and_the_one_of_the_self_test_have_segments_that_grow_unless_an_engine_opens_them_or_the_user_says_so(
+    transport, own, found
+):
     config = run_of().model_copy(update={"weights": WeightsConfig(transport=transport)})
     names = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
     environment = {name: value for name, value in os.environ.items() if name not in names} | own
     command = [sys.executable, "-c", TRAINS, config.model_dump_json()]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.stdout == f"{found}\n", done.stderr
+    assert done.stdout == f"{found}\n{found}\n", done.stderr
 
 
 def test_options_of_the_engine_may_multiply_its_devices():

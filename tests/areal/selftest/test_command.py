@@ -7,7 +7,10 @@ import sys
 import pytest
 
 from areal.__main__ import main
-from areal.selftest.command import CHECKS
+from areal.devices import deal_out_devices
+from areal.roles import ROLES
+from areal.selftest.command import CHECKS, COLD_SECONDS, cold_seconds, environment_of
+from areal.selftest.synthetic import tiny_runs
 
 CONFIG = """
 name: mine
@@ -54,6 +57,55 @@ def test_some_checks_alone_pass_and_are_written_down(tmp_path):
     assert "Nothing failed" in said
 
 
+@pytest.mark.parametrize(
+    ("gpus", "apart", "turns"),  # transport, ranks, ZeRO stage and tensor parallelism
+    [
+        (1, ("ipc", 1, 0, 1), ("folder", 1, 0, 1)),
+        (2, ("nccl", 1, 0, 1), ("folder", 2, 2, 2)),
+        (3, ("nccl", 1, 0, 2), ("folder", 3, 2, 2)),
+        (8, ("nccl", 6, 3, 2), ("folder", 8, 2, 2)),
+    ],
+)
+def test_all_gpus_take_part_without_a_configuration(tmp_path, gpus, apart, turns):
+    runs = tiny_runs(tmp_path, "bfloat16", gpus)
+    found = [
+        (run.weights.transport, run.trainer.ranks, run.trainer.zero_stage, run.generator.tensor_parallel)
+        for run in runs.values()
+    ]
+    assert (found, [run.colocate for run in runs.values()]) == ([apart, turns], [False, True])
+    for run in runs.values():
+        dealt = deal_out_devices(run, ["trainer", "generator"], [*map(str, range(gpus))])
+        used = {device for variables in dealt.values() for device in variables["CUDA_VISIBLE_DEVICES"].split(",")}
+        assert len(used) == gpus
+
+
+def test_parts_have_the_environment_of_the_roles_of_a_run(monkeypatch):
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    dealt = {"generator/0": {"CUDA_VISIBLE_DEVICES": "3"}}
+    generator = environment_of("generator", dealt)
+    assert generator == {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "3", **ROLES["generator"].environment}
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
+    assert "OPENBLAS_NUM_THREADS" not in environment_of("generator", dealt)
+    assert environment_of("receiver", dealt) == {"PYTHONHASHSEED": "0"}
+
+
+def test_a_cpu_has_one_tiny_run(tmp_path):
+    assert [run.weights.transport for run in tiny_runs(tmp_path, "float32", 0).values()] == ["gloo"]
+
+
+def test_a_first_start_has_more_time(tmp_path):
+    for gpus, variable, folder in (
+        (True, "VLLM_CACHE_ROOT", "torch_compile_cache"),
+        (False, "TORCH_EXTENSIONS_DIR", ""),
+    ):
+        place = tmp_path / variable / folder
+        for environment in ({variable: str(tmp_path / variable)}, {"HOME": str(tmp_path / "nobody")}):
+            assert cold_seconds(environment, gpus=gpus) == COLD_SECONDS
+        place.mkdir(parents=True)
+        (place / "compiled").touch()
+        assert cold_seconds({variable: str(tmp_path / variable)}, gpus=gpus) == 0
+
+
 def test_what_stands_in_the_way_of_a_run_fails_with_a_sentence(tmp_path, tiny_model):
     (tmp_path / "mine.yaml").write_text(CONFIG)
     settings = [f"model={tiny_model}", "master.address=tcp://*:0", "network.keys=nowhere"]
@@ -70,7 +122,8 @@ def test_the_whole_of_it_is_green_here_with_a_configuration_of_two_ranks(tmp_pat
     (tmp_path / "mine.yaml").write_text(CONFIG)
     settings = [f"model={tiny_model}", "master.address=tcp://127.0.0.1:0", "trainer.ranks=2", "trainer.zero_stage=2"]
     settings += ["trainer.max_tokens_per_microbatch=512", "generator.kv_cache_gib=0.25", "generator.dtype=float32"]
+    settings += ["colocate=true"]
     code, said, results = selftest(tmp_path, "--config", "mine.yaml", *settings, timeout=560)
     assert code == 0, said
-    assert {name for _, name in results} == CHECKS - {"master", "clock", "shared folder"}
+    assert {name for _, name in results} == CHECKS - {"master", "clock", "shared folder", "interface"}
     assert set(results.values()) <= {"ok", "skipped"}

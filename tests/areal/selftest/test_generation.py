@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal.generation import engine as generation_engine
+from areal.generation.engine import LoadTimes
+from areal.planning.split import GIB
 from areal.selftest import generation, sequences
 from areal.selftest.generation import GenerationChecks, check_engine, check_versions
 from areal.selftest.synthetic import TINY, tiny_config, write_tiny_model
@@ -45,16 +47,18 @@ async def interrupted(generator, folder, name):
         (folder / f"{file}.npz").unlink(missing_ok=True)
     await generator.sample(str(folder / "sampled.npz"))
     await generator.interrupt(str(folder / "published"), str(folder / f"{name}.npz"))
+    await generator.keep(str(folder / f"{name}-kept.npz"))
     scratch = folder / f"scratch-{name}"
     scratch.mkdir()
     files = [str(folder / file) for file in ("sampled.npz", f"{name}.npz", "published")]
-    return generator.compare(*files, str(scratch))
+    return generator.compare(*files, str(scratch), str(folder / f"{name}-kept.npz"))
 
 
 async def test_an_engine_that_is_right_passes_and_tokens_of_the_wrong_version_fail(generator, folder):
-    engine, versions = await interrupted(generator, folder, "right")
-    assert (engine.result, versions.result) == ("ok", "ok")
+    engine, versions, kept = await interrupted(generator, folder, "right")
+    assert (engine.result, versions.result, kept.result) == ("ok", "ok", "ok")
     assert versions.values["crossing"] >= 2
+    assert kept.values["gap_to_recomputed"] > 10 * kept.values["gap"]
 
     old = sequences.read(folder / "right.npz")
     config = generator._config
@@ -81,8 +85,53 @@ async def test_an_engine_that_names_versions_one_off_fails(generator, folder, mo
         add(stream, output, logprobs, str(int(version) + 1))
 
     monkeypatch.setattr(generation_engine._Sequence, "add", one_off)
-    _, versions = await interrupted(generator, folder, "off")
+    _, versions, _ = await interrupted(generator, folder, "off")
     assert versions.result == "FAILED"
+
+
+async def test_a_cache_that_is_recomputed_where_it_should_be_kept_fails(generator, folder):
+    await generator._engine.load(folder / "published", 1)
+    sampled, _ = await generation.interrupt(generator._engine, generator._config, folder / "model", 2)
+    arguments = folder / "published", folder / "model", sampled, generator._config
+    exact = generation.kept_logprobs(*arguments)
+    recomputed = generation.reference_logprobs(folder / "model", sampled, generator._config)
+    found = generation.check_kept(sampled, exact, recomputed, "float32")
+    assert (found.name, found.result) == ("kept cache", "FAILED")
+    assert found.values["gap_to_recomputed"] < 1e-3
+
+
+async def test_sequences_that_an_engine_sleeps_in_go_on_right(generator, folder):
+    await generator._engine.load(folder / "model", 0)
+    facts = await generator.sleep(True)
+    assert facts["sequences"] > 0
+    generated = generator._engine.stats().tokens_generated
+    await asyncio.sleep(0.1)
+    assert generator._engine.stats().tokens_generated == generated
+    await generator.wake(str(folder / "slept.npz"))
+    slept = sequences.read(folder / "slept.npz")
+    gap = generation._gap(slept, generation.reference_logprobs(folder / "model", slept, generator._config))
+    assert gap < 1e-4
+
+
+GPU = {
+    "before": {"bytes": 78 * GIB}, "running": {"bytes": 14 * GIB}, "asleep": {"bytes": 75 * GIB},
+    "offloaded": [20 * GIB, GIB], "sleep_seconds": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "gap", "result"),
+    [
+        ({}, 1e-4, "ok"),
+        ({}, None, "ok"),  # the model is too large for the reference
+        ({}, 0.5, "FAILED"),
+        ({"asleep": {"bytes": 40 * GIB}}, 1e-4, "FAILED"),  # the engine has kept half of it
+        ({"offloaded": [20 * GIB, 12 * GIB]}, 1e-4, "FAILED"),
+        ({"before": {"bytes": None}, "running": {"bytes": None}, "asleep": {"bytes": None}}, 1e-4, "ok"),  # on a CPU
+    ],
+)
+async def test_who_keeps_the_memory_of_a_gpu_in_the_others_turn_fails(changes, gap, result):
+    assert generation.check_turns(GPU | changes, gap, "float32").result == result
 
 
 @asynccontextmanager
@@ -158,9 +207,22 @@ async def test_a_transfer_that_does_not_fit_the_model_fails(generator):
 async def test_a_full_engine_has_a_speed(generator, monkeypatch):
     monkeypatch.setattr(generation, "WARM_UP_SECONDS", 0.1)
     monkeypatch.setattr(generation, "SPEED_SECONDS", 0.5)
-    (found,) = await generator.speed(of_token=1e6, peak_tflops=0.1)
+    found, busy = await generator.speed(of_token=1e6, peak_tflops=0.1)
     assert found.values["tokens_per_second"] > 0
     assert found.values["mfu"] == pytest.approx(found.values["tokens_per_second"] * 1e6 / 1e12 / 0.1)
+    assert (busy.name, busy.result) == ("busy load", "ok")
+    assert busy.values["sequences"] > 32  # most of 64
+
+
+async def test_sequences_that_stop_at_a_load_of_a_full_engine_fail(generator, monkeypatch):
+    monkeypatch.setattr(generation, "RECOVERY_SECONDS", 0.3)
+    stuck = [asyncio.create_task(asyncio.sleep(60)) for _ in range(2)]
+    seconds, ended = await generation._recovery(stuck, [3, 5])
+    assert not ended
+    for task in stuck:
+        task.cancel()
+    load = generation.BusyLoad(LoadTimes(0.1, 0.2, 0.1, 64, 0), 64, seconds)
+    assert generation.check_busy_load(load, 1000).result == "FAILED"
 
 
 async def test_weights_that_several_ranks_have_published_make_a_model(tmp_path):
