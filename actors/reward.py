@@ -14,7 +14,6 @@ import structlog
 
 from actors.parts.flows import PART_BYTES, Flows
 from actors.runtime.actor import Actor, handles
-from areal.devices import CORES, settle
 from areal.rewards.functions import NO_OPTIONS
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
@@ -57,10 +56,10 @@ class Reward(Actor):
         self._scored = self._failed = 0
 
     def serves(self) -> tuple[str, ...]:
-        return self._functions or tuple(self.config.rewards)
+        return self._functions or tuple(self.config.own_rewards)
 
     async def setup(self) -> None:
-        settle(CORES)  # before the pool starts its workers, which inherit the cores
+        self.settle()  # before the pool starts its workers, which inherit the cores
         served = self.config.served_rewards
         options = {name: served.options.get(name, {}) for name in self.serves()}
         merged = {name: {**of_run, **self._options.get(name, {})} for name, of_run in options.items()}

@@ -1,5 +1,29 @@
-"""The library: configuration, data, ledger, algorithms, engines and reports; no actors and none of their messages."""
+"""The library: configuration, data, ledger, algorithms, engines and reports; no actors and none of their messages.
+
+What users of Python import from here (docs/notebooks.md) is loaded when it is first used: `train`, `start` and `join`,
+which make the process an actor of a run, `Config`, `load_config`, `dump_config` and `UserError`.
+"""
+
+from importlib import import_module
 
 from areal.cpu.processor import use_avx512
 
 use_avx512()  # here, so that it comes before any import of torch
+
+_LATE = dict.fromkeys(("LiveRun", "RunFailed", "join", "start", "train"), "actors.api.runs") | dict.fromkeys(
+    ("Config", "UserError", "dump_config", "load_config"), "areal.config"
+)
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("areal-as-actors")
+    if name not in _LATE:
+        raise AttributeError(f"module 'areal' has no attribute {name!r}")
+    return getattr(import_module(_LATE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_LATE, "__version__"]

@@ -288,6 +288,11 @@ class RewardConfig(Section):
     options: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="keyword arguments of rewards that are classes, by name of the reward"
     )
+    external: list[str] = Field(
+        default_factory=list,
+        description="rewards that processes serve which join the run (areal.train, run.py --role reward); they are "
+        "neither checked nor started here",
+    )
     workers: int = Field(1, ge=1, description="worker processes of each reward actor")
     concurrent_calls: int = Field(
         64, ge=1, description="most calls of async rewards that run at once in a reward actor, in one process"
@@ -369,10 +374,16 @@ class GeneratorConfig(Section):
 TOOL_CALL_PARSER = "hermes"
 
 
+# The name of a workflow that is a function in a process which joins the run.
+EXTERNAL = "external"
+
+
 class RolloutManagerConfig(Section):
     count: int = Field(1, ge=1, description="rollout managers of a run on one machine")
     workflow: str = Field(
-        "single_turn", description="a built-in workflow, or package.module:function (docs/workflows.md)"
+        "single_turn",
+        description="a built-in workflow, or package.module:function (docs/workflows.md); external: that of a process "
+        "that joins the run (areal.train)",
     )
     workflow_options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the workflow")
     endpoint_host: str = Field("127.0.0.1", description="interface at which agents reach the policy (docs/agents.md)")
@@ -393,6 +404,11 @@ class RolloutManagerConfig(Section):
     def conflicts(self) -> Iterator[str]:
         for key, name in ("tool_call_parser", self.tool_call_parser), ("reasoning_parser", self.reasoning_parser):
             yield from parser_conflicts(key, name)
+
+    @property
+    def external(self) -> bool:
+        """Whether the workflow is that of a process which joins the run."""
+        return self.workflow == EXTERNAL
 
     @property
     def names_parsers(self) -> bool:
@@ -669,7 +685,7 @@ class ScoringConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
 
     def conflicts(self) -> Iterator[str]:
-        if "code" in self.rewards and self.sandbox.wall_seconds >= self.reward.timeout_seconds:
+        if "code" in self.own_rewards and self.sandbox.wall_seconds >= self.reward.timeout_seconds:
             yield (
                 f"reward.timeout_seconds is {self.reward.timeout_seconds:g}, but a program of the reward code may run "
                 f"for sandbox.wall_seconds, {self.sandbox.wall_seconds:g}: raise reward.timeout_seconds above that, or "
@@ -682,6 +698,11 @@ class ScoringConfig(Section):
     def rewards(self) -> dict[str, float]:
         """All rewards that the configuration names, by name."""
         return self.reward.functions
+
+    @property
+    def own_rewards(self) -> list[str]:
+        """The rewards of the configuration that actors serve which the run starts."""
+        return [name for name in self.rewards if name not in self.reward.external]
 
     @property
     def served_rewards(self) -> RewardConfig:

@@ -17,6 +17,7 @@ class Role:
     """A role; its actor is a class in the module `actors.NAME`.
 
     processes: their number in a run on one machine. 0: the run does without the role; else it waits until one is ready.
+    joins: whether the run starts none of them, as they are in processes that join it.
     works_for: if the run waits for one of these, it waits for this role, among others.
     devices, devices_key: number of GPUs of a process, and the configuration key that sets it.
     single: a run has one process of the role, and a new one takes its place.
@@ -28,7 +29,12 @@ class Role:
     devices: Callable[[Config], int] = lambda config: 0
     devices_key: str = ""
     single: bool = False
+    joins: Callable[[Config], bool] = lambda config: False
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    def started(self, config: Config) -> int:
+        """The number of processes that a run on one machine starts."""
+        return 0 if self.joins(config) else self.processes(config)
 
     def needed_devices(self, config: Config, count: int) -> str:
         """The devices of `count` processes, for messages."""
@@ -60,16 +66,19 @@ ROLES = {
         Role(
             "reward",
             processes=lambda config: config.reward.count,
+            joins=lambda config: not config.own_rewards and bool(config.reward.external),
             works_for=frozenset({"batch", "evaluation"}),
         ),
         Role(
             "rollout_manager",
             processes=lambda config: config.rollout_manager.count if config.steps else 0,
+            joins=lambda config: config.rollout_manager.external,
             works_for=frozenset({"batch"}),
         ),
         Role(
             "evaluator",
             processes=lambda config: int(config.evaluates),
+            joins=lambda config: config.rollout_manager.external,
             works_for=frozenset({"evaluation"}),
         ),
     )

@@ -20,7 +20,7 @@ from areal.data.rows import Row
 from areal.data.sources import open_source
 from areal.tokens import load_tokenizer
 from areal.trajectory import Trajectory
-from areal.workflows.builtin import resolve_workflow
+from areal.workflows.builtin import Workflow, resolve_workflow
 from areal.workflows.parsers import Parsers
 from protocols.messages import Cause, Done, ScoringFailed, Work
 
@@ -39,9 +39,12 @@ class Sampler(Actor):
 
     def __init__(
         self, *args: Any, open_source: Callable[[DataConfig, int], Prompts] = open_source,
-        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, **kwargs: Any,
+        load_tokenizer: Callable[[str, DataConfig], Any] = load_tokenizer, workflow: Workflow | None = None,
+        **kwargs: Any,
     ) -> None:  # fmt: skip
+        """workflow: in place of the one that the configuration names."""
         super().__init__(*args, **kwargs)
+        self._given_workflow = workflow
         self._open_source = open_source
         self._load_tokenizer = load_tokenizer
         self.awaited_rewards: set[str] = set()  # those of the run, which have an actor sooner or later
@@ -58,7 +61,9 @@ class Sampler(Actor):
         parsers = parsers_of(config, tokenizer, Parsers)
         if config.rollout_manager.names_parsers:
             await asyncio.to_thread(parsers.load)
-        self._workflow = resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
+        self._workflow = self._given_workflow or resolve_workflow(
+            config.rollout_manager.workflow, config.rollout_manager.workflow_options
+        )
         self.services = Services(
             config=config,
             tokenizer=tokenizer,

@@ -37,7 +37,7 @@ def with_own_port(config: Config, named_by_user: bool) -> Config:
 
 def roles_here(config: Config) -> list[str]:
     """The roles of a run on one machine, one entry for each process."""
-    return [name for name, role in ROLES.items() for _ in range(role.processes(config))]
+    return [name for name, role in ROLES.items() for _ in range(role.started(config))]
 
 
 def check_start(config: Config, *, resume: bool, devices: bool, rows: bool = True) -> None:

@@ -167,7 +167,9 @@ class Actor(HandlesRequests):
     def __init__(
         self, bus: Bus, master: str, index: int | None = None, door: Door | None = None, *,
         patience: float = JOIN_SECONDS, keep_log: Callable[[Path], None] = write_log_file,
+        own_process: bool = True,
     ) -> None:  # fmt: skip
+        """own_process: whether it has the process for itself, and so may settle it and leave on its signals."""
         self.bus = bus
         self.master = master
         self.index = index
@@ -181,6 +183,7 @@ class Actor(HandlesRequests):
         self.outcome = ""
         self._patience = patience  # seconds to wait for the master to answer the first request
         self._keep_log = keep_log
+        self._own_process = own_process
         loop = asyncio.get_running_loop()
         self._stop: asyncio.Future[Ending] = loop.create_future()
         # Set by callbacks. They must not start tasks themselves, because the task group may already be ending.
@@ -296,9 +299,14 @@ class Actor(HandlesRequests):
 
     async def become_healthy(self) -> None:
         """Become healthy, and send a heartbeat at once, because other actors wait for it."""
-        settle(CORES)
+        self.settle()
         self.state = "healthy"
         await self._beat()
+
+    def settle(self) -> None:
+        """Move the process to the cores that are meant for it."""
+        if self._own_process:
+            settle(CORES)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition`, which depends on the directory or the policy, is true."""
@@ -326,8 +334,8 @@ class Actor(HandlesRequests):
         """Join, work and leave. Returns why the actor stopped. Raises what the role's own code raised, and UserError if
         no master answers."""
         loop = asyncio.get_running_loop()
-        for sign in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sign, self._told_to_leave, sign.name)
+        for sign in (signal.SIGTERM, signal.SIGINT) if self._own_process else ():
+            loop.add_signal_handler(sign, self.leave, sign.name)
         try:
             if not await self._join_unless_stopped(self.door.reached_at(self._serve())):
                 return self._stop.result()
@@ -418,9 +426,9 @@ class Actor(HandlesRequests):
         elif not self._crash.done():
             self._crash.set_exception(error)
 
-    def _told_to_leave(self, sign: str) -> None:
-        """The first signal drains the actor, a second one ends it at once."""
-        ending = Ending(True, f"told to leave by {sign}", stopped=True)
+    def leave(self, by: str) -> None:
+        """Have the actor hand over its work and leave the run. A second call ends it at once."""
+        ending = Ending(True, f"told to leave by {by}", stopped=True)
         if self.leaving or not self.drain(ending):
             self.stop(ending)
 

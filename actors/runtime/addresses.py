@@ -66,12 +66,12 @@ class Door:
         return f"tcp://{self.host}:{bound.rpartition(':')[2]}"
 
 
-def open_network(*hosts: str) -> ZmqNetwork:
-    """The network of an actor that listens on, or connects to, `hosts`, with the keys in the folder that AREAL_KEYS
-    names. Raises UserError if it is not set, or if the keys cannot be read."""
-    if keys := os.environ.get(KEYS):
+def open_network(*hosts: str, keys: Path | None = None) -> ZmqNetwork:
+    """The network of an actor that listens on, or connects to, `hosts`, with the keys in the folder `keys`, or else in
+    the one that AREAL_KEYS names. Raises UserError if there is none, or if the keys cannot be read."""
+    if folder := keys or os.environ.get(KEYS):
         try:
-            return ZmqNetwork(Keys(Path(keys)))
+            return ZmqNetwork(Keys(Path(folder)))
         except KeysError as error:
             raise UserError(str(error)) from None
     if beyond := [host for host in hosts if not is_loopback(host)]:
@@ -115,12 +115,20 @@ def take_folder(config: Config, resume: bool) -> ZmqNetwork:
 
 
 def find_master(master: str, patience: float) -> str:
+    """The address of the master that `locate` finds; AREAL_KEYS names the keys from then on."""
+    address, keys = locate(master, patience)
+    if keys:
+        os.environ[KEYS] = str(keys)
+    return address
+
+
+def locate(master: str, patience: float) -> tuple[str, Path | None]:
     """The address of the master that the user has given: an address, or the folder of a run on this machine. For a
-    folder, wait for a run to begin there, and take that run's own keys, unless the user has given others. Raises
-    UserError if none begins within `patience` seconds."""
+    folder, wait for a run to begin there; then also the folder of that run's own keys, unless the user has given
+    others. Raises UserError if none begins within `patience` seconds."""
     folder = Path(master)
     if master.startswith("tcp://") or not ("/" in master or folder.is_dir()):
-        return master
+        return master, None
     begun = time.monotonic()
     logged = False
     while (address := claimed_address(folder)) is None:
@@ -134,12 +142,12 @@ def find_master(master: str, patience: float) -> str:
             logged = True
             log.warning("waiting for the run", folder=master, seconds=patience)
         time.sleep(LOOK_SECONDS)
+    keys = None
     if not os.environ.get(KEYS) and is_loopback(host_of(address)):
         keys = folder.absolute() / OWN_KEYS
         if not (keys / FILE_NAME).exists():
             raise UserError(f"The run in {folder} was started with other keys than its own: give them with --keys.")
-        os.environ[KEYS] = str(keys)
-    return on_this_machine(address)
+    return on_this_machine(address), keys
 
 
 def host_towards(master: str) -> str:

@@ -79,11 +79,12 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
 
 def check_code(config: Config) -> None:
     """Check what is code: rewards, the workflow, the sandbox, the objective. Raises UserError."""
-    for name in config.rewards | config.reward.options:
+    for name in {**dict.fromkeys(config.own_rewards), **config.reward.options}:
         rewards.check(name, config.reward.options.get(name, {}))
-    resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
-    rehearse_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
-    if "code" in config.rewards or config.rollout_manager.workflow == "python_tool":
+    if not config.rollout_manager.external:
+        resolve_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
+        rehearse_workflow(config.rollout_manager.workflow, config.rollout_manager.workflow_options)
+    if "code" in config.own_rewards or config.rollout_manager.workflow == "python_tool":
         open_sandbox(config.sandbox).close()
     if ":" in config.trainer.objective:
         from areal.training.objectives import rehearse  # imports torch, which only an objective of the user's own needs

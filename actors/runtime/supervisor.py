@@ -183,7 +183,7 @@ class Supervisor:
                 self._folder = folder
                 self._progress_before = self._progress()
                 for role in ROLES.values():
-                    for index in range(role.processes(config)):
+                    for index in range(role.started(config)):
                         words = ["--index", str(index), "--master", address, *options]
                         child = self._add(role.name, index, words)
                         tasks.create_task(self._keep(child), name=child.name)

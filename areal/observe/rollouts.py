@@ -210,6 +210,13 @@ class Rollouts:
             rows[0],
         ) if rows else []  # fmt: skip
 
+    def sql(self, query: str) -> list[dict[str, Any]]:
+        """The rows of a query in SQL on the table `rollouts`, whose columns are COLUMNS."""
+        rest = query.strip().rstrip(";")
+        own_tables = rest[:5].lower() == "with "
+        query = f"WITH rollouts AS (SELECT * {_FROM}){',' if own_tables else ''} {rest[5:] if own_tables else rest}"
+        return self._answer(lambda ask, paths: ask(query, {"files": paths}))
+
     def _select(self, select: str, clauses: str, values: dict[str, Any]) -> list[dict[str, Any]]:
         return self._answer(lambda ask, paths: ask(f"{select} {_FROM} WHERE {clauses}", {"files": paths, **values}))
 

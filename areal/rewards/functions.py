@@ -67,6 +67,17 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
     return as_reward(instance, function)
 
 
+def of_object(name: str, target: Any) -> RewardFunction:
+    """The reward that is a function, an object with a method `score`, or a class of such objects. Raises UserError if
+    it is not called as rewards are."""
+    instance = _make(name, target, NO_OPTIONS) if inspect.isclass(target) else target
+    function = instance if inspect.isroutine(instance) else getattr(instance, "score", instance)
+    if not callable(function):
+        raise UserError(f"reward {name!r} is a {type(target).__name__}: give a function (prompt, completion, row)")
+    _check_call(name, function, is_class=False)
+    return as_reward(instance, function)
+
+
 def as_reward(instance: Any, function: Callable[..., Any]) -> RewardFunction:
     """The reward whose calls are those of `function`. instance: has its attributes."""
     function = verl_rewards.adapted(function)

@@ -25,7 +25,7 @@ async def test_one_who_waits_for_a_master_leaves_when_told(free_port):
     running = asyncio.create_task(actor.run())
     await asyncio.sleep(0.1)
     assert not running.done()
-    actor._told_to_leave("SIGTERM")
+    actor.leave("SIGTERM")
     ending = await running
     assert ending.ok and ending.reason == "told to leave by SIGTERM"
 

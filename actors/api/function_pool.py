@@ -1,0 +1,95 @@
+"""Scores with functions of this very process, as a reward actor does with worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from areal.config import RewardConfig
+from areal.rewards.functions import RewardFunction
+from areal.rewards.processes import RewardFailed
+from areal.rewards.result import Result, RewardError, as_result
+from areal.trajectory import Tokens
+
+
+class FunctionPool:
+    """Plain functions are called in threads, `config.workers` at once; async ones in the loop of the actor,
+    `config.concurrent_calls` at once. A call that misses its deadline fails; if it is plain, its thread goes on.
+
+    functions: by name of the reward; they may be replaced while the pool is used."""
+
+    def __init__(self, functions: Mapping[str, RewardFunction], config: RewardConfig) -> None:
+        self._functions = functions
+        self._config = config
+        self._threads = asyncio.Semaphore(config.workers)
+        self._calls = asyncio.Semaphore(config.concurrent_calls)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        pass
+
+    async def score(
+        self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: Tokens | None = None
+    ) -> Result:
+        """Raises RewardFailed."""
+        reward = self._functions[name]
+        if reward.takes_tokens and tokens is None:
+            raise RewardFailed("it takes tokens: the workflow must call session.score(completion, tokens)", "raised")
+        ids = [] if tokens is None else [*map(int, tokens)]
+        seconds = self._config.timeout_seconds
+        async with self._calls if reward.concurrent else self._threads:
+            call = functools.partial(reward, prompt, completion, dict(row), ids)
+            try:
+                value = await asyncio.wait_for(call() if reward.concurrent else _in_thread(call), seconds)
+            except TimeoutError:
+                raise RewardFailed(f"no score within {seconds:g} s", "timeout") from None
+            except RewardError as error:
+                raise RewardFailed(str(error), "raised") from None
+            except Exception as error:  # the user's function may raise anything
+                traceback.print_exc()
+                raise RewardFailed(f"{type(error).__name__}: {error}"[:500], "raised") from None
+        try:
+            return as_result(value)
+        except RewardError as error:
+            raise RewardFailed(str(error), "not_finite") from None
+
+
+def _value(call: Callable[[], Any]) -> Any:
+    value = call()
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """What a function returns that is called in a thread of its own, which does not keep the process from its exit."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(outcome: Callable[[Any], None], value: Any) -> None:
+        if not done.done():
+            outcome(value)
+
+    def work() -> None:
+        try:
+            outcome, value = done.set_result, context.run(_value, call)
+        except BaseException as error:
+            outcome, value = done.set_exception, _raisable(error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for a late call
+            loop.call_soon_threadsafe(settle, outcome, value)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return await done
+
+
+def _raisable(error: BaseException) -> BaseException:
+    """A future takes no StopIteration, and SystemExit would end the loop of the actor."""
+    return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else RewardError(repr(error))

@@ -1,0 +1,111 @@
+"""The actors of a process that does something else beside: they run in a thread with an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from actors.runtime.actor import Actor, ask_once, incarnation
+from actors.runtime.addresses import Door, open_network
+from areal.config import UserError
+from protocols.addresses import host_of
+from protocols.messages import Message
+from protocols.network import ZmqNetwork
+from protocols.transport import Bus
+
+# How long an actor waits for its master, and a process until its actor has left.
+READY_SECONDS, LEAVE_SECONDS = 300.0, 30.0
+# Pause before an actor that was fenced joins again.
+AGAIN_SECONDS = 1.0
+
+T = TypeVar("T")
+Make = Callable[[Bus, str, Door], Actor]
+"""Makes an actor from its bus, the address of the master, and its door."""
+log = structlog.get_logger()
+
+
+class Membership:
+    """The actors of this process in the run of the master at an address. keys: the folder of the run's keys; None:
+    AREAL_KEYS names it. Methods are called from any other thread."""
+
+    def __init__(self, master: str, keys: Path | None) -> None:
+        if not structlog.is_configured():
+            filtered = structlog.make_filtering_bound_logger(logging.WARNING)
+            structlog.configure(wrapper_class=filtered, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+        self.master = master
+        self._keys = keys
+        self._actors: list[Actor] = []
+        self._lives: list[Future[None]] = []
+        self._leaving = False
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="areal", daemon=True).start()
+
+    def ask(self, message: Message, patience: float = 10.0) -> Any:
+        """The master's answer. Raises UserError."""
+        return self._run(lambda: ask_once(self._network(), self.master, message, patience)).result()
+
+    def add(self, role: str, make: Make) -> Future[None]:
+        """Have another actor join the run, and again whenever the master fences it. What is returned is done once it is
+        ready, or fails with a UserError."""
+        ready: Future[None] = Future()
+        life = self._run(lambda: self._live(role, make, ready))
+        self._lives.append(life)
+        life.add_done_callback(lambda ended: _follow(ended, ready))
+        return ready
+
+    def leave(self) -> None:
+        """Have all actors hand over their work and leave. May be called again."""
+        self._leaving = True
+        self._loop.call_soon_threadsafe(self._tell_to_leave)
+        for life in self._lives:
+            with contextlib.suppress(Exception):  # it is over
+                life.result(LEAVE_SECONDS)
+
+    def _tell_to_leave(self) -> None:
+        for actor in self._actors:
+            actor.leave("its process")
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(_begun(work), self._loop)
+
+    def _network(self) -> ZmqNetwork:
+        return open_network(host_of(self.master), keys=self._keys)
+
+    async def _live(self, role: str, make: Make, ready: Future[None]) -> None:
+        again = True
+        while again and not self._leaving:
+            actor = make(Bus(f"{role}/?#{incarnation()}", self._network()), self.master, Door.towards(self.master))
+            self._actors.append(actor)
+            life = asyncio.create_task(actor.run())
+            while not life.done() and not ready.done():
+                if actor.state == "healthy":
+                    ready.set_result(None)
+                await asyncio.wait([life], timeout=0.1)
+            ending = await life
+            self._actors.remove(actor)
+            again = ending.fenced
+            if again:
+                log.warning("an actor of this process joins the run again", role=role, why=ending.reason)
+                await asyncio.sleep(AGAIN_SECONDS)
+
+
+async def _begun(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Calls `work` inside the loop, where buses and actors have to be made."""
+    return await work()
+
+
+def _follow(life: Future[None], ready: Future[None]) -> None:
+    """An actor has ended; if it was never ready, so it is said."""
+    if ready.done():
+        return
+    error = life.exception()
+    ready.set_exception(error or UserError("The run ended, or the process left it, before its actor was ready."))

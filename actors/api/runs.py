@@ -1,0 +1,359 @@
+"""Runs from Python: `train`, `start` and `join` return a `LiveRun`."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from actors.api.function_pool import FunctionPool
+from actors.api.membership import READY_SECONDS, Make, Membership
+from actors.api.settings import RewardLike, Settings, Workflow, name_of, settings_of
+from actors.evaluator import Evaluator
+from actors.parts.sampler import Sampler
+from actors.reward import Reward
+from actors.rollout_manager import RolloutManager
+from actors.runtime.addresses import Door, locate
+from areal.config import Config, UserError
+from areal.observe.rollouts import Rollouts
+from areal.processes import ROOT
+from areal.rewards.functions import RewardFunction, of_object
+from areal.storage.claim import claimed_address
+from areal.storage.run_folder import config_of_run, last_checkpoint, read_metrics, read_summary
+from protocols.messages import AddReward, AskStatus
+from protocols.transport import Bus
+
+CONSOLE, PROCESS = "console.log", "process"
+LOOK_SECONDS = 0.2
+# What a run may take to stop beyond `master.drain_seconds`.
+STOP_SECONDS = 60.0
+
+
+class RunFailed(Exception):
+    """A run has ended before its end. The message says why."""
+
+
+def train(
+    config: Config | Mapping[str, Any] | str | Path | None = None, *, model: str | Path | None = None, data: Any = None,
+    reward: RewardLike | None = None, workflow: Workflow | None = None, steps: int | None = None, **keys: Any,
+) -> LiveRun:  # fmt: skip
+    """Start a run as `start` does, print its progress, and return it when it has ended. An interrupt stops the run.
+    Raises UserError, and RunFailed if it does not reach its end."""
+    settings = settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys})
+    run = _started(settings, show=True)
+    try:
+        run.wait()
+    except KeyboardInterrupt:
+        run.stop()
+        raise
+    finally:
+        run.leave()
+    return run
+
+
+def start(
+    config: Config | Mapping[str, Any] | str | Path | None = None, *, model: str | Path | None = None, data: Any = None,
+    reward: RewardLike | None = None, workflow: Workflow | None = None, steps: int | None = None, **keys: Any,
+) -> LiveRun:  # fmt: skip
+    """Start a run on this machine, in processes of its own.
+
+    config: a YAML file, its keys, or a Config; by default some keys that suit a first try. data: rows (dicts, a
+    datasets.Dataset, a DataFrame) or the name of a source. reward: a function (prompt, completion, row), an object with
+    such a method `score`, the name of a reward, or several as a list or as a dict with weights; functions run in this
+    process. The same holds for workflow, a coroutine function (session, row). keys: other keys of the configuration,
+    such as batch_size=8 or trainer={"lr": 1e-5}. Raises UserError.
+    """
+    return _started(settings_of(config, data, reward, workflow, {"model": model, "steps": steps, **keys}), show=False)
+
+
+def _started(settings: Settings, show: bool) -> LiveRun:
+    run = LiveRun(settings.config.folder, settings.config, _launched(settings), show)
+    try:
+        run.find_master()
+        run.serve(settings)
+    except BaseException:
+        run.stop()
+        raise
+    return run
+
+
+def join(folder: str | Path, patience: float = 10.0) -> LiveRun:
+    """The run in a folder of this machine, which is in progress or over. patience: seconds to wait for it to begin.
+    Raises UserError."""
+    folder = Path(folder)
+    config = config_of_run(folder)
+    run = LiveRun(folder, config.model_copy(update={"run_dir": folder.parent, "name": folder.name}))
+    if read_summary(folder) is None:
+        run.find_master(patience)
+    return run
+
+
+class LiveRun:
+    """A run in `folder`. What it has recorded can be read at any time, also after its end. process: the one that this
+    process has started. show: whether what it prints is printed here, while this process waits for it."""
+
+    def __init__(
+        self, folder: Path, config: Config, process: subprocess.Popen[bytes] | None = None, show: bool = False
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self._process = process
+        self._show = show
+        self._shown = 0  # characters of its console
+        self._member: Membership | None = None
+        self._functions: dict[str, RewardFunction] = {}
+
+    def __repr__(self) -> str:
+        return f"<areal run in {self.folder}, step {self.version} of {self.config.steps}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Leave the run; one that this process has started is stopped."""
+        if self._process is not None:
+            self.stop()
+        self.leave()
+
+    # --- what it has recorded
+
+    @property
+    def version(self) -> int:
+        """The number of steps that are trained."""
+        return max((record["step"] for record in read_metrics(self.folder / "metrics.jsonl")), default=0)
+
+    @property
+    def metrics(self) -> Any:
+        """The numbers of each step (docs/observe.md): a pandas DataFrame, or a list of dicts without pandas."""
+        return _table(list(read_metrics(self.folder / "metrics.jsonl")))
+
+    @property
+    def rollouts(self) -> RolloutTable:
+        return RolloutTable(self.folder)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint, a model folder; None if there is none."""
+        return last_checkpoint(self.folder)
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """How the run has ended; None if it has not."""
+        return read_summary(self.folder)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What its master says of it now. Raises UserError."""
+        values: dict[str, Any] = self._membership.ask(AskStatus()).values
+        return values
+
+    def report(self) -> Path:
+        """Write report.html, with the curves and sample completions, and return its path. Raises UserError."""
+        from areal.observe.report import write_report
+
+        return write_report(self.folder)
+
+    def figure(self) -> Any:
+        """The curves of the run as a figure of matplotlib."""
+        from areal.observe.report import figure_of, panels, read_run
+
+        return figure_of(*(panel for panel in panels(read_run(self.folder)) if not panel.empty))
+
+    # --- its progress
+
+    async def step(self, number: int) -> None:
+        """Wait until so many steps are trained. Raises RunFailed if the run ends before."""
+        while not self._has_trained(number):  # noqa: ASYNC110 - another process trains
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def wait(self, step: int | None = None) -> None:
+        """Wait until so many steps are trained; None: until the run has ended. Raises RunFailed if the run ends before,
+        or has not reached its end."""
+        while not (self._has_ended() if step is None else self._has_trained(step)):
+            self._pause()
+
+    def _pause(self) -> None:
+        time.sleep(LOOK_SECONDS)
+        if self._show:
+            text = _text(self.folder / CONSOLE)[self._shown :]
+            whole = text[: text.rfind("\n") + 1]
+            print(whole, end="", flush=True)
+            self._shown += len(whole)
+
+    def stop(self) -> None:
+        """Stop the run, which saves a checkpoint and can be resumed (`run.py --resume`), and wait until it has ended.
+        Raises UserError if it was not started from Python."""
+        if self._ended:
+            return
+        os.kill(self._process.pid if self._process else _process_in(self.folder), signal.SIGTERM)
+        until = time.monotonic() + self.config.master.drain_seconds + STOP_SECONDS
+        while not self._ended and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+        self.leave()
+
+    def _has_trained(self, number: int) -> bool:
+        ended = self._ended
+        if self.version >= number:
+            return True
+        if ended:
+            raise RunFailed(f"The run ended at step {self.version}: {self._reason}")
+        return False
+
+    def _has_ended(self) -> bool:
+        if not self._ended:
+            return False
+        if not (self.summary or {}).get("ok"):
+            raise RunFailed(self._reason)
+        return True
+
+    @property
+    def _ended(self) -> bool:
+        return self._process.poll() is not None if self._process else claimed_address(self.folder) is None
+
+    @property
+    def _reason(self) -> str:
+        if (summary := self.summary) is not None:
+            return str(summary["reason"])
+        lines = _text(self.folder / CONSOLE).splitlines()
+        return lines[-1] if lines else f"it left no record in {self.folder}"
+
+    # --- what this process does for it
+
+    def serve_reward(self, reward: RewardLike, weight: float | None = None, name: str | None = None) -> None:
+        """Have this process score for the run, until it leaves. A reward that this process serves by the same name is
+        replaced.
+
+        name: that of the function by default. weight: what the reward counts from the next prompt on; a reward that the
+        run does not know needs one. Raises UserError.
+        """
+        name = name or name_of(reward)
+        if weight is None and name not in {*self.config.rewards, *self.status["rewards"]}:
+            raise UserError(f"The run has no reward {name!r}: give it a weight (0: it is only recorded), or its name.")
+        self._serve({name: of_object(name, reward)})
+        if weight is not None:
+            self._membership.ask(AddReward(name=name, weight=weight))
+
+    def serve_workflow(self, workflow: Workflow) -> None:
+        """Have this process sample for a run whose workflow is `external`, until it leaves. Raises UserError."""
+        section = self.config.rollout_manager
+        if not section.external:
+            raise UserError(f"The workflow of the run is {section.workflow!r}, not `external`: it runs elsewhere.")
+        workflow = functools.partial(workflow, **section.workflow_options)
+        kinds: list[type[Sampler]] = [RolloutManager, Evaluator] if self.config.evaluates else [RolloutManager]
+        for kind in kinds:
+            self._join(kind.role, functools.partial(self._sampler, kind, workflow))
+
+    def _sampler(self, kind: type[Sampler], workflow: Workflow, bus: Bus, master: str, door: Door) -> Sampler:
+        return kind(
+            bus, master, None, door, workflow=workflow, patience=READY_SECONDS, keep_log=_no_log, own_process=False
+        )
+
+    def leave(self) -> None:
+        """Stop to score and to sample for the run, which goes on and waits for another process to do so."""
+        if self._member is not None:
+            atexit.unregister(self._member.leave)
+            self._member.leave()
+
+    def serve(self, settings: Settings) -> None:
+        """Do for the run what its settings leave to this process."""
+        if settings.rewards:
+            self._serve(settings.rewards)
+        if settings.workflow is not None:
+            self.serve_workflow(settings.workflow)
+
+    def _serve(self, rewards: Mapping[str, RewardFunction]) -> None:
+        new = tuple(name for name in rewards if name not in self._functions)
+        self._functions.update(rewards)
+        if new:
+            self._join("reward", lambda bus, master, door: Reward(
+                bus, master, None, door, functions=new, patience=READY_SECONDS, keep_log=_no_log, own_process=False,
+                make_pool=lambda names, config: FunctionPool(self._functions, config),
+            ))  # fmt: skip
+
+    def _join(self, role: str, make: Make) -> None:
+        """Have an actor join, and wait until it is ready, while the run prepares itself and loads its engines. Raises
+        UserError and RunFailed."""
+        ready = self._membership.add(role, make)
+        while not ready.done():
+            self._check_process()
+            self._pause()
+        ready.result()
+
+    def _check_process(self) -> None:
+        """Raises UserError or RunFailed if the process of the run has ended."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise (UserError if code == 2 else RunFailed)(self._reason)
+
+    def find_master(self, patience: float = READY_SECONDS) -> None:
+        """Wait until the run has a master, and be able to ask it. Raises UserError."""
+        until = time.monotonic() + patience
+        while claimed_address(self.folder) is None and time.monotonic() < until:
+            self._check_process()
+            self._pause()
+        self._member = Membership(*locate(str(self.folder.absolute()), 0.0))
+        atexit.register(self._member.leave)
+
+    @property
+    def _membership(self) -> Membership:
+        if self._member is None:
+            raise UserError(f"The run in {self.folder} is over.")
+        return self._member
+
+
+class RolloutTable:
+    """The rollouts of the run in `folder`: all samples that it keeps (docs/observe.md)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def sql(self, query: str) -> Any:
+        """The rows of a query on the table `rollouts`: "SELECT step, avg(reward) FROM rollouts GROUP BY step ORDER BY
+        step". A DataFrame, or a list of dicts without pandas. Raises UserError."""
+        return _table(Rollouts(self._folder).sql(query))
+
+
+def _launched(settings: Settings) -> subprocess.Popen[bytes]:
+    """The process of a run, which goes on if this one ends."""
+    folder = settings.config.folder
+    command = [sys.executable, str(ROOT / "run.py"), "--config", str(settings.file)]
+    with (folder / CONSOLE).open("wb") as console:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    (folder / PROCESS).write_text(f"{process.pid} {settings.file}")
+    return process
+
+
+def _process_in(folder: Path) -> int:
+    """The process of the run in the folder, which another process of Python has started. Raises UserError."""
+    number, _, file = _text(folder / PROCESS).partition(" ")
+    if number and file in _text(Path(f"/proc/{number}/cmdline")).split("\0"):
+        return int(number)
+    raise UserError(f"The run in {folder} was not started from Python: stop it where it was started.")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _no_log(path: Path) -> None:
+    """What the actors of this process log is not its own record."""
+
+
+def _table(records: list[dict[str, Any]]) -> Any:
+    try:
+        import pandas
+    except ImportError:
+        return records
+    return pandas.DataFrame(records)

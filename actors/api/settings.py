@@ -1,0 +1,126 @@
+"""What a call of `train` or `start` asks for: the configuration of the run, and the functions that stay here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from actors.api import rows
+from areal.config import EXTERNAL, Config, UserError, checked, merged, overridden, read_values
+from areal.processes import ROOT
+from areal.rewards.functions import BUILT_IN, RewardFunction, of_object
+from areal.storage.claim import check_free, check_room, claim
+from areal.storage.run_folder import replace
+
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+# The keys of a run without a configuration, where they have no default and where another suits a first try better.
+DEFAULTS: dict[str, Any] = {
+    "name": "notebook", "steps": 100, "batch_size": 8, "group_size": 8, "max_staleness": 2, "data": {},
+    "sampling": {"max_new_tokens": 256},
+    "trainer": {"lr": 1e-5, "advantage_mean": "group", "advantage_std": "group"},
+}  # fmt: skip
+FILE = "start.yaml"
+
+Workflow = Callable[..., Awaitable[Any]]
+RewardLike = Any
+"""A function, an object with a method `score`, a class of such objects, a name; or several of these: a list, or a dict
+with their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`file`: has the configuration, for run.py. `rewards`, `workflow`: what stays in this process."""
+
+    config: Config
+    file: Path
+    rewards: Mapping[str, RewardFunction]
+    workflow: Workflow | None
+
+
+def settings_of(
+    config: Config | Mapping[str, Any] | str | Path | None, data: Any, reward: RewardLike | None,
+    workflow: Workflow | None, keys: Mapping[str, Any],
+) -> Settings:  # fmt: skip
+    """The settings of a run; its folder and the files in it are made. Raises UserError."""
+    given = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items() if value is not None}
+    weights, functions = named_rewards(reward)
+    if weights:
+        given["reward"] = merged(given.get("reward", {}), {"functions": weights, "external": list(functions)})
+    if workflow is not None:
+        given["rollout_manager"] = merged(given.get("rollout_manager", {}), {"workflow": EXTERNAL})
+    values = _values(config, given)
+    if data is None:
+        own_rows = False
+        whole = _configured(values, given)
+    else:
+        own_rows = not rows.is_source(data)
+        whole = _configured(_with_source(values, rows.FILE if own_rows else str(data)), given)
+    folder = whole.folder
+    check_room(folder, resume=False)
+    check_free(folder, resume=False)
+    os.close(claim(folder))  # an earlier run of the name is moved
+    if own_rows:
+        file, has_answers = rows.write_rows(data, folder)
+        values = _with_source(values, str(file.absolute()), has_answers)
+        whole = _configured(values, given)
+        rows.check(whole)
+    replace(folder / FILE, yaml.safe_dump(whole.model_dump(mode="json", exclude_unset=True)), mode=0o600)
+    return Settings(whole, (folder / FILE).absolute(), functions, workflow)
+
+
+def _configured(values: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
+    """The configuration with the given keys, which may have dots, over other values. Raises UserError."""
+    dotted = {key: value for key, value in given.items() if "." in key}
+    plain = {key: value for key, value in given.items() if "." not in key}
+    config: Config = checked(overridden(merged(dict(values), plain), settings=dotted), None)
+    return config
+
+
+def named_rewards(reward: RewardLike | None) -> tuple[dict[str, float], dict[str, RewardFunction]]:
+    """The weights of rewards by name, and those among them that are functions of this process. Raises UserError."""
+    if reward is None:
+        return {}, {}
+    one = isinstance(reward, str) or not isinstance(reward, Iterable)
+    pairs = reward.items() if isinstance(reward, Mapping) else [(each, 1.0) for each in ([reward] if one else reward)]
+    weights: dict[str, float] = {}
+    functions = {}
+    for each, weight in pairs:
+        name = each if isinstance(each, str) else name_of(each)
+        while not isinstance(each, str) and (name in weights or name in BUILT_IN):
+            name += "_"
+        weights[name] = float(weight)
+        if not isinstance(each, str):
+            functions[name] = of_object(name, each)
+    return weights, functions
+
+
+def name_of(reward: Any) -> str:
+    """The name of a function, or of the class of an object."""
+    name = getattr(reward, "__name__", type(reward).__name__)
+    return "reward" if name == "<lambda>" else str(name)
+
+
+def _values(config: Config | Mapping[str, Any] | str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    match config:
+        case None:
+            return read_values(QUICKSTART) if given.get("model") == "quickstart" else DEFAULTS
+        case Config():
+            return config.model_dump(mode="json", exclude_unset=True)
+        case Mapping():
+            return dict(config)
+        case str() | Path():
+            return read_values(Path(config))
+    raise UserError(f"config is a {type(config).__name__}: give a Config, its keys, or the name of a YAML file.")
+
+
+def _with_source(values: Mapping[str, Any], source: str, has_answers: bool = True) -> dict[str, Any]:
+    """The values with another source of rows. What they say of the rows of the one before is left out."""
+    section = {key: value for key, value in values.get("data", {}).items() if key not in ("options", "eval_size")}
+    if not has_answers:
+        section["answer_key"] = None
+    return {**values, "data": {**section, "source": source}}

@@ -1,0 +1,259 @@
+"""A process that joins a run beside its own work, on a real master."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import areal
+from actors.api.function_pool import FunctionPool
+from actors.api.rows import write_rows
+from actors.api.settings import named_rewards, settings_of
+from actors.master import Master
+from actors.parts.flows import Flow
+from actors.parts.jobs import ScoreJob, ScoreJobs
+from actors.runtime.addresses import open_network, take_folder
+from areal.config import RewardConfig, UserError, dump_config
+from areal.processes import KEYS, ROOT
+from areal.rewards.functions import of_object
+from areal.rewards.processes import RewardFailed
+from areal.storage.journal import Journal
+from areal.storage.run_folder import RunFolder
+from areal.workflows import begin, turns
+from protocols.messages import AskSnapshot, AskStatus, Member
+from protocols.transport import Bus
+
+
+@pytest.fixture
+async def run(tmp_path, monkeypatch, free_port):
+    """A run whose reward is left to others, with its master in this process; and a way to ask the master."""
+    monkeypatch.delenv(KEYS, raising=False)
+    config = areal.Config(
+        name="here", run_dir=tmp_path, model=str(tmp_path), steps=2, batch_size=2, group_size=1,
+        data={"source": "addition", "eval_size": 0}, sampling={"max_new_tokens": 8}, trainer={"minibatches": 1},
+        reward={"functions": ["length"], "external": ["length"]}, master={"address": f"tcp://127.0.0.1:{free_port}"},
+    )  # fmt: skip
+    take_folder(config, resume=False).close()
+    folder = RunFolder(config)
+    keys = Path(os.environ.pop(KEYS))
+
+    def bus(name: str) -> Bus:
+        return Bus(name, open_network("127.0.0.1", keys=keys))
+
+    master = Master(bus("master/0#m"), config, journal=Journal.open(folder.path / "journal.db"), folder=folder)
+    running = asyncio.create_task(master.run())
+    asker = bus("rollout_manager/?#a")
+    yield folder.path, asker, config.master.address
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await asker.close()
+
+
+async def reward_actors(asker: Bus, address: str) -> list[Member]:
+    members = (await asker.peer(address).ask(AskSnapshot(), 20)).members
+    return [member for member in members if member.role == "reward" and member.state == "healthy"]
+
+
+async def scored(asker: Bus, member: Member, *completions: str) -> list[float]:
+    """What a reward actor says of completions, by the protocol."""
+    async with asyncio.TaskGroup() as tasks:
+        flows: list[asyncio.Task[None]] = []
+
+        def spawn(work, name):
+            flows.append(tasks.create_task(work))
+            return flows[-1]
+
+        flow = Flow(asker.peer(member.address), itertools.count(), ScoreJobs, spawn)
+        jobs = [ScoreJob(member.serves[0], "p", text, {"prompt": "p"}, None) for text in completions]
+        results = await asyncio.gather(*(flow.do(job) for job in jobs))
+        for task in flows:
+            task.cancel()
+    return [result.score for result in results]
+
+
+async def test_a_process_joins_scores_with_its_closures_and_leaves(run):
+    folder, asker, address = run
+    seen, unit = [], 2.0
+
+    def length(prompt, completion, row):
+        seen.append((os.getpid(), threading.current_thread() is threading.main_thread()))
+        return len(completion) / unit
+
+    async def late(prompt, completion, row):
+        await asyncio.sleep(0.01)
+        return 0.25
+
+    joined = await asyncio.to_thread(areal.join, folder)
+    await asyncio.to_thread(joined.serve_reward, length)
+    (member,) = await reward_actors(asker, address)
+    assert member.serves == ("length",)
+    assert await scored(asker, member, "aaa", "a") == [1.5, 0.5]
+    assert seen == [(os.getpid(), False)] * 2
+    unit = 1.0
+    assert await scored(asker, member, "aaa") == [3.0]
+    await asyncio.to_thread(joined.serve_reward, lambda prompt, completion, row: 7, name="length")
+    assert await scored(asker, member, "aaa") == [7.0]  # the new function, by the same actor
+
+    with pytest.raises(UserError, match="The run has no reward 'late': give it a weight"):
+        await asyncio.to_thread(joined.serve_reward, late)
+    await asyncio.to_thread(joined.serve_reward, late, 0.5)
+    assert (await asker.peer(address).ask(AskStatus(), 20)).values["rewards"] == {"length": 1.0, "late": 0.5}
+    serving = {member.serves: member for member in await reward_actors(asker, address)}
+    assert await scored(asker, serving["late",], "x") == [0.25]
+
+    with pytest.raises(areal.UserError, match="'single_turn', not `external`"):
+        await asyncio.to_thread(joined.serve_workflow, late)
+    await asyncio.to_thread(joined.leave)
+    assert await reward_actors(asker, address) == []
+
+
+CELLS = """
+import areal, os
+scale = 3.0
+run = areal.join({folder!r})
+run.serve_reward(lambda prompt, completion, row: scale * len(completion), name="length")
+await run.step(0)
+os.getpid()
+"""
+
+
+async def test_a_notebook_serves_a_run_and_another_kernel_does_when_it_is_killed(run):
+    pytest.importorskip("ipykernel")
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    folder, asker, address = run
+    cells = [CELLS.format(folder=str(folder)), "scale = 2.0"]
+    identities = []
+    for _ in range(2):
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(Path.cwd())}})
+        async with client.async_setup_kernel():
+            cell = await client.async_execute_cell(notebook.cells[0], 0)
+            newest = (await reward_actors(asker, address))[-1]
+            assert newest.identity not in identities
+            assert await scored(asker, newest, "ab") == [6.0]  # the cell has ended, and the kernel is free
+            await client.async_execute_cell(notebook.cells[1], 1)
+            assert await scored(asker, newest, "ab") == [4.0]
+            os.kill(int(cell.outputs[-1]["data"]["text/plain"]), signal.SIGKILL)
+        identities.append(newest.identity)
+
+
+async def test_calls_in_this_process_have_a_deadline_and_places():
+    def slow(prompt, completion, row):
+        time.sleep(float(completion))
+        return 1.0
+
+    async def meets(prompt, completion, row):
+        await barrier.wait()
+        return {"a": 1} if completion == "odd" else 1.0
+
+    def raises(prompt, completion, row):
+        raise SystemExit("no")
+
+    barrier = asyncio.Barrier(3)
+    functions = {reward.__name__: of_object(reward.__name__, reward) for reward in (slow, meets, raises)}
+    settings = RewardConfig(timeout_seconds=0.5, workers=1)
+    async with FunctionPool(functions, settings) as pool:
+        outcomes = await asyncio.gather(
+            pool.score("slow", "", "5", {}), pool.score("slow", "", "0", {}), pool.score("raises", "", "", {}),
+            *(pool.score("meets", "", text, {}) for text in ("", "", "odd")), return_exceptions=True,
+        )  # fmt: skip
+    said = [outcome.kind if isinstance(outcome, RewardFailed) else outcome.score for outcome in outcomes]
+    assert said == ["timeout", 1.0, "raised", 1.0, 1.0, "not_finite"]
+
+
+def length(prompt, completion, row):
+    return len(completion)
+
+
+class Judge:
+    async def score(self, prompt, completion, row):
+        return 0.5
+
+
+def test_rewards_are_given_as_functions_objects_and_names():
+    assert named_rewards("math") == ({"math": 1.0}, {})
+    weights, functions = named_rewards({length: 0.5, Judge(): 2, "math": 1})
+    assert (weights, list(functions)) == ({"length": 0.5, "Judge": 2.0, "math": 1.0}, ["length", "Judge"])
+    assert functions["Judge"].concurrent and not functions["length"].concurrent
+    names = named_rewards([length, length, lambda prompt, completion, row: 0])[0]
+    assert list(names) == ["length", "length_", "reward"]
+    with pytest.raises(UserError, match="it is called with prompt, completion and row"):
+        named_rewards(lambda text: 0.0)
+
+
+def test_a_call_gives_the_configuration_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{n}?", "number": n} for n in range(70)]
+    settings = settings_of(
+        None, rows, length, None,
+        {"model": "m", "steps": 3, "trainer.lr": 1e-3, "data.eval_size": 4, "data.prompt_template": "{{ question }}"},
+    )  # fmt: skip
+    config = settings.config
+    assert areal.load_config(settings.file) == config
+    assert (config.steps, config.group_size, config.trainer.lr, config.data.eval_size) == (3, 8, 1e-3, 4)
+    assert config.data.answer_key is None and config.reward.external == ["length"] and not config.own_rewards
+    assert config.data.source == str(tmp_path / "runs" / "notebook" / "rows.jsonl")
+    text = tmp_path / "again.yaml"
+    text.write_text(dump_config(config))
+    assert areal.load_config(text) == config
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ([], "data has no rows"),
+        ([{"prompt": "a", "answer": "b"}, {"prompt": "c"}], "line 2, has no 'answer'"),
+        ([{"prompt": ""}], "has an empty 'prompt'"),
+        (["text"], "Row 0 of data is a str"),
+        ({"prompt": ["a"]}, "data is a dict: give a list of dicts"),
+        ([{"prompt": "a", "at": object()}], r"Row 0 of data cannot be written as JSON \(object is no value of JSON"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_found_before_the_start(tmp_path, monkeypatch, data, sentence):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        settings_of(None, data, length, None, {"model": "m", "data.eval_size": 0})
+
+
+def test_rows_come_from_tables(tmp_path):
+    pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
+    columns = {"prompt": ["a", "b"], "answer": [1, 2]}
+    written = []
+    for data in (pandas.DataFrame(columns), datasets.Dataset.from_dict(columns), ({"prompt": "a", "answer": 1},)):
+        file, has_answers = write_rows(data, tmp_path)
+        assert has_answers
+        written.append(file.read_text().splitlines())
+    assert written[0] == written[1] == ['{"prompt": "a", "answer": 1}', '{"prompt": "b", "answer": 2}']
+
+
+@pytest.mark.slow
+def test_a_run_from_python_reaches_its_end_with_a_workflow_and_a_reward_that_stay_here(
+    tmp_path, monkeypatch, tiny_model
+):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    async def once(session, row):
+        talk, messages = begin(session.tokenizer, row.prompt)
+        async for answer in turns(session, talk, messages, 1):
+            score = await session.score(answer)
+        return session.trajectory(score)
+
+    def length(prompt, completion, row):
+        seen.append(completion)
+        return float(len(completion))
+
+    run = areal.train(
+        ROOT / "configs" / "quickstart.yaml", model=tiny_model, reward=length, workflow=once,
+        steps=2, batch_size=2, group_size=2, sampling={"max_new_tokens": 16}, **{"data.eval_size": 4},
+    )  # fmt: skip
+    assert list(run.metrics["step"]) == [1, 2] and len(seen) >= 8 + 2 * 4
+    assert run.rollouts.sql("SELECT count(*) AS n FROM rollouts")["n"][0] >= 8
+    assert run.checkpoint and run.report().exists() and run.summary["ok"]
