@@ -1,13 +1,14 @@
 """The rollout manager: asks for permits, runs workflows as coroutines, and sends scored samples to the trainer.
 
 The prompt of a group is the row of the data source at the index in the permit. The source is a pure function of that
-index, and scored samples are on the trainer's disk: if a rollout manager dies, another one samples what is missing. It
-never decides admission.
+index. Scored samples are on the trainer's disk, and so are the calls of others, from time to time: if a rollout manager
+dies, another one samples what is missing. It never decides admission.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
@@ -19,9 +20,11 @@ from actors.parts.sampler import Sampler
 from actors.parts.sessions import SampleSession
 from areal.data.rows import Row
 from areal.generation.routing import GeneratorLoad, groups_that_fit, plan_moves
+from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import Trajectory, columns, notes_of
 from protocols.errors import BusError, FencedError, RefusedError
 from protocols.messages import (
+    AskCalls,
     AskPermits,
     AskSamples,
     Cause,
@@ -34,6 +37,8 @@ from protocols.messages import (
     Permit,
     Permits,
     RenewLeases,
+    StoreCalls,
+    StoredCalls,
     StoredSamples,
     StoreSample,
 )
@@ -45,6 +50,9 @@ ASK_PERMITS_SECONDS = 20.0
 STORE_SECONDS = 60.0
 RETRY_SECONDS = 1.0
 BALANCE_SECONDS = 2.0
+# Time to save the calls of all samples before others take them over, and how many samples are saved at once.
+HAND_OVER_SECONDS = 0.8
+SAVES = 4
 
 log = structlog.get_logger()
 
@@ -58,6 +66,7 @@ class RolloutManager(Sampler):
         self._unfinished: dict[str, int] = {}  # number of unfinished samples, by group
         self._sessions: dict[str, list[SampleSession]] = {}
         self._samples_finished = self._moved = 0
+        self._saves = asyncio.Semaphore(SAVES)
 
     async def main(self) -> None:
         await self.become_healthy()
@@ -75,8 +84,12 @@ class RolloutManager(Sampler):
                     self._begin(permit)
 
     async def hand_over(self) -> None:
-        """Leave the groups in progress to another manager, which begins them anew. If there is none, finish them."""
+        """Leave the groups in progress to another manager, which goes on with what is saved of them. If there is none,
+        finish them."""
         if any(manager.identity != self.bus.identity.name for manager in self.with_role("rollout_manager")):
+            sessions = [session for sessions in self._sessions.values() for session in sessions]
+            if saves := [session.save() for session in sessions if session.unsaved and session.save_every < math.inf]:
+                await asyncio.wait(saves, timeout=HAND_OVER_SECONDS)
             for group in self._groups.values():
                 group.cancel()
         await self._router.room.until(lambda: not self._groups)
@@ -192,7 +205,13 @@ class RolloutManager(Sampler):
             self.spawn(self.ask_master(GroupStarted(group=permit.group, start_version=version), Done), "group started")
 
         start.report = report
-        work = [self._run_sample(permit, *pair, row, start) for pair in zip(places, sessions, strict=True)]
+        for place, session in zip(places, sessions, strict=True):
+            self._save_regularly(permit, place, session)
+        begun = set(stored.unfinished)
+        work = [
+            self._run_sample(permit, place, session, row, start, place in begun)
+            for place, session in zip(places, sessions, strict=True)
+        ]
         storing: list[asyncio.Task[RefusedError | None]] = []
 
         def store(scored: _Scored) -> None:
@@ -250,10 +269,13 @@ class RolloutManager(Sampler):
         return scored
 
     async def _run_sample(
-        self, permit: Permit, place: int, session: SampleSession, row: Row, start: _GroupStart
+        self, permit: Permit, place: int, session: SampleSession, row: Row, start: _GroupStart, begun: bool
     ) -> _Scored | SampleFailed:
+        """Sample and score one sample. begun: the trainer may have calls of it."""
         began = time.time()
         try:
+            if begun:
+                session.found = await self._calls(permit, place)
             sample = await self.run_workflow(session, row)
             discarded = session.tokens_sampled - int(sample.sampled.sum())
             about: dict[str, Any] = {"parts": session.reward_parts, "discarded": max(0, discarded)}
@@ -285,6 +307,35 @@ class RolloutManager(Sampler):
             return await self._ask_trainer(request, StoredSamples)
         except RefusedError as error:
             raise _GroupFailed("trainer", f"the trainer refused the group: {error}", 0) from None
+
+    async def _calls(self, permit: Permit, place: int) -> list[SavedCall]:
+        """The calls that the trainer has of a sample. Without them it is sampled anew."""
+        try:
+            stored = await self._ask_trainer(AskCalls(group=permit.group, place=place), StoredCalls)
+        except RefusedError as error:
+            log.warning("the trainer gives no calls of a sample", group=permit.group, error=str(error))
+            return []
+        return unpacked(stored.columns) if stored.columns else []
+
+    def _save_regularly(self, permit: Permit, place: int, session: SampleSession) -> None:
+        session.save = lambda: self.spawn(self._save(permit, place, session), "save calls")
+        session.save_every = self.config.rollout_manager.save_every_tokens or math.inf
+
+    async def _save(self, permit: Permit, place: int, session: SampleSession) -> None:
+        """Have the trainer store the calls so far of a sample, unless it refuses them."""
+        async with self._saves:
+            tokens, calls = session.unsaved, session.calls_so_far()
+            if not calls:  # the call with these tokens has failed
+                return
+            request = StoreCalls(
+                group=permit.group, prompt_index=permit.prompt_index, place=place, columns=packed(calls)
+            )  # fmt: skip
+            try:
+                await self._ask_trainer(request, Done)
+                session.unsaved -= tokens
+            except RefusedError as error:
+                session.save_every = math.inf
+                log.warning("the trainer refused the calls of a sample", group=permit.group, error=str(error))
 
     async def _store(self, permit: Permit, row: Row, scored: _Scored) -> RefusedError | None:
         """Send a sample to the trainer, until the trainer has stored it. Repeats are harmless, because a sample is

@@ -10,10 +10,10 @@ A trainer that shares its devices with generators has them in *turns*: before a 
 and after it, it lets them go on. With `colocate` the memory of those who do not have the turn is empty.
 
 A sample is acknowledged once it is in the spool on disk. It stays there until the rollouts of its group are written and
-two checkpoints cover the step that trained it, or until its group is discarded. So a killed rollout manager loses only
-what is not scored, and a killed trainer loses nothing: after its restart it loads the last checkpoint, or the one
-before if that is damaged, redoes in order the batches that the master has logged since, and publishes the run's current
-version under a new lineage.
+two checkpoints cover the step that trained it, or until its group is discarded. The calls of unfinished samples are
+stored there, too, from time to time. So a killed rollout manager loses only the tokens since, and a killed trainer
+loses nothing: after its restart it loads the last checkpoint, or the one before if that is damaged, redoes in order the
+batches that the master has logged since, and publishes the run's current version under a new lineage.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from areal.rewards.result import mean_parts
 from areal.storage.disk import Patience
 from areal.storage.rollouts import FOLDER, RolloutWriter
 from areal.storage.run_folder import checkpoint_of, ways_on
+from areal.storage.saved_calls import unpacked
 from areal.storage.spool import Spool
 from areal.tokens import load_tokenizer
 from areal.training.guard import Guard
@@ -48,6 +49,7 @@ from areal.weights.chunks import Holding, Manifest
 from protocols.errors import BusError, BusyError, FencedError, RefusedError
 from protocols.messages import (
     AskBatch,
+    AskCalls,
     AskRecovery,
     AskReuse,
     AskSamples,
@@ -67,6 +69,8 @@ from protocols.messages import (
     ReuseAnswer,
     SendWeights,
     Shutdown,
+    StoreCalls,
+    StoredCalls,
     StoredSamples,
     StoreSample,
     TakeDevices,
@@ -340,20 +344,52 @@ class Trainer(Actor):
 
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
-        group, prompt_index, size = request.message.group, request.message.prompt_index, self.config.group_size
+        group, size = request.message.group, self.config.group_size
         if not self._takes_samples:
             raise BusyError("this trainer is not ready yet")
-        stored = await self._use_spool(request, self._spool.samples, prompt_index)
-        if earlier := {key: sample.start_version for key, sample in stored.items() if key[0] != group}:
+        stored, unfinished = await self._oldest_versions(request)
+        if earlier := {key: version for key, version in [*unfinished.items(), *stored.items()] if key[0] != group}:
             answer = await self.ask_master(AskReuse(group=group, versions=tuple(earlier.values())), ReuseAnswer)
             if answer.oldest is not None:
-                fresh = [key for key, version in earlier.items() if version >= answer.oldest]
-                await self._use_spool(request, self._spool.move, group, fresh, size)
+                fresh = {key for key, version in earlier.items() if version >= answer.oldest}
+                await self._use_spool(request, self._spool.move, group, [key for key in stored if key in fresh], size)
+                begun = [key for key in unfinished if key in fresh]
+                await self._use_spool(request, self._spool.move_calls, group, begun)
                 await self._use_spool(request, self._spool.forget, {earlier_id for earlier_id, _ in earlier})
-                stored = await self._use_spool(request, self._spool.samples, prompt_index)
+                stored, unfinished = await self._oldest_versions(request)
         await self._report_ready(await self._use_spool(request, self._spool.complete, group, size))
-        starts = {place: sample.start_version for (group_id, place), sample in stored.items() if group_id == group}
-        return StoredSamples(places=tuple(starts), start_version=min(starts.values(), default=None))
+        done = {place: version for (group_id, place), version in stored.items() if group_id == group}
+        calls = {place: version for (group_id, place), version in unfinished.items() if group_id == group}
+        return StoredSamples(
+            places=tuple(done),
+            unfinished=tuple(place for place in calls if place not in done),
+            start_version=min([*done.values(), *calls.values()], default=None),
+        )
+
+    async def _oldest_versions(self, request: Request[AskSamples]) -> tuple[dict[tuple[str, int], int], ...]:
+        """The oldest version in each stored sample of the prompt, and in each of which calls are stored, by group and
+        place."""
+        samples = await self._use_spool(request, self._spool.samples, request.message.prompt_index)
+        unfinished = await self._use_spool(request, self._spool.unfinished, request.message.prompt_index)
+        return {key: sample.start_version for key, sample in samples.items()}, unfinished
+
+    @handles(StoreCalls)
+    async def store_calls(self, request: Request[StoreCalls]) -> Done:
+        stored = request.message
+        if not self._takes_samples:
+            raise BusyError("this trainer is not ready yet")
+        try:
+            unpacked(stored.columns)
+        except ValueError as error:
+            raise RefusedError(f"group {stored.group}: {error}") from None
+        key = stored.group, stored.place
+        await self._use_spool(request, self._spool.put_calls, *key, stored.prompt_index, stored.columns)
+        return Done()
+
+    @handles(AskCalls)
+    async def ask_calls(self, request: Request[AskCalls]) -> StoredCalls:
+        key = request.message.group, request.message.place
+        return StoredCalls(columns=await self._use_spool(request, self._spool.calls, *key))
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., T], *arguments: Any) -> T:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""

@@ -394,6 +394,12 @@ class RolloutManagerConfig(Section):
         None, description="vLLM's parser of thinking for agents, such as qwen3; null: thinking is text"
     )
     max_concurrent_groups: int = Field(64, ge=1, description="most groups that a manager runs at once")
+    save_every_tokens: int = Field(
+        2048,
+        ge=0,
+        description="the trainer's disk gets what is sampled of an unfinished sample after every so many tokens of it, "
+        "so that a killed rollout manager costs no more of it; 0: only finished samples are stored",
+    )
     sample_seconds: float | None = Field(
         None,
         gt=0,

@@ -16,7 +16,8 @@
 | rollout_manager, evaluator | reward | Score | Done |
 | rollout_manager, evaluator | generator, reward | EndJobs | Done |
 | rollout_manager | trainer | AskSamples | StoredSamples |
-| rollout_manager | trainer | StoreSample | Done |
+| rollout_manager | trainer | StoreSample, StoreCalls | Done |
+| rollout_manager | trainer | AskCalls | StoredCalls |
 | generator | trainer | TakeDevices | Done |
 | trainer | generator | YieldDevices | Done |
 | generator | trainer, generator | FetchWeights | stream of WeightFiles, WeightChunk ... |
@@ -89,6 +90,9 @@ Int64s = Annotated[InstanceOf[Vector], _vector("int64")]
 Float32s = Annotated[InstanceOf[Vector], _vector("float32")]
 Float64s = Annotated[InstanceOf[Vector], _vector("float64")]
 Bytes = Annotated[InstanceOf[Vector], _vector("uint8")]
+Columns = Annotated[dict[Name, InstanceOf[Vector]], Field(max_length=64)]
+# The number of a sample in its group.
+Place = Annotated[int, Field(ge=0, le=1 << 20)]
 
 
 class Part(BaseModel):
@@ -531,8 +535,8 @@ class StoreSample(Message):
 
     group: Name
     prompt_index: Index
-    place: Annotated[int, Field(ge=0, le=1 << 20)]
-    columns: Annotated[dict[Name, InstanceOf[Vector]], Field(max_length=64)]
+    place: Place
+    columns: Columns
     notes: str = ""
 
 
@@ -544,10 +548,35 @@ class AskSamples(Message):
 
 
 class StoredSamples(Message):
-    """The places of the samples that are stored, and the oldest version among their tokens; None: there are none."""
+    """The places of the samples that are stored, and of those of which calls are. The oldest version among all their
+    tokens; None: there are none."""
 
     places: Several[int]
+    unfinished: Several[int] = ()
     start_version: int | None
+
+
+class StoreCalls(Message):
+    """The calls so far of a sample that is not finished, for the spool; the answer says that they are on disk.
+    `columns`: of areal.storage.saved_calls.packed. The others as in StoreSample."""
+
+    group: Name
+    prompt_index: Index
+    place: Place
+    columns: Columns
+
+
+class AskCalls(Message):
+    """Asks for the calls that are stored of a sample."""
+
+    group: Name
+    place: Place
+
+
+class StoredCalls(Message):
+    """As in StoreCalls; empty if there are none any more."""
+
+    columns: Columns
 
 
 # --- weights

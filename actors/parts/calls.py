@@ -66,7 +66,7 @@ class Call(Job):
 
     most: the most tokens to sample. keep: gets all tokens of the completion so far, and returns how many of them to
     keep and end with, or None to continue. `generator`: identity of the one that has the sequence, since the time
-    `since`; None: none has. `target`: the one on which it should continue.
+    `since`; None: none has. `target`: the one on which it should continue. `finish`: what the last tokens came with.
     """
 
     def __init__(self, sample: SampleState, prompt: np.ndarray, limit: int, keep: Keep | None) -> None:
@@ -75,6 +75,7 @@ class Call(Job):
         self.generator: str | None = None
         self.since = 0.0
         self.sampled = 0
+        self.finish: Finish | None = None
         self._prompt = prompt
         self._most = limit
         self._keep = keep
@@ -135,6 +136,7 @@ class Call(Job):
             raise ended()
         room = self.sample.room
         self._append(tokens, logprobs, versions)
+        self.finish = finish
         self.sample.count(versions)
         end = self._kept_length()
         length = self.sampled - max(0, len(tokens) - room)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import math
 import sysconfig
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +20,7 @@ from actors.parts.services import Generators, Services
 from areal.config import SamplingConfig
 from areal.data.rows import Row, prompt_text
 from areal.rewards.result import all_scored, combined
+from areal.storage.saved_calls import NO_LIMIT, SavedCall, digest_of
 from areal.trajectory import Tokens, Trajectory
 from areal.workflows.conversation import Generation, Keep, first_of, keep_until_text
 from areal.workflows.forest import Forest
@@ -33,7 +38,15 @@ class SampleSession(SampleState):
     start on, because they share the prompt prefix. generators: those that sample this one, if they are not those of
     `services`. `running`: its calls in progress. `forest`: the calls that are trained. `reward_parts`: of the last
     score.
+
+    `found`: calls of an earlier attempt, which calls with the same prompts begin with. `save`: begins to save the calls
+    so far. It is called when `save_every` tokens are `unsaved`, unless the last save goes on.
     """
+
+    save: Callable[[], asyncio.Task[None]]
+    save_every: float = math.inf
+    unsaved = 0
+    _saving: asyncio.Task[None] | None = None
 
     def __init__(
         self, services: Services, row: Row, sampling: SamplingConfig, min_version: int = 0, *,
@@ -49,7 +62,10 @@ class SampleSession(SampleState):
         self._generators = generators or services.generators
         self._row = row
         self.reward_parts: dict[str, float] = {}
-        self.running: dict[Call, None] = {}  # not a set, whose order is not that of the calls
+        self.running: dict[Call, _Asked] = {}
+        self.found: list[SavedCall] = []
+        self._finished: list[_Asked] = []  # for each of `calls`
+        self._numbers = itertools.count()
         self.forest = Forest()
         self._waits = 0
         self._timer: asyncio.Timeout | None = None  # of the workflow's own code, while the workflow runs
@@ -69,14 +85,43 @@ class SampleSession(SampleState):
         call = Call(self, prompt, limit, keep)
         if limit <= 0:
             return call.completion("length")
-        self.running[call] = None
+        asked = _Asked(next(self._numbers), digest_of(prompt), NO_LIMIT if max_new_tokens is None else max_new_tokens)
+        self.running[call] = asked
         try:
-            with self._waiting():
-                sampled = await self._generators.sample(call)
+            sampled = self._begin(call, asked)
+            if sampled is None:
+                with self._waiting():
+                    sampled = await self._generators.sample(call)
         finally:
             del self.running[call]
-        self.forest.add(prompt, sampled)
+        if len(sampled.tokens):
+            self.forest.add(prompt, sampled)
+            self._finished.append(asked)
         return sampled
+
+    def _begin(self, call: Call, asked: _Asked) -> Generation | None:
+        """Have the call begin with what an earlier attempt has sampled of it. Returns the completion if that is all."""
+        for number, found in enumerate(self.found):
+            fits = len(found.tokens) + (found.finish is None) <= call.remaining
+            if fits and (found.prompt, found.limit) == (asked.prompt, asked.limit):
+                del self.found[number]
+                self.unsaved -= len(found.tokens)  # they are counted now
+                return call.add(found.tokens, found.logprobs, found.versions, found.finish)
+        return None
+
+    def count(self, versions: np.ndarray) -> None:
+        super().count(versions)
+        self.unsaved += len(versions)
+        if self.unsaved >= self.save_every and (self._saving is None or self._saving.done()):
+            self._saving = self.save()
+
+    def calls_so_far(self) -> list[SavedCall]:
+        """All calls that have tokens, in the order in which they began, and then those that are still `found`."""
+        calls = {asked.number: asked.saved(call) for asked, call in zip(self._finished, self.calls, strict=True)}
+        for call, asked in self.running.items():
+            if call.sampled:
+                calls[asked.number] = replace(asked.saved(call.completion("length")), finish=call.finish)
+        return [*(calls[number] for number in sorted(calls)), *self.found]
 
     def reward(self, call: Generation, value: float) -> None:
         self.forest.reward(call, value)
@@ -138,6 +183,8 @@ class SampleSession(SampleState):
     def close(self) -> None:
         """End the calls in progress, and stop counting towards any generator's load."""
         self.closed = True
+        if self._saving is not None:
+            self._saving.cancel()
         for call in self.running:
             call.abort()
         self.place.close()
@@ -162,6 +209,17 @@ class SampleSession(SampleState):
             )
         score, self.reward_parts = combined(weights, results)
         return score
+
+
+class _Asked(NamedTuple):
+    """A call: its number in the sample, and what SavedCall has of it."""
+
+    number: int
+    prompt: bytes
+    limit: int
+
+    def saved(self, call: Generation) -> SavedCall:
+        return SavedCall(self.prompt, self.limit, call.tokens, call.logprobs, call.versions, call.finish)
 
 
 def _place_of(error: BaseException | None) -> str:

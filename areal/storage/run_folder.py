@@ -47,9 +47,10 @@ CHANGES = "changes.jsonl"
 SPEED_ONLY = (
     "generator.count", "generator.threads", "generator.max_concurrent_rollouts", "generator.memory_share",
     "generator.kv_cache_gib", "generator.tensor_parallel", "generator.stream_interval", "generator.enforce_eager",
-    "rollout_manager.count", "rollout_manager.max_concurrent_groups", "reward.count", "reward.workers",
-    "reward.concurrent_calls", "reward.cache_size", "weights", "trainer.ranks", "trainer.zero_stage", "trainer.threads",
-    "trainer.microbatches", "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",
+    "rollout_manager.count", "rollout_manager.max_concurrent_groups", "rollout_manager.save_every_tokens",
+    "reward.count", "reward.workers", "reward.concurrent_calls", "reward.cache_size", "weights",
+    "trainer.ranks", "trainer.zero_stage", "trainer.threads", "trainer.microbatches",
+    "trainer.max_tokens_per_microbatch", "trainer.gradient_checkpointing",
     "trainer.prefix_tree", "trainer.offload", "trainer.sequence_parallel",
 )  # fmt: skip
 

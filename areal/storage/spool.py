@@ -1,5 +1,5 @@
 """The spool keeps scored samples on the trainer's disk, from their arrival until a checkpoint covers the step of their
-group.
+group, and what is sampled of those that are not finished.
 
 A group is in it as parts, of one sample each. Only in a spool of format 4 or earlier, a part has all samples."""
 
@@ -9,12 +9,14 @@ import os
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 from zlib import crc32
 
+import numpy as np
 import safetensors.numpy
 
 from areal.config import UserError
@@ -22,22 +24,45 @@ from areal.storage.database import FACTS, fact, note, note_program, open_store, 
 from areal.storage.run_folder import ways_on
 from areal.trajectory import Group, Trajectory, columns, joined, trajectories
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 _MARK = 0x53504F4C  # application_id: tells this kind of file from other SQLite files
-_SCHEMA = """
+_PARTS = """
     CREATE TABLE parts (
         seq INTEGER PRIMARY KEY, id TEXT NOT NULL, place INTEGER NOT NULL, prompt_index INTEGER NOT NULL,
         arrays BLOB NOT NULL, notes TEXT NOT NULL, crc INTEGER, UNIQUE (id, place)
     );
     CREATE INDEX parts_of_prompts ON parts (prompt_index);
 """
+_UNFINISHED = """
+    CREATE TABLE unfinished (
+        id TEXT NOT NULL, place INTEGER NOT NULL, prompt_index INTEGER NOT NULL, oldest INTEGER NOT NULL,
+        arrays BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (id, place)
+    );
+    CREATE INDEX unfinished_of_prompts ON unfinished (prompt_index);
+"""
 _UPGRADES = {
     3: f"ALTER TABLE groups ADD COLUMN crc INTEGER; {FACTS}",
-    4: f"""{_SCHEMA}
+    4: f"""{_PARTS}
         INSERT INTO parts SELECT seq, id, 0, prompt_index, arrays, notes, crc FROM groups; DROP TABLE groups;""",
+    5: _UNFINISHED,
 }
 _PART = "place, prompt_index, arrays, notes, crc"
 _IF_ROOM = "WHERE (SELECT count(*) FROM parts WHERE id = ?) < ?"
+_PUT = f"INSERT OR IGNORE INTO parts (id, {_PART}) SELECT ?, ?, ?, ?, ?, ? {_IF_ROOM}"
+_FINISHED = "DELETE FROM unfinished WHERE id = ? AND place = ?"
+# What arrives late replaces nothing newer, which has more tokens.
+_PUT_CALLS = """
+    INSERT INTO unfinished SELECT ?, ?, ?, ?, ?, ? WHERE NOT EXISTS (SELECT 1 FROM parts WHERE id = ? AND place = ?)
+    ON CONFLICT DO UPDATE SET oldest = excluded.oldest, arrays = excluded.arrays, crc = excluded.crc
+    WHERE length(excluded.arrays) > length(arrays)
+"""
+_MOVE_CALLS = """
+    UPDATE OR IGNORE unfinished SET id = ?1 WHERE id = ?2 AND place = ?3
+    AND NOT EXISTS (SELECT 1 FROM parts WHERE id = ?1 AND place = ?3)
+"""
+
+Changes = tuple[tuple[str, tuple[Any, ...]], ...]
+"""Statements, each with its values, that belong together."""
 
 
 class SpoolError(Exception):
@@ -56,13 +81,13 @@ class Spool:
     """
 
     def __init__(self, connection: sqlite3.Connection, lock: int | None = None) -> None:
-        prepare(connection, _MARK, FORMAT_VERSION, _SCHEMA, _UPGRADES)
+        prepare(connection, _MARK, FORMAT_VERSION, _PARTS + _UNFINISHED, _UPGRADES)
         self._connection = connection
         (_, _, file), *_ = connection.execute("PRAGMA database_list")
         self._file = Path(file)
         self._file_lock = lock
         self._lock = threading.RLock()
-        self._waiting: deque[tuple[Any, ...]] = deque()  # rows that threads are about to store
+        self._waiting: deque[Changes] = deque()  # those that threads are about to make
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -91,26 +116,33 @@ class Spool:
         does."""
         fields = (part.id, place, part.prompt_index, safetensors.numpy.save(columns(part.trajectories)), part.notes)
         row = (*fields, _checksum(*fields), part.id, size)
-        self._waiting.append(row)
-        self._store_waiting(row)
+        self._store(((_PUT, row), (_FINISHED, (part.id, place))))
         return self.complete(part.id, size)
 
-    def _store_waiting(self, caller_row: tuple[Any, ...]) -> None:
+    def put_calls(self, group_id: str, place: int, prompt_index: int, table: Mapping[str, np.ndarray]) -> None:
+        """Store the calls so far (areal.storage.saved_calls) of the sample that is to have this place, in place of
+        fewer of its tokens that are stored, and unless the sample itself is. If it raises SpoolError, they are not."""
+        arrays, oldest = safetensors.numpy.save(dict(table)), int(table["versions"].min())
+        crc = _checksum("", place, prompt_index, arrays, f"{oldest}")
+        row = (group_id, place, prompt_index, oldest, arrays, crc, group_id, place)
+        self._store(((_PUT_CALLS, row),))
+
+    def _store(self, own: Changes) -> None:
         """Store what all threads wait to store: one commit, which takes as long as the disk needs, for all of it. If it
-        fails, the rows of the others wait for these, and `caller_row` does not. A thread whose own row does not wait
-        any more takes it for stored, so the lock is held until they do again."""
-        rows: list[tuple[Any, ...]] = []
+        fails, the changes of the others wait for these, and `own` do not. A thread whose own changes do not wait any
+        more takes them for made, so the lock is held until they do again."""
+        taken: list[Changes] = []
+        self._waiting.append(own)
         with self._lock:
             try:
                 with self._transaction() as connection:
                     while self._waiting:
-                        rows.append(self._waiting.popleft())
-                    if rows:
-                        statement = f"INSERT OR IGNORE INTO parts (id, {_PART}) SELECT ?, ?, ?, ?, ?, ? {_IF_ROOM}"
-                        connection.executemany(statement, rows)
+                        taken.append(self._waiting.popleft())
+                    for statement, values in chain(*taken):
+                        connection.execute(statement, values)
             except SpoolError:
-                self._waiting.extend(row for row in rows if row is not caller_row)
-                if any(row is caller_row for row in rows):
+                self._waiting.extend(changes for changes in taken if changes is not own)
+                if any(changes is own for changes in taken):
                     raise
 
     def complete(self, group_id: str, size: int) -> Group | None:
@@ -143,6 +175,31 @@ class Spool:
                         (group_id, crc, group_id, size, *key),
                     )
 
+    def unfinished(self, prompt_index: int) -> dict[tuple[str, int], int]:
+        """The oldest version in the calls that are stored of each unfinished sample of a prompt, by the id of its group
+        and its place there."""
+        with self._transaction() as connection:
+            statement = "SELECT id, place, oldest FROM unfinished WHERE prompt_index = ?"
+            return {
+                (group_id, place): oldest for group_id, place, oldest in connection.execute(statement, (prompt_index,))
+            }
+
+    def move_calls(self, group_id: str, samples: Iterable[tuple[str, int]]) -> None:
+        """Make the calls of unfinished samples of earlier groups, of the same prompt, those of this group at the same
+        places, unless these are taken."""
+        with self._transaction() as connection:
+            connection.executemany(_MOVE_CALLS, [(group_id, *key) for key in samples])
+
+    def calls(self, group_id: str, place: int) -> dict[str, np.ndarray]:
+        """What `put_calls` has stored of a sample; empty if that is nothing, or damaged: it can be sampled again."""
+        with self._transaction() as connection:
+            row = connection.execute(
+                "SELECT prompt_index, arrays, oldest, crc FROM unfinished WHERE id = ? AND place = ?", (group_id, place)
+            ).fetchone()
+        prompt_index, arrays, oldest, crc = row or (0, b"", 0, -1)
+        intact = crc == _checksum("", place, prompt_index, arrays, f"{oldest}")
+        return safetensors.numpy.load(arrays) if intact else {}
+
     def get(self, ids: Sequence[str]) -> list[Group]:
         """Return the groups with these ids, in this order. Raises SpoolDamage if some are missing, or one is not as it
         was stored."""
@@ -155,9 +212,10 @@ class Spool:
         return [groups[group_id] for group_id in ids]
 
     def ids(self) -> list[str]:
-        """The ids of all groups, in order of arrival."""
+        """The ids of all groups, in order of arrival, those last of which no sample is finished."""
         with self._transaction() as connection:
-            rows = connection.execute("SELECT id FROM parts GROUP BY id ORDER BY min(seq)")
+            rows = connection.execute("SELECT id FROM parts GROUP BY id ORDER BY min(seq)").fetchall()
+            rows += connection.execute("SELECT DISTINCT id FROM unfinished WHERE id NOT IN (SELECT id FROM parts)")
             return [group_id for (group_id,) in rows]
 
     def forget(self, ids: Iterable[str]) -> None:
@@ -165,6 +223,7 @@ class Spool:
         rows = [(group_id,) for group_id in ids]
         with self._transaction() as connection:
             connection.executemany("DELETE FROM parts WHERE id = ?", rows)
+            connection.executemany("DELETE FROM unfinished WHERE id = ?", rows)
 
     def close(self) -> None:
         """Close the file, after the call that is running in another thread, if any."""

@@ -604,10 +604,10 @@ class SimSource:
 
 async def branching(session: Session, row: Row) -> Trajectory:
     """A workflow that asks twice at the same time, goes on from one of the answers, repeats a part of it, and begins
-    anew. How much of what comes when depends on what was sampled."""
+    anew. How much of what comes when depends on what was sampled, and on the time, as an environment may."""
     prompt = np.array(session.tokenizer.encode(row.prompt, add_special_tokens=False), np.int32)
     one, other = await asyncio.gather(session.generate(prompt, 4), session.generate(prompt, 3))
-    longer = np.concatenate([prompt, one.tokens, [0]])
+    longer = np.concatenate([prompt, one.tokens, [0] * (1 + int(asyncio.get_running_loop().time() * 10) % 3)])
     again = longer[: len(prompt) + len(one.tokens) // 2]
     await asyncio.gather(session.generate(longer, 4), session.generate(again, 2))
     await session.generate(np.arange(1, 3))

@@ -51,6 +51,8 @@ class Model:
     branching: bool = False
     """Whether a sample is many calls, some of them at the same time, instead of one."""
     max_new_tokens: int = 12
+    save_every: int = 0
+    """Tokens of an unfinished sample after which its calls are saved; 0: they are not."""
     stream_interval: int = 6
     concurrent: int = 4
     interrupt: bool = True
@@ -105,7 +107,10 @@ def config_of(model: Model) -> Config:
             "data": {"source": "addition", "eval_size": model.eval_size},
             "sampling": {"max_new_tokens": model.max_new_tokens},
             "reward": {"functions": ["addition"], "timeout_seconds": 2.0, "credit": "return_to_go"},
-            "rollout_manager": {"workflow": BRANCHING if model.branching else "single_turn"},
+            "rollout_manager": {
+                "workflow": BRANCHING if model.branching else "single_turn",
+                "save_every_tokens": model.save_every,
+            },
             "generator": {
                 "max_concurrent_rollouts": model.concurrent,
                 "stream_interval": model.stream_interval,

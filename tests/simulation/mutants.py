@@ -14,9 +14,12 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 from actors import generator, rollout_manager, trainer
 from actors.generator import Generator
 from actors.master import Master
+from actors.parts import sessions
 from actors.parts.calls import Call
 from actors.parts.evaluations import Evaluations
 from actors.parts.hangs import Hangs
@@ -32,6 +35,7 @@ from actors.trainer import Trainer
 from areal.staleness.ledger import Discarded, GroupState, Ledger, LedgerGroup, Requeued
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.rollouts import RolloutWriter
+from areal.storage.saved_calls import DIGEST_BYTES, SavedCall
 from areal.storage.spool import Spool
 from areal.training.guard import Guard
 from areal.trajectory import Branch, Group, Trajectory, columns, paths
@@ -482,6 +486,40 @@ def stored_samples_however_old() -> AbstractContextManager[None]:
     return patch.multiple(Ledger, _breaks_schedule=lambda ledger, group, version: False)
 
 
+def saved_calls_sampled_again() -> AbstractContextManager[None]:
+    """A rollout manager samples an unfinished sample anew, whatever calls of it are stored."""
+
+    async def nothing(manager: RolloutManager, permit: Permit, place: int) -> list[SavedCall]:
+        return []
+
+    return patch.multiple(RolloutManager, _calls=nothing)
+
+
+def saved_calls_of_another_sample() -> AbstractContextManager[None]:
+    """A sample goes on with the calls of the sample beside it in the group, if there are any."""
+    calls = Spool.calls
+
+    def calls_beside(spool: Spool, group_id: str, place: int) -> dict[str, np.ndarray]:
+        return calls(spool, group_id, place ^ 1) or calls(spool, group_id, place)
+
+    return patch.multiple(Spool, calls=calls_beside)
+
+
+def saved_calls_whatever_their_prompts() -> AbstractContextManager[None]:
+    """A call goes on from saved tokens of a call with another prompt."""
+    return patch.multiple(sessions, digest_of=lambda prompt: bytes(DIGEST_BYTES))
+
+
+def newest_version_of_saved_calls() -> AbstractContextManager[None]:
+    """The spool gives the newest version in the saved calls of a sample for the oldest."""
+    unfinished = Spool.unfinished
+
+    def newest(spool: Spool, prompt_index: int) -> dict[tuple[str, int], int]:
+        return {key: int(spool.calls(*key)["versions"].max()) for key in unfinished(spool, prompt_index)}
+
+    return patch.multiple(Spool, unfinished=newest)
+
+
 def logprobs_reversed_after_a_break() -> AbstractContextManager[None]:
     """A sequence that continues on another generator has the log-probs that it brings in the opposite order."""
     leave = RoutedGenerators._leave
@@ -689,6 +727,10 @@ MUTANTS: dict[str, Mutant] = {
     "stored samples sampled again": stored_samples_sampled_again,
     "stored samples of another group": stored_samples_of_another_group,
     "stored samples however old": stored_samples_however_old,
+    "saved calls sampled again": saved_calls_sampled_again,
+    "saved calls of another sample": saved_calls_of_another_sample,
+    "saved calls whatever their prompts": saved_calls_whatever_their_prompts,
+    "newest version of saved calls": newest_version_of_saved_calls,
     "log-probs reversed after a break": logprobs_reversed_after_a_break,
     "hangs not noticed": hangs_not_noticed,
     "own code without a limit": own_code_without_a_limit,

@@ -27,6 +27,7 @@ from areal.staleness.ledger import (
     Ledger,
 )
 from areal.storage.rollouts import Rollout
+from areal.storage.saved_calls import SavedCall
 from areal.trajectory import Group, Trajectory
 from areal.workflows.conversation import Generation
 from protocols.codec import Frame
@@ -107,6 +108,11 @@ class Oracle:
         self._resumed: dict[str, float] = {}  # when a group was admitted, if the attempt before has lost its lease
         self._found_at_start: set[str] = set()  # needless groups in the spool when the last trainer began
         self._begun: set[str] = set()  # groups of which a sample has begun
+        self.has_calls: Callable[[str, int], bool] = lambda group, place: False
+        """Whether calls of the unfinished sample of the group at this place are in the spool."""
+        self.reused_tokens = 0
+        """Tokens with which samples have begun whose calls were stored."""
+        self._saved: set[bytes] = set()  # digests of the calls that were saved, each with its prompt and place
         self._needless: list[set[str]] = [set(), set()]  # in the spool at the last two checkpoints
         self.heard: Callable[[], None] = lambda: None
         """Called PROMPT_SECONDS after each publication that every generator could hear of."""
@@ -295,6 +301,27 @@ class Oracle:
         before = self._resumed.get(group, 0.0)
         if left := [key for key, when in stored.items() if key[0] != group and when < before]:
             raise Violation(f"{group} is sampled, but {left} are stored, and neither in it nor dropped", group)
+
+    def saves(self, prompt: int, place: int, calls: Sequence[SavedCall]) -> None:
+        """A rollout manager saves the calls so far of the sample of this prompt at this place."""
+        self._saved.update(_digest_of_call(prompt, place, call) for call in calls)
+
+    def goes_on(self, group: str, prompt: int, place: int, calls: Sequence[SavedCall]) -> None:
+        """A rollout manager begins the sample at this place with these calls."""
+        self._guard(self._check_goes_on, group, prompt, place, calls)
+
+    def _check_goes_on(self, group: str, prompt: int, place: int, calls: Sequence[SavedCall]) -> None:
+        self.reused_tokens += sum(len(call.tokens) for call in calls)
+        if wrong := [call for call in calls if _digest_of_call(prompt, place, call) not in self._saved]:
+            raise Violation(f"place {place} of {group} goes on with calls that it has not saved: {wrong}", group)
+        if not calls and self.has_calls(group, place):
+            raise Violation(f"place {place} of {group} begins anew, but calls of it are stored", group)
+
+    def used(self, group: str, left: Sequence[SavedCall]) -> None:
+        """A sample is finished, of the calls that it began with but for these. The workflow `branching` does not make
+        all of its calls again."""
+        if left and not self._branching:
+            self.fail(Violation(f"a sample of {group} has not used what was saved of it: {left}", group))
 
     def _check_filtered(self, group: str) -> None:
         credits = set().union(*map(credits_of, self.spooled_samples(group) or ()))
@@ -632,6 +659,13 @@ def credits_of(sample: Trajectory) -> set[float]:
 
 def _sampled(tokens: np.ndarray, logprobs: np.ndarray, which: Any = slice(None)) -> list[tuple[int, float]]:
     return list(zip(tokens[which].tolist(), logprobs[which].tolist(), strict=True))
+
+
+def _digest_of_call(prompt: int, place: int, call: SavedCall) -> bytes:
+    found = blake2b(f"{prompt} {place} {call.limit} {call.finish}".encode() + call.prompt, digest_size=16)
+    for column in (call.tokens, call.logprobs, call.versions):
+        found.update(column.tobytes())
+    return found.digest()
 
 
 def _digest(sample: Trajectory) -> bytes:

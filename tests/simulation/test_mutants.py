@@ -109,6 +109,9 @@ def managers_die(n: int = 0) -> Plan:
     return plan(*deaths, until=7.0, mishaps=Mishaps(straggler=0.15, straggler_times=4.0))
 
 
+SAVED = replace(WITH_SIBLINGS, save_every=4)
+BRANCHES_SAVED = replace(SAVED, branching=True, save_every=2)
+
 PROVOKED = {
     "only the last checkpoint": Provoked("no progress", lambda n: plan(Damage(2.0 + n)), Model(steps=12)),
     # The spool is lost, and with it groups that were ready.
@@ -217,6 +220,10 @@ PROVOKED = {
     "stored samples sampled again": Provoked("are stored, and neither in it", managers_die, WITH_SIBLINGS),
     "stored samples of another group": Provoked("", managers_die, WITH_SIBLINGS),
     "stored samples however old": Provoked("every group fits before its deadline", managers_die, WITH_SIBLINGS),
+    "saved calls sampled again": Provoked("begins anew, but calls of it are stored", managers_die, SAVED),
+    "saved calls of another sample": Provoked("goes on with calls that it has not saved", managers_die, SAVED),
+    "saved calls whatever their prompts": Provoked("tokens", managers_die, BRANCHES_SAVED),
+    "newest version of saved calls": Provoked("start version", managers_die, SAVED),
     "latest deadlines first": Provoked(
         "have earlier deadlines", lambda n: plan(),
         Model(steps=12, batch_size=2, group_size=1, max_staleness=2, generators=2),
@@ -243,6 +250,14 @@ def test_what_is_scored_of_a_group_outlives_its_manager_and_is_not_sampled_again
         assert (result := world.run()).ok, result.story
         assert world.counters["reused"] > 20
         assert len(world.oracle.disk.trained) == 12
+
+
+@pytest.mark.parametrize("model", [SAVED, BRANCHES_SAVED])
+def test_what_is_sampled_of_an_unfinished_sample_outlives_its_manager(model: Model) -> None:
+    for seed in range(2):
+        world = World(seed, model, managers_die())
+        assert (result := world.run()).ok, result.story
+        assert world.oracle.reused_tokens > 200
 
 
 def test_all_mutants_are_tested_and_described() -> None:

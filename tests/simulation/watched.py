@@ -7,7 +7,7 @@ import functools
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from actors.evaluator import Evaluator
 from actors.parts.sessions import SampleSession
@@ -16,14 +16,17 @@ from areal.data.rows import Row
 from areal.storage.events import GONE
 from areal.storage.journal import Journal
 from areal.storage.rollouts import Rollout, RolloutWriter
+from areal.storage.saved_calls import unpacked
 from areal.storage.spool import Spool
 from areal.trajectory import Group, Trajectory
 from areal.workflows.session import Session
 from protocols.codec import Frame, Header
-from protocols.messages import AskEvaluation, EvaluationDone, Message, Permit, RowsScored
+from protocols.messages import AskEvaluation, EvaluationDone, Message, Permit, RowsScored, StoreCalls
 from protocols.transport import Bus, Peer
 from simulation.engines import HELDOUT, Toil
 from simulation.oracle import Oracle
+
+M = TypeVar("M", bound=Message)
 
 
 class Disk(sqlite3.Connection):
@@ -109,10 +112,12 @@ class WatchedJournal(Journal):
 
 class WatchedSpool(Spool):
     """The real spool. `on_put` is called with the id of the group and the place of each sample that is stored, and
-    `on_move` with those of each that becomes one of another group, and that group's id."""
+    `on_move` with those of each that becomes one of another group, and that group's id. `on_calls`: with that of the
+    group of which calls are stored."""
 
     on_put: Callable[[str, int], None]
     on_move: Callable[[str, int, str], None]
+    on_calls: Callable[[str], None]
 
     def put(self, part: Group, place: int = 0, size: int = 1) -> Group | None:
         group = super().put(part, place, size)
@@ -124,6 +129,14 @@ class WatchedSpool(Spool):
         super().move(group_id, samples, size)
         for earlier, place in samples:
             self.on_move(earlier, place, group_id)
+
+    def put_calls(self, group_id: str, *more: Any) -> None:
+        super().put_calls(group_id, *more)
+        self.on_calls(group_id)
+
+    def move_calls(self, group_id: str, samples: Iterable[tuple[str, int]]) -> None:
+        super().move_calls(group_id, samples)
+        self.on_calls(group_id)
 
 
 class WatchedRollouts(RolloutWriter):
@@ -155,6 +168,7 @@ class WatchedManager(RolloutManager):
 
     async def setup(self) -> None:
         await super().setup()
+        self._places: dict[SampleSession, tuple[Permit, int]] = {}
         workflow = self._workflow
 
         async def hanging(session: Session, row: Row) -> Trajectory:
@@ -165,13 +179,22 @@ class WatchedManager(RolloutManager):
 
         self._workflow = hanging
 
-    async def _run_sample(self, permit: Permit, place: int, *more: Any) -> Any:
+    async def _run_sample(self, permit: Permit, place: int, session: SampleSession, *more: Any) -> Any:
         self.oracle.begins(permit.group, place)
-        return await super()._run_sample(permit, place, *more)
+        self._places[session] = permit, place
+        return await super()._run_sample(permit, place, session, *more)
+
+    async def _ask_trainer(self, request: Message, answer: type[M]) -> M:
+        if isinstance(request, StoreCalls):
+            self.oracle.saves(request.prompt_index, request.place, unpacked(request.columns))
+        return await super()._ask_trainer(request, answer)
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
+        permit, place = self._places.pop(session)
+        self.oracle.goes_on(permit.group, permit.prompt_index, place, session.found)
         done = await super().run_workflow(session, row)
         self.oracle.sampled(row, done, session.calls)
+        self.oracle.used(permit.group, session.found)
         return done
 
 

@@ -137,6 +137,8 @@ class World:
         if model is None and plan is None and hangs.random() < HANGS:
             self.model = with_hangs(self.model)
             self.plan.faults.append(faults.draw_hang(hangs, self.model.processes, self.plan.until))
+        if model is None:
+            self.model = replace(self.model, save_every=Random(f"save {seed}").choice((0, 2, 8)))
         self.config = config_of(self.model)
         self.scheduler = WorldScheduler()
         self.wire = FaultyWire(self.scheduler, self.random)
@@ -145,7 +147,7 @@ class World:
         self.oracle.scores_fail = self.plan.mishaps.score_fails > 0.0
         self.oracle.causes = self._causes()
         self.oracle.spooled, self.oracle.busy, self.oracle.heard = self._spooled, self._busy, self._see_generators
-        self.oracle.samples_of = self._samples_of
+        self.oracle.samples_of, self.oracle.has_calls = self._samples_of, self._has_calls
         self.violation: Violation | None = None
         self.trace: list[str] | None = [] if traced else None
         self.processes = {name: Process(name) for name in self.model.processes}
@@ -380,6 +382,7 @@ class World:
     def _open_spool(self, one: Incarnation) -> Spool:
         spool = WatchedSpool(self._disk(one, empty_spool()))
         spool.on_put, spool.on_move = functools.partial(self._puts, one), functools.partial(self._moves, one)
+        spool.on_calls = functools.partial(self._puts_calls, one)
         return spool
 
     def _open_rollouts(self, one: Incarnation) -> WatchedRollouts:
@@ -388,6 +391,9 @@ class World:
     def _puts(self, one: Incarnation, group: str, place: int) -> None:
         self.spooled_by[group] = one, self.scheduler.now
         self.stored.setdefault((group, place), self.scheduler.now)
+
+    def _puts_calls(self, one: Incarnation, group: str) -> None:
+        self.spooled_by[group] = one, self.scheduler.now
 
     def _moves(self, one: Incarnation, earlier: str, place: int, group: str) -> None:
         self.counters["reused"] += 1
@@ -494,9 +500,15 @@ class World:
         found = disk.execute("SELECT id, place FROM parts WHERE prompt_index = ?", (prompt,)) if disk else []
         return {(group, place): self.stored[group, place] for group, place in found}
 
+    def _has_calls(self, group: str, place: int) -> bool:
+        disk = self.processes["trainer-0"].disk
+        key = "id = ? AND place = ?"
+        return bool(disk and disk.execute(f"SELECT 1 FROM unfinished WHERE {key}", (group, place)).fetchone())
+
     def _spooled(self, trainer: str) -> tuple[Mapping[str, int], Collection[str]]:
         disk = self.processes["trainer-0"].disk
-        found = dict(disk.execute("SELECT id, count(*) FROM parts GROUP BY id")) if disk else {}
+        found = dict(disk.execute("SELECT id, 0 FROM unfinished")) if disk else {}
+        found |= dict(disk.execute("SELECT id, count(*) FROM parts GROUP BY id")) if disk else {}
         trainers = [one for one in self.incarnations if one.role == "trainer" and one.alive]
         asked = {group for one in trainers for group, number in one.storing.items() if number}
         if not any(one.bus.identity.name == trainer for one in trainers):
@@ -665,7 +677,7 @@ class World:
         self.fault(f"the run goes back to version {version}")
         self.counters["went back"] += 1
         if spool_lost and trainer.disk is not None:
-            trainer.disk.executescript("DELETE FROM parts")
+            trainer.disk.executescript("DELETE FROM parts; DELETE FROM unfinished")
         complete = f"SELECT id FROM parts GROUP BY id HAVING count(*) = {self.model.group_size}"
         spooled = {group for (group,) in trainer.disk.execute(complete)} if trainer.disk else set()
         undone = undone_by(journal.kept(version))
@@ -675,10 +687,8 @@ class World:
         journal.compact(state.dump())
         journal._write(journal._snapshot, [], {})
         if trainer.disk is not None:
-            stored = trainer.disk.execute("SELECT DISTINCT id FROM parts").fetchall()
-            with trainer.disk:
-                needless = [group for group in stored if not state.ledger.needs_payload(*group)]
-                trainer.disk.executemany("DELETE FROM parts WHERE id = ?", needless)
+            spool = Spool(trainer.disk)
+            spool.forget([group for group in spool.ids() if not state.ledger.needs_payload(group)])
 
     def _damage(self) -> None:
         book, one = self.oracle.disk, self._running("trainer-0")

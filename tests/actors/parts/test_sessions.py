@@ -21,6 +21,7 @@ from areal.generation.engine import Chunk
 from areal.generation.routing import GeneratorLoad
 from areal.rewards.result import Result
 from areal.sandbox.outside import Outcome, open_sandbox
+from areal.storage.saved_calls import SavedCall, packed, unpacked
 from areal.trajectory import Trajectory
 from areal.workflows.parsers import Parsers
 from protocols.errors import BusyError, FencedError, HarmfulError, RefusedError, StreamBrokenError
@@ -210,6 +211,54 @@ async def test_a_place_is_taken_while_a_sequence_is_to_come_or_runs():
     assert (await session.generate([1])).tokens.tolist() == [1]
     assert not router.requests
     await asyncio.wait_for(room, 60)
+
+
+async def test_a_sample_goes_on_from_what_was_saved_of_its_calls_with_the_same_prompts():
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+    saves = []
+    saving = asyncio.create_task(asyncio.Event().wait())
+    session.save, session.save_every = lambda: saves.append(session.tokens_sampled) or saving, 2
+    interrupted = [chunk(8, version=4), lambda: chunk(9, version=len(session.calls_so_far()) + 3)]
+    cluster.servers = Streams(
+        at0=[[chunk(5, 6, version=3), chunk(7, version=4, finish="stop")], [*interrupted, AssertionError("is killed")]]
+    )
+    await session.generate([1, 2])
+    kept: list[SavedCall] = []
+    with pytest.raises(AssertionError):
+        await session.generate([1, 2, 5, 6, 7, 3], 4, keep=lambda tokens: kept.extend(session.calls_so_far()))
+    assert (saves, session.unsaved) == ([2], 5), "there is one save at a time"
+    assert not session.calls_so_far()[1:], "a call that failed is none"
+
+    _, again = session_at(cluster, generator(0))
+    again.found, again.save_every = unpacked(packed(kept[-2:])), 99
+    cluster.servers = Streams(at0=[[chunk(1, version=6, finish="stop")], [chunk(2, version=6, finish="stop")]])
+    first = await again.generate([1, 2])
+    assert not cluster.servers.asked, "it is complete"
+    assert (first.tokens.tolist(), first.versions.tolist(), first.finish) == ([5, 6, 7], [3, 3, 4], "stop")
+    assert (await again.generate([1, 2, 5, 6, 7, 4], 4)).tokens.tolist() == [1], "it has another prompt"
+    second = await again.generate([1, 2, 5, 6, 7, 3], 4)
+    assert (second.tokens.tolist(), second.versions.tolist()) == ([8, 9, 2], [4, 5, 6])
+    assert cluster.servers.prompts[1] == [1, 2, 5, 6, 7, 3, 8, 9]
+    assert cluster.servers.asked[1][1].max_new_tokens == 2
+    assert (again.tokens_sampled, again.unsaved, again.first_version, again.found) == (7, 2, 3, [])
+    session.close()
+    await asyncio.sleep(0)
+    assert saving.cancelled()
+
+
+async def test_a_call_that_is_saved_at_its_last_token_has_ended():
+    cluster = Cluster(generator(0))
+    _, session = session_at(cluster, generator(0))
+    saved: list[SavedCall] = []
+    session.save, session.save_every = lambda: saved.extend(session.calls_so_far()) or asyncio.create_task(nothing()), 1
+    cluster.servers = Streams(at0=[[chunk(5, 6, version=3, finish="stop")]])
+    await session.generate([1, 2])
+    assert [(call.tokens.tolist(), call.finish) for call in saved] == [([5, 6], "stop")]
+
+
+async def nothing() -> None:
+    pass
 
 
 async def test_the_target_of_a_move_may_be_gone():

@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -16,6 +17,7 @@ import safetensors.numpy
 import areal.storage.database
 from areal.config import UserError
 from areal.storage.database import FACTS
+from areal.storage.saved_calls import NO_LIMIT, SavedCall, packed
 from areal.storage.spool import Spool, SpoolError
 from areal.trajectory import Branch, Group, Trajectory, columns, notes_of
 
@@ -145,6 +147,55 @@ def test_samples_of_an_earlier_attempt_become_those_of_the_next_one(path: Path):
     again.close()
 
 
+def calls_of(*versions: int) -> dict[str, np.ndarray]:
+    n = len(versions)
+    tokens = np.arange(n, dtype=np.int32)
+    call = SavedCall(b"p" * 16, NO_LIMIT, tokens, np.zeros(n, np.float32), np.array(versions, np.int32), None)
+    return packed([call])
+
+
+def versions_of(spool: Spool, *key: Any) -> list[int]:
+    found = spool.calls(*key)
+    return found["versions"].tolist() if found else []
+
+
+def test_the_calls_of_a_sample_are_kept_until_it_is_stored_and_the_longest_ones_count(path: Path):
+    spool, (first, *_) = Spool.open(path), parts_of(make_group(1))
+    spool.put_calls("g1.0", 0, 1, calls_of(5, 6))
+    spool.put_calls("g1.0", 1, 1, calls_of(7))
+    spool.close()
+    spool = Spool.open(path)
+    spool.put_calls("g1.0", 0, 1, calls_of(5, 6, 4))
+    spool.put_calls("g1.0", 0, 1, calls_of(5, 6))  # comes late
+    assert spool.unfinished(1) == {("g1.0", 0): 4, ("g1.0", 1): 7} and versions_of(spool, "g1.0", 0) == [5, 6, 4]
+    assert spool.ids() == ["g1.0"] and spool.samples(1) == {}
+    spool.put(first, 0, 3)
+    spool.put_calls("g1.0", 0, 1, calls_of(5, 6, 4, 4))
+    assert spool.unfinished(1) == {("g1.0", 1): 7}
+    spool.forget(["g1.0"])
+    assert spool.ids() == [] and spool.unfinished(1) == {}
+    spool.close()
+
+
+def test_the_calls_of_an_earlier_attempt_become_those_of_the_next_one_at_places_that_are_free():
+    spool, (first, *_) = in_memory(), parts_of(make_group(1))
+    for place in range(3):
+        spool.put_calls("g1.0", place, 1, calls_of(place))
+    spool.put(replace(first, id="g1.1"), 0, 3)
+    spool.put_calls("g1.1", 1, 1, calls_of(9, 9))
+    spool.move_calls("g1.1", [("g1.0", 0), ("g1.0", 1), ("g1.0", 2), ("g1.0", 7)])
+    assert spool.unfinished(1) == {("g1.0", 0): 0, ("g1.0", 1): 1, ("g1.1", 1): 9, ("g1.1", 2): 2}
+    assert versions_of(spool, "g1.1", 2) == [2]
+
+
+@pytest.mark.parametrize("change", ["arrays = zeroblob(length(arrays))", "oldest = 1", "place = 1"])
+def test_damaged_calls_are_none(change):
+    spool = in_memory()
+    spool.put_calls("g1.0", 0, 1, calls_of(5, 6))
+    spool._connection.execute(f"UPDATE unfinished SET {change}")
+    assert versions_of(spool, "g1.0", 0) == versions_of(spool, "g1.0", 1) == []
+
+
 def test_a_spool_of_format_4_is_brought_to_this_one(path: Path):
     group = make_group(1)
     row = (group.id, group.prompt_index, safetensors.numpy.save(columns(group.trajectories)), "")
@@ -166,6 +217,7 @@ def test_a_spool_of_format_4_is_brought_to_this_one(path: Path):
     spool = Spool.open(path)
     spool.assign("a")
     assert spool.ids() == [group.id] and bits(spool.get([group.id])[0]) == bits(group)
+    assert spool.unfinished(1) == {}
     assert spool.samples(1) == {}, "its samples are one part, of which a later attempt can take none"
     spool._connection.execute("UPDATE parts SET crc = crc + 1")
     with pytest.raises(UserError, match="is damaged"):
