@@ -590,8 +590,9 @@ class Oracle:
     # --- the end
 
     def stopped(self, reason: str) -> None:
-        """The run has failed. Only the guard may end a run so, or rewards of which each has failed so far."""
-        if self.scores_fail and not self._samples and reason.startswith("No sample has succeeded"):
+        """The run has failed. Only the guard may end a run so, or rewards and workflows that have all failed so far."""
+        may_fail = self.causes is None or bool(self.causes)
+        if may_fail and not self._samples and "No sample has succeeded" in reason:
             return
         version = self.disk.version + 1
         if not self._is_stopped_at(version) or f"at step {version}:" not in reason:
