@@ -819,6 +819,7 @@ class MasterConfig(Section):
         description="address at which the master listens; host *: all interfaces. If it is not set and the "
         "port is in use, a run on one machine takes another one",
     )
+
     lease_seconds: float = Field(60.0, gt=0, description="silence after which an actor is fenced and its leases end")
     lost_seconds: float = Field(
         60.0, gt=0, description="time without an answer from the master after which an actor exits"
@@ -840,6 +841,10 @@ class MasterConfig(Section):
         description="time that an actor has to hand over its work, and the trainer to save a checkpoint, when it is "
         "told to leave; less than the grace that your scheduler gives",
     )
+
+    def conflicts(self) -> Iterator[str]:
+        if int(self.address.rpartition(":")[2]) > 65535:
+            yield f"master.address is {self.address}, but ports end at 65535: write another one"
 
 
 class NetworkConfig(Section):
@@ -867,7 +872,7 @@ class Config(ScoringConfig):
 
     name: str = Field("run", description="name of the run and of its folder")
     run_dir: Place = Field(Path("runs"), description="folder that contains the run folders")
-    seed: int = Field(0, description="seed of the data order, of sampling and of training")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of the data order, of sampling and of training")
     model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart` (the run makes it)")
     steps: int = Field(ge=0, description="training steps; 0: the model is evaluated alone (docs/evaluation.md)")
     batch_size: int = Field(ge=1, description="B: groups per training step")
@@ -1001,6 +1006,16 @@ class Config(ScoringConfig):
                     f"log-probs of the truncated distribution with the trainer's, which are of the whole one: set "
                     f"sampling.{key}={neutral}"
                 )
+        if (
+            self.steps
+            and self.group_size == 1
+            and self.reward.credit == "sample"
+            and self.trainer.advantage_mean in ("group", "leave_one_out")
+        ):
+            yield (
+                f"trainer.advantage_mean={self.trainer.advantage_mean} compares the samples of a group, but group_size "
+                "is 1, so nothing is learned: raise group_size"
+            )
         if self.reward.overlong_tokens > self.sampling.max_new_tokens:
             yield (
                 f"reward.overlong_tokens is {self.reward.overlong_tokens} but sampling.max_new_tokens is only "
@@ -1123,7 +1138,8 @@ def read_values(file: Path, bases: tuple[Path, ...] = ()) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): give another one.") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, or a date that cannot be
-        raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}.") from None
+        reason = " ".join(str(error).replace('"<unicode string>", ', "").split())
+        raise UserError(f"{file} is not YAML: {reason}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{file} must contain keys and values, as configs/quickstart.yaml does.")
     return _with_bases(values, file.parent, (*bases, file))

@@ -125,9 +125,14 @@ def weight_sizes(folder: Path) -> dict[str, int]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as opened:
-                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-            numbers |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, OverflowError, MemoryError, KeyError, TypeError, AttributeError):
+                size = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(size))
+            header.pop("__metadata__", None)
+            numbers |= {name: math.prod(entry["shape"]) for name, entry in header.items()}
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            if file.stat().st_size < 8 + size + end:
+                raise ValueError("its end is missing")
+        except (OSError, ValueError, OverflowError, MemoryError, LookupError, TypeError, AttributeError):
             raise UserError(f"The model's file {file} is damaged or incomplete: copy or download it again.") from None
     return numbers
 

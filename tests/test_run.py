@@ -354,6 +354,10 @@ PLAIN = "def plain(session, row):\n    return None\n"
         (["run_dir=rows.jsonl"], "run folder rows.jsonl/test cannot be used"),
         (["trainer.lora.target_modules=[q_proj,v_porj]"], "no such layer: did you mean v_proj?"),
         (["sampling.max_new_tokens=512"], "has room for 512 tokens of prompt and completion: lower it"),
+        (["generator.max_model_len=513"], "but the model"),
+        (["network.ports=[20000, 20002]"], "network.ports has 3 ports, but each of the 4 processes besides the master"),
+        (["master.address=tcp://127.0.0.1:99999"], "ports end at 65535"),
+        (["group_size=1"], "compares the samples of a group, but group_size is 1, so nothing is learned"),
         (["generator.max_model_len=32"], "generator.max_model_len has room for 32 tokens"),
         (["data.max_prompt_tokens=3"], "checked are longer than data.max_prompt_tokens, 3 tokens; the shortest has 7"),
         (

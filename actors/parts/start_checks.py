@@ -47,6 +47,12 @@ def check_start(config: Config, *, resume: bool, devices: bool, rows: bool = Tru
     check(config, weights=False, rows=rows, machine=devices)
     if devices:
         deal_out(config, roles_here(config))
+        ports, processes = config.network.ports, len(roles_here(config))
+        if ports and ports[1] - ports[0] + 1 < processes:
+            raise UserError(
+                f"network.ports has {ports[1] - ports[0] + 1} ports, but each of the {processes} processes besides the "
+                f"master listens at one: give more."
+            )
     check_keys(config)
     check_room(config.folder, resume)
     check_free(config.folder, resume)

@@ -15,7 +15,7 @@ from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
 from areal.data.sources import PromptSource, open_source
 from areal.devices import visible_devices
-from areal.models import check_adapters, check_heads, context_of, resolve_model, resolve_reference, weight_sizes
+from areal.models import check_adapters, check_heads, context_of, hub_id, resolve_model, resolve_reference, weight_sizes
 from areal.observe import tracking
 from areal.processes import ROOT, tied
 from areal.rewards import functions as rewards
@@ -33,6 +33,8 @@ MOST_ENGINES_PER_CORE = 8
 # The least memory of an engine's process and of a trainer's rank on a CPU, beside weights, KV cache and activations.
 GIB = 2**30
 ENGINE_BYTES, TRAINER_BYTES = GIB // 2, GIB // 2
+# That of a rollout manager, a reward actor and a worker of it.
+OTHER_BYTES = GIB // 16
 _LOAD_PARSERS = """
 import sys
 from areal.config import UserError
@@ -132,7 +134,7 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
             )
     if workflow in ("single_turn", "multi_turn", "python_tool"):  # others may have prompts of their own
         check_prompts(config, source, tokenizer, context)
-    if weights and not weight_sizes(folder):
+    if (weights or not hub_id(str(folder))) and not weight_sizes(folder):
         raise UserError(f"The model folder {folder} has no weights, *.safetensors: copy or download them.")
 
 
@@ -154,6 +156,9 @@ def check_quickstart(config: Config, source: PromptSource) -> None:
 def check_context(config: Config, context: int | None, model: str) -> None:
     """Raises UserError if no prompt is short enough for `sampling.max_new_tokens` more. context: the most tokens of a
     sequence of `model`."""
+    longest = config.generator.max_model_len
+    if context and longest and longest > context:
+        raise UserError(f"generator.max_model_len is {longest}, but {model} has room for {context} tokens: lower it.")
     limits = {"generator.max_model_len": config.generator.max_model_len, model: context}
     name, limit = min(((n, limit) for n, limit in limits.items() if limit), key=lambda item: item[1], default=("", 0))
     if config.steps and limit and config.sampling.max_new_tokens >= limit:
@@ -188,12 +193,14 @@ def check_machine(config: Config, sizes: Mapping[str, int]) -> None:
     if config.steps:
         # Weights, gradients and Adam's moments in fp32.
         needs["trainer"] = config.trainer.ranks * TRAINER_BYTES + (4 if config.trainer.lora else 16) * elements
+    others = config.rollout_manager.count + config.reward.count * (1 + config.reward.workers)
+    needs["other roles"] = others * OTHER_BYTES
     room = memory_bytes()
     if sum(needs.values()) > room:
-        listed = " and ".join(f"{count / GIB:.0f} GiB for the {name}" for name, count in needs.items())
+        listed = ", ".join(f"{count / GIB:.1f} for the {name}" for name, count in needs.items())
         raise UserError(
             f"This machine has {room / GIB:.0f} GiB of memory, but the run needs at least {listed}: take a smaller "
-            f"model, fewer generators or trainer.lora, or a machine with more."
+            f"model, fewer processes or trainer.lora, or a machine with more."
         )
 
 

@@ -61,6 +61,13 @@ def check_prompts(config: Config, source: PromptSource, tokenizer: Any, context:
         if len(flaws) > config.max_failed_share * checked:
             raise UserError(f"{sentence}: correct these rows or the chat template, or choose another model.")
         print(f"Note: {sentence}.", file=sys.stderr)
+    longest = config.sampling.max_new_tokens
+    if lengths and context and min(lengths) + longest > context:
+        print(
+            f"Note: the model has room for {context} tokens, so after prompts of {min(lengths)} or more tokens "
+            f"completions end before sampling.max_new_tokens={longest}.",
+            file=sys.stderr,
+        )
     limits = {"data.max_prompt_tokens": config.data.max_prompt_tokens, "the most that the model takes": context}
     for name, limit in limits.items():
         over = [length for length in lengths if limit is not None and length > limit]

@@ -102,11 +102,18 @@ def _read_csv(path: Path, what: str, delimiter: str) -> Iterator[tuple[int, dict
             where, line = f"{path}, line {line},", reader.line_num + 1
             if header is None:
                 header = fields
+                if (
+                    delimiter == ","
+                    and len(header) == 1
+                    and (other := next((c for c in ";\t|" if c in header[0]), None))
+                ):
+                    raise UserError(f"{where} separates its fields by {other!r}: separate them by commas")
             elif fields:
                 if len(fields) != len(header):
+                    mark = "a comma" if delimiter == "," else "a tab"
                     raise UserError(
-                        f"{where} has {len(fields)} fields, but the first line names {len(header)}: quote texts that "
-                        f"have {'a comma' if delimiter == ',' else 'a tab'} in them"
+                        f"{where} has {len(fields)} field{'s' * (len(fields) != 1)}, but the first line names "
+                        f"{len(header)}: quote texts that have {mark} in them"
                     )
                 yield line - 1, dict(zip(header, fields, strict=True))
     except csv.Error as error:

@@ -136,9 +136,18 @@ def test_rows_all_of_which_lack_tests_are_refused(tmp_path):
     ("changes", "gib", "sentence"),
     [
         ({}, 64, None),
-        ({}, 16, "16 GiB of memory, but the run needs at least 3 GiB for the generators and 24 GiB for the trainer"),
+        (
+            {},
+            16,
+            "16 GiB of memory, but the run needs at least 3.5 for the generators, 24.3 for the trainer, 0.2 for",
+        ),
         ({"trainer": {"lora": {"rank": 4}, "minibatches": 1}}, 16, None),
-        ({"generator": {"count": 8}}, 48, "at least 28 GiB for the generators and 24 GiB for the trainer"),
+        (
+            {"generator": {"count": 8}},
+            48,
+            "at least 27.8 for the generators, 24.3 for the trainer, 0.2 for the other roles",
+        ),
+        ({"reward": {"functions": "math", "count": 999}}, 64, "124.9 for the other roles"),
         ({"generator": {"count": 17}}, 999, "generator.count is 17, but this machine has 2 cores and no GPU: lower it"),
     ],
 )

@@ -154,6 +154,7 @@ def test_rows_are_the_same_and_in_the_same_order_whatever_file_they_are_in(tmp_p
     ("name", "content", "message"),
     [
         ("a.csv", b"prompt,answer\nWhat, then?,1\n", "a.csv, line 2, has 3 fields, but the first line names 2: quote"),
+        ("a.csv", b"prompt;answer\nWhat;1\n", "a.csv, line 1, separates its fields by ';': separate them by commas"),
         ("a.json", b'{"prompt": "a",\n "answer": 1}', "a.json, line 1, is not JSON"),
         ("a.json", b"[1]", "a.json, row 1, is a int, not an object: write a list of objects"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read .Not a gzipped file"),
