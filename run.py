@@ -170,7 +170,11 @@ def start(arguments: argparse.Namespace) -> int:
         raise UserError("Name the run that is to go back: --resume RUN_FOLDER --from-step N.")
     if roles == ["master"] and SUPERVISED in os.environ:  # the supervisor has resolved and checked the configuration
         return run_master(config_of_run(arguments.resume, secrets=True))
-    if arguments.dry_run or roles in ([], ["master"]):
+    if arguments.dry_run and roles not in ([], ["master"]):
+        raise UserError(
+            "--dry-run checks a run, or its master: leave out the other roles, which have no configuration."
+        )
+    if roles in ([], ["master"]):
         config = configuration(arguments)
         if not roles:
             from actors.parts.start_checks import on_this_machine

@@ -945,8 +945,8 @@ class Config(ScoringConfig):
         )
 
     def conflicts(self) -> Iterator[str]:
-        yield from super().conflicts()
         yield from self._conflicts_of_rows()
+        yield from super().conflicts()
         yield from self._conflicts_of_sections()
         yield from self._conflicts_of_training()
 
@@ -961,10 +961,17 @@ class Config(ScoringConfig):
                     f"rollout_manager.workflow=verifiers needs the rows of a verifiers environment, but the source is "
                     f"{part.source!r}: set data.source=verifiers:NAME"
                 )
-        if not self.reward.functions and (bare := [part.source for part in self._sources if not part.reward]):
-            yield (
-                f"the rows of data.source {bare[0]!r} have no reward: set reward.functions, or the reward of the source"
-            )
+        if self.reward.functions:
+            return
+        for part in self.data.parts:
+            if not part.reward:
+                yield (
+                    f"the rows of data.source {part.source!r} have no reward: set reward.functions, or the reward of "
+                    f"the source"
+                )
+        for name, benchmark in self.evaluator.benchmarks.items():
+            if not benchmark.reward:
+                yield f"the benchmark {name} has no reward: set evaluator.benchmarks.{name}.reward, or it in its file"
 
     def _conflicts_of_sections(self) -> Iterator[str]:
         if not re.fullmatch(NAME, self.name):
@@ -1325,6 +1332,10 @@ def _set(values: dict[str, Any], key: str, value: Any, override: str) -> None:
     values[last] = value
 
 
+# So many keys are named where one is not known.
+FEW_KEYS = 12
+
+
 def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> str:
     place = file or "the command line"
     first = error.errors()[0]
@@ -1337,6 +1348,10 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
                     section = _section(section.model_fields[part].annotation)
             close = difflib.get_close_matches(str(first["loc"][-1]), section.model_fields, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
+            if len(section.model_fields) > FEW_KEYS and not close:
+                hint = f"`areal config {key.rpartition('.')[0]}".rstrip() + "` lists those that are known."
+            if key == "grid":
+                hint = f"a configuration with a grid is a sweep, areal sweep {place}."
             return f"Unknown key {key!r} in {place} or the overrides: {hint}"
         case "missing":
             return f"The key {key!r} is missing in {place}: set it there or as an override, {key}=VALUE."

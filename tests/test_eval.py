@@ -77,12 +77,14 @@ def test_an_evaluation_that_was_killed_goes_on_without_making_a_sample_again(tmp
     ("arguments", "sentence"),
     [
         (["--benchmarks", "gms8k"], "There is no benchmark 'gms8k' .*: known are aime24, .*math500; write the path"),
+        (["--benchmarks", "{}/bare.yaml"], "the benchmark bare has no reward: set evaluator.benchmarks.bare.reward"),
         (["--benchmarks", "gsm8k", "--source", "aime24=rows.jsonl"], "--source 'aime24=rows.jsonl' is not of the form"),
         (["--benchmarks", "gsm8k", "evaluator.benchmarks.gsm8k.sampels=2"], "did you mean 'samples'?"),
         (["--benchmarks", "gsm8k", "evaluator.benchmarks.gsm8k.samples=2"], "at temperature 0 they are all the same"),
     ],
 )
-def test_a_mistake_gets_one_sentence(capsys, arguments, sentence):
-    assert tools.main(["eval", "model", *arguments]) == 2
+def test_a_mistake_gets_one_sentence(capsys, tmp_path, arguments, sentence):
+    (tmp_path / "bare.yaml").write_text("source: rows.jsonl\n")
+    assert tools.main(["eval", "model", *(word.format(tmp_path) for word in arguments)]) == 2
     told = capsys.readouterr().err
     assert re.search(sentence, told) and len(told.splitlines()) == 1

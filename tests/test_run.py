@@ -393,6 +393,10 @@ def test_a_dry_run_finds_what_a_start_would(small, tmp_path, monkeypatch, capsys
     assert not Path("runs").exists()
 
 
+def test_a_dry_run_is_of_a_run_or_its_master(monkeypatch, capsys):
+    check_refused(monkeypatch, capsys, ["--dry-run", "--role", "generator"], "--dry-run checks a run, or its master")
+
+
 def test_a_configuration_is_named_once(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run.py", "--config", CONFIG, "other.yaml"])
     with pytest.raises(SystemExit):

@@ -193,8 +193,8 @@ def check_machine(config: Config, sizes: Mapping[str, int]) -> None:
     if config.steps:
         # Weights, gradients and Adam's moments in fp32.
         needs["trainer"] = config.trainer.ranks * TRAINER_BYTES + (4 if config.trainer.lora else 16) * elements
-    others = config.rollout_manager.count + config.reward.count * (1 + config.reward.workers)
-    needs["other roles"] = others * OTHER_BYTES
+    processes = config.rollout_manager.count + config.reward.count * (1 + config.reward.workers)
+    needs["other roles"] = processes * OTHER_BYTES
     room = memory_bytes()
     if sum(needs.values()) > room:
         listed = ", ".join(f"{count / GIB:.1f} for the {name}" for name, count in needs.items())

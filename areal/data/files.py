@@ -105,9 +105,9 @@ def _read_csv(path: Path, what: str, delimiter: str) -> Iterator[tuple[int, dict
                 if (
                     delimiter == ","
                     and len(header) == 1
-                    and (other := next((c for c in ";\t|" if c in header[0]), None))
+                    and (separator := next((c for c in ";\t|" if c in header[0]), None))
                 ):
-                    raise UserError(f"{where} separates its fields by {other!r}: separate them by commas")
+                    raise UserError(f"{where} separates its fields by {separator!r}: separate them by commas")
             elif fields:
                 if len(fields) != len(header):
                     mark = "a comma" if delimiter == "," else "a tab"

@@ -49,11 +49,11 @@ def print_keys(options: Namespace) -> None:
 
 def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """All keys of a section with their dots, those of the sections in it last."""
-    inner = {name: found for name, field in section.model_fields.items() if (found := section_of(field))}
+    inner = {name: nested for name, field in section.model_fields.items() if (nested := section_of(field))}
     yield from ((f"{prefix}{name}", field) for name, field in section.model_fields.items() if name not in inner)
-    for name, found in inner.items():
-        several = get_origin(section.model_fields[name].annotation) is dict
-        yield from keys_of(found, f"{prefix}{name}.{'NAME.' * several}")
+    for name, nested in inner.items():
+        is_mapping = get_origin(section.model_fields[name].annotation) is dict
+        yield from keys_of(nested, f"{prefix}{name}.{'NAME.' * is_mapping}")
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

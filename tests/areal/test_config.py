@@ -66,6 +66,19 @@ def test_of_several_bases_the_later_one_wins(tmp_path):
     assert (load_config(file).steps, load_config(file).name) == (2, "one")
 
 
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"grid": {"seed": [1]}}, "a configuration with a grid is a sweep, areal sweep"),
+        ({"trainer": {"wd": 1}}, "Unknown key 'trainer.wd' in .*: `areal config trainer` lists those that are known"),
+        ({"guard": {"wd": 1}}, "Unknown key 'guard.wd' in .*: known are effective_sample_size"),
+    ],
+)
+def test_an_unknown_key_comes_with_a_hint(tmp_path, values, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load_config(written(tmp_path, mine=RUN | {"reward": {"functions": ["addition"]}} | values))
+
+
 def test_an_override_may_name_a_base(tmp_path):
     part = written(tmp_path, sums={"source": "addition", "reward": "addition"})
     overrides = [

@@ -85,7 +85,7 @@ def test_a_model_of_the_hub_is_downloaded_and_the_progress_told(hub, tmp_path):
 
 def test_a_model_that_the_hub_does_not_have_is_told(hub, tmp_path):
     found = find(hub, tmp_path, "me/yours")
-    assert "UserError: The model me/yours (model) is not a folder here, and it could not be downloaded (" in found.stderr
+    assert "The model me/yours (model) is not a folder here, and it could not be downloaded (" in found.stderr
 
 
 @pytest.mark.parametrize(
