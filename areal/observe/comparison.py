@@ -20,13 +20,14 @@ from rich.table import Table
 from areal.command_line import output
 from areal.config import UserError
 from areal.observe.alerts import Curve
-from areal.observe.report import BLUE, GREEN, ORANGE, Run, figure_of_points, number_or_nan, read_run, write_svg
+from areal.observe.report import Run, figure_of_points, number_or_nan, read_run, write_svg
 from areal.storage.run_folder import SPEED_ONLY, differences, within
 
 # Keys that say only where a run is and what it is called, and the seed, over which figures are averaged.
 LEFT_OUT = ("name", "run_dir", "seed", "master", "network", "observe")
 LAST_STEPS = 10
-COLOURS = (ORANGE, BLUE, GREEN, "#a05bd6", "#c4a000", "#d64f7b")
+# Of lines, each of which is a setting: here colours have no meaning of their own.
+COLOURS = ("#e07b28", "#3b82d6", "#2e9e6b", "#a05bd6", "#c4a000", "#d64f7b")
 
 
 class Figure(NamedTuple):

@@ -20,8 +20,9 @@ import yaml
 
 from areal.config import UserError
 from areal.observe.alerts import Alert
+from areal.observe.curves import COLOURS, SMOOTHED_FROM, linear_below, ramp, smoothed, upper_limit
 from areal.observe.digests import Digests
-from areal.observe.timeline import TimelineSpan, activities, measured, read_events
+from areal.observe.timeline import WAITING, WEIGHTS, WORK, TimelineSpan, activities, measured, read_events
 from areal.storage.run_folder import STEADY
 from areal.text import shown
 
@@ -29,10 +30,15 @@ from areal.text import shown
 INK, FAINT = "#010203", "#040506"
 # An SVG file that stands alone takes no colours from a page: these are readable on white and on black.
 PLAIN_INK, PLAIN_FAINT = "#7d8590", "#7d859055"
-BLUE, ORANGE, GREEN = "#3b82d6", "#e07b28", "#2e9e6b"
-# The ends of the colour scale from the freshest to the oldest groups.
-FRESH, OLD = (0x3B, 0x82, 0xD6), (0xE0, 0x4B, 0x28)
-UPDATE_PARTS = ("pause", "load", "resume")
+UPDATE_PARTS = {"pause": "#f2b98a", "load": COLOURS[WEIGHTS], "resume": "#9c4f10"}
+# What the phases of a step are spent on, and their keys. The rest of a step is "other".
+STEP_PARTS = {
+    "training": ("fetch_seconds", "train_seconds"),
+    "weights": ("snapshot_seconds", "save_seconds", "offload_seconds"),
+    "waiting": ("trainer_wait_seconds", "publish_wait_seconds", "save_wait_seconds"),
+}
+STEP_COLOURS = (COLOURS[WORK], COLOURS[WEIGHTS], COLOURS[WAITING], "#c9c9c9")
+WAITS = (COLOURS[WAITING], "#5f5f5f")
 # Limits of the vertical axis.
 FROM_0, SHARE = (0, None), (-0.03, 1.03)
 LEGEND_COLUMNS = 5
@@ -42,10 +48,12 @@ FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json")
 TIMELINE_SECONDS = 60.0
 # No further file of rollouts is read for the alerts after this time.
 ROLLOUTS_SECONDS = 20.0
-WAITING = "#9a9a9a"
 PAGE = Path(__file__).with_name("report.html")
-# With more steps than this, single points cannot be told apart and get no markers.
-MARKED_STEPS = 40
+# With more points than this, those under a smoothed curve are a faint line.
+MOST_POINTS = 400
+LOG_FROM = 10.0
+# Values that are cut off are named, this many of them.
+NAMED_CUTS = 3
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,11 @@ class Run:
     def steps(self) -> list[int]:
         return [record["step"] for record in self.records]
 
+    @property
+    def filters(self) -> bool:
+        """Whether groups were filtered, so that the trained groups are not all groups."""
+        return any(record.get("groups_filtered") for record in self.records)
+
     def series(self, key: str) -> list[float]:
         """A metric at every step; nan where it is missing or null."""
         return [number_or_nan(record.get(key)) for record in self.records]
@@ -100,12 +113,15 @@ class Panel:
     bound: float | None = None
     log: bool = False
     limits: tuple[float | None, float | None] = (None, None)
-    colours: Sequence[str] = field(default=(BLUE, ORANGE, GREEN))
+    colours: Sequence[str] = (COLOURS[WORK], COLOURS["second"])
+
+    @property
+    def values(self) -> list[float]:
+        return [y for _, _, ys in self.lines for y in ys] + [y for _, ys in self.stack for y in ys]
 
     @property
     def empty(self) -> bool:
-        values = [y for _, _, ys in self.lines for y in ys] + [y for _, ys in self.stack for y in ys]
-        return not any(math.isfinite(y) and (y > 0 or not self.log) for y in values)
+        return not any(map(math.isfinite, self.values))
 
 
 def write_report(folder: Path) -> Path:
@@ -206,7 +222,7 @@ def panels(run: Run) -> list[Panel]:
     """The figures of a run, in this order: learning, staleness, speed, stability."""
     steps, derived = run.steps, _derived(run)
     bound = number_or_nan(run.summary.get("max_staleness"))
-    filters = any(n > 0 for n in run.series("groups_filtered"))
+    rewards = {"trained groups": "reward_mean", "all groups": "reward_mean_all"}
 
     def series(keys: Mapping[str, str] | str) -> list[tuple[str, list[float]]]:
         keys = {"": keys} if isinstance(keys, str) else keys
@@ -215,12 +231,12 @@ def panels(run: Run) -> list[Panel]:
     def lines(title: str, keys: Mapping[str, str] | str, unit: str = "", **options: Any) -> Panel:
         return Panel(title, unit, lines=[(label, steps, values) for label, values in series(keys)], **options)
 
-    def stack(title: str, keys: Mapping[str, str], unit: str) -> Panel:
-        return Panel(title, unit, stack=series(keys), steps=steps)
+    def stack(title: str, keys: Mapping[str, str], colours: Sequence[str]) -> Panel:
+        return Panel(title, "s", stack=series(keys), steps=steps, colours=colours)
 
     return [
-        lines("Reward, mean", {"trained": "reward_mean", "all": "reward_mean_all"} if filters else "reward_mean"),
-        lines("Groups filtered, without signal", "groups_filtered" if filters else {}, limits=FROM_0),
+        lines("Reward, mean", rewards if run.filters else "reward_mean"),
+        lines("Groups filtered, without signal", "groups_filtered" if run.filters else {}, limits=FROM_0),
         _accuracy(run.evaluations),
         _benchmarks(run.evaluations),
         lines(
@@ -229,17 +245,20 @@ def panels(run: Run) -> list[Panel]:
         ),
         _ages(run),
         lines("Throughput", {"generated": "generated", "trained": "trained"}, "tokens / s", limits=FROM_0),
-        stack("Step time", {"training": "training", "waiting for data": "waiting", "other": "other"}, "s"),
+        stack("Step time", {part: part for part in (*STEP_PARTS, "other")}, STEP_COLOURS),
         lines(
             "Trainer idle, share", {"waiting for data": "waiting_share", "waiting to publish": "publishing_share"},
-            limits=SHARE,
+            limits=SHARE, colours=WAITS,
         ),
         lines(
             "Completion length", {"mean": "completion_tokens_mean", "max": "completion_tokens_max"}, "tokens",
             limits=FROM_0,
         ),
         lines("Share of completions cut at the limit", "cut_share", limits=SHARE),
-        stack("Weight updates of all generators", {part: f"{part}_seconds" for part in UPDATE_PARTS}, "s"),
+        stack(
+            "Weight updates of all generators", {part: f"{part}_seconds" for part in UPDATE_PARTS},
+            tuple(UPDATE_PARTS.values()),
+        ),
         lines("Log-prob gap, engine and trainer", "logprob_gap", log=True),
         lines("Importance weight", {"mean": "weight_mean", "max": "weight_max"}, log=True),
         lines("Effective sample size, share", "effective_sample_size", limits=(0, 1.03)),
@@ -255,16 +274,16 @@ def _derived(run: Run) -> dict[str, list[float]]:
     """The series that are computed from metrics."""
     seconds = run.series("step_seconds")
     # The trainer measures the parts and the master the whole step, so the parts may exceed the step: they are cut.
-    waiting = list(map(min, run.series("trainer_wait_seconds"), seconds))
-    remaining = [step - wait for step, wait in zip(seconds, waiting, strict=True)]
-    training = list(map(min, run.series("train_seconds"), remaining))
-    return {
+    parts, remaining = {}, seconds
+    for part in reversed(STEP_PARTS):
+        spent = [sum(filter(math.isfinite, values)) for values in zip(*map(run.series, STEP_PARTS[part]), strict=True)]
+        parts[part] = list(map(min, remaining, spent))
+        remaining = [rest - own for rest, own in zip(remaining, parts[part], strict=True)]
+    return parts | {
+        "other": remaining,
         "generated": _ratios(run.series("tokens_generated"), seconds),
         "trained": _ratios(run.series("tokens_trained"), seconds),
-        "waiting": waiting,
-        "training": training,
-        "other": [span - train for span, train in zip(remaining, training, strict=True)],
-        "waiting_share": _ratios(waiting, seconds),
+        "waiting_share": _ratios(list(map(min, run.series("trainer_wait_seconds"), seconds)), seconds),
         "publishing_share": _ratios(run.series("publish_wait_seconds"), seconds),
     }
 
@@ -277,7 +296,7 @@ def _accuracy(evaluations: Sequence[dict[str, Any]]) -> Panel:
     if ks and (largest := max(ks)) > 1:
         solved = [number_or_nan((evaluation.get("pass_at") or {}).get(f"{largest}")) for evaluation in evaluations]
         lines = [("mean", *lines[0][1:]), (f"pass@{largest}", versions, solved)]
-    return Panel("Held-out accuracy", lines=lines, limits=SHARE, colours=(GREEN, BLUE))
+    return Panel("Held-out accuracy", lines=lines, limits=SHARE, colours=(COLOURS["held_out"], COLOURS["second"]))
 
 
 def _benchmarks(evaluations: Sequence[dict[str, Any]]) -> Panel:
@@ -291,7 +310,7 @@ def _benchmarks(evaluations: Sequence[dict[str, Any]]) -> Panel:
             if name in evaluation.get("benchmarks", {})
         ]
         lines.append((name, [version for version, _ in at], [number_or_nan(scores["accuracy"]) for _, scores in at]))
-    return Panel("Benchmarks, mean score", lines=lines, limits=SHARE, colours=_ramp(len(names)))
+    return Panel("Benchmarks, mean score", lines=lines, limits=SHARE, colours=ramp(len(names)))
 
 
 def draw(panel: Panel) -> str:
@@ -321,19 +340,14 @@ def timeline_of(run: Run) -> list[tuple[TimelineSpan, bool]]:
 
 def timeline_figure(spans: Sequence[tuple[TimelineSpan, bool]]) -> Any:
     """A row for each actor: its reported activities in pale colours and, on top of them, the spans that it measured."""
-    from matplotlib import color_sequences
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     actors = list(dict.fromkeys(span.actor for span, _ in spans))
-    busy = list(dict.fromkeys(span.name for span, _ in spans if not _waits(span.name)))
-    hues = color_sequences["tab20"]
-    distinct = hues[0:14:2] + hues[16::2] + hues[1:14:2] + hues[17::2]  # 14 and 15 are grey, which is for waiting
-    colours = {name: distinct[number % len(distinct)] for number, name in enumerate(busy)}
     figure = Figure(figsize=(10, 0.9 + 0.3 * len(actors)), layout="constrained")
     axes = figure.add_subplot()
     for span, is_measured in spans:
-        row, colour = len(actors) - actors.index(span.actor), colours.get(span.name, WAITING)
+        row, colour = len(actors) - actors.index(span.actor), COLOURS[span.purpose]
         height, alpha = (0.4, 1.0) if is_measured else (0.8, 0.35)
         axes.broken_barh([(span.begin, span.seconds)], (row - height / 2, height), facecolors=colour, alpha=alpha)
     axes.set_xlim(-TIMELINE_SECONDS, 0)
@@ -345,9 +359,9 @@ def timeline_figure(spans: Sequence[tuple[TimelineSpan, bool]]) -> Any:
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(INK)
-    handles = [Patch(color=colour, label=_label(name)) for name, colour in [*colours.items(), ("waiting", WAITING)]]
+    handles = [Patch(color=COLOURS[purpose], label=purpose) for purpose in (WORK, WEIGHTS, WAITING)]
     axes.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, labelcolor=INK, fontsize=8
+        handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, labelcolor=INK, fontsize=8
     )
     return figure
 
@@ -355,10 +369,6 @@ def timeline_figure(spans: Sequence[tuple[TimelineSpan, bool]]) -> Any:
 def _label(text: str) -> str:
     """The text as matplotlib shows it as it is, and not as a formula."""
     return shown(text).replace("$", r"\$")
-
-
-def _waits(name: str) -> bool:
-    return "wait" in name or name == "idle"
 
 
 def _svg(salt: str, make: Callable[[], Any]) -> str:
@@ -413,18 +423,39 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
     _draw_stack(axes, panel)
     for (label, x, y), colour in zip(panel.lines, panel.colours, strict=False):
-        marker = "o" if len(x) <= MARKED_STEPS else None
-        axes.plot(x, y, color=colour, label=_label(label) or None, marker=marker, markersize=3, linewidth=1.5)
+        _draw_line(axes, _label(label), x, y, colour)
     if panel.bound is not None:
         axes.axhline(panel.bound, color=INK, linestyle="--", linewidth=1, label="bound")
-    if panel.log:
-        axes.set_yscale("log", nonpositive="mask")
     axes.set_ylim(*panel.limits)
+    if panel.log:
+        _set_log_axis(axes, [value for value in panel.values if math.isfinite(value)])
     axes.set_title(panel.title, loc="left", color=INK, fontsize=10)
     axes.set_xlabel("step", color=INK)
     axes.set_ylabel(panel.unit, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _style(axes)
+
+
+def _draw_line(axes: Any, label: str, x: Sequence[float], y: Sequence[float], colour: str) -> None:
+    """The smoothed curve over its faint points. So few points that none is smoothed are marked on the curve."""
+    if len(x) < SMOOTHED_FROM:
+        axes.plot(x, y, color=colour, label=label or None, marker="o", markersize=3, linewidth=1.5)
+        return
+    look = {"linewidth": 0.6} if len(x) > MOST_POINTS else {"linestyle": "", "marker": "o", "markersize": 3}
+    axes.plot(x, y, color=colour, alpha=0.4, markeredgewidth=0, **look)
+    axes.plot(x, smoothed(y), color=colour, label=label or None, linewidth=1.8)
+
+
+def _set_log_axis(axes: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis, with a place for zeros if there are any; a linear one within a factor of LOG_FROM."""
+    if min(values, default=0.0) > 0:
+        axes.set_yscale("log" if max(values) > LOG_FROM * min(values) else "linear")
+        return
+    least = linear_below(values)
+    axes.set_yscale("symlog", linthresh=least, linscale=0.4)
+    top = 2 * max([*values, least])
+    axes.set_yticks([0.0] + [tick for tick in axes.get_yticks() if least <= tick <= top])
+    axes.set_ylim(-0.5 * least, top)
 
 
 def _style(axes: Any) -> None:
@@ -462,15 +493,10 @@ def _ages(run: Run) -> Panel:
     histograms = [histogram if isinstance(histogram, list) else [] for histogram in counts]
     oldest = max(map(len, histograms), default=0)
     stack = [
-        (f"{age}" if age % 5 == 0 or oldest <= 10 else "", [sum(histogram[age : age + 1]) for histogram in histograms])
+        (f"{age}" if age in (0, oldest - 1) else "", [sum(histogram[age : age + 1]) for histogram in histograms])
         for age in range(oldest)
     ]
-    return Panel("Groups by staleness", stack=stack, steps=run.steps, colours=_ramp(oldest))
-
-
-def _ramp(n: int) -> list[str]:
-    shares = [i / max(1, n - 1) for i in range(n)]
-    return ["#" + "".join(f"{round(a + (b - a) * s):02x}" for a, b in zip(FRESH, OLD, strict=True)) for s in shares]
+    return Panel("Groups by staleness", stack=stack, steps=run.steps, colours=ramp(oldest))
 
 
 def _draw_stack(axes: Any, panel: Panel) -> None:
@@ -480,6 +506,13 @@ def _draw_stack(axes: Any, panel: Panel) -> None:
         top = [b + v for b, v in zip(base, values, strict=True)]
         axes.stairs(top, edges, baseline=base, fill=True, color=colour, label=label or None)
         base = top
+    if limit := upper_limit(base):
+        axes.set_ylim(0, limit)
+        highest = sorted(zip(base, panel.steps, strict=True), reverse=True)[:NAMED_CUTS]
+        names = [f"step {step}: {value:.2g} {panel.unit}" for value, step in highest if value > limit]
+        axes.text(
+            0.99, 0.98, "↑ " + "\n".join(names), transform=axes.transAxes, ha="right", va="top", color=INK, fontsize=8
+        )
 
 
 def _records(lines: Iterable[str], key: str) -> list[dict[str, Any]]:

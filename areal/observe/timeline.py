@@ -13,6 +13,8 @@ from areal.storage.events import FILE, GONE, OLDER_FILE
 
 # The phases of a step, in the order in which the trainer runs them. It commits the step after the last phase.
 PHASES = ("save_wait", "save", "trainer_wait", "fetch", "train", "publish_wait", "snapshot", "offload")
+# What time is spent on. Pictures have a colour for each.
+WORK, WEIGHTS, WAITING = "work", "weights", "waiting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,14 @@ class TimelineSpan:
     def kind(self) -> str:
         """The name without its first number and all that follows it."""
         return re.sub(r"\W*\d.*", "", self.name)
+
+    @property
+    def purpose(self) -> str:
+        """WORK, WEIGHTS or WAITING, by the words of the name."""
+        if re.search(r"(?<!nobody )wait|idle|finished|are full", self.name):
+            return WAITING
+        weights = r"load|snapshot|write|publish|sav(e|ing)\b|checkpoint|pause|resume|receiving|fetching"
+        return WEIGHTS if re.search(weights, self.name) else WORK
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """The report tells what a run folder holds, whatever is missing in it, and needs nothing from anywhere else."""
 
+import itertools
 import json
 import math
 import re
@@ -16,6 +17,7 @@ from areal.observe.report import (
     Run,
     draw,
     draw_timeline,
+    figure_of,
     headlines,
     panels,
     read_run,
@@ -268,24 +270,57 @@ def test_records_of_few_keys_and_half_a_line_break_nothing(folder):
     assert report_of(run).tags.count("svg") == 1
 
 
-def test_a_gap_of_zero_has_no_place_on_a_log_axis(folder):
-    page = report_of(folder([BRIEF | {"step": step, "logprob_gap": 0.0} for step in (1, 2)], SUMMARY))
-    assert not page.says("Log-prob gap, engine and trainer")
+def drawn(panel):
+    """The only axes of the figure of a panel."""
+    (axes,) = figure_of(panel).axes
+    return axes
 
 
-def test_rates_are_per_second_and_step_time_is_split_in_work_wait_and_the_rest(folder):
-    run = read_run(folder([record(1), record(2, trainer_wait_seconds=9.0), record(3, step_seconds=0.0)], SUMMARY))
+@pytest.mark.parametrize("gaps", [[0.0, 0.0], [0.0, 2e-6, 3e-4]])
+def test_a_gap_of_zero_has_a_place_on_its_axis(gaps):
+    run = Run("demo", [BRIEF | {"step": step, "logprob_gap": gap} for step, gap in enumerate(gaps, 1)], {}, "")
+    (panel,) = (panel for panel in panels(run) if panel.title.startswith("Log-prob gap"))
+    assert not panel.empty
+    axes = drawn(panel)
+    low, high = axes.get_ylim()
+    assert low < 0 < max(gaps) < high or low < 0 == max(gaps) < high
+    places = axes.transData.transform([(1.0, gap) for gap in (low, *sorted(set(gaps)), high)])[:, 1]
+    assert all(b - a > 5 for a, b in itertools.pairwise(places))  # pixels: no value lies upon another
+
+
+def test_the_first_step_does_not_flatten_the_others():
+    seconds = [60.0] + [2.0] * 19
+    run = Run("demo", [record(step, step_seconds=own) for step, own in enumerate(seconds, 1)], {}, "")
+    (panel,) = (panel for panel in panels(run) if panel.title == "Step time")
+    axes = drawn(panel)
+    assert axes.get_ylim() == (0, pytest.approx(2.4))
+    assert [text.get_text() for text in axes.texts] == ["↑ step 1: 60 s"]
+
+
+def test_a_long_curve_is_a_smoothed_line_over_its_points():
+    run = Run("demo", [BRIEF | {"step": step, "reward_mean": step % 2} for step in range(1, 41)], {}, "")
+    points, line = drawn(panels(run)[0]).lines
+    assert list(points.get_ydata()) == [1, 0] * 20 and points.get_alpha() < 0.5
+    assert all(0.3 < value < 0.7 for value in line.get_ydata())
+
+
+def test_rates_are_per_second_and_step_time_is_split_in_work_weights_and_waiting(folder):
+    first = record(1, snapshot_seconds=0.125, save_seconds=0.125)
+    run = read_run(folder([first, record(2, trainer_wait_seconds=9.0), record(3, step_seconds=0.0)], SUMMARY))
     by_title = {panel.title: panel for panel in panels(run)}
     assert by_title["Throughput"].lines[0][2][:2] == [500.0, 500.0]
     assert math.isnan(by_title["Throughput"].lines[0][2][2])
-    assert [values[:2] for _, values in by_title["Step time"].stack] == [[1.25, 0.0], [0.5, 2.0], [0.25, 0.0]]
+    stack = {label: values for label, values in by_title["Step time"].stack}
+    assert list(stack) == ["training", "weights", "waiting", "other"]
+    assert [stack[label][:2] for label in ("training", "weights")] == [[1.15, 0.0], [0.25, 0.0]]
+    assert stack["waiting"][:2] == [0.6, 2.0] and stack["other"][:2] == pytest.approx([0.0, 0.0])
     assert by_title["Staleness"].bound == 8
 
 
 def test_groups_are_counted_by_staleness_where_steps_differ_in_their_oldest_group(folder):
     run = read_run(folder([record(1, staleness_histogram=[4, 1]), record(2, staleness_histogram=[2, 1, 2])], SUMMARY))
     panel = next(panel for panel in panels(run) if panel.title == "Groups by staleness")
-    assert panel.stack == [("0", [4, 2]), ("1", [1, 1]), ("2", [0, 2])]
+    assert panel.stack == [("0", [4, 2]), ("", [1, 1]), ("2", [0, 2])]
 
 
 def test_a_run_that_filters_nothing_has_one_reward(folder):
