@@ -231,12 +231,12 @@ def configuration(arguments: argparse.Namespace) -> Config:
 
 def dry_run(config: Config, arguments: argparse.Namespace) -> int:
     """Print the configuration, and check all that a start checks."""
-    from actors.parts.start_checks import check_start, with_own_port
+    from actors.parts.start_checks import rehearse_start, with_own_port
 
     print(dump_config(config), end="", flush=True)
     if not arguments.role:
         config = with_own_port(config, port_is_named(arguments, config))
-    check_start(config, resume=bool(arguments.resume), devices=not arguments.role)
+    rehearse_start(config, resume=bool(arguments.resume), alone=bool(arguments.role))
     print("The configuration and what it names were checked: the run can be started.", file=sys.stderr)
     return 0
 
@@ -253,20 +253,15 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     configuration by the run folder."""
     from rich.console import Console
 
-    from actors.parts.direct_weights import check_transport
     from actors.parts.record import check_record
-    from actors.parts.start_checks import first_waits, roles_here, with_own_port
+    from actors.parts.start_checks import check_start, first_waits, with_own_port
     from actors.runtime.addresses import take_folder
-    from actors.runtime.preflight import check
     from actors.watching.monitor import print_summary
-    from areal.devices import deal_out
     from areal.storage.run_folder import store_configuration
 
     address = config.master.address
     config = with_own_port(config, port_is_named(arguments, config))
-    check_transport(config)
-    check(config)
-    environments = deal_out(config, roles_here(config))
+    environments = check_start(config)
     network = take_folder(config, bool(arguments.resume))
     if arguments.resume:
         print_lines(check_record(config, arguments.from_step))

@@ -40,19 +40,28 @@ def roles_here(config: Config) -> list[str]:
     return [name for name, role in ROLES.items() for _ in range(role.started(config))]
 
 
-def check_start(config: Config, *, resume: bool, devices: bool, rows: bool = True) -> None:
-    """Check what a start of the run checks, and whether its folder can be taken. devices: whether all roles are to run
-    on this machine. rows: whether rows are read beside the first ones. Raises UserError."""
+def check_start(config: Config, *, rows: bool = True, weights: bool = True) -> dict[str, dict[str, str]]:
+    """Check all that can be checked before a run is started on this machine. rows, weights: as `preflight.check` takes
+    them. Returns environment variables of its actors, by their names. Raises UserError."""
     check_transport(config)
-    check(config, weights=False, rows=rows, machine=devices)
-    if devices:
-        deal_out(config, roles_here(config))
-        ports, processes = config.network.ports, len(roles_here(config))
-        if ports and ports[1] - ports[0] + 1 < processes:
-            raise UserError(
-                f"network.ports has {ports[1] - ports[0] + 1} ports, but each of the {processes} processes besides the "
-                f"master listens at one: give more."
-            )
+    check(config, weights=weights, rows=rows)
+    environments = deal_out(config, roles_here(config))
+    ports, processes = config.network.ports, len(roles_here(config))
+    if ports and ports[1] - ports[0] <= processes:
+        raise UserError(
+            f"network.ports has {ports[1] - ports[0] + 1} ports, but each of {processes} processes listens at one, and "
+            f"the master at one more: give {processes + 1}."
+        )
+    return environments
+
+
+def rehearse_start(config: Config, *, resume: bool, rows: bool = True, alone: bool = False) -> None:
+    """Check what a start checks, and whether the run's folder can be taken, without changing anything. alone: the
+    master is started by itself. Raises UserError."""
+    if alone:
+        check(config, weights=False, rows=rows, machine=False)
+    else:
+        check_start(config, rows=rows, weights=False)
     check_keys(config)
     check_room(config.folder, resume)
     check_free(config.folder, resume)
@@ -67,7 +76,7 @@ def check_sweep(runs: Iterable[SweptRun], tell: Callable[[SweptRun], None]) -> N
             config = with_own_port(on_this_machine(run.config), False)
             rows = json.dumps(config.model_dump(mode="json", include=_OF_ROWS), sort_keys=True)
             try:
-                check_start(config, resume=run.begun, devices=True, rows=rows not in checked)
+                rehearse_start(config, resume=run.begun, rows=rows not in checked)
             except UserError as error:
                 raise UserError(f"{run.name}: {error}") from None
             checked.add(rows)
