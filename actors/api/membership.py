@@ -63,12 +63,14 @@ class Membership:
         return ready
 
     def leave(self) -> None:
-        """Have all actors hand over their work and leave. May be called again."""
+        """Have all actors hand over their work and leave. Others may join afterwards."""
         self._leaving = True
         self._loop.call_soon_threadsafe(self._tell_to_leave)
         for life in self._lives:
             with contextlib.suppress(Exception):  # it is over
                 life.result(LEAVE_SECONDS)
+        self._lives.clear()
+        self._leaving = False
 
     def _tell_to_leave(self) -> None:
         for actor in self._actors:

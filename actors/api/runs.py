@@ -259,8 +259,8 @@ class LiveRun:
     def leave(self) -> None:
         """Stop to score and to sample for the run, which goes on and waits for another process to do so."""
         if self._member is not None:
-            atexit.unregister(self._member.leave)
             self._member.leave()
+            self._functions.clear()
 
     def serve(self, settings: Settings) -> None:
         """Do for the run what its settings leave to this process."""
@@ -324,10 +324,13 @@ def _launched(settings: Settings) -> subprocess.Popen[bytes]:
     """The process of a run, which goes on if this one ends."""
     folder = settings.config.folder
     command = [sys.executable, str(ROOT / "run.py"), "--config", str(settings.file)]
+    # A kernel sets them, and rich would write its live view into the file.
+    environment = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
     with (folder / CONSOLE).open("wb") as console:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
+            env=environment,
+        )  # fmt: skip
     (folder / PROCESS).write_text(f"{process.pid} {settings.file}")
     return process
 

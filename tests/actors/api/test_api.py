@@ -112,6 +112,10 @@ async def test_a_process_joins_scores_with_its_closures_and_leaves(run):
         await asyncio.to_thread(joined.serve_workflow, late)
     await asyncio.to_thread(joined.leave)
     assert await reward_actors(asker, address) == []
+    await asyncio.to_thread(joined.serve_reward, length)
+    (member,) = await reward_actors(asker, address)
+    assert await scored(asker, member, "aaa") == [3.0]
+    await asyncio.to_thread(joined.leave)
 
 
 CELLS = """
@@ -234,9 +238,7 @@ def test_rows_come_from_tables(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_from_python_reaches_its_end_with_a_workflow_and_a_reward_that_stay_here(
-    tmp_path, monkeypatch, tiny_model
-):
+def test_a_run_from_python_ends_with_a_workflow_and_a_reward_that_stay_here(tmp_path, monkeypatch, tiny_model):
     monkeypatch.chdir(tmp_path)
     seen = []
 
@@ -252,8 +254,8 @@ def test_a_run_from_python_reaches_its_end_with_a_workflow_and_a_reward_that_sta
 
     run = areal.train(
         ROOT / "configs" / "quickstart.yaml", model=tiny_model, reward=length, workflow=once,
-        steps=2, batch_size=2, group_size=2, sampling={"max_new_tokens": 16}, **{"data.eval_size": 4},
+        steps=2, batch_size=4, group_size=2, sampling={"max_new_tokens": 16}, **{"data.eval_size": 4},
     )  # fmt: skip
-    assert list(run.metrics["step"]) == [1, 2] and len(seen) >= 8 + 2 * 4
-    assert run.rollouts.sql("SELECT count(*) AS n FROM rollouts")["n"][0] >= 8
+    assert list(run.metrics["step"]) == [1, 2] and len(seen) >= 16 + 2 * 4
+    assert run.rollouts.sql("SELECT count(*) AS n FROM rollouts")["n"][0] >= 16
     assert run.checkpoint and run.report().exists() and run.summary["ok"]
