@@ -65,8 +65,8 @@ QUICKSTART = ("steps=60", "batch_size=16", "max_staleness=4", "data.eval_size=10
 PAPER_RUN = ("steps=3", "sampling.max_new_tokens=1024", "trainer.max_tokens_per_microbatch=16384")
 PAPER = ROOT / "configs" / "paper" / "table7.yaml"
 SMALL_PAPER = (
-    *SMALL, "trainer.max_tokens_per_microbatch=1024", "generator.max_concurrent_rollouts=16",
-    "generator.max_model_len=1024", "trainer.dtype=float32", "generator.dtype=float32",
+    *SMALL, "trainer.max_tokens_per_microbatch=2048", "generator.max_concurrent_rollouts=16",
+    "trainer.dtype=float32", "generator.dtype=float32",
 )  # fmt: skip
 ZERO_3, GLOO = ("trainer.ranks=2", "trainer.zero_stage=3"), ("weights.transport=gloo",)
 GAP = {"float32": 1e-3, "bfloat16": 0.05}
@@ -225,8 +225,10 @@ class Kit:
     def random_model(self) -> Path:
         """A model of the paper's 1.5B shape, or a small one, with random weights and the quickstart's tokenizer."""
         folder = self.folder / ("small" if self.rehearsal else "paper-1.5b")
-        if not (folder / "tokenizer_config.json").exists():
-            self.do("model.log", __file__, "--part", "model", "--folder", str(folder))
+        if not folder.exists():
+            made = folder.with_suffix(".part")
+            self.do("model.log", __file__, "--part", "model", "--folder", str(made))
+            made.rename(folder)
         return folder
 
     def settings(self) -> list[str]:
@@ -448,13 +450,16 @@ def write_model(folder: Path) -> None:
     tokenizer = make_tokenizer()
     shape = SMALL_SHAPE if device == "cpu" else SHAPE
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    # Decoding knows all numbers that such a model samples.
-    tokenizer.add_tokens([f"<{number}>" for number in range(len(tokenizer), shape["vocab_size"])])
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape, **ends))
     model.to(torch.float32 if device == "cpu" else torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    vocabulary = json.loads(file.read_text())
+    words = vocabulary["model"]["vocab"]
+    words |= {f"<{number}>": number for number in range(len(words), shape["vocab_size"])}  # all that can be sampled
+    file.write_text(json.dumps(vocabulary))
 
 
 def main() -> int:
