@@ -144,10 +144,12 @@ class SelfTest:
         if not self.selects(CHECKS - WAY - {"keys", "port"}):
             return
         self._deadline = time.monotonic() + self._seconds
-        model = self._folder / "model"
-        if (dtype := self._make_tiny_model(model)) is None:
-            return
-        runs = {} if self._options.model_only else tiny_runs(model, dtype, len(visible_devices()))
+        runs: dict[str, Config] = {}
+        if not self._options.model_only:
+            model = self._folder / "model"
+            if (dtype := self._make_tiny_model(model)) is None:
+                return
+            runs = tiny_runs(model, dtype, len(visible_devices()))
         runs |= {self._config.name: self._config} if self._config else {}
         for number, (name, config) in enumerate(runs.items(), 1):
             if config is self._config:

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -474,6 +475,7 @@ def main() -> int:
     if options.part:
         print_build() if options.part == "build" else write_model(options.folder)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process is left
     kit = Kit(options.folder, this_machine(), options.minutes)
     ok = kit.make([stage for stage in STAGES if not options.only or stage.name in options.only])
     Console(width=None if sys.stdout.isatty() else 160).print(kit.table())
