@@ -417,6 +417,11 @@ class RolloutManagerConfig(Section):
         return self.workflow == EXTERNAL
 
     @property
+    def gives_rewards(self) -> bool:
+        """Whether the workflow has rewards of its own, so that answers and tests of rows are not needed."""
+        return self.workflow in ("environment", "verifiers") or bool(self.workflow_options.get("agent_reward"))
+
+    @property
     def names_parsers(self) -> bool:
         """Whether parsers are named that may not fit the tokenizer."""
         return self.reasoning_parser is not None or self.tool_call_parser != TOOL_CALL_PARSER

@@ -40,7 +40,7 @@ FEW_ROWS = 512
 def check_rows(config: Config, source: PromptSource) -> None:
     """Check answers and tests of some rows, as `check_answers` and `check_tests`."""
     check_answers(config, source)
-    if "code" in config.rewards:
+    if "code" in config.rewards and not config.rollout_manager.gives_rewards:
         check_tests(config, source)
 
 
@@ -149,12 +149,14 @@ async def _flaws_of_tests(config: Config, reward: CodeTests, rows: Iterator[Row]
 
 def check_answers(config: Config, source: PromptSource) -> None:
     """Check whether the built-in rewards can read the answers of the rows that they are to score: of the held-out rows,
-    then of the others in random order, and of each benchmark, each for ANSWERS_SECONDS.
+    then of the others in random order, unless the workflow gives the rewards, and of each benchmark, each for
+    ANSWERS_SECONDS.
 
     Raises UserError if a larger share of them than `max_failed_share` cannot be read, or if a benchmark cannot be
     opened; prints a note if some answers cannot be read.
     """
-    _check_answers(config, _rows(config, source), config.data.named, "such prompts will be discarded")
+    if not config.rollout_manager.gives_rewards:
+        _check_answers(config, _rows(config, source), config.data.named, "such prompts will be discarded")
     for name, benchmark in config.evaluator.benchmarks.items():
         rows = iter(open_benchmark(name, benchmark, config.seed))
         _check_answers(config, rows, f"the benchmark {name}", "such rows will not be scored")

@@ -1,0 +1,31 @@
+"""A reward that asks a model, behind an OpenAI endpoint, for a mark."""
+
+import os
+import re
+
+from openai import AsyncOpenAI
+
+QUESTION = """Question: {question}
+
+Answer: {answer}
+
+Give the answer a mark from 0 (useless) to 10 (short, clear and right). Write only the mark."""
+
+
+class Judge:
+    deterministic = False  # asked twice, it may say something else
+
+    def __init__(self, address: str, model: str) -> None:
+        self.model = model
+        self.client = AsyncOpenAI(base_url=address, api_key=os.environ.get("JUDGE_API_KEY", "none"))
+
+    async def score(self, prompt: str, completion: str, row: dict) -> tuple[float, dict[str, float]]:
+        """The mark as 0 to 1, and as a part the length. Raises ValueError, which fails the sample, without a mark."""
+        question = QUESTION.format(question=row["prompt"], answer=completion)
+        reply = await self.client.chat.completions.create(
+            model=self.model, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=8
+        )
+        text = reply.choices[0].message.content or ""
+        if (mark := re.search(r"\b(10|\d)\b", text)) is None:
+            raise ValueError(f"the judge wrote no mark, but {text!r}")
+        return int(mark[0]) / 10, {"characters": float(len(completion))}

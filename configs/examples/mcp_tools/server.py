@@ -1,0 +1,22 @@
+"""An MCP server with one tool. It speaks on its standard streams, or with a port by streamable HTTP."""
+
+import sys
+
+from mcp.server.mcpserver import MCPServer
+
+PRICES = {"apple": 3, "pear": 4, "plum": 2, "melon": 9, "lemon": 5, "cherry": 1}
+server = MCPServer("shop", log_level="ERROR")
+
+
+@server.tool()
+def price(fruit: str) -> str:
+    """The price of one fruit, such as "apple"."""
+    cost = PRICES.get(fruit.lower().strip())
+    return f"There is no {fruit}." if cost is None else f"One {fruit} costs {cost}."
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run()

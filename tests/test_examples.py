@@ -1,0 +1,301 @@
+"""The examples of configs/examples: each passes the checks of a dry run, and its code does what its text says.
+
+What has to be downloaded is replaced: models by a tiny one, data by rows in their set's format, services by one that
+answers from a list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from aiohttp import web
+from conftest import ROOT
+from scripted_policy import CHATML, Session, byte_tokenizer
+
+from actors.parts.start_checks import on_this_machine, rehearse_start
+from areal.config import Config, UserError, load_config
+from areal.data.rows import Row
+from areal.data.sources import open_source
+from areal.training.objectives import Tokens
+from areal.workflows import mcp_tools
+
+EXAMPLES = sorted(path.parent.name for path in (ROOT / "configs" / "examples").glob("*/run.yaml"))
+ON_CPUS = ("own_reward", "own_loss", "feedback", "openai_agent", "distillation")
+PACKAGES = {"agents_sdk": "agents", "gymnasium_game": "gymnasium", "mcp_tools": "mcp"}
+MOST_LINES_OF_TEXT, MOST_LINES_OF_CODE = 20, 70
+GSM8K = {"question": "Sum 70 and 2.", "answer": "70+2 = <<70+2=72>>72\n#### 72"}
+DEEPCODER = {"problem": "Add.", "tests": json.dumps({"inputs": ["1 2\n", "5 6\n"], "outputs": ["3\n", "11\n"]})}
+TAU2 = {"prompt": "retail task 7", "task": "7", "split": "train"}
+
+
+def code_of(example: str, file: str) -> ModuleType:
+    path = ROOT / "configs" / "examples" / example / file
+    spec = importlib.util.spec_from_file_location(f"{example}_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def chat_model(tiny_model, tmp_path_factory) -> Path:
+    """The tiny model's weights with a tokenizer of bytes, whose template shows tools and knows of thinking."""
+    folder = tmp_path_factory.mktemp("models") / "chat"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML + "{% if enable_thinking %}{% endif %}"
+    tokenizer.save_pretrained(folder)
+    settings = json.loads((tiny_model / "config.json").read_text()) | {"max_position_embeddings": 40960}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes())
+    return folder
+
+
+@pytest.fixture
+def configured(tiny_model, chat_model, free_port, tmp_path, monkeypatch) -> Callable[..., Config]:
+    """The configuration of an example, with what is here in place of what would be downloaded."""
+    monkeypatch.chdir(ROOT)
+
+    def rows(row: dict) -> str:
+        path = tmp_path / "rows.jsonl"
+        prompt = next(iter(row))  # the first field
+        path.write_text("".join(json.dumps(row | {prompt: f"{n}. {row[prompt]}"}) + "\n" for n in range(3)))
+        return str(path)
+
+    def sources(row: dict, *names: str) -> str:
+        return json.dumps([{"base": f"configs/data/deepcoder-{name}.yaml", "source": rows(row)} for name in names])
+
+    def configure(example: str, *more: str) -> Config:
+        replaced = {
+            "distillation": lambda: [f"trainer.reference={tiny_model}"],
+            "mcp_tools": lambda: [f"rollout_manager.workflow_options.servers.shop.command={sys.executable}"],
+            "gsm8k_lora": lambda: [f"data.source={rows(GSM8K)}", "data.eval_source=null", "data.eval_size=1"],
+            "code_sandbox": lambda: [f"data.sources={sources(DEEPCODER, 'taco')}", "data.eval_size=1"],
+            "tau2_retail": lambda: [
+                f"data.source={rows(TAU2)}", "data.eval_source=null", "data.eval_size=1",
+                f"rollout_manager.workflow_options.command={sys.executable} configs/examples/tau2_retail/agent.py",
+            ],
+        }.get(example, list)  # fmt: skip
+        file = ROOT / "configs" / "examples" / example / "run.yaml"
+        quickstart = load_config(file, replaced()).model == "quickstart"
+        values = [
+            f"model={tiny_model if quickstart else chat_model}", f"master.address=tcp://127.0.0.1:{free_port}",
+            f"run_dir={tmp_path / 'runs'}", *replaced(), *more,
+        ]  # fmt: skip
+        return load_config(file, values)
+
+    return configure
+
+
+def test_there_are_twelve_examples():
+    assert len(EXAMPLES) == 12 and set(ON_CPUS) | set(PACKAGES) < set(EXAMPLES)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_short_and_its_text_has_the_command_and_links_that_lead_somewhere(example):
+    folder = ROOT / "configs" / "examples" / example
+    text = (folder / "README.md").read_text()
+    assert f"configs/examples/{example}/run.yaml" in text and "Expect" in text
+    assert len(text.splitlines()) <= MOST_LINES_OF_TEXT
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert links and all((folder / link).is_file() for link in links)
+    assert all(len(path.read_text().splitlines()) <= MOST_LINES_OF_CODE for path in folder.glob("*.py"))
+    named = re.findall(rf"configs/examples/{example}/[\w.]+", (folder / "run.yaml").read_text())
+    assert all((ROOT / name).is_file() for name in named)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_passes_the_checks_of_a_dry_run(example, configured):
+    if example in PACKAGES:
+        pytest.importorskip(PACKAGES[example])
+    config = on_this_machine(configured(example))
+    rehearse_start(config, resume=False)
+    assert config.name == example.replace("_", "-")
+    assert len({str(open_source(config.data, config.seed).row(index).prompt) for index in range(2)}) == 2
+
+
+@pytest.mark.parametrize(("example", "package"), PACKAGES.items())
+def test_without_its_package_an_example_says_what_is_missing(example, package, configured):
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(UserError, match=package):
+        rehearse_start(configured(example), resume=False)
+
+
+@pytest.mark.slow  # each repeats a run of tests/test_run.py with the example's code
+@pytest.mark.parametrize("example", ON_CPUS)
+def test_an_example_runs(example, configured, run, tmp_path, tiny_model):
+    more = ["steps=2", "batch_size=4", "group_size=4", "data.eval_size=4", "generator.kv_cache_gib=0.25"]
+    if example == "distillation":
+        more += ["data.eval_size=0", "evaluator.benchmarks.sums.size=4"]
+    config = configured(example, *more, "sampling.max_new_tokens=64")
+    (tmp_path / "run.json").write_text(config.model_dump_json())
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    started = run("--config", "run.json")
+    output = started.wait(240)
+    assert started.code == 0, output
+    metrics = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in metrics] == [1, 2]
+    if example == "distillation":
+        assert all(step["reward_mean"] == 0 and step["kl_reference"] > 0 for step in metrics)
+
+
+def test_the_own_reward_knows_right_from_wrong():
+    digits_right = code_of("own_reward", "reward.py").digits_right
+    scores = [
+        digits_right("a75b48c30=", completion, {"answer": "432"})
+        for completion in ("a7512b4813c3004", "a7512b4812c3004", "a7512", "", "a7512b4813c3004" * 2)
+    ]
+    assert [score for score, _ in scores] == [1, 2 / 3, 1 / 3, 0, 1 / 2]
+    assert [parts["complete"] for _, parts in scores] == [1, 1, 0, 0, 0]
+
+
+def test_the_own_loss_pushes_down_only_what_the_policy_still_does():
+    tapered = code_of("own_loss", "loss.py").tapered
+    logp = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
+    behaviour = torch.tensor([-2.0, 0.0, -2.0, 0.0])
+    tokens = Tokens(logp, logp.detach(), behaviour, torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.arange(4))
+    tapered(tokens, load_config(ROOT / "configs" / "quickstart.yaml").trainer).loss.sum().backward()
+    assert logp.grad.tolist() == pytest.approx([-1, -1, 1, 0.36788], abs=1e-4)
+
+
+async def test_the_workflow_gives_back_what_was_right_and_halves_the_reward():
+    problem, row = "a75b48c30=", Row(index=0, prompt="a75b48c30=", answer="432", reward=None, fields={"answer": "432"})
+    session = Session("a7512b4812c3004", "b4813c3004", scores={"a7512b4813c3004": 1.0})
+    sample = await code_of("feedback", "workflow.py").mend(session, row)
+    assert session.prompts[1].endswith(f"{problem}a7512")
+    assert sample.reward == 0.5
+    assert "".join(chr(token) for token in sample.tokens[sample.sampled] if token) == "a7512b4812c3004b4813c3004"
+
+
+class Endpoint:
+    """An OpenAI endpoint that answers from a list; `requests` are the bodies of what was asked."""
+
+    def __init__(self) -> None:
+        self.answers: list[dict] = []
+        self.requests: list[dict] = []
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.requests.append(await request.json())
+        return web.json_response(self.answers.pop(0))
+
+    def chat(self, *texts: str) -> None:
+        """Answer the next call with these choices."""
+        choices = [
+            {"index": n, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+            for n, text in enumerate(texts)
+        ]
+        self.answers.append({"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": choices})
+
+    def response(self, *items: dict) -> None:
+        """Answer the next call with these items of a response."""
+        fixed = {"object": "response", "created_at": 0, "model": "policy", "status": "completed", "tools": []}
+        self.answers.append({"id": "1", **fixed, "parallel_tool_calls": True, "tool_choice": "auto", "output": items})
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    served, app = Endpoint(), web.Application()
+    app.router.add_post("/v1/{path:.*}", served.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
+    served.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
+    yield served
+    await runner.cleanup()
+
+
+async def test_the_judge_asks_for_a_mark_and_an_answer_without_one_is_no_score(endpoint):
+    judge = code_of("async_judge", "judge.py").Judge(endpoint.url, "judge")
+    endpoint.chat("7/10")
+    assert await judge.score("chat", "Light scatters.", {"prompt": "Why is the sky blue?"}) == (0.7, {"characters": 15})
+    question = endpoint.requests[0]["messages"][0]["content"]
+    assert "Why is the sky blue?" in question and "Light scatters." in question
+    endpoint.chat("It is good.")
+    with pytest.raises(ValueError, match="the judge wrote no mark, but 'It is good.'"):
+        await judge.score("chat", "Light scatters.", {"prompt": "Why is the sky blue?"})
+
+
+async def test_the_agent_with_openais_client_votes(endpoint):
+    endpoint.chat("a7512b4813c3004", "a7512b4812c3004", "a7512b4813c3004")
+    agent = code_of("openai_agent", "agent.py")
+    reward = await agent.solve(endpoint.url, "key", {"prompt": "a75b48c30=", "answer": "432"})
+    assert reward == pytest.approx(1 / 2 + 1 / 3)
+    assert endpoint.requests[0]["n"] == agent.DRAFTS
+    assert agent.answer_of("") == ""
+
+
+async def test_the_agent_of_the_agents_sdk_looks_prices_up(endpoint):
+    pytest.importorskip("agents")
+    call = {"type": "function_call", "id": "f", "call_id": "c", "name": "price", "arguments": '{"fruit": "apple"}'}
+    endpoint.response(call | {"status": "completed"})
+    text = {"type": "output_text", "text": "The answer is 6.", "annotations": []}
+    endpoint.response({"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [text]})
+    agent = code_of("agents_sdk", "agent.py")
+    assert await agent.solve(endpoint.url, "key", {"prompt": "What do 2 apples cost?", "answer": "6"}) == 1.0
+    assert "One apple costs 3." in json.dumps(endpoint.requests[1]["input"])
+
+
+async def test_the_tool_of_the_mcp_server_knows_the_prices(configured):
+    pytest.importorskip("mcp")
+    servers = configured("mcp_tools").rollout_manager.workflow_options["servers"]
+    async with mcp_tools.opened({name: mcp_tools.Server(**server) for name, server in servers.items()}, 60) as offered:
+        assert await offered.call("price", '{"fruit": "apple"}') == "One apple costs 3."
+        assert await offered.call("price", '{"fruit": "brick"}') == "There is no brick."
+
+
+def test_the_answers_of_the_shops_rows_are_those_of_the_prices():
+    pytest.importorskip("mcp")
+    prices = code_of("mcp_tools", "server.py").PRICES
+    for line in (ROOT / "configs/examples/mcp_tools/rows.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        (n, a), (m, b) = re.findall(r"(\d) (\w+?)(?:ies|s) ", row["prompt"])
+        cost = {**prices, "cherr": prices["cherry"]}
+        assert int(row["answer"]) == int(n) * cost[a] + int(m) * cost[b]
+
+
+STAND_IN = """
+import os
+from types import SimpleNamespace
+TextRunConfig = SimpleNamespace
+def get_tasks(domain, task_split_name, task_ids=None):
+    return [SimpleNamespace(id=n) for n in task_ids or ["7", "8"]]
+def build_text_orchestrator(config, task):
+    assert config.llm_args_agent["api_base"] == os.environ["OPENAI_BASE_URL"] != config.llm_args_user["api_base"]
+    return task
+def run_simulation(task):
+    return SimpleNamespace(reward_info=SimpleNamespace(reward=float(task.id == "7")))
+"""
+
+
+async def test_the_program_for_tau2_posts_the_reward_with_the_key_of_the_sample(endpoint, tmp_path):
+    (tmp_path / "tau2").mkdir()
+    (tmp_path / "tau2" / "__init__.py").write_text("from tau2.runner import TextRunConfig\n")
+    (tmp_path / "tau2" / "runner.py").write_text(STAND_IN)
+    program = [sys.executable, str(ROOT / "configs" / "examples" / "tau2_retail" / "agent.py")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    writer = await asyncio.create_subprocess_exec(*program, "rows", "train", env=environment, stdout=subprocess.PIPE)
+    rows, _ = await writer.communicate()
+    assert json.loads(rows.splitlines()[0]) == TAU2
+    readable, writable = os.pipe()
+    os.write(writable, b"the key")
+    os.close(writable)
+    environment |= {"OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": "k", "AREAL_REWARD_FD": str(readable)}
+    environment |= {"TAU2_USER_URL": "http://user/v1", "TAU2_USER_MODEL": "user"}
+    endpoint.answers.append({})
+    process = await asyncio.create_subprocess_exec(
+        *program, env=environment, stdin=subprocess.PIPE, pass_fds=[readable]
+    )
+    await process.communicate(json.dumps(TAU2).encode() + b"\n")
+    os.close(readable)
+    assert process.returncode == 0 and endpoint.requests == [{"reward": 1.0, "key": "the key"}]
