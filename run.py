@@ -262,6 +262,7 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     address = config.master.address
     config = with_own_port(config, port_is_named(arguments, config))
     environments = check_start(config)
+    config = with_own_port(config, port_is_named(arguments, config))  # the checks may have taken half a minute
     network = take_folder(config, bool(arguments.resume))
     if arguments.resume:
         print_lines(check_record(config, arguments.from_step))
