@@ -101,6 +101,13 @@ def test_the_public_names_are_those_of_the_architecture_page():
     assert told == {room: set(names) for room, names in public.items() if names}
 
 
+def test_the_keys_beside_those_of_other_systems_are_keys_of_the_configuration():
+    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    keys = re.findall(r"^\| `([\w.]+)`(?: \(.*?\))? \|.*\|.*\|.*\|.*\|$", page, re.MULTILINE)
+    reference = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert len(keys) > 20 and not [key for key in keys if f"| `{key}` |" not in reference]
+
+
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name)
 def test_an_example_configuration_names_nothing_that_is_private(config):
     assert "areal." not in config.read_text(encoding="utf-8")
@@ -115,14 +122,3 @@ def test_the_examples_of_the_quickstart_page_are_configurations():
     from areal.config import Config
 
     assert [Config.model_validate(yaml.safe_load(example)).name for example in examples("yaml")] == ["mine", "talks"]
-
-
-def test_the_reward_of_the_quickstart_page_knows_right_from_wrong():
-    (source,) = examples("python")
-    names: dict[str, Any] = {}
-    exec(source, names)
-    scores = [
-        names["digits_right"]("a75b48c30=", completion, {"answer": "432"})
-        for completion in ("a7512b4813c3004", "a7512b4812c3004", "a7512", "", "a7512b4813c3004" * 2)
-    ]
-    assert scores == [1, 2 / 3, 1 / 3, 0, 1 / 2]
