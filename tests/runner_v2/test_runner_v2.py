@@ -12,11 +12,40 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TRITON = ROOT / "build" / "triton"  # by `make test-runner`; never in .venv, where other tests would import it
 AHEAD = "as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have_the_logprobs_of_their_version"
+PATH = os.pathsep.join(map(str, [ROOT, ROOT / "tests", Path(__file__).parent, TRITON]))
+needs_triton = pytest.mark.skipif(not TRITON.exists(), reason="`make test-runner` installs Triton, and runs this")
+
+MASKED = """
+import torch, triton, triton.language as tl
+from interpreted_cpu.driver import InterpretedDriver
+
+@triton.jit
+def copy(source, flags, target, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    mask = (places < 3) & ((tl.load(flags) > 0) & (tl.load(flags + 1) > 0))
+    tl.store(target + places, tl.load(source + places, mask=mask), mask=mask)
+
+assert InterpretedDriver.is_active()
+target = torch.zeros(4)
+copy[(1,)](torch.ones(4), torch.ones(2, dtype=torch.int32), target, SIZE=4)
+print(target.tolist())
+"""
+
+
+@pytest.mark.slow
+@needs_triton
+def test_the_interpreter_takes_a_mask_of_a_block_and_a_number(tmp_path: Path) -> None:
+    """As that of vLLM's guesses by n-grams."""
+    file = tmp_path / "masked.py"  # Triton reads the source
+    file.write_text(MASKED)
+    variables = {"PYTHONPATH": PATH, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, file], env=os.environ | variables, capture_output=True, text=True)
+    assert done.stdout == "[1.0, 1.0, 1.0, 0.0]\n", done.stderr[-2000:]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.skipif(not TRITON.exists(), reason="`make test-runner` installs Triton, and runs this")
+@needs_triton
 @pytest.mark.parametrize(
     "name",
     [
@@ -28,9 +57,8 @@ AHEAD = "as_gpus_load_and_schedule_tokens_of_dense_models_and_experts_have_the_l
     ],
 )
 def test_the_runner_of_gpus_passes_the_test_of_the_engine(name: str) -> None:
-    path = [ROOT, ROOT / "tests", Path(__file__).parent, TRITON]
     variables = {
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "PYTHONPATH": PATH,
         "TRITON_INTERPRET": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_LOGGING_LEVEL": "INFO",

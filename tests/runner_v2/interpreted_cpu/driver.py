@@ -1,7 +1,10 @@
 """What Triton and vLLM's utilities ask of a backend's driver."""
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
@@ -10,6 +13,7 @@ from triton.backends.driver import DriverBase
 class InterpretedDriver(DriverBase):
     @staticmethod
     def is_active() -> bool:
+        accept_masks_of_integers()
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
@@ -29,3 +33,24 @@ class InterpretedDriver(DriverBase):
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+@cache
+def accept_masks_of_integers() -> None:
+    """In Triton 3.9's interpreter `block & scalar` of int1 is int32, and its loads and stores take masks of bool only
+    (vLLM's guesses by n-grams have such a mask)."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    load, store = Builder.create_masked_load, Builder.create_masked_store
+
+    def as_bools(mask: Any) -> Any:
+        mask.data = mask.data.astype(np.bool_)
+        return mask
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *more: Any, **named: Any) -> Any:
+        return load(self, ptrs, as_bools(mask), *more, **named)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *more: Any, **named: Any) -> Any:
+        return store(self, ptrs, value, as_bools(mask), *more, **named)
+
+    Builder.create_masked_load, Builder.create_masked_store = masked_load, masked_store
