@@ -1,17 +1,14 @@
 """The checks that need a generator: its log-probs, interruptions with exact versions, sleep, its speed.
 
-The reference is transformers in fp32, with attention written out, one sequence at a time. It runs when the engine is
-closed, since both may not fit into one device.
+The reference runs when the engine is closed, since both may not fit into one device.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +16,29 @@ import numpy as np
 
 from areal.config import Config
 from areal.generation.engine import Chunk, EngineError, GenerationEngine, LoadTimes, WeightLoadError
-from areal.planning.split import GIB
 from areal.selftest.disk import size_of
-from areal.selftest.findings import GAP, LAYERS, REPORT, Finding, judged
+from areal.selftest.findings import REPORT, Finding
+from areal.selftest.reference_models import kept_logprobs, model_of, reference_logprobs
 from areal.selftest.sequences import Sampled, read, write
 from areal.selftest.transport import Receiving
-from areal.weights.folders import ADAPTER_FILE, copy_model_files, write_index, write_weights
+from areal.selftest.verdicts import (
+    RECOVERY_SECONDS,
+    BusyLoad,
+    check_busy_load,
+    check_engine,
+    check_kept,
+    check_received,
+    check_turns,
+    check_versions,
+    gap_of,
+    load_cost,
+)
 
 SEQUENCES, TOKENS, LONGEST = 8, 64, 1024
 """Sequences that are compared, and how many tokens of each; most tokens of one that is interrupted."""
 AFTER = 32
 """Tokens that an interrupted sequence goes on for under the new weights."""
-APART = 4
-"""How many times the tolerance lies between log-probs of the same tokens under both versions, at least."""
-EDGE = 2
-"""How many times the tolerance the few tokens beside an interruption may be off in the mean."""
-WARM_UP_SECONDS, SPEED_SECONDS, RECOVERY_SECONDS = 2.0, 8.0, 60.0
-RESIDUE, RESIDUE_BYTES = 0.25, 4 * GIB
-"""What an engine or a trainer may keep of a GPU while the other one has the turn: this share of what it had, or so
-much. Contexts, kernels and graphs stay."""
-GPU_SHARE, HOST_SHARE = 0.8, 0.5
-"""The reference is computed on the GPU if it takes no more than this share of what is free there; else on the CPU, if
-it takes no more than this share of its memory."""
+WARM_UP_SECONDS, SPEED_SECONDS = 2.0, 8.0
 
 
 class GenerationChecks:
@@ -80,7 +78,7 @@ class GenerationChecks:
         """Interrupt sequences by loading the weights in the folder `published` as version 1."""
         sequences, times = await interrupt(self._engine, self._config, Path(published), 1)
         write(sequences, Path(file))
-        measured, values = _load_cost(times, size_of(Path(published)))
+        measured, values = load_cost(times, size_of(Path(published)))
         return [Finding("load", "ok", f"{measured}, {times.sequences_interrupted} sequences", values=values)]
 
     async def keep(self, file: str) -> list[Finding]:
@@ -170,7 +168,7 @@ class GenerationChecks:
             names = ["engine", "interruption", *(["kept cache"] if kept else [])]
             findings = [Finding(name, "skipped", why) for name in names]
             return [*findings, *([check_turns(turns, None, dtype)] if turns else [])]
-        model = _model_of(base, Path(published), Path(scratch))
+        model = model_of(base, Path(published), Path(scratch))
         second = reference_logprobs(model, new, self._config)
         findings = [
             check_engine(old, first[: len(old)], dtype),
@@ -182,7 +180,7 @@ class GenerationChecks:
             recomputed = reference_logprobs(base, sequences, self._config) or []
             findings.append(check_kept(sequences, exact, recomputed, dtype))
         if turns:
-            gap = _gap(between, first[len(old) : len(old) + len(between)]) if between else None
+            gap = gap_of(between, first[len(old) : len(old) + len(between)]) if between else None
             findings.append(check_turns(turns, gap, dtype))
         return findings
 
@@ -191,9 +189,9 @@ class GenerationChecks:
         reference. scratch: an empty folder."""
         assert self._receiving is not None
         sequences = read(Path(received))
-        model = _model_of(Path(self._config.model), Path(published), Path(scratch))
+        model = model_of(Path(self._config.model), Path(published), Path(scratch))
         exact = reference_logprobs(model, sequences, self._config)
-        measured, values = _load_cost(await self._receiving.times(), size_of(Path(published)))
+        measured, values = load_cost(await self._receiving.times(), size_of(Path(published)))
         measured = f"{self._config.weights.backend}: {measured}"
         if exact is None:
             return [
@@ -236,15 +234,6 @@ async def interrupt(
     times = await engine.load(folder, version)
     await everything
     return [_joined(prompt, chunks) for prompt, chunks in zip(prompts, parts, strict=True)], times
-
-
-@dataclass(frozen=True, slots=True)
-class BusyLoad:
-    """A load while the engine was full: what it took; sequences that ran; seconds until each had the next tokens."""
-
-    times: LoadTimes
-    sequences: int
-    recovery_seconds: float
 
 
 async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLoad | None]:
@@ -296,242 +285,6 @@ async def _recovery(tasks: list[asyncio.Task[None]], arrived: list[int]) -> tupl
     return time.perf_counter() - started, set()
 
 
-def check_busy_load(load: BusyLoad | None, size: int) -> Finding:
-    """Whether all sequences of a full engine went on after a load. size: bytes of the weights."""
-    if load is None:
-        return Finding("busy load", "skipped", "an engine with adapters cannot load the model's own weights")
-    measured, values = _load_cost(load.times, size)
-    return judged(
-        "busy load",
-        load.recovery_seconds < RECOVERY_SECONDS,
-        f"{load.sequences} sequences: {measured}; all went on within {load.recovery_seconds:.2f} s",
-        f"Some sequences of a full engine do not go on within {RECOVERY_SECONDS:.0f} s after a load: lower "
-        "generator.max_concurrent_rollouts, and report it.",
-        sequences=load.sequences,
-        recovery_seconds=load.recovery_seconds,
-        **values,
-    )
-
-
-def check_kept(
-    sequences: Sequence[Sampled], exact: Sequence[np.ndarray], recomputed: Sequence[np.ndarray], dtype: str
-) -> Finding:
-    """Whether the tokens of version 2 have the log-probs that they have on the KV cache of version 1, `exact`, and not
-    those on a cache of their own version, `recomputed`, of all tokens."""
-    limit = LAYERS * GAP[dtype]
-    after = [s.versions == 2 for s in sequences]
-    crossing = [n for n, s in enumerate(sequences) if set(s.versions.tolist()) == {1, 2}]
-    if len(crossing) < SEQUENCES // 4:
-        return Finding("kept cache", "skipped", f"only {len(crossing)} of {len(sequences)} sequences were interrupted")
-    sampled = np.concatenate([sequences[n].logprobs[after[n]] for n in crossing])
-    gap = _mean(np.abs(sampled - np.concatenate([exact[n] for n in crossing])))
-    other = _mean(np.abs(sampled - np.concatenate([recomputed[n][after[n]] for n in crossing])))
-    return judged(
-        "kept cache",
-        gap <= limit,
-        f"{len(crossing)} sequences: {gap:.1e} nats from new weights on the old KV cache (at most {limit:g}), "
-        f"{other:.1e} from a recomputed one",
-        "With generator.kv_on_update=keep the engine does not go on from the KV cache that it had: set it to "
-        "recompute, and report it.",
-        gap=gap,
-        gap_to_recomputed=other,
-        crossing=len(crossing),
-    )
-
-
-def check_turns(facts: dict[str, Any], gap: float | None, dtype: str) -> Finding:
-    """Whether trainer and generator leave each other the devices. gap: of log-probs of sequences that the engine slept
-    in; None: not compared.
-
-    facts: `sleep_seconds`, `wake_seconds`, `offload_seconds`; on a GPU the free bytes `before` the engine started,
-    while it was `running` and `asleep`, and in `offloaded` what the trainer had before and after."""
-    limit = LAYERS * GAP[dtype]
-    before, running, asleep = ((facts.get(name) or {}).get("bytes") for name in ("before", "running", "asleep"))
-    had, has = facts.get("offloaded") or (0.0, 0.0)
-    parts, left = [], True
-    if before is not None and running is not None and asleep is not None:
-        left = before - asleep <= max(RESIDUE * (before - running), RESIDUE_BYTES) and has <= max(
-            RESIDUE * had, RESIDUE_BYTES
-        )
-        parts.append(
-            f"the engine asleep keeps {(before - asleep) / GIB:.1f} of {(before - running) / GIB:.1f} GiB, the trainer "
-            f"away {has / GIB:.1f} of {had / GIB:.1f}"
-        )
-    parts.append(", ".join(f"{name} {facts[f'{name}_seconds']:.2f} s" for name in ("sleep", "wake", "offload")
-                           if f"{name}_seconds" in facts))  # fmt: skip
-    parts.append("log-probs not compared" if gap is None else f"after it {gap:.1e} nats (at most {limit:g})")
-    return judged(
-        "turns",
-        left and (gap is None or gap <= limit),
-        "; ".join(part for part in parts if part),
-        "Trainer and generator do not leave each other the GPU, or sequences go on wrongly after it: report it."
-        if left or gap is None
-        else "With colocate=true memory stays taken: report it, and set generator.memory_share lower.",
-        gap=gap,
-        **facts,
-    )
-
-
-def check_engine(sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtype: str) -> Finding:
-    """Whether log-probs are those of the reference, `exact`, on weights that were never exchanged."""
-    gap, limit = _gap(sequences, exact), LAYERS * GAP[dtype]
-    return judged(
-        "engine",
-        gap <= limit,
-        f"log-probs of the generator, {dtype}: {gap:.1e} nats from transformers in fp32 (at most {limit:g})",
-        "vLLM computes other log-probs than transformers: set generator.enforce_eager=true and try again; report it.",
-        gap=gap,
-        dtype=dtype,
-    )
-
-
-def check_received(
-    sequences: Sequence[Sampled], exact: Sequence[np.ndarray], dtype: str, measured: str, values: dict[str, Any]
-) -> Finding:
-    """Whether log-probs are those of the reference, `exact`, on the weights that the trainer sent. measured, values:
-    what the transfer took."""
-    gap, limit = _gap(sequences, exact), LAYERS * GAP[dtype]
-    return judged(
-        "transport",
-        gap <= limit,
-        f"{measured}; log-probs after it: {gap:.1e} nats from the reference (at most {limit:g})",
-        "After a direct transfer the engine does not have the trainer's weights: set weights.transport=folder, and "
-        "report it.",
-        gap=gap,
-        **values,
-    )
-
-
-def check_versions(
-    sequences: Sequence[Sampled], old: Sequence[np.ndarray], new: Sequence[np.ndarray], dtype: str
-) -> Finding:
-    """Whether each token of sequences that were interrupted has the log-prob of the version that it names.
-
-    old, new: of all tokens under versions 0 and 1. Tokens beside the interruption are also judged by themselves, since
-    a version that changes one token too early or too late is wrong for a single token of each sequence.
-    """
-    limit = LAYERS * GAP[dtype]
-    named = np.concatenate([s.versions for s in sequences])
-    logprobs, under = np.concatenate([s.logprobs for s in sequences]), (np.concatenate(old), np.concatenate(new))
-    ends = np.cumsum([len(s.versions) for s in sequences])
-    changes = np.flatnonzero(np.diff(named) == 1) + 1
-    changes = np.setdiff1d(changes, ends)  # at an end, the next sequence begins
-    beside = np.concatenate([changes - 1, changes])
-    right = np.where(named == 1, under[1], under[0])
-    gap = {version: _mean(np.abs(logprobs - right)[named == version]) for version in (0, 1)}
-    other_gap = {version: _mean(np.abs(logprobs - under[1 - version])[named == version]) for version in (0, 1)}
-    edge = _mean(np.abs(logprobs - right)[beside])
-    exact = bool(np.isin(named, (0, 1)).all()) and all((np.diff(s.versions) >= 0).all() for s in sequences)
-    values = {"gap": gap, "gap_to_other_version": other_gap, "gap_beside": edge, "crossing": len(changes)}
-    if not exact:
-        kinds = sorted(set(named.tolist()))
-        measured = f"tokens of the versions {kinds}, where only 0 and 1 in this order can be"
-        advice = "The engine names wrong versions: take the version of vLLM that pyproject.toml names, and report it."
-        return Finding("interruption", "FAILED", measured, advice, values)
-    if len(changes) < SEQUENCES // 4:
-        measured = f"only {len(changes)} of {len(sequences)} sequences were interrupted"
-        advice = (
-            "Too few sequences were long enough to be interrupted: try again, and with --config and a model that "
-            "answers at length."
-        )
-        return Finding("interruption", "FAILED", measured, advice, values)
-    measured = f"{gap[0]:.1e} nats before, {gap[1]:.1e} after, {edge:.1e} beside it (at most {limit:g})"
-    right_ones = gap[0] <= limit and gap[1] <= limit and edge <= EDGE * limit
-    if right_ones and not min(other_gap.values()) >= APART * limit:
-        away = min(other_gap.values())
-        return Finding("interruption", "skipped", f"{measured}; the other version is only {away:.1e} away", "", values)
-    return judged(
-        "interruption",
-        right_ones,
-        f"{len(changes)} sequences: {measured}; under the other version {other_gap[0]:.1f}, {other_gap[1]:.1f}",
-        "After new weights are loaded, tokens do not have the log-probs of the version that they name: if `engine` is "
-        "ok, loading leaves old weights in place (such as a head that is not packed again) or versions are told one "
-        "off; take the version of vLLM that pyproject.toml names, and report it.",
-        **values,
-    )
-
-
-def reference_logprobs(folder: Path, sequences: Sequence[Sampled], config: Config) -> list[np.ndarray] | None:
-    """Log-probs [n] of the sampled tokens of each sequence under the model in `folder`, in fp32. None: no room."""
-    import torch
-
-    from areal.selftest.references import logprobs_alone
-
-    if (model := _reference(folder)) is None:
-        return None
-    logprobs = []
-    with torch.no_grad():
-        for sequence in sequences:
-            logps = logprobs_alone(model, _tokens(sequence, model.device), config.sampling.temperature)
-            logprobs.append(logps[len(sequence.prompt) - 1 :].cpu().numpy())
-    return logprobs
-
-
-def kept_logprobs(old: Path, new: Path, sequences: Sequence[Sampled], config: Config) -> list[np.ndarray] | None:
-    """Log-probs of the tokens of version 2 of each sequence under the model in `new`, on the KV cache that the model in
-    `old` has made of the tokens before; fp32. None: no room."""
-    import torch
-
-    ends = [len(s.prompt) + int((s.versions < 2).sum()) - 1 for s in sequences]  # the last token has no KV yet
-    caches = []
-    with torch.no_grad():
-        if (model := _reference(old)) is None:
-            return None
-        for sequence, end in zip(sequences, ends, strict=True):
-            tokens = _tokens(sequence, model.device)[None, :end]
-            caches.append(model(input_ids=tokens, use_cache=True).past_key_values if end else None)
-        del model
-        model = _reference(new)
-        logprobs = []
-        for sequence, end, cache in zip(sequences, ends, caches, strict=True):
-            tokens = _tokens(sequence, model.device)
-            logits = model(input_ids=tokens[None, end:], past_key_values=cache, use_cache=True).logits[0, :-1]
-            logps = torch.log_softmax(logits / config.sampling.temperature, -1)
-            logprobs.append(logps.gather(1, tokens[end + 1 :, None])[:, 0].cpu().numpy())
-    return logprobs
-
-
-def _reference(folder: Path) -> Any:
-    """The model in `folder` in fp32, on the GPU or else on the CPU. None: there is no room."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from areal.planning.command import count_parameters
-
-    size = 4 * count_parameters(str(folder))
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and size <= GPU_SHARE * torch.cuda.mem_get_info()[0]:
-        device = torch.device("cuda")
-    elif size > HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        return None
-    torch.set_num_threads(os.cpu_count() or 1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return model.to(device).eval()
-
-
-def _tokens(sequence: Sampled, device: Any) -> Any:
-    """Prompt and completion, int64 [T]."""
-    import torch
-
-    return torch.from_numpy(np.concatenate([sequence.prompt, sequence.tokens])).long().to(device)
-
-
-def _model_of(base: Path, published: Path, folder: Path) -> Path:
-    """Make `folder` a model folder with the published weights."""
-    copy_model_files(base, folder, dtype="float32")
-    if (published / ADAPTER_FILE).is_file():
-        from areal.weights.lora import merged_tensors
-
-        write_weights(dict(merged_tensors(base, published)), folder)
-    else:
-        files = sorted(published.absolute().glob("*.safetensors"))
-        for file in files:
-            (folder / file.name).symlink_to(file)
-        if len(files) > 1:  # several ranks have written a shard each
-            write_index(folder)
-    return folder
-
-
 async def _follow(
     engine: GenerationEngine, config: Config, prompt: np.ndarray, tokens: int | None, parts: list[Chunk],
     enough: Callable[[], bool] = lambda: False,
@@ -561,20 +314,3 @@ def _prompts(config: Config) -> list[np.ndarray]:
 
     random, vocabulary = np.random.default_rng(0), sizes_of(config.model).vocab_size
     return [random.integers(2, vocabulary, 5 + 7 * n) for n in range(SEQUENCES)]
-
-
-def _gap(sequences: Sequence[Sampled], exact: Sequence[np.ndarray]) -> float:
-    """Mean difference of log-probs, in nats."""
-    return float(np.abs(np.concatenate([s.logprobs - e for s, e in zip(sequences, exact, strict=True)])).mean())
-
-
-def _load_cost(times: LoadTimes, size: int) -> tuple[str, dict[str, Any]]:
-    """What loading `size` bytes took, as text and as values."""
-    seconds = times.load_seconds
-    rate, pause = size / 1e9 / seconds, times.pause_seconds
-    measured = f"{size / 1e9:.3g} GB in {seconds:.2f} s, {rate:.3g} GB/s; paused {pause:.3f} s"
-    return measured, {"bytes": size, "pause_seconds": times.pause_seconds, "load_seconds": seconds}
-
-
-def _mean(values: np.ndarray) -> Any:
-    return float(values.mean()) if len(values) else 0.0

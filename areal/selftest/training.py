@@ -175,10 +175,9 @@ class TrainingChecks:
         return float(torch.cuda.memory_reserved()) if self._device.type == "cuda" else 0.0
 
     def checkpoint_bytes(self) -> dict[str, Any]:
-        """Bytes of a checkpoint: the model, and fp32 weights and two moments of what is trained."""
-        model = read_model(self._config)
+        """Bytes of a checkpoint: the model, and fp32 weights and two moments of what is trained. Adapters are small."""
         size = sum(file.stat().st_size for file in Path(self._config.model).glob("*.safetensors"))
-        return {"bytes": size + 12 * model.trained}
+        return {"bytes": size + (0 if self._config.trainer.lora else 12 * count_parameters(self._config.model))}
 
     def save(self, folder: str, file: str) -> dict[str, Any]:
         """Write a checkpoint, and into `file` log-probs of it and of the step after it."""

@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from areal.generation import engine as generation_engine
 from areal.generation.engine import LoadTimes
 from areal.planning.split import GIB
-from areal.selftest import generation, sequences
-from areal.selftest.generation import GenerationChecks, check_engine, check_versions
+from areal.selftest import generation, reference_models, sequences, verdicts
+from areal.selftest.generation import GenerationChecks
 from areal.selftest.synthetic import TINY, tiny_config, write_tiny_model
 from areal.selftest.transport import Sending
+from areal.selftest.verdicts import check_engine, check_versions
 from areal.weights.folders import WEIGHTS_FILE, write_weights
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -62,7 +63,7 @@ async def test_an_engine_that_is_right_passes_and_tokens_of_the_wrong_version_fa
 
     old = sequences.read(folder / "right.npz")
     config = generator._config
-    under = [generation.reference_logprobs(folder / name, old, config) for name in ("model", "scratch-right")]
+    under = [reference_models.reference_logprobs(folder / name, old, config) for name in ("model", "scratch-right")]
 
     def judge(versions_of, logprobs_of=lambda s: s.logprobs):
         changed = [sequences.Sampled(s.prompt, s.tokens, logprobs_of(s), versions_of(s)) for s in old]
@@ -93,9 +94,9 @@ async def test_a_cache_that_is_recomputed_where_it_should_be_kept_fails(generato
     await generator._engine.load(folder / "published", 1)
     sampled, _ = await generation.interrupt(generator._engine, generator._config, folder / "model", 2)
     arguments = folder / "published", folder / "model", sampled, generator._config
-    exact = generation.kept_logprobs(*arguments)
-    recomputed = generation.reference_logprobs(folder / "model", sampled, generator._config)
-    found = generation.check_kept(sampled, exact, recomputed, "float32")
+    exact = reference_models.kept_logprobs(*arguments)
+    recomputed = reference_models.reference_logprobs(folder / "model", sampled, generator._config)
+    found = verdicts.check_kept(sampled, exact, recomputed, "float32")
     assert (found.name, found.result) == ("kept cache", "FAILED")
     assert found.values["gap_to_recomputed"] < 1e-3
 
@@ -108,9 +109,11 @@ async def test_sequences_that_an_engine_sleeps_in_go_on_right(generator, folder)
     await asyncio.sleep(0.1)
     assert generator._engine.stats().tokens_generated == generated
     await generator.wake(str(folder / "slept.npz"))
-    slept = sequences.read(folder / "slept.npz")
-    gap = generation._gap(slept, generation.reference_logprobs(folder / "model", slept, generator._config))
-    assert gap < 1e-4
+    (folder / "scratch-slept").mkdir()
+    files = [str(folder / name) for name in ("slept.npz", "slept.npz", "published", "scratch-slept")]
+    *_, turns = generator.compare(*files, slept=files[0], turns={"sleep_seconds": facts["seconds"]})
+    assert (turns.name, turns.result) == ("turns", "ok")
+    assert turns.values["gap"] < 1e-4
 
 
 GPU = {
@@ -131,7 +134,7 @@ GPU = {
     ],
 )
 async def test_who_keeps_the_memory_of_a_gpu_in_the_others_turn_fails(changes, gap, result):
-    assert generation.check_turns(GPU | changes, gap, "float32").result == result
+    assert verdicts.check_turns(GPU | changes, gap, "float32").result == result
 
 
 @asynccontextmanager
@@ -215,14 +218,15 @@ async def test_a_full_engine_has_a_speed(generator, monkeypatch):
 
 
 async def test_sequences_that_stop_at_a_load_of_a_full_engine_fail(generator, monkeypatch):
-    monkeypatch.setattr(generation, "RECOVERY_SECONDS", 0.3)
+    for module in (generation, verdicts):
+        monkeypatch.setattr(module, "RECOVERY_SECONDS", 0.3)
     stuck = [asyncio.create_task(asyncio.sleep(60)) for _ in range(2)]
     seconds, ended = await generation._recovery(stuck, [3, 5])
     assert not ended
     for task in stuck:
         task.cancel()
-    load = generation.BusyLoad(LoadTimes(0.1, 0.2, 0.1, 64, 0), 64, seconds)
-    assert generation.check_busy_load(load, 1000).result == "FAILED"
+    load = verdicts.BusyLoad(LoadTimes(0.1, 0.2, 0.1, 64, 0), 64, seconds)
+    assert verdicts.check_busy_load(load, 1000).result == "FAILED"
 
 
 async def test_weights_that_several_ranks_have_published_make_a_model(tmp_path):
@@ -233,5 +237,5 @@ async def test_weights_that_several_ranks_have_published_make_a_model(tmp_path):
     folder.mkdir()
     for shard, names in enumerate((list(tensors)[:5], list(tensors)[5:])):
         write_weights({name: tensors[name] + 1 for name in names}, published, shard, 2)
-    model = AutoModelForCausalLM.from_pretrained(generation._model_of(base, published, folder))
+    model = AutoModelForCausalLM.from_pretrained(reference_models.model_of(base, published, folder))
     assert all(torch.equal(model.state_dict()[name], tensor + 1) for name, tensor in tensors.items())

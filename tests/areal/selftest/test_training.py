@@ -26,16 +26,20 @@ def saved(tmp_path_factory):
     return {**files, "seconds": facts["seconds"]}, folder / "model"
 
 
-def resumed(saved, **changes):
+def resumed(saved, away=False, **changes):
     trainer = TrainingChecks(tiny_config(saved[1], "float32"))
-    trainer.start()
+    trainer.start_again()
+    if away:
+        trainer.offload()
+        assert any(not tensor.untyped_storage().nbytes() for tensor in trainer._engine._resident())
+        trainer.reload()
     (found,) = trainer.resume(**saved[0] | changes)
     trainer._engine.close()
     return found
 
 
 def test_a_checkpoint_loads_in_another_trainer_and_one_that_is_wrong_fails(saved, tmp_path):
-    found = resumed(saved)
+    found = resumed(saved, away=True)
     assert (found.name, found.result) == ("checkpoint", "ok")
     assert found.values["gap"] == found.values["gap_after_step"] == 0  # the same bits
 
