@@ -18,7 +18,7 @@ APART = 4
 EDGE = 2
 """How many times the tolerance the few tokens beside an interruption may be off in the mean."""
 RECOVERY_SECONDS = 60.0
-"""Time in which all sequences of a full engine go on after a load."""
+"""Time in which the sequences of a full engine go on after a load."""
 RESIDUE, RESIDUE_BYTES = 0.25, 4 * GIB
 """What an engine or a trainer may keep of a GPU while the other one has the turn: this share of what it had, or so
 much. Contexts, kernels and graphs stay."""
@@ -26,7 +26,7 @@ much. Contexts, kernels and graphs stay."""
 
 @dataclass(frozen=True, slots=True)
 class BusyLoad:
-    """A load while the engine was full: what it took; sequences that ran; seconds until each had the next tokens."""
+    """A load while the engine was full: what it took; sequences that ran; seconds until they had the next tokens."""
 
     times: LoadTimes
     sequences: int
@@ -34,15 +34,15 @@ class BusyLoad:
 
 
 def check_busy_load(load: BusyLoad | None, size: int) -> Finding:
-    """Whether all sequences of a full engine went on after a load. size: bytes of the weights."""
+    """Whether the sequences of a full engine went on after a load. size: bytes of the weights."""
     if load is None:
         return Finding("busy load", "skipped", "an engine with adapters cannot load the model's own weights")
     measured, values = load_cost(load.times, size)
     return judged(
         "busy load",
         load.recovery_seconds < RECOVERY_SECONDS,
-        f"{load.sequences} sequences: {measured}; all went on within {load.recovery_seconds:.2f} s",
-        f"Some sequences of a full engine do not go on within {RECOVERY_SECONDS:.0f} s after a load: lower "
+        f"{load.sequences} sequences: {measured}; they went on within {load.recovery_seconds:.2f} s",
+        f"The sequences of a full engine do not go on within {RECOVERY_SECONDS:.0f} s after a load: lower "
         "generator.max_concurrent_rollouts, and report it.",
         sequences=load.sequences,
         recovery_seconds=load.recovery_seconds,
