@@ -287,8 +287,8 @@ class SelfTest:
 def environment_of(part: str, dealt: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """What the environment of a part has in addition, as in a run, whose actors have what was `dealt`."""
     role = ROLES.get(part)
-    own = {name: value for name, value in role.environment.items() if name not in os.environ} if role else {}
-    return {"PYTHONHASHSEED": "0", **own, **dealt.get(f"{part}/0", {})}
+    of_role = {name: value for name, value in role.environment.items() if name not in os.environ} if role else {}
+    return {"PYTHONHASHSEED": "0", **of_role, **dealt.get(f"{part}/0", {})}
 
 
 def cold_seconds(environment: Mapping[str, str], *, gpus: bool) -> float:

@@ -89,16 +89,16 @@ class EngineTest:
 
     def _generate(self) -> None:
         """Start the generator, and do what needs no trainer, which in turns is not on the devices yet."""
-        rest = self._compared | SPEED | self._turns | self._direct
+        later = self._compared | SPEED | self._turns | self._direct
         self._note_memory("before")
         self._generator = self._start("generator")
-        self._do(self._generator, "start", {"generator"}, rest)
+        self._do(self._generator, "start", {"generator"}, later)
         self._do(self._generator, "sample", set(), self._compared | self._turns, file=self._path("sampled.npz"))
         if (facts := self._do(self._trainer, "operations", set(), SPEED)) is not None:
             self._do(self._generator, "speed", SPEED, **facts)
         if self._turns:
             self._note_memory("running")
-            slept = self._do(self._generator, "sleep", set(), rest | LONGEST | RESTART, sequences=True)
+            slept = self._do(self._generator, "sleep", set(), later | LONGEST | RESTART, sequences=True)
             self._facts |= {"sleep_seconds": slept["seconds"]} if slept else {}
             self._note_memory("asleep")
 
@@ -107,8 +107,8 @@ class EngineTest:
             self._facts[when] = self._do(self._trainer, "free_memory", set(), self._turns)
 
     def _train(self) -> None:
-        rest = self._compared | LONGEST | RESTART | self._turns | self._direct
-        self._do(self._trainer, "start", {"trainer"} | ({"ranks"} if self._config.trainer.ranks > 1 else set()), rest)
+        later = self._compared | LONGEST | RESTART | self._turns | self._direct
+        self._do(self._trainer, "start", {"trainer"} | ({"ranks"} if self._config.trainer.ranks > 1 else set()), later)
         names = {"log-probs", "publish"}
         if self._follows(names, "sample", self._compared | self._turns):
             files = {"sampled": self._path("sampled.npz"), "published": self._path("published")}
@@ -133,7 +133,7 @@ class EngineTest:
             return
         self._trainer.kill()
         self._trainer = self._start("trainer")
-        waited = self._do(self._trainer, "wait_for_memory", {"restart"}, {"checkpoint"}, wanted=saved["free_at_start"])
+        waited = self._do(self._trainer, "wait_for_memory", {"restart"}, {"checkpoint"}, needed=saved["free_at_start"])
         if waited is not None:
             self._do(self._trainer, "start_again", set(), RESTART | later | self._turns)
             self._do(self._trainer, "resume", {"checkpoint"}, (), seconds=saved["seconds"], **files)
@@ -143,8 +143,8 @@ class EngineTest:
         """Have the generator load what the trainer has published, while it samples."""
         later = self._compared - {"log-probs", "publish", "load"}
         if self._turns:
-            left = self._do(self._trainer, "offload", set(), self._turns | later | {"load"})
-            self._facts |= left or {}
+            facts = self._do(self._trainer, "offload", set(), self._turns | later | {"load"})
+            self._facts |= facts or {}
             woken = self._do(
                 self._generator, "wake", set(), self._turns | later | {"load"}, file=self._path("slept.npz")
             )
@@ -163,8 +163,8 @@ class EngineTest:
         """Have the trainer send its weights into the generator's engine, and sample with them."""
         if not (self._direct and self._test.selects(self._direct)):
             return
-        sent, workers = self._path("sent"), self._config.generator.devices
-        call = self._do(self._trainer, "send", DIRECT, folder=sent, workers=workers)
+        folder, workers = self._path("sent"), self._config.generator.devices
+        call = self._do(self._trainer, "send", DIRECT, folder=folder, workers=workers)
         while call and "call" in call:
             if self._do(self._generator, "receive", DIRECT, **call) != []:
                 return
@@ -186,7 +186,7 @@ class EngineTest:
         if self._follows(names, "interrupt"):
             sampled = {name: self._path(f"{name}.npz") for name in ("sampled", "interrupted")}
             extra = {"slept": self._path("slept.npz"), "turns": self._facts} if self._turns else {}
-            extra |= {"kept": self._path("kept.npz")} if "keep" in self._done else {}
+            extra |= {"kept_file": self._path("kept.npz")} if "keep" in self._done else {}
             Path(self._path("scratch")).mkdir()
             files = {"published": self._path("published"), "scratch": self._path("scratch")}
             self._do(self._generator, "compare", names, **sampled, **files, **extra)

@@ -156,10 +156,10 @@ class GenerationChecks:
         return []
 
     def compare(
-        self, sampled: str, interrupted: str, published: str, scratch: str, kept: str | None = None,
+        self, sampled: str, interrupted: str, published: str, scratch: str, kept_file: str | None = None,
         slept: str | None = None, turns: dict[str, Any] | None = None,
     ) -> list[Finding]:  # fmt: skip
-        """Compare all log-probs with those of the reference under both versions. scratch: an empty folder. kept:
+        """Compare all log-probs with those of the reference under both versions. scratch: an empty folder. kept_file:
         sequences of versions 1 and 2. slept: those that the engine slept in. turns: what `check_turns` takes."""
         old, new = read(Path(sampled)), read(Path(interrupted))
         between = read(Path(slept)) if slept else []
@@ -167,7 +167,7 @@ class GenerationChecks:
         first = reference_logprobs(base, [*old, *between, *new], self._config)
         if first is None:
             why = "the model fits neither into one GPU nor into this machine in fp32"
-            names = ["engine", "interruption", *(["kept cache"] if kept else [])]
+            names = ["engine", "interruption", *(["kept cache"] if kept_file else [])]
             findings = [Finding(name, "skipped", why) for name in names]
             return [*findings, *([check_turns(turns, None, dtype)] if turns else [])]
         model = model_of(base, Path(published), Path(scratch))
@@ -176,8 +176,8 @@ class GenerationChecks:
             check_engine(old, first[: len(old)], dtype),
             check_versions(new, first[len(old) + len(between) :], second or [], dtype),
         ]
-        if kept:
-            sequences = read(Path(kept))
+        if kept_file:
+            sequences = read(Path(kept_file))
             exact = kept_logprobs(model, base, sequences, self._config) or []
             recomputed = reference_logprobs(base, sequences, self._config) or []
             findings.append(check_kept(sequences, exact, recomputed, dtype))
@@ -266,10 +266,10 @@ async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLo
         rate = (engine.stats().tokens_generated - tokens_at_start) / (time.perf_counter() - started)
         if not failed_tasks and not config.trainer.lora:
             running = engine.stats().running  # others may wait for KV cache
-            wanted = max(1, int(GOING_ON * running))
-            await _recovery(tasks, arrived, wanted)  # a busy machine may not have sampled for all
+            least = max(1, int(GOING_ON * running))
+            await _recovery(tasks, arrived, least)  # a busy machine may not have sampled for all
             times = await engine.load(Path(config.model), engine.version)
-            seconds, failed_tasks = await _recovery(tasks, arrived, wanted)
+            seconds, failed_tasks = await _recovery(tasks, arrived, least)
             load = BusyLoad(times, times.sequences_interrupted, seconds)
     finally:
         for task in tasks:
@@ -281,12 +281,12 @@ async def speed(engine: GenerationEngine, config: Config) -> tuple[float, BusyLo
 
 
 async def _recovery(
-    tasks: list[asyncio.Task[None]], arrived: list[int], wanted: int
+    tasks: list[asyncio.Task[None]], arrived: list[int], least: int
 ) -> tuple[float, set[asyncio.Task[None]]]:
     """Wait until so many sequences have more chunks than have `arrived` now. Returns the seconds, and tasks that
     ended."""
-    started, before = time.perf_counter(), [*arrived]
-    while sum(now > then for now, then in zip(arrived, before, strict=True)) < wanted:
+    started, chunks = time.perf_counter(), [*arrived]
+    while sum(now > then for now, then in zip(arrived, chunks, strict=True)) < least:
         ended, _ = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
         if ended or time.perf_counter() - started > RECOVERY_SECONDS:
             return time.perf_counter() - started, ended

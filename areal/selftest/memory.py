@@ -12,7 +12,7 @@ from typing import Any
 
 LOOK_SECONDS = 0.005
 ASK_SECONDS, NEARLY = 0.2, 0.95
-"""How often a GPU is asked for its free memory, and which share of what was wanted is enough."""
+"""How often a GPU is asked for its free memory, and which share of what is needed is enough."""
 
 
 def resident() -> int:
@@ -53,11 +53,11 @@ def free_memory(device: Any) -> float | None:
     return float(torch.cuda.mem_get_info(device)[0])
 
 
-def wait_for(free: Callable[[], float | None], wanted: float | None, seconds: float) -> float | None:
-    """Wait until nearly `wanted` bytes are free; None: nothing is to be waited for. Returns how long it took, or None
+def wait_for(free: Callable[[], float | None], needed: float | None, seconds: float) -> float | None:
+    """Wait until nearly `needed` bytes are free; None: nothing is to be waited for. Returns how long it took, or None
     if it takes longer than `seconds`."""
     started = time.monotonic()
-    while wanted is not None and (free() or 0.0) < NEARLY * wanted:
+    while needed is not None and (free() or 0.0) < NEARLY * needed:
         if time.monotonic() - started > seconds:
             return None
         time.sleep(ASK_SECONDS)

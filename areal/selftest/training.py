@@ -182,18 +182,18 @@ class TrainingChecks:
     def save(self, folder: str, file: str) -> dict[str, Any]:
         """Write a checkpoint, and into `file` log-probs of it and of the step after it."""
         self._step()  # so that the optimizer has moments
-        before, started = self._logprobs(), time.perf_counter()
+        logprobs, started = self._logprobs(), time.perf_counter()
         self._engine.save(Path(folder))
         seconds = time.perf_counter() - started
         self._step()
-        after = self._logprobs()
+        next_logprobs = self._logprobs()
         if self._engine.rank == 0:
-            np.savez(file, before=before, after=after)
+            np.savez(file, before=logprobs, after=next_logprobs)
         return {"seconds": seconds, "free_at_start": self._free_at_start}
 
-    def wait_for_memory(self, wanted: float | None) -> list[Finding]:
+    def wait_for_memory(self, needed: float | None) -> list[Finding]:
         """The trainer before this one was killed. Wait until the memory is free again that was before it started."""
-        seconds = wait_for(lambda: free_memory(self._device), wanted, GONE_SECONDS)
+        seconds = wait_for(lambda: free_memory(self._device), needed, GONE_SECONDS)
         free = free_memory(self._device)
         measured = "" if free is None else f", and its GPU memory was free after {seconds or 0:.1f} s"
         return [
@@ -205,7 +205,7 @@ class TrainingChecks:
                 f"processes that it has left (nvidia-smi), and report it.",
                 seconds=seconds,
                 free=free,
-                wanted=wanted,
+                needed=needed,
             )
         ]
 
@@ -214,11 +214,11 @@ class TrainingChecks:
         started = time.perf_counter()
         self._engine.load(Path(folder))
         loading = time.perf_counter() - started
-        before = self._logprobs()
+        logprobs = self._logprobs()
         self._step()
         with np.load(file) as saved:
             gaps = [float(np.abs(now - then).mean()) for now, then in
-                    ((before, saved["before"]), (self._logprobs(), saved["after"]))]  # fmt: skip
+                    ((logprobs, saved["before"]), (self._logprobs(), saved["after"]))]  # fmt: skip
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
         return [
             judged(

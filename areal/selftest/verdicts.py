@@ -56,22 +56,22 @@ def check_kept(
     """Whether the tokens of version 2 have the log-probs that they have on the KV cache of version 1, `exact`, and not
     those on a cache of their own version, `recomputed`, of all tokens."""
     limit = LAYERS * GAP[dtype]
-    after = [s.versions == 2 for s in sequences]
+    new = [s.versions == 2 for s in sequences]
     crossing = [n for n, s in enumerate(sequences) if set(s.versions.tolist()) == {1, 2}]
     if len(crossing) < len(sequences) // 4:
         return Finding("kept cache", "skipped", f"only {len(crossing)} of {len(sequences)} sequences were interrupted")
-    sampled = np.concatenate([sequences[n].logprobs[after[n]] for n in crossing])
+    sampled = np.concatenate([sequences[n].logprobs[new[n]] for n in crossing])
     gap = mean(np.abs(sampled - np.concatenate([exact[n] for n in crossing])))
-    other = mean(np.abs(sampled - np.concatenate([recomputed[n][after[n]] for n in crossing])))
+    recomputed_gap = mean(np.abs(sampled - np.concatenate([recomputed[n][new[n]] for n in crossing])))
     return judged(
         "kept cache",
         gap <= limit,
         f"{len(crossing)} sequences: {gap:.1e} nats from new weights on the old KV cache (at most {limit:g}), "
-        f"{other:.1e} from a recomputed one",
+        f"{recomputed_gap:.1e} from a recomputed one",
         "With generator.kv_on_update=keep the engine does not go on from the KV cache that it had: set it to "
         "recompute, and report it.",
         gap=gap,
-        gap_to_recomputed=other,
+        gap_to_recomputed=recomputed_gap,
         crossing=len(crossing),
     )
 
@@ -83,26 +83,26 @@ def check_turns(facts: dict[str, Any], gap: float | None, dtype: str) -> Finding
     facts: `sleep_seconds`, `wake_seconds`, `offload_seconds`; on a GPU the free bytes `before` the engine started,
     while it was `running` and `asleep`, and in `offloaded` what the trainer had before and after."""
     limit = LAYERS * GAP[dtype]
-    before, running, asleep = ((facts.get(name) or {}).get("bytes") for name in ("before", "running", "asleep"))
+    at_first, running, asleep = ((facts.get(name) or {}).get("bytes") for name in ("before", "running", "asleep"))
     had, has = facts.get("offloaded") or (0.0, 0.0)
-    parts, left = [], True
-    if before is not None and running is not None and asleep is not None:
-        left = before - asleep <= max(RESIDUE * (before - running), RESIDUE_BYTES) and has <= max(
+    parts, leaves = [], True
+    if at_first is not None and running is not None and asleep is not None:
+        leaves = at_first - asleep <= max(RESIDUE * (at_first - running), RESIDUE_BYTES) and has <= max(
             RESIDUE * had, RESIDUE_BYTES
         )
         parts.append(
-            f"the engine asleep keeps {(before - asleep) / GIB:.1f} of {(before - running) / GIB:.1f} GiB, the trainer "
-            f"away {has / GIB:.1f} of {had / GIB:.1f}"
+            f"the engine asleep keeps {(at_first - asleep) / GIB:.1f} of {(at_first - running) / GIB:.1f} GiB, the "
+            f"trainer away {has / GIB:.1f} of {had / GIB:.1f}"
         )
     parts.append(", ".join(f"{name} {facts[f'{name}_seconds']:.2f} s" for name in ("sleep", "wake", "offload")
                            if f"{name}_seconds" in facts))  # fmt: skip
     parts.append("log-probs not compared" if gap is None else f"after it {gap:.1e} nats (at most {limit:g})")
     return judged(
         "turns",
-        left and (gap is None or gap <= limit),
+        leaves and (gap is None or gap <= limit),
         "; ".join(part for part in parts if part),
         "Trainer and generator do not leave each other the GPU, or sequences go on wrongly after it: report it."
-        if left or gap is None
+        if leaves or gap is None
         else "With colocate=true memory stays taken: report it, and set generator.memory_share lower.",
         gap=gap,
         **facts,
