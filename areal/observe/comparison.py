@@ -10,6 +10,7 @@ import json
 import math
 import statistics
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,8 +61,9 @@ def compare(options: Namespace) -> None:
 def table_of(folders: Sequence[Path]) -> Table:
     """A table of these runs: the settings in which they differ, then their figures.
 
-    Runs that differ in their seed alone are one column, with the mean of each figure and its interval (`means`). Raises
-    UserError if a folder holds no run.
+    Runs that differ in their seed alone are one column, with the mean of each figure and its interval (`means`). Those
+    that repeat settings and seed have a column each, and a line below says so. Raises UserError if a folder holds no
+    run.
     """
     runs = [read_run(folder) for folder in folders]
     settings = [run.settings for run in runs]
@@ -70,6 +72,8 @@ def table_of(folders: Sequence[Path]) -> Table:
     table = Table("", *(_title([runs[n].name for n in numbers]) for numbers in groups.values()))
     for column in table.columns[1:]:
         column.justify, column.overflow = "right", "fold"
+    if repeated := [_title([runs[n].name for n in numbers]) for (*_, n), numbers in groups.items() if n != "0"]:
+        table.caption = f"Same settings and seeds as in another column: {', '.join(repeated)}. Only timing differs."
     for place, key in enumerate(keys):
         table.add_row(key, *(texts[place] for texts in groups), style="dim")
     table.add_section()
@@ -132,10 +136,18 @@ def differing_settings(settings: Sequence[dict[str, Any]], left_out: Sequence[st
 
 
 def by_settings(settings: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[tuple[str, ...], list[int]]:
-    """By the values of `keys`, as JSON: the numbers of the configurations that have them."""
+    """By the values of `keys`, as JSON: the numbers of the configurations that have them.
+
+    The seeds of a group differ. A run that repeats the seed of another one is no further sample, so it is in a group of
+    its own, with the number of the repetition behind the values.
+    """
     groups: dict[tuple[str, ...], list[int]] = {}
+    earlier: Counter[tuple[str, ...]] = Counter()
     for n, config in enumerate(settings):
-        groups.setdefault(tuple(json.dumps(value_of(config, key)) for key in keys), []).append(n)
+        texts = tuple(json.dumps(value_of(config, key)) for key in keys)
+        seeded = (*texts, json.dumps(config.get("seed")))
+        groups.setdefault((*texts, f"{earlier[seeded]}"), []).append(n)
+        earlier[seeded] += 1
     return groups
 
 
@@ -160,11 +172,17 @@ def mean_text(mean: float, error: float, form: str) -> str:
 def end_figures(runs: Sequence[Run]) -> list[Figure]:
     """The figures of these runs. Those that no run has are left out."""
     names = dict.fromkeys(name for run in runs for e in run.evaluations for name in e.get("benchmarks") or ())
+    rewards = {"reward": "reward_mean"}
+    if any(run.filters for run in runs):  # the trained groups are not all groups
+        rewards = {"reward of trained groups": "reward_mean", "reward of all groups": "reward_mean_all"}
     kinds: list[tuple[str, str, Callable[[Run], float]]] = [
         ("held-out accuracy, before", ".3f", lambda run: _accuracy(run, "accuracy_before", 0)),
         ("held-out accuracy", ".3f", lambda run: _accuracy(run, "accuracy_after", -1)),
         *((name, ".3f", lambda run, name=name: _benchmark(run, name)) for name in names),
-        (f"reward, last {LAST_STEPS} steps", ".3f", lambda run: _mean(run.series("reward_mean")[-LAST_STEPS:])),
+        *(
+            (f"{name}, last {LAST_STEPS} steps", ".3f", lambda run, key=key: _mean(run.series(key)[-LAST_STEPS:]))
+            for name, key in rewards.items()
+        ),
         ("staleness, mean", ".2f", staleness_of),
         ("staleness, max", ".1f", lambda run: max(run.series("staleness_max"), default=math.nan)),
         ("samples a second", ",.1f", lambda run: number_or_nan(run.summary.get("samples_per_second"))),
@@ -207,8 +225,10 @@ def _text(key: str, value: Any) -> str:
 
 
 def _to_reward(runs: Sequence[Run]) -> list[Figure]:
-    """How long each run took to the highest reward that all of them have reached, as a mean of RECENT steps."""
-    curves = [Curve(run.steps, run.series("reward_mean")).means for run in runs]
+    """How long each run took to the highest reward that all of them have reached, as a mean of RECENT steps. Of runs
+    that filter, the reward of all groups: that of the trained ones hardly changes."""
+    keys = ["reward_mean_all" if run.filters else "reward_mean" for run in runs]
+    curves = [Curve(run.steps, run.series(key)).means for run, key in zip(runs, keys, strict=True)]
     if any(np.isnan(curve).all() for curve in curves):
         return []
     level = min(float(np.nanmax(curve)) for curve in curves)

@@ -56,6 +56,30 @@ def test_runs_that_differ_in_their_seed_alone_are_one_column_with_an_interval(ru
     assert rows["seconds to reward 0.720"] == ["24 ± 0", "40 ± 0"]
 
 
+def test_a_repetition_of_settings_and_seed_is_no_further_seed(run_of, capsys):
+    rows = table(capsys, run_of("a", accuracy=0.5), run_of("again", accuracy=0.5), run_of("b", seed=1, accuracy=0.7))
+    assert rows[""] == ["2 seeds", "again"]
+    assert rows["held-out accuracy"] == ["0.600 ± 0.200", "0.500 ± 0.283"]
+    assert main(["compare", run_of("c"), run_of("d")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Same settings and seeds as in another column: d." in out and "seeds │" not in out and "±" not in out
+
+
+def test_the_reward_of_the_trained_groups_is_told_from_that_of_all(run_of, tmp_path, capsys):
+    plain, filtering = run_of("plain"), run_of("filtering", filter_zero_signal=True)
+    metrics = tmp_path / "filtering" / "metrics.jsonl"
+    changed = [
+        json.loads(line) | {"reward_mean": 0.5, "reward_mean_all": 0.04 * step, "groups_filtered": 2}
+        for step, line in enumerate(metrics.read_text().splitlines(), 1)
+    ]
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in changed))
+    rows = table(capsys, plain, filtering)
+    assert "reward, last 10 steps" not in rows
+    assert rows["reward of trained groups, last 10 steps"] == ["0.800", "0.500"]
+    assert rows["reward of all groups, last 10 steps"] == ["–", "0.620"]
+    assert rows["steps to reward 0.720"] == ["12.0", "20.0"]  # the mean of the last 5 steps
+
+
 def test_single_runs_have_no_interval_and_a_run_that_goes_on_has_what_is_known(run_of, capsys):
     rows = table(capsys, run_of("done", accuracy=0.5, steps=5), run_of("going", max_staleness=8))
     assert rows["max_staleness"] == ["null", "8"]
