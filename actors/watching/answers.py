@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+
+from areal.observe.curves import COLOURS
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
@@ -18,9 +21,9 @@ HEADERS = {
 
 
 def page(file: str) -> Handler:
-    """The handler of the page in `file`, beside this module, with plots.js in the place that names it."""
+    """The handler of the page in `file`, beside this module, with plots.js and the colours in their places."""
     text, plots = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in (file, "plots.js"))
-    text = text.replace("/* plots.js */", plots)
+    text = text.replace("/* plots.js */", plots).replace("/* colours */", json.dumps(COLOURS))
 
     async def show(request: web.Request) -> web.Response:
         return web.Response(text=text, content_type="text/html", headers=HEADERS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Sequence
@@ -35,12 +36,22 @@ from protocols.addresses import is_loopback
 
 # Length of the timeline, which ends at the newest event.
 WINDOW_SECONDS = 120.0
+# Actors are heard of every second. A run whose events end without a summary has been silent for at least this long.
+SILENT_SECONDS = 60.0
 LONGEST_NUMBER = 18
 # An answer waits no longer for rollouts, of which the next answers read more. One file may take as long again.
 ROLLOUTS_SECONDS = 0.2
 # A connection that has sent no request for this long is closed.
 IDLE_SECONDS = 30.0
 LEFT_OUT = ("prompts", "discarded")
+
+
+def ending_of(summary: dict[str, Any] | None) -> str | None:
+    """`finished: ...` or `ended early: ...`, with the reason; None of a run that is not over."""
+    if not summary:
+        return None
+    state = "finished" if summary.get("ok", True) else "ended early"
+    return f"{state}: {summary.get('reason') or 'no reason is recorded'}"
 
 
 class RunView:
@@ -73,10 +84,22 @@ class RunView:
             "steps": [record for record in self._steps if record["step"] > step],
             "evaluations": self._evaluated,
             "alerts": self._alerts(config),
-            "actors": [self._actors[actor] for actor in sorted(self._actors)],
             "lanes": self._lanes(),
-            "ended": (read_summary(self.folder) or {}).get("reason"),
-        }
+        } | self._ending()
+
+    def _ending(self) -> dict[str, Any]:
+        """How the run ended, or for how long it has been silent, as a sentence; None where that is not so. The actors
+        of an ended run are in the state that it ended in."""
+        ended = ending_of(read_summary(self.folder))
+        actors = [self._actors[actor] for actor in sorted(self._actors)]
+        if ended:
+            actors = [actor | {"state": ended.partition(":")[0], "activity": ""} for actor in actors]
+        file = self.folder / FILE
+        silent = time.time() - file.stat().st_mtime if file.is_file() and not ended else 0.0
+        sentence = (
+            f"silent for {silent:.0f} s: the master was killed, or cannot write" if silent > SILENT_SECONDS else None
+        )
+        return {"ended": ended, "silent": sentence, "actors": actors}
 
     def _read(self) -> None:
         for record in self._metrics.read():
@@ -106,18 +129,20 @@ class RunView:
         ]
 
     def _lanes(self) -> list[dict[str, Any]]:
-        """For each actor, what it did in the last WINDOW_SECONDS: tuples of the name, the beginning (in seconds before
-        the end of the timeline), the duration in seconds, and True if the actor measured it itself."""
+        """For each actor, what it did in the last WINDOW_SECONDS: tuples of the name, its purpose (TimelineSpan), the
+        beginning (in seconds before the end of the timeline), the duration in seconds, and True if the actor measured
+        it itself."""
         if not self._events:
             return []
         end = max(event["time"] + event.get("seconds", 0.0) for event in self._events)
         ordered = sorted(self._events, key=lambda event: event["time"])
         spans = [(span, False) for span in timeline.activities(ordered)]
         spans += [(span, True) for span in timeline.spans(ordered)]
-        lanes: dict[str, list[tuple[str, float, float, bool]]] = {}
+        lanes: dict[str, list[tuple[str, str, float, float, bool]]] = {}
         for span, measured in spans:
             if span.end >= end - WINDOW_SECONDS:
-                lanes.setdefault(span.actor, []).append((span.name, end - span.begin, span.seconds, measured))
+                bar = (span.name, span.purpose, end - span.begin, span.seconds, measured)
+                lanes.setdefault(span.actor, []).append(bar)
         return [{"actor": actor, "spans": lanes[actor]} for actor in sorted(lanes)]
 
     def config(self) -> dict[str, Any]:
@@ -149,7 +174,7 @@ class RunsView:
                     "run": run.name,
                     "steps": [record for record in run.records if record["step"] > step],
                     "evaluations": run.evaluations,
-                    "ended": run.summary.get("reason"),
+                    "ended": ending_of(run.summary),
                     "cells": [json.dumps(value_of(config, key)) for key in settings] + [f.shown(n) for f in figures],
                 }
                 for n, (run, config, step) in enumerate(zip(runs, configs, steps, strict=True))

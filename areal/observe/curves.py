@@ -30,14 +30,12 @@ SMALLEST = 1e-7
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """At each place the mean of the values around it, as many before as after except at the ends. Values that are not
-    finite do not count; nan if there is none. Less than SMOOTHED_FROM values stay as they are."""
-    finite = np.isfinite(values)
+    """At each place the mean of the values around it, as many before as after except at the ends. Less than
+    SMOOTHED_FROM values stay as they are."""
     window = np.ones(2 * (len(values) // SMOOTHED_FROM) + 1)
     if len(window) == 1:
         return list(values)
-    sums, counts = (np.convolve(part, window, mode="same") for part in (np.where(finite, values, 0.0), finite))
-    return list(np.where(counts > 0, sums / np.maximum(counts, 1.0), math.nan))
+    return list(np.convolve(values, window, mode="same") / np.convolve(np.ones(len(values)), window, mode="same"))
 
 
 def upper_limit(values: Sequence[float]) -> float | None:

@@ -437,7 +437,12 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def _draw_line(axes: Any, label: str, x: Sequence[float], y: Sequence[float], colour: str) -> None:
-    """The smoothed curve over its faint points. So few points that none is smoothed are marked on the curve."""
+    """The smoothed curve over its faint points. So few points that none is smoothed are marked on the curve. Values
+    that are missing are left out: gaps are measured in few steps."""
+    points = [(place, value) for place, value in zip(x, y, strict=True) if math.isfinite(value)]
+    if not points:
+        return
+    x, y = zip(*points, strict=True)
     if len(x) < SMOOTHED_FROM:
         axes.plot(x, y, color=colour, label=label or None, marker="o", markersize=3, linewidth=1.5)
         return

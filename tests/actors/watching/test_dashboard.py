@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import time
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from actors.watching.dashboard import RunsView, RunView, application
 from areal.__main__ import main
+from areal.observe.curves import COLOURS
 
 
 @pytest.fixture
@@ -33,6 +36,7 @@ async def test_the_page_stands_alone_and_asks_for_what_is_new(folder):
     async with client(folder) as page:
         text = await (await page.get("/")).text()
         assert "src=" not in text and "href=" not in text and "http" not in text
+        assert json.dumps(COLOURS) in text and "/* " not in text
         data = await (await page.get("/data")).json()
         assert (data["run"], data["total"], data["max_staleness"], data["ended"]) == ("demo", 9, 4, None)
         assert data["steps"] == [{"step": 1, "reward_mean": 0.5}, {"step": 2, "reward_mean": None}]
@@ -58,9 +62,33 @@ async def test_actors_are_shown_as_they_last_were_until_they_are_gone(folder):
     data = RunView(folder).since(0)
     assert [(actor["actor"], actor["activity"]) for actor in data["actors"]] == [("trainer/0", "training")]
     lanes = {lane["actor"]: lane["spans"] for lane in data["lanes"]}
-    assert ("waiting", 3.0, 2.0, False) in lanes["trainer/0"]
-    assert ("train", 1.0, 1.0, True) in lanes["trainer/0"]
-    assert lanes["reward/0"] == [("scoring", 2.0, 2.0, False)]
+    assert ("waiting", "waiting", 3.0, 2.0, False) in lanes["trainer/0"]
+    assert ("train", "work", 1.0, 1.0, True) in lanes["trainer/0"]
+    assert lanes["reward/0"] == [("scoring", "work", 2.0, 2.0, False)]
+
+
+@pytest.mark.parametrize(("ok", "state"), [(True, "finished"), (False, "ended early")])
+def test_the_actors_of_a_run_that_is_over_are_no_longer_healthy(folder, ok, state):
+    said = {
+        "time": 1.0,
+        "actor": "generator/0",
+        "state": "healthy",
+        "activity": "generating",
+        "stats": {"running": 2.0},
+    }
+    add(folder, "events.jsonl", said)
+    add(folder, "summary.json", {"ok": ok, "reason": "the run reached its end"})
+    data = RunView(folder).since(0)
+    assert (data["ended"], data["silent"]) == (f"{state}: the run reached its end", None)
+    assert data["actors"] == [said | {"state": state, "activity": ""}]
+
+
+def test_a_run_that_was_killed_is_said_to_be_silent(folder):
+    add(folder, "events.jsonl", {"time": 1.0, "actor": "a/0", "state": "healthy", "activity": "", "stats": {}})
+    assert RunView(folder).since(0)["silent"] is None
+    os.utime(folder / "events.jsonl", (0, time.time() - 100))
+    data = RunView(folder).since(0)
+    assert data["ended"] is None and data["silent"].startswith("silent for 100 s")
 
 
 async def test_alerts_come_with_their_rollouts_if_the_run_keeps_any(folder):

@@ -17,13 +17,6 @@ def test_a_curve_is_the_mean_of_its_neighbourhood():
     assert smoothed([float(n) for n in range(40)])[2:-2] == pytest.approx(list(range(2, 38)))
 
 
-def test_values_that_are_missing_do_not_count_in_a_curve():
-    values = [2.0] * 10 + [math.nan] * 10 + [math.inf] + [4.0] * 19
-    curve = smoothed(values)
-    assert curve[:10] == [2.0] * 10 and curve[11] == 2.0 and curve[21:] == [4.0] * 19
-    assert math.isnan(curve[15])
-
-
 @pytest.mark.parametrize(
     ("values", "limit"),
     [

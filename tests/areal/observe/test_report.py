@@ -304,6 +304,14 @@ def test_a_long_curve_is_a_smoothed_line_over_its_points():
     assert all(0.3 < value < 0.7 for value in line.get_ydata())
 
 
+def test_a_curve_leaves_out_steps_at_which_nothing_was_measured():
+    gaps = [None if step % 4 else 2e-7 for step in range(1, 41)]
+    run = Run("demo", [BRIEF | {"step": step, "logprob_gap": gap} for step, gap in enumerate(gaps, 1)], {}, "")
+    (panel,) = (panel for panel in panels(run) if panel.title.startswith("Log-prob gap"))
+    (line,) = drawn(panel).lines
+    assert list(line.get_xdata()) == list(range(4, 41, 4)) and set(line.get_ydata()) == {2e-7}
+
+
 def test_rates_are_per_second_and_step_time_is_split_in_work_weights_and_waiting(folder):
     first = record(1, snapshot_seconds=0.125, save_seconds=0.125)
     run = read_run(folder([first, record(2, trainer_wait_seconds=9.0), record(3, step_seconds=0.0)], SUMMARY))
