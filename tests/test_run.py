@@ -41,7 +41,14 @@ SUMMARY = {
 }  # fmt: skip
 
 
-SHORT = "def short(prompt, completion, row):\n    return 1 / (1 + len(completion))\n"
+SHORT = """
+class Short:
+    def __init__(self, characters):
+        self.characters = characters
+
+    async def score(self, prompt, completion, row):
+        return 1 / (self.characters + len(completion))
+"""
 
 
 @pytest.fixture
@@ -191,7 +198,7 @@ def test_roles_started_by_hand_train_adapters_in_turns_by_a_reward_of_the_users_
     runs = [run("--role", "master", "--config", CONFIG, *small, *changes)]
     roles = ["trainer", "generator", "rollout_manager", "evaluator"]
     runs += [run("--role", role, "--master", master) for role in roles]
-    runs += [run("--role", "reward", "--reward", "mine:Short", "characters=40", "--master", master)]
+    runs += [run("--role", "reward", "--reward", "mine:Short", "characters=1", "--master", master)]
     outputs = [started.wait(240) for started in runs]
     assert [started.code for started in runs] == [0] * len(runs), "\n".join(outputs)
     folder = tmp_path / "runs" / "test"
