@@ -160,6 +160,7 @@ def write_figure(folder: Path, path: Path) -> None:
         lines=[("reward, mean of the batch", run.steps, run.series("reward_mean"))]
         + [(f"held-out accuracy {label}".strip(), x, y) for label, x, y in accuracy.lines if x],
         limits=(None, 1.0),
+        colours=(COLOURS[WORK], COLOURS["held_out"], COLOURS["second"]),
     )
     (staleness,) = (panel for panel in panels(run) if panel.title == "Staleness")
     write_svg(path, "figure", lambda: figure_of(learning, staleness))
