@@ -463,6 +463,12 @@ def write_model(folder: Path) -> None:
     file.write_text(json.dumps(vocabulary))
 
 
+def leave(*_: Any) -> None:
+    """Leave no process. A second SIGTERM, as `timeout` sends it, must not end this too early."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -475,7 +481,7 @@ def main() -> int:
     if options.part:
         print_build() if options.part == "build" else write_model(options.folder)
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process is left
+    signal.signal(signal.SIGTERM, leave)
     kit = Kit(options.folder, this_machine(), options.minutes)
     ok = kit.make([stage for stage in STAGES if not options.only or stage.name in options.only])
     Console(width=None if sys.stdout.isatty() else 160).print(kit.table())
