@@ -40,7 +40,7 @@ def config(tiny_model: Path, tmp_path: Path, free_port: int) -> Config:
                 "minibatches": 2, "lr": 1e-3, "checkpoint_every": 2, "warmup_steps": 6, "zero_stage": 3, "adam_eps": 0.1
             },
             "guard": {"logprob_gap": 100.0, "effective_sample_size": 0.0, "patience": 1},  # the log-probs are made up
-            "master": {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 60},
+            "master": {"address": f"tcp://127.0.0.1:{free_port}", "lease_seconds": 600},
         }
     )  # fmt: skip
 
@@ -116,11 +116,9 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-async def train(
-    config: Config, run, name: str, kill_at: int | None = None, rendezvous: int | None = None, damage: bool = False
-) -> Path:
+async def train(config: Config, run, name: str, kill_at: int | None = None, rendezvous: int | None = None) -> Path:
     """The checkpoint that a run ends with; its trainer is killed after step `kill_at`, and then a bit flips in the last
-    checkpoint if there is `damage`."""
+    checkpoint."""
     config = config.model_copy(update={"name": name})
     master = start_master(config)
     manager = Manager(config.master.address)
@@ -131,8 +129,7 @@ async def train(
         await manager.until_trained(version + 1)
         if version + 1 == kill_at:
             processes[0].kill()
-            if damage:
-                flip_a_bit(checkpoint_of(config.folder, 2) / "training" / "rank_00000-of-00001.safetensors")
+            flip_a_bit(checkpoint_of(config.folder, 2) / "training" / "rank_00000-of-00001.safetensors")
             processes = start_trainer(config, run, rendezvous)
             trainer = await manager.trainer(not_this=trainer)
             assert (await manager.status())["lineage"] == 1
@@ -145,16 +142,15 @@ async def train(
 
 async def test_a_trainer_that_is_killed_learns_the_same_to_the_bit(config, run):
     undisturbed = await train(config, run, "undisturbed")
-    # The last checkpoint then is that of step 2: step 3 is redone from the spool.
+    # The last checkpoint then is that of step 2. It is damaged, so all steps are redone from the spool, since the model.
     killed = await train(config, run, "killed", kill_at=3)
     assert killed.read_bytes() == undisturbed.read_bytes()
-    # And if that one is damaged, the steps since the one before, too: here, since the model.
-    damaged = await train(config, run, "damaged", kill_at=3, damage=True)
-    assert damaged.read_bytes() == undisturbed.read_bytes()
     assert main(["replay", str(killed.parents[2])]) == 0  # and so does a replay of what it trained on
 
 
 async def test_a_trainer_that_is_told_to_leave_saves_its_last_step_and_the_next_one_redoes_none(config, run):
+    """The next one then meets a step that is not a number, which ends the run with the last sound checkpoint."""
+    config = config.model_copy(update={"steps": 5})
     master = start_master(config)
     manager = Manager(config.master.address)
     arguments = "--role", "trainer", "--master", config.master.address, "--keys", keys_folder()
@@ -167,14 +163,26 @@ async def test_a_trainer_that_is_told_to_leave_saves_its_last_step_and_the_next_
     output = await asyncio.to_thread(leaving.wait, SECONDS)
     assert leaving.code == 0
     assert "told to leave by SIGTERM; the trainer has finished step 3 and saved its checkpoint; " in output
+
     going_on = run(*arguments)
-    await manager.feed(await manager.trainer(not_this=trainer))
+    trainer = await manager.trainer(not_this=trainer)
+    await manager.feed(trainer)
+    await manager.until_trained(4)
+    await manager.feed(trainer, poison=-1e38)  # the square of pi_prox / pi_behav is beyond every number
     await manager.bus.close()
-    assert (await asyncio.wait_for(master, SECONDS)).ok
-    await asyncio.to_thread(going_on.wait, SECONDS)
-    assert "restored" in going_on.output
-    assert "redone=0" in going_on.output
+    ending = await asyncio.wait_for(master, SECONDS)
+    output = await asyncio.to_thread(going_on.wait, SECONDS)
+    assert "restored" in output
+    assert "redone=0" in output
+    checkpoint = checkpoint_of(config.folder, 4)
+    assert not ending.ok
+    assert ending.reason.startswith("The guard stopped the run at step 5: effective_sample_size is nan, for this step")
+    assert f"The last checkpoint is {checkpoint}: resume from it with --resume {config.folder}" in ending.reason
+    assert going_on.code == 1 and "Traceback" not in output
+    assert [step["step"] for step in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2, 3, 4]
     assert sorted((config.folder / "checkpoints").iterdir()) == [checkpoint_of(config.folder, n) for n in (2, 3, 4)]
+    assert not list((config.folder / "weights").glob("*-v000005*"))
+    TrainingEngine(Path(config.model), config.trainer, seed=0).load(checkpoint)
 
 
 @pytest.mark.slow
@@ -220,26 +228,3 @@ async def test_a_step_that_fails_twice_in_the_same_way_ends_the_run_with_its_rea
     assert not ending.ok
     assert ending.reason.startswith("Step 1 failed twice in the same way: ValueError: no loss of 12 tokens, at 0x")
     assert ending.reason.endswith("No checkpoint was saved before that.")
-
-
-async def test_a_step_that_is_not_a_number_ends_the_run_with_the_last_sound_checkpoint(config, run):
-    master = start_master(config)
-    manager = Manager(config.master.address)
-    started = run("--role", "trainer", "--master", config.master.address, "--keys", keys_folder())
-    trainer = await manager.trainer()
-    for version in range(3):
-        await manager.feed(trainer)
-        await manager.until_trained(version + 1)
-    await manager.feed(trainer, poison=-1e38)  # the square of pi_prox / pi_behav is beyond every number
-    await manager.bus.close()
-    ending = await asyncio.wait_for(master, SECONDS)
-    output = await asyncio.to_thread(started.wait, SECONDS)
-    checkpoint = config.folder / "checkpoints" / "step_000002"
-    assert not ending.ok
-    assert ending.reason.startswith("The guard stopped the run at step 4: effective_sample_size is nan, for this step")
-    assert f"The last checkpoint is {checkpoint}: resume from it with --resume {config.folder}" in ending.reason
-    assert started.code == 1 and "Traceback" not in output
-    assert [step["step"] for step in read_jsonl(config.folder / "metrics.jsonl")] == [1, 2, 3]
-    assert [folder.name for folder in (config.folder / "checkpoints").iterdir()] == [checkpoint.name]
-    assert not list((config.folder / "weights").glob("*-v000004*"))
-    TrainingEngine(Path(config.model), config.trainer, seed=0).load(checkpoint)
