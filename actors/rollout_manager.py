@@ -275,7 +275,7 @@ class RolloutManager(Sampler):
         began = time.time()
         try:
             if begun:
-                session.found = await self._calls(permit, place)
+                session.saved_calls = await self._calls(permit, place)
             sample = await self.run_workflow(session, row)
             discarded = session.tokens_sampled - int(sample.sampled.sum())
             about: dict[str, Any] = {"parts": session.reward_parts, "discarded": max(0, discarded)}

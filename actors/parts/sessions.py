@@ -39,8 +39,8 @@ class SampleSession(SampleState):
     `services`. `running`: its calls in progress. `forest`: the calls that are trained. `reward_parts`: of the last
     score.
 
-    `found`: calls of an earlier attempt, which calls with the same prompts begin with. `save`: begins to save the calls
-    so far. It is called when `save_every` tokens are `unsaved`, unless the last save goes on.
+    `saved_calls`: calls of an earlier attempt, which calls with the same prompts begin with. `save`: begins to save the
+    calls so far. It is called when `save_every` tokens are `unsaved`, unless the last save goes on.
     """
 
     save: Callable[[], asyncio.Task[None]]
@@ -62,9 +62,9 @@ class SampleSession(SampleState):
         self._generators = generators or services.generators
         self._row = row
         self.reward_parts: dict[str, float] = {}
-        self.running: dict[Call, _Asked] = {}
-        self.found: list[SavedCall] = []
-        self._finished: list[_Asked] = []  # for each of `calls`
+        self.running: dict[Call, _CallKey] = {}
+        self.saved_calls: list[SavedCall] = []
+        self._finished: list[_CallKey] = []  # for each of `calls`
         self._numbers = itertools.count()
         self.forest = Forest()
         self._waits = 0
@@ -85,10 +85,10 @@ class SampleSession(SampleState):
         call = Call(self, prompt, limit, keep)
         if limit <= 0:
             return call.completion("length")
-        asked = _Asked(next(self._numbers), digest_of(prompt), NO_LIMIT if max_new_tokens is None else max_new_tokens)
-        self.running[call] = asked
+        key = _CallKey(next(self._numbers), digest_of(prompt), NO_LIMIT if max_new_tokens is None else max_new_tokens)
+        self.running[call] = key
         try:
-            sampled = self._begin(call, asked)
+            sampled = self._begin(call, key)
             if sampled is None:
                 with self._waiting():
                     sampled = await self._generators.sample(call)
@@ -96,17 +96,17 @@ class SampleSession(SampleState):
             del self.running[call]
         if len(sampled.tokens):
             self.forest.add(prompt, sampled)
-            self._finished.append(asked)
+            self._finished.append(key)
         return sampled
 
-    def _begin(self, call: Call, asked: _Asked) -> Generation | None:
+    def _begin(self, call: Call, key: _CallKey) -> Generation | None:
         """Have the call begin with what an earlier attempt has sampled of it. Returns the completion if that is all."""
-        for number, found in enumerate(self.found):
-            fits = len(found.tokens) + (found.finish is None) <= call.remaining
-            if fits and (found.prompt, found.limit) == (asked.prompt, asked.limit):
-                del self.found[number]
-                self.unsaved -= len(found.tokens)  # they are counted now
-                return call.add(found.tokens, found.logprobs, found.versions, found.finish)
+        for number, saved in enumerate(self.saved_calls):
+            fits = len(saved.tokens) + (saved.finish is None) <= call.remaining
+            if fits and (saved.prompt, saved.limit) == (key.prompt, key.limit):
+                del self.saved_calls[number]
+                self.unsaved -= len(saved.tokens)  # they are counted now
+                return call.add(saved.tokens, saved.logprobs, saved.versions, saved.finish)
         return None
 
     def count(self, versions: np.ndarray) -> None:
@@ -116,12 +116,12 @@ class SampleSession(SampleState):
             self._saving = self.save()
 
     def calls_so_far(self) -> list[SavedCall]:
-        """All calls that have tokens, in the order in which they began, and then those that are still `found`."""
-        calls = {asked.number: asked.saved(call) for asked, call in zip(self._finished, self.calls, strict=True)}
-        for call, asked in self.running.items():
+        """All calls that have tokens, in the order in which they began, and then those that are still `saved_calls`."""
+        calls = {key.number: key.saved(call) for key, call in zip(self._finished, self.calls, strict=True)}
+        for call, key in self.running.items():
             if call.sampled:
-                calls[asked.number] = replace(asked.saved(call.completion("length")), finish=call.finish)
-        return [*(calls[number] for number in sorted(calls)), *self.found]
+                calls[key.number] = replace(key.saved(call.completion("length")), finish=call.finish)
+        return [*(calls[number] for number in sorted(calls)), *self.saved_calls]
 
     def reward(self, call: Generation, value: float) -> None:
         self.forest.reward(call, value)
@@ -211,7 +211,7 @@ class SampleSession(SampleState):
         return score
 
 
-class _Asked(NamedTuple):
+class _CallKey(NamedTuple):
     """A call: its number in the sample, and what SavedCall has of it."""
 
     number: int

@@ -142,7 +142,7 @@ async def train(config: Config, run, name: str, kill_at: int | None = None, rend
 
 async def test_a_trainer_that_is_killed_learns_the_same_to_the_bit(config, run):
     undisturbed = await train(config, run, "undisturbed")
-    # The last checkpoint then is that of step 2. It is damaged, so all steps are redone from the spool, since the model.
+    # The last checkpoint then is that of step 2. It is damaged, so all steps since the model are redone.
     killed = await train(config, run, "killed", kill_at=3)
     assert killed.read_bytes() == undisturbed.read_bytes()
     assert main(["replay", str(killed.parents[2])]) == 0  # and so does a replay of what it trained on

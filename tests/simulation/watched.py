@@ -191,10 +191,10 @@ class WatchedManager(RolloutManager):
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
         permit, place = self._places.pop(session)
-        self.oracle.goes_on(permit.group, permit.prompt_index, place, session.found)
+        self.oracle.goes_on(permit.group, permit.prompt_index, place, session.saved_calls)
         done = await super().run_workflow(session, row)
         self.oracle.sampled(row, done, session.calls)
-        self.oracle.used(permit.group, session.found)
+        self.oracle.used(permit.group, session.saved_calls)
         return done
 
 

@@ -231,7 +231,7 @@ async def test_a_sample_goes_on_from_what_was_saved_of_its_calls_with_the_same_p
     assert not session.calls_so_far()[1:], "a call that failed is none"
 
     _, again = session_at(cluster, generator(0))
-    again.found, again.save_every = unpacked(packed(kept[-2:])), 99
+    again.saved_calls, again.save_every = unpacked(packed(kept[-2:])), 99
     cluster.servers = Streams(at0=[[chunk(1, version=6, finish="stop")], [chunk(2, version=6, finish="stop")]])
     first = await again.generate([1, 2])
     assert not cluster.servers.asked, "it is complete"
@@ -241,7 +241,7 @@ async def test_a_sample_goes_on_from_what_was_saved_of_its_calls_with_the_same_p
     assert (second.tokens.tolist(), second.versions.tolist()) == ([8, 9, 2], [4, 5, 6])
     assert cluster.servers.prompts[1] == [1, 2, 5, 6, 7, 3, 8, 9]
     assert cluster.servers.asked[1][1].max_new_tokens == 2
-    assert (again.tokens_sampled, again.unsaved, again.first_version, again.found) == (7, 2, 3, [])
+    assert (again.tokens_sampled, again.unsaved, again.first_version, again.saved_calls) == (7, 2, 3, [])
     session.close()
     await asyncio.sleep(0)
     assert saving.cancelled()
