@@ -1075,6 +1075,17 @@ class Config(ScoringConfig):
         return self.folder / "weights" if self.weights.folder is None else self.weights.folder / self.name
 
 
+def from_message(values: Any) -> Config:
+    """The configuration as a message brings it. Its tuples are lists again, also in options of the user's code."""
+    return Config.model_validate(_with_lists(values))
+
+
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def load_config(
     file: Path | None,
     overrides: Sequence[str] = (),

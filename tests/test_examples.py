@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import ModuleType
 
+import msgpack
 import pytest
 import torch
 from aiohttp import web
@@ -24,10 +25,11 @@ from conftest import ROOT
 from scripted_policy import CHATML, Session, byte_tokenizer
 
 from actors.parts.start_checks import on_this_machine, rehearse_start
-from areal.config import Config, UserError, load_config
+from areal.config import Config, UserError, from_message, load_config
 from areal.data.rows import Row
 from areal.training.objectives import Tokens
 from areal.workflows import mcp_tools
+from areal.workflows.builtin import resolve_workflow
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "configs" / "examples").glob("*/run.yaml"))
 ON_CPUS = ("own_reward", "own_loss", "feedback", "openai_agent", "distillation")
@@ -242,6 +244,15 @@ async def test_the_agent_of_the_agents_sdk_looks_prices_up(endpoint):
     agent = code_of("agents_sdk", "agent.py")
     assert await agent.solve(endpoint.url, "key", {"prompt": "What do 2 apples cost?", "answer": "6"}) == 1.0
     assert "One apple costs 3." in json.dumps(endpoint.requests[1]["input"])
+
+
+def test_lists_in_options_of_a_workflow_are_lists_where_a_message_brings_them(configured):
+    pytest.importorskip("mcp")
+    config = configured("mcp_tools")
+    body = msgpack.unpackb(msgpack.packb(config.model_dump(mode="json")), use_list=False)  # as protocols.codec reads it
+    section = from_message(body).rollout_manager
+    resolve_workflow(section.workflow, section.workflow_options)
+    assert section == config.rollout_manager
 
 
 async def test_the_tool_of_the_mcp_server_knows_the_prices(configured):

@@ -17,7 +17,7 @@ from actors.runtime.actor import incarnation
 from actors.runtime.addresses import Door, find_master, open_network
 from actors.runtime.preflight import check_port
 from actors.watching.health import status_of
-from areal.config import Config, UserError, WeightsConfig
+from areal.config import Config, UserError, WeightsConfig, from_message
 from areal.interfaces import ANYWHERE, GLOO, interface_towards
 from areal.processes import KEYS
 from areal.selftest.disk import check_folder
@@ -180,7 +180,7 @@ async def _ask_master(master: str, network: ZmqNetwork) -> list[Finding]:
             "Set both clocks by NTP (chrony): the nodes' logs and traces would not fit together.",
             seconds=offset,
         ),
-        _shared_folder(Config.model_validate(cast(Configuration, answer).values), master),
+        _shared_folder(from_message(cast(Configuration, answer).values), master),
     ]
 
 

@@ -30,7 +30,7 @@ from actors.runtime.addresses import Door
 from actors.runtime.logs import write_log_file
 from actors.runtime.works import LOOK_SECONDS, Evidence, Works
 from actors.watching import prometheus
-from areal.config import Config, UserError
+from areal.config import Config, UserError, from_message
 from areal.devices import CORES, settle
 from areal.storage.disk import Patience, Shortage
 from protocols.addresses import host_of, reachable
@@ -378,7 +378,7 @@ class Actor(HandlesRequests):
         join = Join(role=self.role, index=self.index, address=address)
         welcome = await first_answer(self.bus, self.master, join, self._patience)
         self.bus.identity.name = welcome.identity
-        self.config = Config.model_validate(welcome.config)
+        self.config = from_message(welcome.config)
         self.index = int(welcome.identity.split("/")[1].split("#")[0])
         self._disk = Patience(self.config.folder, f"the {self.role.replace('_', ' ')}")
         self._keep_log(self.config.folder / "logs" / f"{self.role}-{self.index}.jsonl")
