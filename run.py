@@ -78,61 +78,8 @@ supplied has to be changed. 3: the master no longer accepts this actor, start it
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--role", action="append", choices=("master", *ROLES, "monitor"), help="start only this role (may be repeated)"
-    )
-    parser.add_argument(
-        "--master", metavar="tcp://HOST:PORT", help="address of the master, or the run folder on the master's machine"
-    )
-    parser.add_argument(
-        "--keys", metavar="FOLDER",
-        help=f"keys from `python -m areal keys`, (default: {KEYS}; on one machine, keys of the run's own)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS",
-        help=f"how long to wait for a master that has not started yet (default: {WAIT_SECONDS:g})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE.yaml",
-        help="configuration of the run, which may also come without --config (default: configs/quickstart.yaml)",
-    )
-    parser.add_argument(
-        "--resume", type=Path, metavar="RUN_FOLDER", help="resume this run (default for --config: its own)"
-    )
-    parser.add_argument(
-        "--from-step", type=int, metavar="N",
-        help="with --resume: go back to the checkpoint of step N; what came after is moved away, and done anew",
-    )  # fmt: skip
-    parser.add_argument(
-        "--end", action="store_true",
-        help="with --resume: end the run at the step that it has reached, with a checkpoint and an evaluation",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dry-run", action="store_true",
-        help="check all that a start checks and print the resolved configuration, without starting anything",
-    )  # fmt: skip
-    parser.add_argument(
-        "--index", type=int, help="index of this actor within its role (default: the master assigns one)"
-    )
-    parser.add_argument(
-        "--host", help="name or address at which others reach this actor (default: the interface towards the master)"
-    )
-    parser.add_argument("--bind", metavar="HOST", help="interface to listen on, `*` for all (default: that of --host)")
-    parser.add_argument("--ports", metavar="FIRST-LAST", default="*", help="ports to listen on (default: any free one)")
-    parser.add_argument(
-        "--reward",
-        action="append",
-        metavar="NAME",
-        help="reward that a reward role serves; may be repeated (default: the run's reward.functions)",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="changes to the configuration, e.g. max_staleness=4; with --role reward: options of the one --reward",
-    )
+    add_options_of_run(parser.add_argument)
+    add_options_of_role(parser.add_argument)
     # argparse takes positional arguments only once, so what follows `FILE --option` is left over.
     arguments, words = parser.parse_known_args()
     if any(word.startswith("-") for word in words):
@@ -143,6 +90,53 @@ def parse() -> argparse.Namespace:
             parser.error(f"there are two configurations, {arguments.config} and {arguments.overrides[0]}: give one")
         arguments.config = Path(arguments.overrides.pop(0))
     return arguments
+
+
+def add_options_of_run(add: Callable[..., object]) -> None:
+    add(
+        "--config", type=Path, metavar="FILE.yaml",
+        help="configuration of the run, which may also come without --config (default: configs/quickstart.yaml)",
+    )  # fmt: skip
+    add("--resume", type=Path, metavar="RUN_FOLDER", help="resume this run (default for --config: its own)")
+    add(
+        "--from-step", type=int, metavar="N",
+        help="with --resume: go back to the checkpoint of step N; what came after is moved away, and done anew",
+    )  # fmt: skip
+    add(
+        "--end", action="store_true",
+        help="with --resume: end the run at the step that it has reached, with a checkpoint and an evaluation",
+    )  # fmt: skip
+    add(
+        "--dry-run", action="store_true",
+        help="check all that a start checks and print the resolved configuration, without starting anything",
+    )  # fmt: skip
+    add(
+        "--keys", metavar="FOLDER",
+        help=f"keys from `python -m areal keys`, (default: {KEYS}; on one machine, keys of the run's own)",
+    )  # fmt: skip
+    add(
+        "overrides", nargs="*", metavar="key=value",
+        help="changes to the configuration, e.g. max_staleness=4; with --role reward: options of the one --reward",
+    )  # fmt: skip
+
+
+def add_options_of_role(add: Callable[..., object]) -> None:
+    add(
+        "--role", action="append", choices=("master", *ROLES, "monitor"), help="start only this role (may be repeated)"
+    )  # fmt: skip
+    add("--master", metavar="tcp://HOST:PORT", help="address of the master, or the run folder on the master's machine")
+    add(
+        "--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS",
+        help=f"how long to wait for a master that has not started yet (default: {WAIT_SECONDS:g})",
+    )  # fmt: skip
+    add("--index", type=int, help="index of this actor within its role (default: the master assigns one)")
+    add("--host", help="name or address at which others reach this actor (default: the interface towards the master)")
+    add("--bind", metavar="HOST", help="interface to listen on, `*` for all (default: that of --host)")
+    add("--ports", metavar="FIRST-LAST", default="*", help="ports to listen on (default: any free one)")
+    add(
+        "--reward", action="append", metavar="NAME",
+        help="reward that a reward role serves; may be repeated (default: the run's reward.functions)",
+    )  # fmt: skip
 
 
 def main() -> int:
@@ -186,6 +180,11 @@ def start(arguments: argparse.Namespace) -> int:
         if roles:
             return run_master(config, bool(arguments.resume), arguments.from_step)
         return run_everything(config, arguments)
+    return start_roles(roles, arguments)
+
+
+def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
+    """Start roles that join the run of a master. Raises UserError."""
     if "master" in roles:
         raise UserError("Start the master by itself (--role master --config FILE); the other roles need its address.")
     if arguments.config or arguments.resume or (arguments.overrides and not arguments.reward):
