@@ -72,11 +72,11 @@ class Progress:
     def remedy(self) -> Literal["end", "requeue", "fence"] | None:
         """What to do now because nothing has moved. After a third of `stall_seconds`, re-queue the unfinished groups.
         After two thirds, fence the `suspects`, so that they are restarted. After all of it, end the run. While a role
-        has no healthy member, only the last one is done. A reward that has gone may be away for `outage_seconds`, and
-        so may a process that has to join the run."""
+        has no healthy member, only the last one is done. A process that joins the run may be away for `outage_seconds`,
+        also one that serves an added reward."""
         limit, idle = self._config.master.stall_seconds, self._clock() - self._last
         joining = [role for name, role in ROLES.items() if name in self.missing() and role.joins(self._config)]
-        if self._absent or joining:
+        if joining or self._absent.keys() - set(self._config.own_rewards):
             limit = max(limit, self._config.outage_seconds)
         if idle > limit and self._clock() >= self._successor_until:
             return "end"

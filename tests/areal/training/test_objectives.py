@@ -1,7 +1,6 @@
 """Every objective against a reference in float64 numpy: token by token, case by case, without min or clip."""
 
 import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -453,12 +452,9 @@ def test_a_mistake_in_ones_own_objective_is_told_in_a_sentence_that_names_it(nam
     assert "\n" not in str(told.value)
 
 
-def test_the_example_of_the_documentation_is_an_objective(tmp_path, monkeypatch):
-    page = Path(__file__).parents[3] / "docs" / "objectives.md"
-    (tmp_path / "my_losses.py").write_text(page.read_text().split("```python\n")[1].split("```")[0])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    rehearse(settings("my_losses:unclipped"))
+def test_the_example_of_an_own_loss_is_an_objective():
+    file = Path(__file__).parents[3] / "configs" / "examples" / "own_loss" / "loss.py"
+    rehearse(settings(f"{file}:tapered"))
 
 
 def test_the_documentation_has_every_objective():
