@@ -207,7 +207,8 @@ def fails(tokens, config):
 """
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
 async def test_a_step_that_fails_twice_in_the_same_way_ends_the_run_with_its_reason(
     config, run, tmp_path, another_free_port, nodes
 ):

@@ -128,6 +128,7 @@ os.getpid()
 """
 
 
+@pytest.mark.slow
 async def test_a_notebook_serves_a_run_and_another_kernel_does_when_it_is_killed(run):
     pytest.importorskip("ipykernel")
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

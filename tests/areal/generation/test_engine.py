@@ -247,7 +247,7 @@ async def check_interruption(engine: GenerationEngine, models: Models) -> tuple[
 @pytest.mark.parametrize(
     ("folders", "changes"),
     [
-        ("experts", {}),
+        pytest.param("experts", {}, marks=pytest.mark.slow),
         pytest.param("models", {"tensor_parallel": 2}, marks=pytest.mark.slow),
         pytest.param("experts", {"tensor_parallel": 2}, marks=pytest.mark.slow),
     ],

@@ -47,6 +47,7 @@ def test_changes_and_a_model_without_a_configuration_are_a_mistake(capsys, optio
     assert "--config" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_some_checks_alone_pass_and_are_written_down(tmp_path):
     code, said, results = selftest(tmp_path, "--only", "attention", "--only", "devices", "--only", "stream")
     assert code == 0, said
