@@ -259,9 +259,10 @@ def run_everything(config: Config, arguments: argparse.Namespace) -> int:
     from areal.storage.run_folder import store_configuration
 
     address = config.master.address
-    config = with_own_port(config, port_is_named(arguments, config))
+    is_named = port_is_named(arguments, config)
+    config = with_own_port(config, is_named)
     environments = check_start(config)
-    config = with_own_port(config, port_is_named(arguments, config))  # the checks may have taken half a minute
+    config = with_own_port(config, is_named)  # the checks may have taken half a minute
     network = take_folder(config, bool(arguments.resume))
     if arguments.resume:
         print_lines(check_record(config, arguments.from_step))
