@@ -12,12 +12,12 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 import structlog
 import uvloop
 
-from areal.config import Config, UserError, dump_config, load_config, overridden
+from areal.config import Config, UserError, dump_config, from_message, load_config, overridden
 from areal.processes import KEYS, SUPERVISED, LenientOutput, die_with_parent, importing, raise_open_files, torchrun
 from areal.roles import ROLES
 from areal.storage.run_folder import config_of_run, configuration_to_resume, steps_trained
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from actors.runtime.actor import Actor, Ending
     from actors.runtime.supervisor import Supervisor
     from protocols.messages import Message
-    from protocols.transport import Bus
+    from protocols.network import ZmqNetwork
 
-T = TypeVar("T")
 # How long a role waits for its master: the nodes of a cluster start in any order.
 WAIT_SECONDS = 300.0
 # torchrun kills ranks that have not left so long after `master.drain_seconds`.
@@ -424,10 +423,22 @@ async def prepare(config: Config) -> Config:
 def run_monitor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from actors.runtime.actor import first_answer, incarnation
     from actors.watching.monitor import Feed, follow
     from protocols.messages import AskStatus
+    from protocols.transport import Bus
 
-    return ask_first(arguments, AskStatus(), lambda bus, status: follow(Feed(bus, arguments.master), Console()))
+    network = network_towards(arguments.master)
+
+    async def watch() -> int:
+        bus = Bus(f"monitor/?#{incarnation()}", network)
+        try:
+            await first_answer(bus, arguments.master, AskStatus(), arguments.wait)
+            return await follow(Feed(bus, arguments.master), Console())
+        finally:
+            await bus.close()
+
+    return asyncio.run(watch())
 
 
 def run_role(role: str, arguments: argparse.Namespace) -> int:
@@ -500,7 +511,7 @@ def join_ranks(arguments: argparse.Namespace) -> None:
         if os.environ["RANK"] != "0":
             from actors.parts.ranks import follow
 
-            follow(config, lambda failure: ask_first(arguments, failure, nothing_more))
+            follow(config, lambda failure: ask_master(arguments, failure))
             leave(0)
     elif config.trainer.ranks > 1:
         os.environ[SUPERVISED] = str(os.getpid())  # the ranks die with torchrun, which replaces this process
@@ -514,35 +525,24 @@ def ask_config(arguments: argparse.Namespace) -> Config:
     """The configuration of the master. Waits until the master answers. Raises UserError."""
     from protocols.messages import AskConfig
 
-    async def validated(bus: Bus, answer: Any) -> Config:
-        return Config.model_validate(answer.values)
-
-    return ask_first(arguments, AskConfig(), validated)
+    return from_message(ask_master(arguments, AskConfig()).values)
 
 
-def ask_first(arguments: argparse.Namespace, message: Message, use: Callable[[Bus, Any], Coroutine[Any, Any, T]]) -> T:
-    """What `use` makes of a bus and the master's answer to `message`. Waits until the master answers. Raises
-    UserError."""
-    from actors.runtime.actor import first_answer, incarnation
+def ask_master(arguments: argparse.Namespace, message: Message) -> Any:
+    """The master's answer to a message of a process that is no actor yet. Waits for it. Raises UserError."""
+    from actors.runtime.actor import ask_once
+
+    network = network_towards(arguments.master)
+    return asyncio.run(ask_once(network, arguments.master, message, arguments.wait, arguments.role[0]))
+
+
+def network_towards(master: str) -> ZmqNetwork:
+    """The network to the master at an address. Raises UserError."""
     from actors.runtime.addresses import host_towards, open_network
     from protocols.addresses import host_of
-    from protocols.transport import Bus
 
-    host_towards(arguments.master)
-    network = open_network(host_of(arguments.master))
-
-    async def ask() -> T:
-        bus = Bus(f"{arguments.role[0]}/?#{incarnation()}", network)
-        try:
-            return await use(bus, await first_answer(bus, arguments.master, message, arguments.wait))
-        finally:
-            await bus.close()
-
-    return asyncio.run(ask())
-
-
-async def nothing_more(bus: Bus, answer: Any) -> None:
-    """The answer is all that was asked for."""
+    host_towards(master)
+    return open_network(host_of(master))
 
 
 def leave(code: int) -> NoReturn:

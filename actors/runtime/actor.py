@@ -547,9 +547,12 @@ async def first_answer(bus: Bus, master: str, message: Message, patience: float)
         telling.cancel()
 
 
-async def ask_once(network: Network, master: str, message: Message, patience: float) -> Any:
-    """The master's answer to a request of a process that is no actor. Raises UserError, as `first_answer` does."""
-    bus = Bus(f"monitor/0#{incarnation()}", network)
+async def ask_once(
+    network: Network, master: str, message: Message, patience: float, role: str = "monitor"
+) -> Any:  # fmt: skip
+    """The master's answer to a request of a process that is no actor of a `role` yet. Raises UserError, as
+    `first_answer` does."""
+    bus = Bus(f"{role}/?#{incarnation()}", network)
     try:
         return await first_answer(bus, master, message, patience)
     finally:
