@@ -27,7 +27,7 @@ from areal.observe.rollouts import Rollouts
 from areal.processes import ROOT
 from areal.rewards.functions import RewardFunction, of_object
 from areal.storage.claim import claimed_address
-from areal.storage.run_folder import config_of_run, last_checkpoint, read_metrics, read_summary
+from areal.storage.run_folder import NewRecords, config_of_run, last_checkpoint, read_metrics, read_summary
 from protocols.messages import AddReward, AskStatus
 from protocols.transport import Bus
 
@@ -107,7 +107,9 @@ class LiveRun:
         self.config = config
         self._process = process
         self._show = show
-        self._shown = 0  # characters of its console
+        self._shown = 0  # bytes of its console
+        self._records = NewRecords(folder / "metrics.jsonl")
+        self._version = 0
         self._member: Membership | None = None
         self._functions: dict[str, RewardFunction] = {}
 
@@ -128,7 +130,9 @@ class LiveRun:
     @property
     def version(self) -> int:
         """The number of steps that are trained."""
-        return max((record["step"] for record in read_metrics(self.folder / "metrics.jsonl")), default=0)
+        for record in self._records.read():
+            self._version = record["step"]
+        return self._version
 
     @property
     def metrics(self) -> Any:
@@ -183,10 +187,11 @@ class LiveRun:
     def _pause(self) -> None:
         time.sleep(LOOK_SECONDS)
         if self._show:
-            text = _text(self.folder / CONSOLE)[self._shown :]
-            whole = text[: text.rfind("\n") + 1]
-            print(whole, end="", flush=True)
-            self._shown += len(whole)
+            with (self.folder / CONSOLE).open("rb") as console:
+                console.seek(self._shown)
+                lines = [line for line in console if line.endswith(b"\n")]
+            print(b"".join(lines).decode(errors="replace"), end="", flush=True)
+            self._shown += sum(map(len, lines))
 
     def stop(self) -> None:
         """Stop the run, which saves a checkpoint and can be resumed (`run.py --resume`), and wait until it has ended.
