@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT_VARIABLE = "TORCH_EXTENSIONS_DIR"
@@ -12,14 +13,18 @@ OP = "deepspeed_shm_comm"
 BUILDS = "DeepSpeed's op for the CPU is compiled, once in this environment, for about a minute"
 
 
-def extensions_folder() -> Path:
+def extensions_folder(variables: Mapping[str, str] = os.environ) -> Path:
     """The folder of all builds of this Python environment, unless the user has set one. In a common one torch would
-    build for minutes whenever an environment at another path was the last to build."""
-    if ROOT_VARIABLE in os.environ:
-        return Path(os.environ[ROOT_VARIABLE])
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    build for minutes whenever an environment at another path was the last to build. variables: of the process."""
+    if ROOT_VARIABLE in variables:
+        return Path(variables[ROOT_VARIABLE])
     environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
-    return Path(cache).resolve() / "torch_extensions" / environment
+    return cache_folder(variables).resolve() / "torch_extensions" / environment
+
+
+def cache_folder(variables: Mapping[str, str]) -> Path:
+    """The folder of the user's caches."""
+    return Path(variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME") or Path.home(), ".cache"))
 
 
 def is_built() -> bool:

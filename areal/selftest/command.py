@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal.config import Config, UserError, dump_config, load_config
+from areal.cpu.op_folder import cache_folder, extensions_folder
 from areal.devices import deal_out, visible_devices
 from areal.models import with_folders
 from areal.processes import torchrun
@@ -293,10 +294,10 @@ def environment_of(part: str, dealt: Mapping[str, Mapping[str, str]]) -> dict[st
 
 def cold_seconds(environment: Mapping[str, str], *, gpus: bool) -> float:
     """Time to add, since what is compiled at a first start is not in its cache: vLLM's graphs, or DeepSpeed's op."""
-    home = environment.get("XDG_CACHE_HOME") or f"{environment.get('HOME', '/')}/.cache"
-    place = Path(environment.get("TORCH_EXTENSIONS_DIR") or f"{home}/torch_extensions")
+    place = extensions_folder(environment)
     if gpus:
-        place = Path(environment.get("VLLM_CACHE_ROOT") or f"{home}/vllm", "torch_compile_cache")
+        root = environment.get("VLLM_CACHE_ROOT") or cache_folder(environment) / "vllm"
+        place = Path(root, "torch_compile_cache")
     return 0.0 if place.is_dir() and any(place.iterdir()) else COLD_SECONDS
 
 
