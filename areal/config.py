@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -824,7 +825,6 @@ class MasterConfig(Section):
         description="address at which the master listens; host *: all interfaces. If it is not set and the "
         "port is in use, a run on one machine takes another one",
     )
-
     lease_seconds: float = Field(60.0, gt=0, description="silence after which an actor is fenced and its leases end")
     lost_seconds: float = Field(
         60.0, gt=0, description="time without an answer from the master after which an actor exits"
@@ -1317,8 +1317,8 @@ def _annotation(kind: type[Section], key: str) -> Any:
     for part in key.split("."):
         if get_origin(annotation) is dict:
             annotation = get_args(annotation)[1]
-        elif (field := getattr(_section(annotation), "model_fields", {}).get(part)) is not None:
-            annotation = field.annotation
+        elif (section := section_in(annotation)) and part in section.model_fields:
+            annotation = section.model_fields[part].annotation
         else:
             return None
     return annotation
@@ -1361,7 +1361,7 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
             section: Any = kind
             for part in first["loc"][:-1]:
                 if part in section.model_fields:  # else the place in a list, or the name in a mapping
-                    section = _section(section.model_fields[part].annotation)
+                    section = section_in(section.model_fields[part].annotation)
             close = difflib.get_close_matches(str(first["loc"][-1]), section.model_fields, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(section.model_fields)}."
             if len(section.model_fields) > FEW_KEYS and not close:
@@ -1380,6 +1380,8 @@ def _explain(error: ValidationError, file: Path | None, kind: type[Section]) -> 
             )
 
 
-def _section(annotation: Any) -> Any:
-    """The section class of a key, also where the annotation is `Section | None`, or a list or mapping of sections."""
-    return next((part for part in get_args(annotation) if hasattr(part, "model_fields")), annotation)
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section class of a key, also where the annotation is `Section | None`, or a list or mapping of sections. None
+    if it holds no section."""
+    kinds = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)), None)

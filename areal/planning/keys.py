@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from argparse import Namespace
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from rich.table import Table
 
 from areal.command_line import output
-from areal.config import Config, Section, UserError
+from areal.config import Config, Section, UserError, section_in
 
 NAMES = {
     date: "date",
@@ -49,17 +48,11 @@ def print_keys(options: Namespace) -> None:
 
 def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """All keys of a section with their dots, those of the sections in it last."""
-    inner = {name: nested for name, field in section.model_fields.items() if (nested := section_of(field))}
+    inner = {name: nested for name, field in section.model_fields.items() if (nested := section_in(field.annotation))}
     yield from ((f"{prefix}{name}", field) for name, field in section.model_fields.items() if name not in inner)
     for name, nested in inner.items():
         is_mapping = get_origin(section.model_fields[name].annotation) is dict
         yield from keys_of(nested, f"{prefix}{name}.{'NAME.' * is_mapping}")
-
-
-def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section that a key holds, also if the section is optional."""
-    kinds = [field.annotation, *get_args(field.annotation)]
-    return next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)), None)
 
 
 def value_of(field: FieldInfo) -> str:

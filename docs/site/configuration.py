@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from areal.config import Config, DataConfig, EvaluatorConfig, Section, SourceConfig
-from areal.planning.keys import section_of, value_of
+from areal.config import Config, DataConfig, EvaluatorConfig, Section, SourceConfig, section_in
+from areal.planning.keys import value_of
 from areal.training.sft import SftConfig, SftData
 
 PAGE = Path(__file__).parents[1] / "configuration.md"
@@ -65,7 +65,7 @@ def _section(prefix: str, section: type[Section], heading: str | None = None) ->
         yield f"Meaning and default as in [{described}](#{described}): {', '.join(f'`{key}`' for key in keys)}."
         yield ""
     for name, field in section.model_fields.items():
-        if name not in chain(*same.values()) and (inner := section_of(field)):
+        if name not in chain(*same.values()) and (inner := section_in(field.annotation)):
             yield from _section(f"{prefix}{name}.", inner)
 
 
@@ -74,7 +74,7 @@ def _table(prefix: str, section: type[Section]) -> Iterator[str]:
     yield "| key | value | meaning |"
     yield "|---|---|---|"
     for name, field in section.model_fields.items():
-        if name not in same and not section_of(field):
+        if name not in same and not section_in(field.annotation):
             text = _linked(field.description or "").replace("|", "\\|")
             yield f"| `{prefix}{name}` | {value_of(field)} | {text} |"
 
