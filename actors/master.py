@@ -561,11 +561,13 @@ class Master(HandlesRequests):
         served = {name for member in self.state.members.values() for name in member.serves}
         if name not in served | self.state.reward_names:
             raise RefusedError(f"no actor of the run serves {name!r}, only {', '.join(sorted(served)) or 'none'}")
-        if len({*self.state.rewards_of(self.ledger.next_prompt), name}) > MAX_SERVED:
+        prompt = self.ledger.next_prompt
+        changed = self.state.rewards_of(prompt)
+        if len({*changed, name}) > MAX_SERVED:
             raise RefusedError(f"the weights of at most {MAX_SERVED} rewards can be changed")
-        if self.state.rewards_of(self.ledger.next_prompt).get(name) != weight:
-            self.state.emit("reward_added", prompt=self.ledger.next_prompt, name=name, weight=weight)
-            log.info("a reward has a new weight", reward=name, weight=weight, first_prompt=self.ledger.next_prompt)
+        if changed.get(name) != weight:
+            self.state.emit("reward_added", prompt=prompt, name=name, weight=weight)
+            log.info("a reward has a new weight", reward=name, weight=weight, first_prompt=prompt)
         return Done()
 
     @handles(RenewLeases)

@@ -329,8 +329,7 @@ class Trainer(Actor):
     @handles(StoreSample)
     async def store_sample(self, request: Request[StoreSample]) -> Done:
         stored = request.message
-        if not self._takes_samples:
-            raise BusyError("this trainer is not ready yet")
+        self._check_takes_samples()
         try:
             samples = tuple(sample.checked() for sample in trajectories(stored.columns))
             _check(samples, self._learner.vocab_size)
@@ -345,8 +344,7 @@ class Trainer(Actor):
     @handles(AskSamples)
     async def ask_samples(self, request: Request[AskSamples]) -> StoredSamples:
         group, size = request.message.group, self.config.group_size
-        if not self._takes_samples:
-            raise BusyError("this trainer is not ready yet")
+        self._check_takes_samples()
         stored, unfinished = await self._oldest_versions(request)
         if earlier := {key: version for key, version in [*unfinished.items(), *stored.items()] if key[0] != group}:
             answer = await self.ask_master(AskReuse(group=group, versions=tuple(earlier.values())), ReuseAnswer)
@@ -376,8 +374,7 @@ class Trainer(Actor):
     @handles(StoreCalls)
     async def store_calls(self, request: Request[StoreCalls]) -> Done:
         stored = request.message
-        if not self._takes_samples:
-            raise BusyError("this trainer is not ready yet")
+        self._check_takes_samples()
         try:
             unpacked(stored.columns)
         except ValueError as error:
@@ -390,6 +387,10 @@ class Trainer(Actor):
     async def ask_calls(self, request: Request[AskCalls]) -> StoredCalls:
         key = request.message.group, request.message.place
         return StoredCalls(columns=await self._use_spool(request, self._spool.calls, *key))
+
+    def _check_takes_samples(self) -> None:
+        if not self._takes_samples:
+            raise BusyError("this trainer is not ready yet")
 
     async def _use_spool(self, request: Request[Any], use: Callable[..., T], *arguments: Any) -> T:
         """Use the spool for a request. Raises BusyError if the disk takes no writes for as long as the sender waits."""

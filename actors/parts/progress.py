@@ -74,13 +74,13 @@ class Progress:
         After two thirds, fence the `suspects`, so that they are restarted. After all of it, end the run. While a role
         has no healthy member, only the last one is done. A process that joins the run may be away for `outage_seconds`,
         also one that serves an added reward."""
-        limit, idle = self._config.master.stall_seconds, self._clock() - self._last
-        joining = [role for name, role in ROLES.items() if name in self.missing() and role.joins(self._config)]
+        limit, idle, missing = self._config.master.stall_seconds, self._clock() - self._last, self.missing()
+        joining = [name for name, role in ROLES.items() if name in missing and role.joins(self._config)]
         if joining or self._absent.keys() - set(self._config.own_rewards):
             limit = max(limit, self._config.outage_seconds)
         if idle > limit and self._clock() >= self._successor_until:
             return "end"
-        if self._remedies == 2 or idle <= limit * (self._remedies + 1) / 3 or self.missing():
+        if self._remedies == 2 or idle <= limit * (self._remedies + 1) / 3 or missing:
             return None
         self._remedies += 1
         return "requeue" if self._remedies == 1 else "fence"

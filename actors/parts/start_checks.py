@@ -45,8 +45,9 @@ def check_start(config: Config, *, rows: bool = True, weights: bool = True) -> d
     them. Returns environment variables of its actors, by their names. Raises UserError."""
     check_transport(config)
     check(config, weights=weights, rows=rows)
-    environments = deal_out(config, roles_here(config))
-    ports, processes = config.network.ports, len(roles_here(config))
+    roles = roles_here(config)
+    environments = deal_out(config, roles)
+    ports, processes = config.network.ports, len(roles)
     if ports and ports[1] - ports[0] <= processes:
         raise UserError(
             f"network.ports has {ports[1] - ports[0] + 1} ports, but each of {processes} processes listens at one, and "

@@ -143,7 +143,7 @@ async def _flaws_of_tests(config: Config, reward: CodeTests, rows: Iterator[Row]
                     flaw = str(error)
                 checked += 1
                 if flaw:
-                    flaws.append(f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({flaw})")
+                    flaws.append(_flawed(row, flaw))
     return checked, flaws
 
 
@@ -192,9 +192,12 @@ def _rows(config: Config, source: PromptSource) -> Iterator[Row]:
             yield source.row(index)
 
 
+def _flawed(row: Row, flaw: object) -> str:
+    return f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({flaw})"
+
+
 def _without(field: str, rows: list[Row]) -> list[str]:
-    return [f"the row of the prompt {prompt_text(row.prompt)[:80]!r} (it has no {field!r})" for row in rows
-            if row.fields.get(field) is None]  # fmt: skip
+    return [_flawed(row, f"it has no {field!r}") for row in rows if row.fields.get(field) is None]
 
 
 def _without_tests(rows: list[Row]) -> list[str]:
@@ -203,7 +206,7 @@ def _without_tests(rows: list[Row]) -> list[str]:
         try:
             read_tests(row.fields)
         except RewardError as error:
-            flaws.append(f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({error})")
+            flaws.append(_flawed(row, error))
     return flaws
 
 
@@ -214,7 +217,7 @@ def _flaws_of_answers(rows: list[Row]) -> list[str]:
         try:
             answers.append(math_answers.answers_of(row.fields))
         except RewardError as error:
-            flaws.append(f"the row of the prompt {prompt_text(row.prompt)[:80]!r} ({error})")
+            flaws.append(_flawed(row, error))
     bad = math_answers.unreadable([answer for row_answers in answers for answer in row_answers])
     for row_answers in answers:
         flaws += [repr(answer[-80:]) for answer in row_answers if answer in bad][:1]
