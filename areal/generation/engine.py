@@ -87,12 +87,23 @@ class Chunk:
     logprobs: float32 [n], log-prob of each token under the distribution it was drawn from (after temperature).
     versions: int32 [n], the policy version that sampled each token.
     finish: "stop" (a stop token ended the sequence) or "length" on the last chunk, else None.
+    prompt_logprobs: float32 [P - 1], those of the prompt's tokens but the first, if they were asked for.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     finish: Finish | None
+    prompt_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """logprobs: float32 [T - 1], of all tokens but the first, each after those before it, at temperature 1. version: of
+    the weights."""
+
+    logprobs: np.ndarray
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +223,30 @@ class GenerationEngine:
         Closing the async generator or cancelling its task aborts the sequence in the engine. Raises ValueError for
         tokens that the model cannot take, EngineError if the engine dies or hands over its sequences.
         """
+        max_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        params = _sampling_params(
+            sampling.temperature, sampling.top_p, max_tokens, min(sampling.min_new_tokens, max_tokens),
+            tuple(self._model.stop_tokens),
+        )  # fmt: skip
+        async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def score(self, request_id: str, tokens: Sequence[int]) -> Scores:
+        """The log-probs of these tokens under the weights in place. No KV cache of other requests is used.
+
+        The engine holds the logits of up to a step's tokens at once, in fp32. Raises as `generate` does.
+        """
+        params = _sampling_params(1.0, 1.0, 1, 0, (), scores=True)
+        async with contextlib.aclosing(self._stream(request_id, tokens, params, None)) as chunks:
+            async for chunk in chunks:
+                if chunk.prompt_logprobs is not None:
+                    return Scores(chunk.prompt_logprobs, int(chunk.versions[-1]))
+        raise EngineError("The engine gave no log-probs of a prompt.")
+
+    async def _stream(
+        self, request_id: str, tokens: Sequence[int], params: SamplingParams, first_version: int | None
+    ) -> AsyncGenerator[Chunk, None]:
         self._check_tokens(tokens)
         self._raise_if_failed()
         if self._handed_over:
@@ -220,7 +255,7 @@ class GenerationEngine:
         key = f"{request_id}#{next(self._serial)}"
         sequence = self._sequences[key] = _Sequence(len(tokens), self._config.stream_interval)
         try:
-            await self._send(key, tokens, sampling, max_new_tokens, first_version)
+            await self._send(key, tokens, params, first_version)
             while not sequence.exhausted:
                 yield await sequence.next_chunk()
         finally:
@@ -381,20 +416,14 @@ class GenerationEngine:
         await asyncio.to_thread(self._core.shutdown, patience)
 
     async def _send(
-        self, key: str, tokens: Sequence[int], sampling: SamplingConfig, max_new_tokens: int | None,
-        first_version: int | None,
-    ) -> None:  # fmt: skip
+        self, key: str, tokens: Sequence[int], params: SamplingParams, first_version: int | None
+    ) -> None:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine import EngineCoreRequest
 
-        max_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        min_tokens = min(sampling.min_new_tokens, max_tokens)
         # Requests share the KV cache of a prefix only if their salts are equal.
         current = self._salts[self._version]
         salt = current if first_version is None else self._salts.get(first_version, current)
-        params = _sampling_params(
-            sampling.temperature, sampling.top_p, max_tokens, min_tokens, tuple(self._model.stop_tokens)
-        )
         request = EngineCoreRequest(
             request_id=key,
             prompt_token_ids=[int(token) for token in tokens],
@@ -549,6 +578,7 @@ class _Sequence:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._prompt_logprobs: np.ndarray | None = None
         self._finish: Finish | None = None
         self._error: EngineError | None = None
 
@@ -574,6 +604,8 @@ class _Sequence:
             self._tokens += output.new_token_ids
             self._logprobs += logprobs
             self._versions += [int(version)] * len(output.new_token_ids)
+        if output.new_prompt_logprobs_tensors is not None:
+            self._prompt_logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy()
         if output.finish_reason is not None:
             self._end(str(output.finish_reason))
         elif len(self._tokens) >= self._interval:
@@ -595,6 +627,7 @@ class _Sequence:
             np.array(self._logprobs, np.float32),
             np.array(self._versions, np.int32),
             self._finish,
+            self._prompt_logprobs,
         )
         self._tokens, self._logprobs, self._versions = [], [], []
         return chunk
@@ -609,8 +642,9 @@ class _Sequence:
 
 @lru_cache(maxsize=1024)  # making them takes vLLM as long as sending a request takes
 def _sampling_params(
-    temperature: float, top_p: float, max_tokens: int, min_tokens: int, stop_tokens: tuple[int, ...]
-) -> SamplingParams:
+    temperature: float, top_p: float, max_tokens: int, min_tokens: int, stop_tokens: tuple[int, ...],
+    scores: bool = False,
+) -> SamplingParams:  # fmt: skip
     from vllm import SamplingParams
 
     # No per-request seed: it crashes the CPU engine.
@@ -620,6 +654,7 @@ def _sampling_params(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         logprobs=0,
+        prompt_logprobs=0 if scores else None,
         stop_token_ids=list(stop_tokens),
         detokenize=False,
     )

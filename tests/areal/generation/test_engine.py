@@ -223,12 +223,20 @@ async def check_interruption(engine: GenerationEngine, models: Models) -> tuple[
         for i, prompt in enumerate(prompts)
     ]
     await until(lambda: all(len(parts) >= 2 or task.done() for parts, task in zip(progress, tasks, strict=True)))
+    scoring = [asyncio.create_task(engine.score("old", PROMPT))]
     first = await engine.load(models[1], 1)
+    scoring.append(asyncio.create_task(engine.score("new", PROMPT)))
     counts = [len(parts) for parts in progress]
     await until(lambda: sum(len(p) >= n + 2 or t.done() for p, n, t in zip(progress, counts, tasks, strict=True)) == 8)
     await engine.load(models[2], 2)
     sequences = await asyncio.gather(*tasks)
+    scored = [*await asyncio.gather(*scoring), await engine.score("newest", PROMPT)]
 
+    assert {scores.version for scores in scored} == {scored[0].version, 1, 2}
+    for scores in scored:
+        for version, model in models.items():
+            difference = np.abs(reference(model, PROMPT[:1], np.array(PROMPT[1:])) - scores.logprobs)
+            assert difference.max() < 1e-4 if version == scores.version else difference.mean() > 0.1
     assert first.sequences_interrupted >= 4
     assert min(first.pause_seconds, first.load_seconds, first.resume_seconds) > 0
     through_all = [i for i, sequence in enumerate(sequences) if set(sequence.versions) == {0, 1, 2}]
@@ -493,6 +501,9 @@ async def test_each_part_of_an_interrupted_sequence_has_the_logprobs_of_the_adap
         await adapting.load(adapter, version)
     sequences = [await running, await collect(adapting.generate("after", PROMPT, SAMPLING))]
     assert [set(sequence.versions) for sequence in sequences] == [{0, 1, 2}, {2}]
+    scores = await adapting.score("scored", PROMPT)
+    assert scores.version == 2
+    assert np.abs(reference(policies[2], PROMPT[:1], np.array(PROMPT[1:])) - scores.logprobs).max() < 1e-4
     for sequence in sequences:
         under = [reference(policy, PROMPT, sequence.tokens, SAMPLING.temperature) for policy in policies]
         for version in set(sequence.versions.tolist()):
