@@ -37,7 +37,9 @@ WAYS = [
     {"zero_stage": 3, "max_tokens_per_microbatch": 40, "gradient_checkpointing": True},
 ]
 IN_EVERY_WAY = ("three minibatches", "adapters")
-"""Other cases: in the two ways in which most is done otherwise."""
+"""On two ranks. Other cases: in the two ways in which most is done otherwise."""
+IN_EVERY_WAY_ALONE = ("three minibatches",)
+"""On one rank. Other cases: in the way that computes most otherwise."""
 BATCHES = [make_batch(groups=3, seed=seed) for seed in range(2)]
 EVERYTHING_PARTITIONED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """ZeRO 3 would leave parameters as small as these whole on each rank."""
@@ -102,7 +104,7 @@ def late_for_every_gather(engine):
 @pytest.mark.parametrize("case", CASES)
 def test_weights_after_two_steps_are_the_same_in_every_way_of_computing_them(folders, tmp_path, case):
     train(folders, tmp_path / case, case)
-    combinations = [f"{case}-{number}" for number in ways(case)]
+    combinations = [f"{case}-{number}" for number in (ways(case) if case in IN_EVERY_WAY_ALONE else [4])]
     work(folders, tmp_path, *combinations)
     for combination in combinations:
         assert_same_steps(tmp_path / combination, tmp_path / case)

@@ -138,31 +138,18 @@ def test_a_turn_with_a_malformed_call_is_text_without_special_tokens(read, name,
     assert read(text, name) == Parsed(plain or text, None, [], False)
 
 
-def in_a_process(code: str) -> None:
-    """Run the code in a process of its own, to its end without an error."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_without_tools_calls_are_text_and_vllm_is_not_imported():
+def test_vllm_is_imported_for_the_first_turn_with_tools_and_starts_nothing_and_leaves_no_variables():
     code = (
-        "import sys, numpy as np; from test_parsers import Parsers, byte_tokenizer, turn;"
-        "made = byte_tokenizer(); text = '<tool_call>{}</tool_call>';"
-        "assert Parsers(made).parse(turn(made, text), None).content == text;"
-        "sys.exit('vllm' in sys.modules)"
-    )
-    in_a_process(code)
-
-
-def test_the_import_of_vllm_starts_nothing_and_leaves_no_variables():
-    code = (
-        "import os, sys; from test_parsers import Parsers, byte_tokenizer;"
-        "before = dict(os.environ); Parsers(byte_tokenizer()).load(); import torch;"
+        "import os, sys; from test_parsers import Parsers, byte_tokenizer, turn;"
+        "made = byte_tokenizer(); parsers = Parsers(made); text = '<tool_call>{}</tool_call>';"
+        "assert parsers.parse(turn(made, text), None).content == text; assert 'vllm' not in sys.modules;"
+        "before = dict(os.environ); parsers.load(); import torch;"
         "assert dict(os.environ) == before; assert not torch.cuda.is_initialized();"
         "import multiprocessing; assert not multiprocessing.active_children()"
     )
-    in_a_process(code)
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
