@@ -415,9 +415,7 @@ class GenerationEngine:
         await asyncio.wait({self._pump})
         await asyncio.to_thread(self._core.shutdown, patience)
 
-    async def _send(
-        self, key: str, tokens: Sequence[int], params: SamplingParams, first_version: int | None
-    ) -> None:
+    async def _send(self, key: str, tokens: Sequence[int], params: SamplingParams, first_version: int | None) -> None:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine import EngineCoreRequest
 
