@@ -19,7 +19,7 @@ from areal.cpu.processor import avoid_broken_amx
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+hypothesis.settings.register_profile("brief", deadline=None, max_examples=25)
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until the tests are collected
+    hypothesis.settings.load_profile("brief" if config.option.markexpr == "not slow" else "untimed")
 
     # A process that has computed in fp32 can be kept from a broken AMX no more, and here one does fp32 and bf16.
     avoid_broken_amx()

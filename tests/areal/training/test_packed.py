@@ -237,9 +237,10 @@ def attend_to_rows(attend, heads, kv_heads):
 
 
 @pytest.mark.filterwarnings("error:flex_attention called without torch.compile")
-def test_flex_attention_stays_compiled_for_a_policy_its_reference_and_ranks_that_divide_heads(monkeypatch):
+@pytest.mark.parametrize("shapes", [[(8, 2)], pytest.param([(8, 2), (4, 4), (2, 1)], marks=pytest.mark.slow)], ids=len)
+def test_flex_attention_stays_compiled_for_a_policy_its_reference_and_ranks_that_divide_heads(monkeypatch, shapes):
     attend = compiled_flex(monkeypatch)
-    for heads in ((8, 2), (4, 4), (2, 1)):
+    for heads in shapes:
         attend_to_rows(attend, *heads)
 
 
