@@ -16,7 +16,7 @@ import yaml
 from helpers import processes_mentioning
 
 from areal.__main__ import main
-from areal.config import UserError, load_config
+from areal.config import TrainerConfig, UserError, load_config, read_values
 from areal.planning.sweep import Sweep, read_sweep
 from areal.processes import ROOT
 
@@ -84,6 +84,14 @@ def test_the_sweeps_of_the_paper_are_sweeps():
     files = sorted((ROOT / "configs" / "sweeps").glob("paper-*.yaml"))
     assert len(files) == 5
     assert all(len(read_sweep(file)) >= 2 for file in files)
+
+
+def test_adam_has_the_epsilon_of_other_systems_and_in_the_runs_of_the_paper_the_papers():
+    assert TrainerConfig().adam_eps == 1e-8
+    bases = [yaml.safe_load(file.read_text())["base"] for file in (ROOT / "configs" / "sweeps").glob("paper-*.yaml")]
+    assert all(
+        read_values((ROOT / "configs" / "sweeps" / base).resolve())["trainer"]["adam_eps"] == 1e-5 for base in bases
+    )
 
 
 def test_the_state_of_each_run_is_printed_and_commands_for_those_that_are_not_finished(tmp_path, capsys):
