@@ -216,7 +216,7 @@ class Evaluator(Sampler):
     async def setup(self) -> None:
         await super().setup()
         settings = self.config.evaluator
-        conditions = {"temperature": settings.temperature, "top_p": settings.top_p}
+        conditions = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0, "min_p": 0.0}
         self._sampling = self.config.sampling.model_copy(update=conditions)
         rows = [self._source.heldout(i) for i in range(self.config.data.eval_size)]
         self._rows = [row for row in rows if not self.services.too_long(row)]

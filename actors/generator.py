@@ -257,6 +257,8 @@ class Generator(Actor):
         sampling = SamplingConfig(
             temperature=new.temperature,
             top_p=new.top_p,
+            top_k=new.top_k,
+            min_p=new.min_p,
             max_new_tokens=new.max_new_tokens,
             min_new_tokens=min(new.min_new_tokens, new.max_new_tokens),
         )

@@ -19,7 +19,16 @@ from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_
 
 import jinja2
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from areal.engine_options import deepspeed_conflicts, devices_of, parser_conflicts, vllm_conflicts
 
@@ -253,6 +262,16 @@ class SamplingConfig(Section):
         le=1,
         description="nucleus sampling; below 1 only if the objective does not use pi_behav (docs/objectives.md)",
     )
+    top_k: int = Field(
+        0, ge=0, description="draw from that many likeliest tokens; 0: from all; above 0 only as for `top_p`"
+    )
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="draw from the tokens that are at least this times as likely as the likeliest; above 0 only as for "
+        "`top_p`",
+    )
     max_new_tokens: int = Field(gt=0, description="most tokens of a sample, over all its turns")
     min_new_tokens: int = Field(
         0,
@@ -430,6 +449,7 @@ class RolloutManagerConfig(Section):
 
 # Settings that a named objective (areal.training.objectives.LOSSES) brings along, unless the configuration sets them.
 _GROUP = {"advantage_mean": "group", "advantage_std": "group"}
+_GSPO = {**_GROUP, "behaviour_weight_level": "geometric", "eps_clip": 3e-4, "eps_clip_higher": 4e-4}
 OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
     "decoupled_ppo": {},
     "ppo": {"behaviour_weight": "none", "proximal": "interpolate"},
@@ -444,12 +464,25 @@ OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "reinforce_pp": {"kl_in": "reward", "kl_estimator": "k1"},
     "dapo": {**_GROUP, "eps_clip_higher": 0.28},
-    "gspo": {**_GROUP, "loss_mean": "sequence", "eps_clip": 3e-4, "eps_clip_higher": 4e-4},
+    "gspo": {**_GSPO, "loss_mean": "sequence"},
+    "luspo": {**_GSPO, "loss_mean": "constant"},
+    "gmpo": {**_GROUP, "loss_mean": "sequence", "behaviour_weight_level": "geometric", "eps_clip": 0.4},
     "cispo": {**_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0},
+    "sapo": {**_GROUP, "loss_mean": "sequence"},
+    "dppo": {**_GROUP, "loss_mean": "constant", "eps_clip": 0.15},
+    "dppo_kl": {**_GROUP, "loss_mean": "constant", "eps_clip": 0.05},
+    "vespo": dict(_GROUP),
     "tis": {"behaviour_weight": "truncated", "behaviour_weight_bounds": (0.0, 2.0)},
+    "seq_tis": {
+        "behaviour_weight": "truncated", "behaviour_weight_level": "sequence", "behaviour_weight_bounds": (0.0, 2.0)
+    },
+    "seq_mis": {
+        "behaviour_weight": "masked", "behaviour_weight_level": "sequence", "behaviour_weight_bounds": (0.0, 2.0)
+    },
     "icepop": {**_GROUP, "loss_mean": "sequence", "behaviour_weight": "masked", "behaviour_weight_bounds": (0.5, 5.0)},
+    "kpop": {**_GROUP, "behaviour_weight": "masked_kl", "behaviour_weight_bounds": (0.0, 2.0)},
     "m2po": dict(_GROUP),
-}
+}  # fmt: skip
 
 
 class LoraConfig(Section):
@@ -527,12 +560,16 @@ class TrainerConfig(Section):
     eps_clip_dual: float | None = Field(
         None, gt=1, description="dual clip: largest ratio of a token with a negative advantage; null: none"
     )
-    behaviour_weight: Literal["full", "truncated", "masked", "none"] = Field(
+    behaviour_weight: Literal["full", "truncated", "masked", "masked_kl", "none"] = Field(
         "full",
-        description="w = pi_prox / pi_behav: as it is, cut at the upper bound, 0 outside the bounds, or always 1",
+        description="w = pi_prox / pi_behav: as it is, cut at the upper bound, 0 outside the bounds, 0 where the "
+        "binary KL of the two is above the upper bound, or always 1",
+    )
+    behaviour_weight_level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="w is that of each token, or of its sequence: the product, or the geometric mean"
     )
     behaviour_weight_bounds: tuple[float, float] = Field(
-        (0.5, 2.0), description="lower and upper bound of w; truncated uses only the upper one"
+        (0.5, 2.0), description="lower and upper bound of w; truncated and masked_kl use only the upper one"
     )
     sequence_mask: Literal["none", "product", "geometric"] = Field(
         "none",
@@ -546,6 +583,15 @@ class TrainerConfig(Section):
         "count in the advantages of the others",
     )
     m2_threshold: float = Field(0.04, gt=0, description="m2po: limit for the mean of (log pi_prox / pi_behav)^2")
+    sapo_temperatures: tuple[PositiveFloat, PositiveFloat] = Field(
+        (1.0, 1.05), description="sapo: how fast a token's gradient falls as u leaves 1, with A > 0 and with A <= 0"
+    )
+    vespo_positive: tuple[float, PositiveFloat] = Field(
+        (2.0, 3.0), description="vespo: k and lambda of tokens with A >= 0"
+    )
+    vespo_negative: tuple[float, PositiveFloat] = Field(
+        (3.0, 2.0), description="vespo: k and lambda of tokens with A < 0"
+    )
     proximal: Literal["recompute", "interpolate"] = Field(
         "recompute",
         description="pi_prox by a forward pass, or interpolated between behaviour and current policy (A-3PO)",
@@ -564,6 +610,9 @@ class TrainerConfig(Section):
         "loss_tokens",
     )
     loss_tokens: int = Field(1, ge=1, description="divisor of loss_mean=constant; of a run: sampling.max_new_tokens")
+    entropy_coef: float = Field(
+        0.0, ge=0, description="weight of the entropy bonus: this times a token's entropy (nats) is taken from its loss"
+    )
     kl_coef: float = Field(
         0.0, ge=0, description="weight of the penalty for leaving the reference model; 0: no reference model"
     )
@@ -593,7 +642,7 @@ class TrainerConfig(Section):
         """Whether the loss compares pi_behav with a policy of the trainer. An objective of the user's own is taken at
         its settings."""
         return (
-            self.objective in ("ppo", "m2po")
+            self.objective in ("ppo", "m2po", "dppo", "dppo_kl")
             or self.behaviour_weight != "none"
             or self.sequence_mask != "none"
             or self.proximal != "recompute"
@@ -623,6 +672,11 @@ class TrainerConfig(Section):
             yield (
                 f"trainer.proximal is {self.proximal}, but the mask of m2po compares pi_prox and pi_behav over the "
                 f"whole minibatch, before it is trained: set trainer.proximal=recompute"
+            )
+        if self.objective == "vespo" and self.behaviour_weight_level != "token":
+            yield (
+                "trainer.objective=vespo takes the product over each sequence itself: leave out "
+                "trainer.behaviour_weight_level"
             )
         if ":" not in self.objective and self.objective not in OBJECTIVE_SETTINGS:
             yield (
@@ -1010,7 +1064,7 @@ class Config(ScoringConfig):
             )
         if not self.sampling.temperature:
             yield "sampling.temperature is 0, but identical samples teach nothing: raise sampling.temperature"
-        for key, neutral in (("top_p", 1), ("min_new_tokens", 0)):
+        for key, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("min_new_tokens", 0)):
             value = getattr(self.sampling, key)
             if value != neutral and self.trainer.uses_behaviour:
                 yield (

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 NOT_SAMPLED = -1
-LARGEST_REWARD = 1e30
-"""The largest absolute value of a reward. The square of the sum of very many such rewards is still finite."""
+LARGEST_REWARD = 1e9
+"""The largest absolute value of a reward. Beside a larger one, the others of a batch would teach nothing."""
 
 LARGEST_FIELD = 16 << 10
 """The largest size of a value of a row in notes, as JSON."""

@@ -53,7 +53,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -421,6 +421,8 @@ class NewSequence(Part):
     prompt: int
     temperature: Annotated[Number, Field(ge=0)]
     top_p: Annotated[Number, Field(gt=0, le=1)]
+    top_k: Count = 0
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     max_new_tokens: Annotated[int, Field(ge=1)]
     min_new_tokens: Count = 0
     min_version: int

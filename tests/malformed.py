@@ -30,7 +30,8 @@ INTEGERS = [
 FLOATS = [0.0, -0.0, 0.5, 1.0, -1.0, 1e-320, 1e300, -1e300, 1.7e308, float("inf"), float("-inf"), float("nan")]
 # What gets furthest.
 USUAL: dict[str, Sequence[Any]] = {
-    "temperature": (0.0, 1.0), "top_p": (1.0,), "max_new_tokens": (1, 4), "min_version": (0,), "limit": (1, 64),
+    "temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (0,), "min_p": (0.0,), "max_new_tokens": (1, 4),
+    "min_version": (0,), "limit": (1, 64),
     "address": ("tcp://127.0.0.1:1",), "function": ("addition",), "prompt": ("1+1=",), "completion": ("2",),
     "index": (None, 0, 1, 7), "reward": (0.0, 1.0), "count": (1, 9), "first": (0,), "lineage": (0, 1), "folder": ("f",),
     "version": (0, 1), "code": ("refused",), "group": ("g0.0", "g1.0", "g2.0", "g9.9"), "start_version": (0, 0, 1),

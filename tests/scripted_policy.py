@@ -6,7 +6,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from areal.config import Credit
+from areal.config import Credit, SamplingConfig
 from areal.trajectory import Trajectory
 from areal.workflows.conversation import Generation
 from areal.workflows.forest import Forest
@@ -46,6 +46,8 @@ class Characters:
 
 class Recorded:
     """The part of a session that keeps all calls."""
+
+    sampling = SamplingConfig(max_new_tokens=64)
 
     def __init__(self, credit: Credit = "sample", discount: float = 1.0) -> None:
         self.forest = Forest()

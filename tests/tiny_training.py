@@ -203,8 +203,9 @@ def logprobs_alone(model, trajectory):
     return references.logprobs_alone(model, torch.from_numpy(trajectory.tokens).long(), TEMPERATURE)
 
 
-def reference_gradients(model, batch, mask_older_than=0):
-    """Gradients of -1/N sum_t w_t A_t u_t at u = 1, where pi_theta = pi_prox: no packing, ranks or DeepSpeed."""
+def reference_gradients(model, batch, mask_older_than=0, entropy_coef=0.0):
+    """Gradients of -1/N sum_t (w_t A_t u_t + entropy_coef H_t) at u = 1, where pi_theta = pi_prox: no packing, ranks or
+    DeepSpeed."""
     loss, count = torch.zeros(()), 0
     samples = [t for group in batch for t in group.trajectories]
     credits = [np.array([t.reward]) if t.returns is None else t.returns[t.sampled] for t in samples]
@@ -216,6 +217,10 @@ def reference_gradients(model, batch, mask_older_than=0):
         logp = logprobs_alone(model, own)
         w = torch.exp(logp.detach() - torch.from_numpy(own.logprobs)[1:])
         loss = loss - (w * logp * torch.from_numpy(A)[1:].to(logp.dtype))[trained].sum()
+        if entropy_coef:
+            tokens = torch.from_numpy(own.tokens.astype(np.int64))[None]
+            logps = torch.log_softmax(model(input_ids=tokens).logits[0, :-1] / TEMPERATURE, -1)
+            loss = loss + entropy_coef * (logps.exp() * logps).sum(-1)[trained].sum()
         count += int(trained.sum())
     model.zero_grad()
     (loss / count).backward()

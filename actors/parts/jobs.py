@@ -134,6 +134,8 @@ class CallJobs:
                     prompt=prompt,
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    min_p=sampling.min_p,
                     max_new_tokens=sampling.max_new_tokens,
                     min_new_tokens=sampling.min_new_tokens,
                     min_version=call.min_version,

@@ -225,8 +225,8 @@ class GenerationEngine:
         """
         max_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         params = _sampling_params(
-            sampling.temperature, sampling.top_p, max_tokens, min(sampling.min_new_tokens, max_tokens),
-            tuple(self._model.stop_tokens),
+            sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, max_tokens,
+            min(sampling.min_new_tokens, max_tokens), tuple(self._model.stop_tokens),
         )  # fmt: skip
         async with contextlib.aclosing(self._stream(request_id, tokens, params, first_version)) as chunks:
             async for chunk in chunks:
@@ -237,7 +237,7 @@ class GenerationEngine:
 
         The engine holds the logits of up to a step's tokens at once, in fp32. Raises as `generate` does.
         """
-        params = _sampling_params(1.0, 1.0, 1, 0, (), scores=True)
+        params = _sampling_params(1.0, 1.0, 0, 0.0, 1, 0, (), scores=True)
         async with contextlib.aclosing(self._stream(request_id, tokens, params, None)) as chunks:
             async for chunk in chunks:
                 if chunk.prompt_logprobs is not None:
@@ -640,8 +640,8 @@ class _Sequence:
 
 @lru_cache(maxsize=1024)  # making them takes vLLM as long as sending a request takes
 def _sampling_params(
-    temperature: float, top_p: float, max_tokens: int, min_tokens: int, stop_tokens: tuple[int, ...],
-    scores: bool = False,
+    temperature: float, top_p: float, top_k: int, min_p: float, max_tokens: int, min_tokens: int,
+    stop_tokens: tuple[int, ...], scores: bool = False,
 ) -> SamplingParams:  # fmt: skip
     from vllm import SamplingParams
 
@@ -649,6 +649,8 @@ def _sampling_params(
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         logprobs=0,

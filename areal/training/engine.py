@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -549,13 +550,15 @@ class TrainingEngine:
                 logp, entropy = self._forward(row, temperature)
                 if row.proximal is None:
                     row.proximal = self._proximal(row, logp, version, first=first)
-                tokens = Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence, row.mask)
+                tokens = Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence, row.mask, entropy)
                 out = mask_sequences(self._objective(tokens, self.config), tokens, self.config)
                 loss = out.loss
                 if self.config.kl_coef and self.config.kl_in == "loss":
                     loss = loss + self.config.kl_coef * kl(logp, row.reference, self.config.kl_estimator)
+                if self.config.entropy_coef:
+                    loss = loss - self.config.entropy_coef * entropy
                 if self._together.first:
-                    tally.add(row, logp, entropy, out, version, first=first)
+                    tally.add(row, logp, entropy, replace(out, loss=loss), version, first=first)
                 tally.operations += self._operations.of(row, backward=True) / self._together.size
             with tally.clock("backward"):
                 # DeepSpeed averages over ranks, but the gradient has to be a sum over ranks.

@@ -69,18 +69,21 @@ class _LinearLogprobs(torch.autograd.Function):
             entropy[part] = normaliser[part] - scores.mul_(powers).sum(-1) / sums
             del scores, powers  # before the next ones are made
         # `top` and `normaliser` stay apart: in their sum, the small normaliser of a likely token would be lost.
-        context.save_for_backward(hidden, weight, bias, distribution, targets, top, normaliser)
+        context.save_for_backward(hidden, weight, bias, distribution, targets, top, normaliser, entropy)
         context.temperature, context.curve = temperature, curve
-        entropy = entropy[distribution]
-        context.mark_non_differentiable(entropy)
-        return logps - normaliser[distribution], entropy
+        context.set_materialize_grads(False)  # most losses do not depend on the entropies
+        return logps - normaliser[distribution], entropy[distribution]
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, distribution, targets, top, normaliser = context.saved_tensors
-        gradient = gradient * (context.curve.scale / context.temperature)
+    def backward(context: Any, gradient: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, distribution, targets, top, normaliser, entropy = context.saved_tensors
+        factor = context.curve.scale / context.temperature
+        gradient = torch.zeros_like(targets, dtype=torch.float32) if gradient is None else gradient * factor
         sums = torch.zeros_like(top).index_add_(0, distribution, gradient)[:, None]
+        pulls = None
+        if of_entropy is not None:
+            pulls = torch.zeros_like(top).index_add_(0, distribution, of_entropy * factor)[:, None]
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         d_weight = torch.empty_like(weight) if context.needs_input_grad[1] else None
         d_bias = torch.empty_like(bias) if context.needs_input_grad[2] else None
@@ -88,7 +91,12 @@ class _LinearLogprobs(torch.autograd.Function):
             logits = linear(hidden, weight[words], None if bias is None else bias[words])
             scores = context.curve.scores(logits, context.temperature)
             slope = context.curve.slope(scores, context.temperature)
-            d = scores.sub_(top[:, None]).sub_(normaliser[:, None]).exp_().mul_(-sums)
+            logps = scores.sub_(top[:, None]).sub_(normaliser[:, None])
+            if pulls is None:
+                d = logps.exp_().mul_(-sums)
+            else:  # the entropy's derivative by a score is -p (log p + entropy)
+                d = logps.exp()
+                d *= logps.add_(entropy[:, None]).mul_(-pulls).sub_(sums)
             d.index_put_((distribution[tokens], targets[tokens] - words.start), gradient[tokens], accumulate=True)
             if slope is not None:
                 d *= slope
@@ -98,7 +106,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if d_weight is not None:
                 d_weight[words] = d.T @ hidden
             d_hidden += d @ weight[words]
-            del logits, scores, d
+            del logits, scores, logps, d
         return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
 
 
@@ -118,7 +126,7 @@ def linear_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, distribution: Tensor, targets: Tensor, temperature: float,
     curve: LogitCurve = LogitCurve(),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """log softmax(curve(hidden @ weight.T + bias) / temperature) at `targets`, and entropies (no gradient), in fp32.
+    """log softmax(curve(hidden @ weight.T + bias) / temperature) at `targets`, and entropies, in fp32.
 
     hidden: [U, H]; weight: [V, H]; bias: [V]; distribution: [S], which of the U rows each token is drawn from; targets:
     [S]. Returns [S] and [S], in nats.

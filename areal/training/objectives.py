@@ -32,6 +32,8 @@ class Tokens:
     sequence: int64 [S], the index of the micro-batch's sequence that a token belongs to, ascending from 0. A sequence
     is never split over micro-batches.
     mask: bool [S], true for the tokens that the mask over the whole minibatch (`m2po`) keeps; None: all.
+    entropy: [S], nats, of the current policy's distribution that a token was drawn from, with its gradient, which is
+    computed only if the loss depends on it. `trainer.entropy_coef` is a bonus for it with any objective.
     """
 
     logp: Tensor
@@ -40,6 +42,7 @@ class Tokens:
     A: Tensor
     sequence: Tensor
     mask: Tensor | None = None
+    entropy: Tensor | None = None
 
     @property
     def log_u(self) -> Tensor:
@@ -56,7 +59,7 @@ class Tokens:
 class TokenLoss:
     """loss: [S], -J of each token, to be minimised.
     clipped: bool [S], true if the ratio is clipped or the token masked. Such a token has no gradient, except in
-    `cispo`.
+    `cispo` and, under a mask of its sequence's weight, `vespo`.
     """
 
     loss: Tensor
@@ -71,12 +74,19 @@ def ratio(log_ratio: Tensor) -> Tensor:
     return torch.exp(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
-def behaviour_weight(log_w: Tensor, config: TrainerConfig) -> Tensor:
-    """w = pi_prox / pi_behav from its logarithm, [S]: corrects for tokens that an older policy sampled.
+def behaviour_weight(tokens: Tokens, config: TrainerConfig) -> Tensor:
+    """w = pi_prox / pi_behav, [S] without gradient: corrects for tokens that an older policy sampled.
 
+    `behaviour_weight_level` says whether it is that of each token, or the product over its sequence (Liu et al. 2025,
+    "When Speed Kills Stability"), or the geometric mean over it.
     "truncated": min(w, upper bound), TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy
-    RL Training"). "masked": 0 outside the bounds, IcePop (arXiv 2510.18855).
+    RL Training"). "masked": 0 outside the bounds, IcePop (arXiv 2510.18855). "masked_kl": 0 where `binary_kl` in either
+    direction is above the upper bound, KPop (Guo et al. 2026, "Taming Training-Inference Mismatch ...").
     """
+    log_w = tokens.log_w
+    if config.behaviour_weight_level != "token":
+        combined = sequence_sum if config.behaviour_weight_level == "sequence" else sequence_mean
+        log_w = combined(log_w, tokens.sequence)
     w = ratio(log_w)
     low, high = config.behaviour_weight_bounds
     match config.behaviour_weight:
@@ -86,14 +96,29 @@ def behaviour_weight(log_w: Tensor, config: TrainerConfig) -> Tensor:
             return w.clamp(max=high)
         case "masked":
             return torch.where((low <= w) & (w <= high), w, 0.0)
+        case "masked_kl":
+            logps = tokens.logp_prox.detach(), tokens.logp_behav
+            far = torch.maximum(binary_kl(*logps), binary_kl(*reversed(logps)))
+            return torch.where(far <= high, w, 0.0)
         case "none":
             return torch.ones_like(w)
 
 
+def binary_kl(logp: Tensor, logq: Tensor) -> Tensor:
+    """KL(P || Q), nats [S], of distributions that have the token with probability p and q, and anything else."""
+    rest_p, rest_q = (torch.log(-torch.expm1(x.clamp(max=-1e-7))) for x in (logp, logq))
+    return logp.exp() * (logp - logq) - torch.expm1(logp) * (rest_p - rest_q)
+
+
+def clip_bounds(config: TrainerConfig) -> tuple[float, float]:
+    """eps_clip and eps_clip_higher."""
+    return config.eps_clip, config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
+
+
 def clip(u: Tensor, config: TrainerConfig) -> Tensor:
     """u clamped to 1 - eps_clip and 1 + eps_clip_higher, [S]."""
-    higher = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
-    return u.clamp(1 - config.eps_clip, 1 + higher)
+    low, high = clip_bounds(config)
+    return u.clamp(1 - low, 1 + high)
 
 
 def clipped_surrogate(u: Tensor, w: Tensor, A: Tensor, config: TrainerConfig) -> TokenLoss:
@@ -114,7 +139,7 @@ def decoupled_ppo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
 
     The trust region lies around the recent proximal policy; w corrects for tokens sampled by older policies.
     """
-    return clipped_surrogate(ratio(tokens.log_u), behaviour_weight(tokens.log_w, config), tokens.A, config)
+    return clipped_surrogate(ratio(tokens.log_u), behaviour_weight(tokens, config), tokens.A, config)
 
 
 def ppo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
@@ -133,8 +158,21 @@ def gspo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     one advantage per sequence, value and gradient equal those of the sequence form. w is a geometric mean as well.
     """
     log_s = sequence_mean(tokens.log_u, tokens.sequence).detach() + tokens.logp - tokens.logp.detach()
-    w = behaviour_weight(sequence_mean(tokens.log_w, tokens.sequence), config)
-    return clipped_surrogate(ratio(log_s), w, tokens.A, config)
+    return clipped_surrogate(ratio(log_s), behaviour_weight(tokens, config), tokens.A, config)
+
+
+def gmpo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """GMPO (arXiv 2507.20673, eq. 4): J = w A g, with g the geometric mean over the sequence of u, which is first held
+    at exp(eps_clip_higher) where A > 0 and at exp(-eps_clip) where A < 0.
+
+    In the token form of `gspo`: with `loss_mean` sequence and one advantage per sequence, value and gradient equal
+    those of the sequence form.
+    """
+    low, high = clip_bounds(config)
+    held = torch.where(tokens.A > 0, tokens.log_u.clamp(max=high), tokens.log_u.clamp(min=-low))
+    log_g = sequence_mean(held, tokens.sequence).detach() + held - held.detach()
+    w = behaviour_weight(tokens, config)
+    return TokenLoss(loss=-w * ratio(log_g) * tokens.A, clipped=(held != tokens.log_u) | (w == 0))
 
 
 def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
@@ -166,10 +204,55 @@ def cispo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
     Only the weight of a token is clipped, so every token keeps its gradient. In the paper the policy that sampled is
     the old policy; here it may be several versions older than pi_prox, so the clip is on the whole ratio.
     """
-    w = behaviour_weight(tokens.log_w, config)
+    w = behaviour_weight(tokens, config)
     r = ratio(tokens.log_u).detach() * w
     clipped = torch.where(w > 0, clip(r, config), 0.0)
     return TokenLoss(loss=-clipped * tokens.A * tokens.logp, clipped=(clipped != r) | (w == 0))
+
+
+def sapo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """SAPO (arXiv 2511.20347, eq. 5 and 6): J = w (4 / tau) sigmoid(tau (u - 1)) A, a soft gate in place of the clip.
+
+    tau is the first of `sapo_temperatures` where A > 0, else the second.
+    """
+    tau = torch.where(tokens.A > 0, *tokens.logp.new_tensor(config.sapo_temperatures))
+    w = behaviour_weight(tokens, config)
+    return TokenLoss(loss=-w * 4 / tau * torch.sigmoid(tau * (ratio(tokens.log_u) - 1)) * tokens.A, clipped=w == 0)
+
+
+def _masked(tokens: Tokens, beyond: Tensor, config: TrainerConfig) -> TokenLoss:
+    """J = w M u A without a clip. M is 0 for the tokens `beyond`, bool [S]."""
+    w = behaviour_weight(tokens, config)
+    J = torch.where(beyond, 0.0, w * ratio(tokens.log_u) * tokens.A)
+    return TokenLoss(loss=-J, clipped=beyond | (w == 0))
+
+
+def dppo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """DPPO, binary TV (arXiv 2602.04879): J = w M u A. M masks a token whose probability is further than the clip from
+    that under pi_behav, on the side where A pushes it."""
+    low, high = clip_bounds(config)
+    moved = tokens.logp.detach().exp() - tokens.logp_behav.exp()
+    return _masked(tokens, torch.where(tokens.A > 0, moved > high, (tokens.A < 0) & (moved < -low)), config)
+
+
+def dppo_kl(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """DPPO, binary KL (arXiv 2602.04879): as `dppo`, by KL(pi_behav || pi_theta) of the token against all others."""
+    low, high = clip_bounds(config)
+    divergence = binary_kl(tokens.logp_behav, tokens.logp.detach())
+    rises = tokens.logp.detach() > tokens.logp_behav
+    good, bad = (tokens.A > 0) & rises, (tokens.A < 0) & ~rises
+    return _masked(tokens, good & (divergence > high) | bad & (divergence > low), config)
+
+
+def vespo(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
+    """VESPO (arXiv 2602.10693): J = sg(W^k exp(lambda (1 - W))) A log pi_theta, where W is the product of u w over the
+    sequence. k and lambda are `vespo_positive` where A >= 0, else `vespo_negative`."""
+    w = behaviour_weight(tokens, config)
+    log_W = sequence_sum(tokens.log_u.detach() + w.log(), tokens.sequence).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    by_sign = log_W.new_tensor([config.vespo_positive, config.vespo_negative])
+    k, rate = torch.where(tokens.A >= 0, by_sign[0, :, None], by_sign[1, :, None])
+    kernel = torch.exp(k * log_W + rate * (1 - log_W.exp()))
+    return TokenLoss(loss=-kernel * tokens.A * tokens.logp, clipped=w == 0)
 
 
 def m2po(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
@@ -177,10 +260,7 @@ def m2po(tokens: Tokens, config: TrainerConfig) -> TokenLoss:
 
     M is `Tokens.mask`. It is chosen over the whole minibatch, before the minibatch, by `within_second_moment`.
     """
-    w = behaviour_weight(tokens.log_w, config)
-    mask = torch.ones_like(w, dtype=torch.bool) if tokens.mask is None else tokens.mask
-    J = torch.where(mask, w * ratio(tokens.log_u) * tokens.A, 0.0)
-    return TokenLoss(loss=-J, clipped=~mask | (w == 0))
+    return _masked(tokens, torch.zeros_like(tokens.A).bool() if tokens.mask is None else ~tokens.mask, config)
 
 
 def within_second_moment(log_ratio: np.ndarray, threshold: float) -> np.ndarray:
@@ -193,7 +273,8 @@ def within_second_moment(log_ratio: np.ndarray, threshold: float) -> np.ndarray:
 
 
 LOSSES: dict[str, Objective] = dict.fromkeys(OBJECTIVE_SETTINGS, decoupled_ppo)
-LOSSES |= {"ppo": ppo, "gspo": gspo, "cispo": cispo, "m2po": m2po}
+LOSSES |= {"ppo": ppo, "gspo": gspo, "luspo": gspo, "gmpo": gmpo, "cispo": cispo, "m2po": m2po}
+LOSSES |= {"sapo": sapo, "dppo": dppo, "dppo_kl": dppo_kl, "vespo": vespo}
 """The objectives by their name in the configuration. Those with the same function differ in their settings."""
 
 
@@ -221,7 +302,9 @@ def rehearse(config: TrainerConfig) -> Objective:
     for size, gap in ((3, 0.1), (3, 0.0), (0, 0.0)):
         logp = torch.linspace(-1.0, -2.0, size, requires_grad=True)
         sequence = torch.arange(size) // 2
-        tokens = Tokens(logp, logp.detach() - gap, logp.detach() + gap, torch.linspace(-1.0, 1.0, size), sequence)
+        tokens = Tokens(
+            logp, logp.detach() - gap, logp.detach() + gap, torch.linspace(-1.0, 1.0, size), sequence, entropy=-logp
+        )
         same = " that all policies find equally likely" if size and not gap else ""
         called = f"The objective {config.objective!r}, called on {size} tokens{same},"
         try:

@@ -141,8 +141,11 @@ class Replay:
                 ("kl_estimator", "kl_in", "reference"): not trainer.kl_coef,
                 ("loss_tokens",): trainer.loss_mean != "constant",
                 ("behaviour_weight_bounds",): trainer.behaviour_weight in ("full", "none"),
+                ("behaviour_weight_level",): trainer.behaviour_weight == "none",
                 ("sequence_mask_bounds",): trainer.sequence_mask == "none",
                 ("m2_threshold",): trainer.objective != "m2po",
+                ("sapo_temperatures",): trainer.objective != "sapo",
+                ("vespo_positive", "vespo_negative"): trainer.objective != "vespo",
             }
             for key in itertools.chain.from_iterable(keys for keys, has_none in idle.items() if has_none):
                 del settings[key]

@@ -20,7 +20,8 @@ from areal.training.packed import PackedRow
 class StepResult:
     """The metrics of one training step, over all ranks.
 
-    loss: mean over the optimizer steps, each averaged according to `trainer.loss_mean`. grad_norm: before clipping,
+    loss: what is minimised, with the KL penalty and the entropy bonus if they are part of it; mean over the optimizer
+    steps, each averaged according to `trainer.loss_mean`. grad_norm: before clipping,
     mean over the optimizer steps. entropy: nats, mean over the trained tokens. clip_fraction: share of the trained
     tokens that were clipped or masked.
     logprob_gap: mean |log pi_behav - log pi_theta| on tokens of the current version in the first minibatch, where

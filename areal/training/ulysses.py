@@ -84,12 +84,13 @@ class SequenceGroup:
     def join(self, part: RowPart, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
         """The log-probs and entropies of the whole row, [S] each (all ranks of the group).
 
-        The gradient of another rank's log-probs is computed by that rank.
+        The gradient of another rank's values is computed by that rank.
         """
         outputs = logp.new_zeros(2, len(part.row.targets))
-        outputs[:, part.indices] = torch.stack([logp.detach(), entropy])
+        outputs[:, part.indices] = torch.stack([logp.detach(), entropy.detach()])
         dist.all_reduce(outputs, group=self._group)
-        return outputs[0].index_put((part.indices,), logp), outputs[1]
+        where = (part.indices,)
+        return outputs[0].index_put(where, logp), outputs[1].index_put(where, entropy)
 
     def attention(self, query: Tensor, key: Tensor, attention: Attention) -> Attention:
         """`attention` over all ranks of the group, for queries and keys of these shapes."""

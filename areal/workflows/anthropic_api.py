@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from areal.workflows.openai_api import MAX_STOPS, Answer, ApiError, ChatRequest, Event, Json, StopText, only_text
+from areal.workflows.openai_api import (
+    MAX_STOPS,
+    Answer,
+    ApiError,
+    ChatRequest,
+    Event,
+    Json,
+    SamplingFields,
+    StopText,
+    only_text,
+)
 
 Blocks = Annotated[list[Json], Field(fail_fast=True)]
 
@@ -86,8 +96,8 @@ class CountRequest(BaseModel):
         )
 
 
-class MessagesRequest(CountRequest):
-    """The body of a request for a message. Other fields, such as `temperature`, are ignored: the run sets them."""
+class MessagesRequest(CountRequest, SamplingFields):
+    """The body of a request for a message. Other fields are ignored."""
 
     max_tokens: int | None = Field(None, ge=1)
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
@@ -96,6 +106,7 @@ class MessagesRequest(CountRequest):
 
     def chat(self) -> ChatRequest:
         options = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "stream": self.stream}
+        options |= self.sampling_fields
         return super().chat().model_copy(update=options)
 
 

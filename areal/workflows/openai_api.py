@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, Field
 from pydantic_core import PydanticCustomError
 
+from areal.config import SamplingConfig
 from areal.workflows.conversation import (
     THINKING,
     Conversation,
@@ -61,10 +62,14 @@ class ApiError(Exception):
 
 
 class CallsPolicy(TokenSampler, Protocol):
-    """The part of a session that an agent's calls need. `parsers` read what the policy says."""
+    """The part of a session that an agent's calls need. `parsers` read what the policy says, `sampling` is how it is
+    sampled."""
 
     @property
     def parsers(self) -> Parsers: ...
+
+    @property
+    def sampling(self) -> SamplingConfig: ...
 
     def reward(self, call: Generation, value: float) -> None: ...
 
@@ -84,8 +89,45 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class ChatRequest(BaseModel):
-    """The body of a chat completion request. Other fields, such as `temperature`, are ignored: the run sets them."""
+class SamplingFields(BaseModel):
+    """What would change how tokens are drawn. The run sets it: the trainer computes log-probs at the run's temperature
+    and of whole distributions. What asks for the same is taken, the rest is refused."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Json | None = None
+
+    @property
+    def sampling_fields(self) -> Json:
+        """Those that are set."""
+        return {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raises ApiError if a field asks for something else than `sampling`."""
+        for name, value in self.sampling_fields.items():
+            if name == "seed":
+                reason = "an engine draws all samples from one stream of random numbers, and samples have to differ"
+            elif (own := getattr(sampling, name, NEUTRAL.get(name))) == value or (name, own, value) == ("top_k", 0, -1):
+                continue
+            elif name in NEUTRAL:
+                reason = "it changes each token's distribution, and the trainer's log-probs would not be the sampler's"
+            else:
+                reason = f"this sample is drawn at {own:g}, as the trainer needs it: set sampling.{name} of the run"
+            raise ApiError(f"{name}: {value} is not possible: {reason}; leave {name} out of the request", "sampling")
+
+
+NEUTRAL: Json = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
+"""Values of a request that change nothing."""
+
+
+class ChatRequest(SamplingFields):
+    """The body of a chat completion request. Fields that neither this class nor its base has are ignored."""
 
     messages: Annotated[list[Json], Field(min_length=1, fail_fast=True)]
     model: str = "policy"
@@ -144,6 +186,7 @@ class ChatSession:
     ) -> Answer:
         """What the policy answers. `name`: the answer's id. `on_text` gets the text while it comes, unless it has to be
         complete to be parsed. Raises ApiError, or what the session raised: the sample has then failed."""
+        request.check_sampling(self._session.sampling)
         await self._check(request.offered)
         messages = [_message(raw) for raw in request.messages]
         digests = list(accumulate(messages, _digest, initial=json.dumps(request.offered).encode()))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from areal.workflows.openai_api import Answer, ApiError, ChatRequest, Event, Json, ResponseFormat
+from areal.workflows.openai_api import Answer, ApiError, ChatRequest, Event, Json, ResponseFormat, SamplingFields
 
 Responses = dict[str, list[Json]]
 """A sample's responses: by their ids, all messages up to them without the instructions. A later call may name one of
@@ -30,8 +30,8 @@ class TextOptions(BaseModel):
     format: ResponseFormat | None = None
 
 
-class ResponsesRequest(BaseModel):
-    """The body of a request for a response. Other fields, such as `temperature`, are ignored: the run sets them."""
+class ResponsesRequest(SamplingFields):
+    """The body of a request for a response. Other fields are ignored."""
 
     input: str | Annotated[list[Json], Field(fail_fast=True)]
     model: str = "policy"
@@ -66,6 +66,7 @@ class ResponseReply:
             tool_choice=response_request.tool_choice,
             max_tokens=response_request.max_output_tokens,
             stream=response_request.stream,
+            **response_request.sampling_fields,
         )
         self.names, self._message_id, self._created = [_new_id("resp")], _new_id("msg"), int(time.time())
         self._streamed_length: int | None = None  # characters; None: no message has begun

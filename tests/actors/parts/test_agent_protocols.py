@@ -97,7 +97,9 @@ async def collected(events) -> list:
 
 async def test_a_response_is_what_the_policy_sampled(responses):
     session, _, client = await responses("4")
-    done = await client.create(model="m", input="2+2?", instructions="Be brief.", temperature=0.3, store=False)
+    with pytest.raises(clients.openai.BadRequestError, match=r"temperature: 0.3 is not possible"):
+        await client.create(model="m", input="2+2?", temperature=0.3)
+    done = await client.create(model="m", input="2+2?", instructions="Be brief.", temperature=1.0, store=False)
     assert session.prompts == ["system Be brief.user 2+2?assistant "]
     assert (done.output_text, done.status, done.model, done.instructions) == ("4", "completed", "m", "Be brief.")
     assert (done.usage.output_tokens, done.usage.total_tokens) == (2, done.usage.input_tokens + 2)
@@ -186,8 +188,10 @@ async def test_what_a_response_cannot_do_is_said(responses, asked, reason):
 async def test_a_message_is_what_the_policy_sampled(messages):
     session, _, client = await messages("4")
     system = [{"type": "text", "text": "x-anthropic-billing-header: cch=1"}, {"type": "text", "text": "Be brief."}]
-    how = {"model": "m", "max_tokens": 9, "extra_body": {"temperature": 0.3}}
-    done = await client.create(system=system, messages=[user("2+2?")], **how)
+    how = {"model": "m", "max_tokens": 9, "messages": [user("2+2?")]}
+    with pytest.raises(clients.anthropic.BadRequestError, match=r"top_k: 5 is not possible"):
+        await client.create(**how, extra_body={"top_k": 5})
+    done = await client.create(system=system, **how, extra_body={"temperature": 1})
     assert session.prompts == ["system Be brief.user 2+2?assistant "]
     assert ([block.to_dict() for block in done.content], done.model) == ([{"type": "text", "text": "4"}], "m")
     assert (done.stop_reason, done.stop_sequence, done.role) == ("end_turn", None, "assistant")

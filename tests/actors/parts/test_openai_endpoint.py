@@ -131,7 +131,7 @@ async def opened(tokenizer):
 
 async def test_an_answer_is_what_the_policy_sampled_after_the_template_s_prompt(opened):
     policy, _, chat = await opened("4")
-    done = await chat.create(model="my-model", messages=[user("2+2?")], logprobs=True, top_logprobs=5, temperature=0.3)
+    done = await chat.create(model="my-model", messages=[user("2+2?")], logprobs=True, top_logprobs=5)
     assert policy.prompts == ["<start>user 2+2?<end><start>assistant "]
     assert (done.model, done.object, done.choices[0].finish_reason) == ("my-model", "chat.completion", "stop")
     assert (done.choices[0].message.role, done.choices[0].message.content) == ("assistant", "4")
@@ -139,6 +139,24 @@ async def test_an_answer_is_what_the_policy_sampled_after_the_template_s_prompt(
     first, last = done.choices[0].logprobs.content
     assert (first.token, first.logprob, first.bytes, last.token) == ("4", -0.5, [ord("4")], END)
     assert [top.token for top in first.top_logprobs] == ["4"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "same"),
+    [
+        ("temperature", 0.3, 1.0),
+        ("top_p", 0.9, 1.0),
+        ("seed", 7, None),
+        ("presence_penalty", 0.5, 0.0),
+        ("logit_bias", {"5": 1}, {}),
+    ],
+)
+async def test_what_would_change_how_tokens_are_drawn_is_refused_with_the_reason(opened, field, value, same):
+    policy, _, chat = await opened("4")
+    with pytest.raises(clients.openai.BadRequestError, match=f"{field}: .* is not possible: .*; leave {field} out"):
+        await chat.create(model="m", messages=[user("2+2?")], **{field: value})
+    assert not policy.prompts
+    await chat.create(model="m", messages=[user("2+2?")], **{field: same})  # what the run does anyway
 
 
 async def test_a_streamed_answer_has_the_same_parts(opened):

@@ -397,8 +397,9 @@ async def test_the_samples_of_a_group_differ_and_each_is_right(engine: Generatio
 
 async def test_at_temperature_zero_every_token_is_the_likeliest_one(engine: GenerationEngine, models: Models) -> None:
     greedy = SamplingConfig(temperature=0.0, max_new_tokens=12)
-    first, second = await asyncio.gather(*(collect(engine.generate("greedy", PROMPT, greedy)) for _ in range(2)))
-    assert first.tokens.tolist() == second.tokens.tolist()
+    ways = [greedy, greedy, *(SamplingConfig(max_new_tokens=12, **only) for only in ({"top_k": 1}, {"min_p": 1.0}))]
+    first, *others = await asyncio.gather(*(collect(engine.generate("greedy", PROMPT, way)) for way in ways))
+    assert all(other.tokens.tolist() == first.tokens.tolist() for other in others)
     ids = torch.tensor([[*PROMPT, *first.tokens.tolist()]])
     with torch.no_grad():
         logits = Qwen3ForCausalLM.from_pretrained(models[0], dtype=torch.float32)(ids).logits[0, len(PROMPT) - 1 : -1]

@@ -186,7 +186,7 @@ def test_the_mean_of_a_part_is_over_those_that_have_it():
 
 def test_only_finite_numbers_are_scores():
     assert [as_score(value) for value in (True, 2, 0.5, Fraction(1, 4))] == [1.0, 2.0, 0.5, 0.25]
-    for value in (math.nan, math.inf, 1e300, None, "1", 10**400):
+    for value in (math.nan, math.inf, 1e30, -2e9, None, "1", 10**400):
         with pytest.raises(RewardError):
             as_score(value)
 

@@ -130,6 +130,15 @@ def test_gradients_are_the_same_when_samples_share_tokens(engine_of, folder, cap
     assert (result.tokens_computed < result.tokens_total) == (prefix_tree and cap > 1)
 
 
+@pytest.mark.parametrize("prefix_tree", [True, False])
+def test_an_entropy_bonus_has_its_own_gradient_and_is_part_of_the_loss(engine_of, folder, prefix_tree):
+    batch = make_tree()
+    plain = engine_of().step(batch, version=3, temperature=TEMPERATURE)
+    result, gradients = step_and_gradients(engine_of(entropy_coef=0.5, prefix_tree=prefix_tree), batch)
+    assert_same_gradients(gradients, reference_gradients(eager(folder), batch, entropy_coef=0.5))
+    assert result.loss == pytest.approx(plain.loss - 0.5 * result.entropy, rel=1e-4)
+
+
 @pytest.mark.parametrize(("cap", "prefix_tree"), [(40, True), (10_000, True), (10_000, False)])
 def test_gradients_of_branched_samples_are_those_of_each_branch_alone(engine_of, folder, cap, prefix_tree):
     batch = make_forest()

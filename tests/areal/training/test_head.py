@@ -34,13 +34,15 @@ def test_in_parts_of_any_size_values_and_gradients_are_those_of_whole_logits(mon
     expected = logprobs_of_whole_logits(*exact, distribution, targets, TEMPERATURE, curve)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
-    assert not found[1].requires_grad
-    for one, other in zip(
-        torch.autograd.grad(found[0] @ weights, parts),
-        torch.autograd.grad(expected[0] @ weights.double(), exact),
-        strict=True,
-    ):
-        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+    more = torch.randn(len(targets))
+    for of_logps, of_entropies in ((weights, None), (weights, more), (None, more)):
+        used = [(i, w) for i, w in enumerate((of_logps, of_entropies)) if w is not None]
+        for one, other in zip(
+            torch.autograd.grad(sum(found[i] @ w for i, w in used), parts, retain_graph=True),
+            torch.autograd.grad(sum(expected[i] @ w.double() for i, w in used), exact, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
 def test_without_tokens_there_is_a_gradient_of_zeros():

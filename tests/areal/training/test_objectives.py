@@ -22,7 +22,8 @@ from areal.training.objectives import (
 )
 
 SURROGATES = [name for name in LOSSES if LOSSES[name] is LOSSES["decoupled_ppo"]]
-WEIGHTS = ["full", "truncated", "masked", "none"]
+WEIGHTS = ["full", "truncated", "masked", "masked_kl", "none"]
+COMBINED = {"token": None, "sequence": np.sum, "geometric": np.mean}
 UNCUT = (0.0, np.inf)
 
 
@@ -32,12 +33,8 @@ def make_tokens(seed=0, S=400):
     lengths = rng.integers(1, 21, S)
     sequence = np.repeat(np.arange(S), lengths)[:S]
     logp_prox = rng.normal(-2, 1, S)
-    arrays = (
-        logp_prox + rng.normal(0, 0.3, S),
-        logp_prox,
-        logp_prox - rng.normal(0, 0.8, S),
-        rng.normal(0, 1, S).round(1),
-    )
+    logps = (logp_prox + rng.normal(0, 0.3, S), logp_prox, logp_prox - rng.normal(0, 0.8, S))
+    arrays = [np.minimum(logp, -0.01) for logp in logps] + [rng.normal(0, 1, S).round(1)]
     return Tokens(*(torch.tensor(a) for a in arrays), torch.tensor(sequence))
 
 
@@ -88,6 +85,23 @@ def weight(log_w, kind, bounds):
     return w
 
 
+def reference_weights(tokens, kind, bounds, level="token"):
+    """w of each token, combined over its sequence in logarithms."""
+    prox, behav, sequence = (getattr(tokens, n).numpy() for n in ("logp_prox", "logp_behav", "sequence"))
+    log_w = prox - behav
+    if level != "token":
+        log_w = [COMBINED[level](log_w[sequence == i]) for i in sequence]
+    w = np.array([weight(each, kind, bounds) for each in log_w])
+    if kind == "masked_kl":
+        p, q = np.exp(prox), np.exp(behav)
+        w[np.maximum(bernoulli_kl(p, q), bernoulli_kl(q, p)) > bounds[1]] = 0.0
+    return w
+
+
+def bernoulli_kl(p, q):
+    return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+
+
 def weighted(case, w):
     return Case(w * case.J, w * case.dJ, case.held or w == 0)
 
@@ -96,10 +110,12 @@ def each(tokens):
     return zip(*(getattr(tokens, name).tolist() for name in ("logp", "logp_prox", "logp_behav", "A")), strict=True)
 
 
-def reference_surrogate(tokens, low, high, kind="full", bounds=UNCUT, dual=np.inf):
+def reference_surrogate(tokens, low, high, kind="full", bounds=UNCUT, dual=np.inf, level="token"):
     return [
-        weighted(surrogate(np.exp(theta - prox), A, low, high, dual), weight(prox - behav, kind, bounds))
-        for theta, prox, behav, A in each(tokens)
+        weighted(surrogate(np.exp(theta - prox), A, low, high, dual), w)
+        for (theta, prox, _, A), w in zip(
+            each(tokens), reference_weights(tokens, kind, bounds, level).tolist(), strict=True
+        )
     ]
 
 
@@ -114,35 +130,41 @@ def assert_equal(found, cases):
 
 
 @pytest.mark.parametrize(
-    ("name", "low", "high", "kind", "bounds"),
+    ("name", "low", "high", "kind", "bounds", "level"),
     [
-        ("decoupled_ppo", 0.2, 0.2, "full", UNCUT),
-        ("grpo", 0.2, 0.2, "full", UNCUT),
-        ("dr_grpo", 0.2, 0.2, "full", UNCUT),
-        ("rloo", 0.2, 0.2, "full", UNCUT),
-        ("reinforce_pp", 0.2, 0.2, "full", UNCUT),
-        ("dapo", 0.2, 0.28, "full", UNCUT),
-        ("tis", 0.2, 0.2, "truncated", (0, 2)),
-        ("icepop", 0.2, 0.2, "masked", (0.5, 5)),
+        ("decoupled_ppo", 0.2, 0.2, "full", UNCUT, "token"),
+        ("grpo", 0.2, 0.2, "full", UNCUT, "token"),
+        ("dr_grpo", 0.2, 0.2, "full", UNCUT, "token"),
+        ("rloo", 0.2, 0.2, "full", UNCUT, "token"),
+        ("reinforce_pp", 0.2, 0.2, "full", UNCUT, "token"),
+        ("dapo", 0.2, 0.28, "full", UNCUT, "token"),
+        ("tis", 0.2, 0.2, "truncated", (0, 2), "token"),
+        ("seq_tis", 0.2, 0.2, "truncated", (0, 2), "sequence"),
+        ("seq_mis", 0.2, 0.2, "masked", (0, 2), "sequence"),
+        ("icepop", 0.2, 0.2, "masked", (0.5, 5), "token"),
+        ("kpop", 0.2, 0.2, "masked_kl", (0, 2), "token"),
     ],
 )
-def test_objectives_of_the_clipped_surrogate_are_its_equation_with_their_settings(name, low, high, kind, bounds):
+def test_objectives_of_the_clipped_surrogate_are_its_equation_with_their_settings(name, low, high, kind, bounds, level):
     tokens = make_tokens()
     found = evaluate(name, tokens, settings(name))
-    assert_equal(found, reference_surrogate(tokens, low, high, kind, bounds))
+    assert_equal(found, reference_surrogate(tokens, low, high, kind, bounds, level=level))
     assert 0.1 < found[1].mean() < 0.9
 
 
 def test_the_reference_knows_every_objective():
-    assert {*SURROGATES, "ppo", "gspo", "cispo", "m2po"} == LOSSES.keys()
+    others = {"ppo", "gspo", "luspo", "gmpo", "cispo", "sapo", "dppo", "dppo_kl", "vespo", "m2po"}
+    assert {*SURROGATES, *others} == LOSSES.keys() == OBJECTIVE_SETTINGS.keys()
 
 
+@pytest.mark.parametrize("level", COMBINED)
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_the_behaviour_weight_is_as_it_is_cut_masked_or_left_out(kind):
+def test_the_behaviour_weight_of_a_token_or_its_sequence_is_as_it_is_cut_masked_or_left_out(kind, level):
     tokens = make_tokens()
-    config = settings("decoupled_ppo", behaviour_weight=kind, behaviour_weight_bounds=(0.6, 1.5))
-    found = evaluate("decoupled_ppo", tokens, config)
-    assert_equal(found, reference_surrogate(tokens, 0.2, 0.2, kind, (0.6, 1.5)))
+    bounds = (0.0, 0.05) if kind == "masked_kl" else (0.6, 1.5)
+    changes = {"behaviour_weight": kind, "behaviour_weight_level": level, "behaviour_weight_bounds": bounds}
+    found = evaluate("decoupled_ppo", tokens, settings("decoupled_ppo", **changes))
+    assert_equal(found, reference_surrogate(tokens, 0.2, 0.2, kind, bounds, level=level))
 
 
 def test_a_dual_clip_bounds_what_a_bad_token_counts():
@@ -172,22 +194,38 @@ def gspo_objective(logp, tokens, low, high):
     return total
 
 
-def test_gspo_in_its_token_form_is_its_sequence_form():
+def gmpo_objective(logp, tokens, low, high):
+    """GMPO's sequence form: the sum over sequences of w g A."""
+    prox, behav, A, sequence = (getattr(tokens, n).numpy() for n in ("logp_prox", "logp_behav", "A", "sequence"))
+    total = 0.0
+    for i in np.unique(sequence):
+        its = sequence == i
+        sign, u = np.sign(A[its][0]), np.exp(logp - prox)[its]
+        held = np.minimum(u**sign, np.clip(u**sign, np.exp(-low), np.exp(high))) ** sign if sign else u
+        total += np.exp((prox - behav)[its].mean()) * held.prod() ** (1 / its.sum()) * A[its][0]
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "low", "high"), [("gspo", gspo_objective, 0.05, 0.07), ("gmpo", gmpo_objective, 0.2, 0.2)]
+)
+def test_the_token_form_of_gspo_and_gmpo_is_their_sequence_form(name, objective, low, high):
     tokens = make_tokens(S=150)
     lengths = torch.bincount(tokens.sequence)[tokens.sequence]
     tokens = replace(tokens, A=tokens.A[tokens.sequence])  # one advantage a sequence
-    config = settings("gspo", eps_clip=0.05, eps_clip_higher=0.07)
+    config = settings(name, eps_clip=low, eps_clip_higher=high)
     logp = tokens.logp.clone().requires_grad_()
-    out = LOSSES["gspo"](replace(tokens, logp=logp), config)
+    out = LOSSES[name](replace(tokens, logp=logp), config)
     loss = (out.loss / lengths).sum()  # loss_mean: sequence, up to the number of sequences
     loss.backward()
     theta = tokens.logp.numpy()
-    np.testing.assert_allclose(loss.item(), -gspo_objective(theta, tokens, 0.05, 0.07), rtol=1e-10)
+    np.testing.assert_allclose(loss.item(), -objective(theta, tokens, low, high), rtol=1e-10)
     h = 1e-6
     for t in range(0, 150, 7):
-        up, down = (gspo_objective(theta + d * (np.arange(150) == t), tokens, 0.05, 0.07) for d in (h, -h))
+        up, down = (objective(theta + d * (np.arange(150) == t), tokens, low, high) for d in (h, -h))
         np.testing.assert_allclose(logp.grad[t], -(up - down) / (2 * h), rtol=1e-5, atol=1e-7)
     assert 0.1 < out.clipped.double().mean() < 0.9
+    assert config.loss_mean == "sequence"
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
@@ -195,11 +233,15 @@ def test_gspo_gives_the_tokens_of_a_sequence_one_ratio_and_one_weight_and_each_i
     tokens = make_tokens()
     sequence, log_u, log_w = (getattr(tokens, name).numpy() for name in ("sequence", "log_u", "log_w"))
     cases = []
-    for i, A in zip(sequence, tokens.A.tolist(), strict=True):
-        s, mean_log_w = np.exp(log_u[sequence == i].mean()), log_w[sequence == i].mean()
-        cases.append(weighted(surrogate(s, A, 3e-4, 4e-4), weight(mean_log_w, kind, (0.6, 1.5))))
+    for i, A, w in zip(
+        sequence, tokens.A.tolist(), reference_weights(tokens, kind, (0.6, 1.5), "geometric").tolist(), strict=True
+    ):
+        s = np.exp(log_u[sequence == i].mean())
+        cases.append(weighted(surrogate(s, A, 3e-4, 4e-4), w))
     config = settings("gspo", behaviour_weight=kind, behaviour_weight_bounds=(0.6, 1.5))
     assert_equal(evaluate("gspo", tokens, config), cases)
+    assert_equal(evaluate("luspo", tokens, config), cases)  # whose sequences count by their lengths
+    assert settings("luspo").loss_mean == "constant"
 
 
 def test_gspo_numbers_sequences_as_they_come_whichever_have_no_token_in_the_loss():
@@ -211,18 +253,57 @@ def test_gspo_numbers_sequences_as_they_come_whichever_have_no_token_in_the_loss
         assert np.array_equal(a, b)
 
 
-def test_cispo_bounds_the_weight_of_a_token_and_keeps_its_gradient():
+@pytest.mark.parametrize("lowest", [0.0, 0.8])
+def test_cispo_bounds_the_weight_of_a_token_and_keeps_its_gradient(lowest):
     tokens = make_tokens()
-    config = settings("cispo", eps_clip_higher=0.3)
+    config = settings("cispo", eps_clip_higher=0.3, **({"eps_clip": 1 - lowest} if lowest else {}))
     cases = []
     for theta, _, behav, A in each(tokens):
         r = np.exp(theta - behav)  # however old the policy is that sampled; the preset has no lower bound
-        bounded = 1.3 if r > 1.3 else r
-        cases.append(Case(bounded * A * theta, bounded * A, r > 1.3))
+        bounded = 1.3 if r > 1.3 else max(r, lowest)
+        cases.append(Case(bounded * A * theta, bounded * A, r > 1.3 or r < lowest))
     loss, clipped, gradient = evaluate("cispo", tokens, config)
     assert_equal((loss, clipped, gradient), cases)
     assert clipped.any()
     assert (gradient[clipped & (tokens.A.numpy() != 0)] != 0).all()
+
+
+def test_sapo_lets_a_soft_gate_fall_as_the_ratio_leaves_1_faster_for_bad_tokens():
+    tokens = make_tokens()
+    cases = []
+    for theta, prox, behav, A in each(tokens):
+        u, w, tau = np.exp(theta - prox), np.exp(prox - behav), 1.0 if A > 0 else 1.05
+        gate = 1 / (1 + np.exp(-tau * (u - 1)))
+        cases.append(Case(w * 4 / tau * gate * A, w * 4 * gate * (1 - gate) * u * A, False))
+    assert_equal(evaluate("sapo", tokens, settings("sapo")), cases)
+
+
+@pytest.mark.parametrize("name", ["dppo", "dppo_kl"])
+def test_dppo_masks_tokens_whose_probability_has_moved_too_far_where_their_advantage_pushes_it(name):
+    tokens = make_tokens()
+    low, high = (0.05, 0.1) if name == "dppo" else (0.01, 0.02)
+    cases = []
+    for theta, _, behav, A in each(tokens):
+        p, q = np.exp(theta), np.exp(behav)
+        distance = abs(p - q) if name == "dppo" else bernoulli_kl(q, p)
+        far = (A > 0 and p > q and distance > high) or (A < 0 and p < q and distance > low)
+        J = 0.0 if far else p / q * A
+        cases.append(Case(J, J, far))
+    found = evaluate(name, tokens, settings(name, eps_clip=low, eps_clip_higher=high))
+    assert_equal(found, cases)
+    assert 0.1 < found[1].mean() < 0.9
+    assert settings(name).uses_behaviour
+
+
+def test_vespo_weights_a_sequence_by_a_soft_kernel_of_its_ratio():
+    tokens = make_tokens()
+    theta, behav, sequence = (getattr(tokens, n).numpy() for n in ("logp", "logp_behav", "sequence"))
+    cases = []
+    for t, A in enumerate(tokens.A.tolist()):
+        W, (k, rate) = np.exp((theta - behav)[sequence == sequence[t]].sum()), (2, 3) if A >= 0 else (3, 2)
+        kernel = W**k * np.exp(rate * (1 - W))
+        cases.append(Case(kernel * A * theta[t], kernel * A, False))
+    assert_equal(evaluate("vespo", tokens, settings("vespo")), cases)
 
 
 def masked(tokens):
