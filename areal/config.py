@@ -531,7 +531,7 @@ class TrainerConfig(Section):
     lr_final: float = Field(0.1, ge=0, le=1, description="share of lr after a decay")
     betas: tuple[float, float] = Field((0.9, 0.95), description="of Adam")
     adam_eps: float = Field(1e-8, gt=0, description="epsilon of Adam")
-    weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay (AdamW)")
+    weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay (AdamW), not of norms and biases")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient; larger ones are scaled down")
     minibatches: int = Field(4, ge=1, description="optimizer steps per training step, each on its share of the batch")
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="most tokens of a micro-batch (C in Algorithm 1)")

@@ -41,7 +41,7 @@ from areal.training.flops import Operations, peak_tflops
 from areal.training.head import Head
 from areal.training.microbatches import fixed_number, split_over_ranks
 from areal.training.objectives import Tokens, interpolated_proximal, kl, mask_sequences, rehearse, within_second_moment
-from areal.training.optimizer import bucket_elements, deepspeed_config, learning_rates
+from areal.training.optimizer import bucket_elements, deepspeed_config, learning_rates, parameter_groups
 from areal.training.packed import FLASH, FlatBatch, PackedRow, choose_attention, empty_row, pack, row_inputs
 from areal.training.residence import Residence, tensors_in
 from areal.training.separation import keeps_apart, only_attention_mixes, what_is_missing
@@ -167,7 +167,7 @@ class TrainingEngine:
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints memory tables
             self._deepspeed, *_ = deepspeed.initialize(
                 model=self._module,
-                model_parameters=list(self._trained.values()),
+                model_parameters=parameter_groups(self._trained.values(), config.weight_decay),
                 config=settings,
                 lr_scheduler=lambda optimizer: learning_rates(optimizer, config, optimizer_steps),
             )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -27,6 +28,19 @@ def bucket_elements(sizes: Mapping[str, int]) -> int:
     sizes: of the trained parameters, by name."""
     in_layers = max((size for name, size in sizes.items() if re.search(r"\.\d+\.", name)), default=0)
     return min(max(in_layers, BUCKET), LARGEST_BUCKET, sum(sizes.values()))
+
+
+def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters as groups for Adam. Norms and biases, which have one dimension, do not decay, as in
+    Megatron and transformers."""
+    if not weight_decay:
+        return [{"params": list(parameters)}]
+    groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for parameter in parameters:
+        groups[len(getattr(parameter, "ds_shape", parameter.shape)) > 1].append(parameter)
+    return [
+        {"params": group, "weight_decay": weight_decay if decays else 0.0} for decays, group in groups.items() if group
+    ]
 
 
 def deepspeed_config(config: TrainerConfig) -> dict[str, Any]:

@@ -277,6 +277,21 @@ def test_gradients_are_clipped_and_the_norm_is_that_before(engine_of, folder):
     assert norms == pytest.approx({0: expected, 2: expected}, rel=1e-4)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_decay_but_norms_do_not_also_after_a_checkpoint_of_when_all_did_alike(
+    engine_of, folder, tmp_path, stage
+):
+    before = engine_of(zero_stage=stage, weight_decay=0)  # all parameters are one group
+    before.save(tmp_path / "before")
+    engine = engine_of(zero_stage=stage, weight_decay=0.5, lr=0.1)
+    engine.load(tmp_path / "before")
+    batch = [replace(g, trajectories=tuple(replace(t, reward=1.0) for t in g.trajectories)) for g in make_batch()]
+    engine.step(batch, version=3, temperature=TEMPERATURE)  # nothing is learned
+    found = weights_of(engine.publish(tmp_path / "after"))
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        torch.testing.assert_close(found[name], tensor if tensor.dim() == 1 else tensor * (1 - 0.1 * 0.5))
+
+
 def test_the_learning_rate_warms_up_linearly_and_then_stays(engine_of):
     engine = engine_of(warmup_steps=2, lr=1e-3)
     assert rates_of(engine, 4) == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
