@@ -28,22 +28,32 @@ import structlog
 from actors.parts.direct_weights import DirectReceiver
 from actors.parts.flows import Flows
 from actors.parts.weight_service import WeightFetcher
-from actors.runtime.actor import CONTROL_SECONDS, Actor, Signal, handles
+from actors.runtime.actor import CONTROL_SECONDS, Actor, Signal, handles, parked
 from areal.config import SamplingConfig
 from areal.devices import shares_devices
-from areal.generation.engine import Chunk, EngineError, EngineStats, GenerationEngine, LoadTimes, WeightLoadError
+from areal.generation.engine import (
+    Chunk,
+    EngineError,
+    EngineStats,
+    GenerationEngine,
+    LoadTimes,
+    Scores,
+    WeightLoadError,
+)
 from areal.generation.routing import Concurrency
 from areal.storage.disk import Patience
 from areal.weights.chunks import TornWeights
 from protocols.errors import BusError, BusyError, RefusedError, StreamBrokenError
 from protocols.messages import (
     FINISHES,
+    AskLogprobs,
     Done,
     EndJobs,
     Engagement,
     FetchWeights,
     Generate,
     JobFailed,
+    Logprobs,
     Message,
     NewSequence,
     OpenFlow,
@@ -71,6 +81,7 @@ class Engine(Protocol):
     def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
     ) -> AsyncGenerator[Chunk, None]: ...
+    async def score(self, request_id: str, tokens: Sequence[int]) -> Scores: ...
     def drained(self) -> AbstractAsyncContextManager[None]: ...
     async def load(self, folder: Path, version: int) -> LoadTimes: ...
     async def receive(
@@ -285,6 +296,19 @@ class Generator(Actor):
         finally:
             del self._sequences[name]
             self._leaving.discard(name)
+
+    @handles(AskLogprobs)
+    async def ask_logprobs(self, request: Request[AskLogprobs]) -> Logprobs:
+        if self._started is None or self.state == "draining":
+            raise BusyError("this generator computes no log-probs: it is starting or draining")
+        try:
+            async with parked(request):
+                scores = await self._engine.score(f"{request.sender} log-probs", request.message.tokens.tolist())
+        except ValueError as error:
+            raise RefusedError(str(error)) from None
+        except (EngineError, TimeoutError) as error:
+            raise BusyError(f"this generator computed no log-probs: {error}") from None
+        return Logprobs(lineage=self._loaded_policy()[0], version=scores.version, logprobs=scores.logprobs)
 
     @handles(FetchWeights)
     def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:

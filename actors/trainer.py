@@ -31,6 +31,7 @@ import numpy as np
 import structlog
 
 from actors.parts.direct_weights import DirectSender
+from actors.parts.probes import Probes
 from actors.parts.ranks import Ranks, failure_of_step
 from actors.parts.weight_service import WeightServer
 from actors.runtime.actor import Actor, Ending, handles, parked
@@ -159,6 +160,7 @@ class Trainer(Actor):
         self._open_rollouts = open_rollouts
         self._weight_server = WeightServer(VERSIONS_KEPT)
         self._direct = DirectSender(self, VERSIONS_KEPT)
+        self._probes = Probes(self)
         self._lineage = 0
         self.steps_to_redo: dict[int, tuple[str, ...]] = {}
         """The ids of the groups of each step that may have to be redone."""
@@ -540,6 +542,7 @@ class Trainer(Actor):
             groups = await self._load_groups(batch.groups)
         if breach := breach_of_bound(groups, batch.oldest):
             await self._give_up(f"Step {self._version + 1} was not trained: {breach}.")
+        self._probes.begin(self._lineage, self._version, groups)
         with self._timed("train"):
             try:
                 metrics = await self._learner.step(
@@ -551,6 +554,8 @@ class Trainer(Actor):
             except Exception as error:
                 await self._report(error)
                 raise
+        values = self._learner.values
+        metrics["engine_gap"] = self._probes.result(None if values is None else values.proximal_logprobs)
         if verdict := self._guard.check(metrics):
             await self._give_up(f"The guard stopped the run at step {self._version + 1}: {verdict}")
         self.steps_to_redo[self._version] = batch.groups

@@ -20,6 +20,7 @@
 | rollout_manager | trainer | AskCalls | StoredCalls |
 | generator | trainer | TakeDevices | Done |
 | trainer | generator | YieldDevices | Done |
+| trainer | generator | AskLogprobs | Logprobs |
 | generator | trainer, generator | FetchWeights | stream of WeightFiles, WeightChunk ... |
 | generator | trainer | SendWeights | stream of TransferCall |
 | generator | trainer | TransferDone | Done |
@@ -445,6 +446,20 @@ class Generate(Message):
 
 
 FINISHES: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length")
+
+
+class AskLogprobs(Message):
+    """Asks a generator for the log-probs of given tokens (int32 [T]) under the weights that it has."""
+
+    tokens: Int32s
+
+
+class Logprobs(Message):
+    """float32 [T - 1], of all tokens but the first, at temperature 1, under the policy `lineage` and `version`."""
+
+    lineage: int
+    version: int
+    logprobs: Float32s
 
 
 class TokenColumns(Message):

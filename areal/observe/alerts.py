@@ -364,14 +364,16 @@ def _ranges(records: Sequence[Mapping[str, Any]], guard: Mapping[str, float]) ->
             f"that sampled; look at logprob_gap, then lower max_staleness or trainer.lr."
         )
         yield _alert("weights far from 1", weight, first, sentence)
-    gap, limit = Curve.of(records, "logprob_gap"), guard.get("logprob_gap", 0.0)
-    if first := gap.since(gap.values > min(GAP, limit / 2 if limit else GAP)):
-        near = f" (the guard ends the run above {limit:g})" * bool(limit)
-        sentence = (
-            f"Generators and trainer have computed log-probs {gap.values[-1]:.2g} nats apart on the same weights since "
-            f"step {first}{near}: compare generator.dtype with trainer.dtype, and the sampling settings."
-        )
-        yield _alert("log-prob gap", gap, first, sentence)
+    limit = guard.get("logprob_gap", 0.0)
+    for name in ("logprob_gap", "engine_gap"):
+        gap = Curve.of(records, name)
+        if first := gap.since(gap.values > min(GAP, limit / 2 if limit else GAP)):
+            near = f" (the guard ends the run above {limit:g})" * bool(limit)
+            sentence = (
+                f"Generators and trainer have computed log-probs {gap.values[-1]:.2g} nats apart on the same weights "
+                f"since step {first}{near}: compare generator.dtype with trainer.dtype, and the sampling settings."
+            )
+            yield _alert("log-prob gap", gap, first, sentence)
 
 
 def _disk(free: Curve) -> Iterator[Alert]:

@@ -260,7 +260,7 @@ def panels(run: Run) -> list[Panel]:
             "Weight updates of all generators", {part: f"{part}_seconds" for part in UPDATE_PARTS},
             tuple(UPDATE_PARTS.values()),
         ),
-        lines("Log-prob gap, engine and trainer", "logprob_gap", log=True),
+        lines("Log-prob gap, engine and trainer", {"sampled": "logprob_gap", "probed": "engine_gap"}, log=True),
         lines("Importance weight", {"mean": "weight_mean", "max": "weight_max"}, log=True),
         lines("Effective sample size, share", "effective_sample_size", limits=(0, 1.03)),
         lines("KL divergence", {"to behaviour": "kl_behaviour", "to reference": "kl_reference"}, "nats"),

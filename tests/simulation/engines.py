@@ -23,7 +23,7 @@ import numpy as np
 from actors.simulation.engines import ModelTokenizer
 from areal.config import GeneratorConfig, SamplingConfig, UserError
 from areal.data.rows import Row
-from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, WeightLoadError
+from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, Scores, WeightLoadError
 from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
 from areal.trajectory import Finish, Group, Tokens, Trajectory
@@ -239,6 +239,12 @@ class SimEngine:
         finally:
             stream.stop()
             self._streams.pop(key, None)
+
+    async def score(self, request_id: str, tokens: Sequence[int]) -> Scores:
+        await self._admits.wait()
+        if self._error is not None:
+            raise self._error
+        return Scores(np.zeros(len(tokens) - 1, np.float32), self.version)
 
     async def sleep(self) -> None:
         await self._loading.acquire()

@@ -357,8 +357,17 @@ def test_the_master_may_die_at_any_point_of_an_abandoned_evaluation() -> None:
 
 
 def test_every_handler_of_every_actor_has_fail_points() -> None:
-    # What no actor asks of another there: the monitor's and the other ranks' questions, and files, which all see.
-    outsiders = {"add_reward", "ask_status", "ask_config", "fetch_weights", "send_weights", "transfer_done"}
+    # What no actor asks of another there: the monitor's and the other ranks' questions, files, which all see, and what
+    # a trainer compares that keeps the log-probs of its steps.
+    outsiders = {
+        "add_reward",
+        "ask_status",
+        "ask_config",
+        "ask_logprobs",
+        "fetch_weights",
+        "send_weights",
+        "transfer_done",
+    }
     for role in ("master", *ROLES):
         actor = getattr(import_module(f"actors.{role}"), role.title().replace("_", ""))
         methods = [method for _, method in inspect.getmembers(actor) if hasattr(method, "handled_kind")]

@@ -1,0 +1,94 @@
+"""Asks the generators for the log-probs of a few tokens of the batch in training, and compares them with the trainer's.
+areal.training.engine_gap says why.
+
+Generators are asked when a step begins, and answer while they have the version that it begins with: during the step, or
+once they wake after it. An answer that comes later than the step counts for the next one. An answer under another
+version is no measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+
+from actors.runtime.actor import Actor
+from areal.config import Config
+from areal.training.engine_gap import EngineGaps, Probe, probe_of
+from areal.trajectory import Group
+from protocols.errors import BusError
+from protocols.messages import AskLogprobs, Logprobs, Member
+
+ANSWER_SECONDS = 600.0  # while the trainer computes, an engine may sleep
+
+log = structlog.get_logger()
+
+
+def measures_gaps(config: Config) -> bool:
+    """Whether the step has what is compared: log-probs at the temperature at which an engine computes those of given
+    tokens, of the weights before the step."""
+    return (
+        config.observe.rollouts != "none"
+        and config.sampling.temperature == 1
+        and config.trainer.proximal == "recompute"
+    )
+
+
+class Probes:
+    """The comparison with the engines of all generators. trainer: the actor that trains."""
+
+    def __init__(self, trainer: Actor) -> None:
+        self._trainer = trainer
+        self._gaps = EngineGaps()
+        self._asking: set[str] = set()
+        self._current: _Check | None = None
+        self._answers: list[tuple[str, _Check, np.ndarray]] = []
+
+    def begin(self, lineage: int, version: int, groups: Sequence[Group]) -> None:
+        """Ask the generators, at the start of a step on these groups, which trains this version."""
+        probe = probe_of(groups) if measures_gaps(self._trainer.config) else None
+        self._current = check = None if probe is None else _Check(lineage, version, probe)
+        if check is None:
+            return
+        for generator in self._trainer.with_role("generator"):
+            if generator.identity not in self._asking:
+                self._trainer.spawn(self._ask(generator, check), "compare an engine")
+
+    async def _ask(self, generator: Member, check: _Check) -> None:
+        self._asking.add(generator.identity)
+        try:
+            ask = AskLogprobs(tokens=check.probe.tokens)
+            answer = await self._trainer.ask(generator.address, ask, Logprobs, ANSWER_SECONDS)
+            if (answer.lineage, answer.version) == (check.lineage, check.version):
+                self._answers.append((generator.identity, check, answer.logprobs))
+        except BusError:  # it is busy, leaves or has died; the next step asks again
+            pass
+        finally:
+            self._asking.remove(generator.identity)
+
+    def result(self, logprobs: np.ndarray | None) -> float | None:
+        """The largest gap of the engines that have answered since the last step; None: none has. logprobs: float32, the
+        trainer's for each token of the batch, in the order of TokenValues; 0 where a token is not in the loss."""
+        if self._current is not None and logprobs is not None:
+            probe = self._current.probe
+            self._current.ours = logprobs[probe.start + probe.sampled]
+        gaps = []
+        for engine, check, theirs in self._answers:
+            if check.ours is not None and check.ours.any() and len(theirs) == len(check.probe.tokens) - 1:
+                gaps.append(float(np.abs(theirs[check.probe.sampled - 1] - check.ours)[check.ours != 0].mean()))
+                if sentence := self._gaps.add(engine, check.version, gaps[-1]):
+                    log.error(sentence)
+        self._answers.clear()
+        return max(gaps, default=None)
+
+
+@dataclass(slots=True)
+class _Check:
+    """A probe of a step. ours: the trainer's log-probs of its sampled tokens, once the step has computed them."""
+
+    lineage: int
+    version: int
+    probe: Probe
+    ours: np.ndarray | None = None

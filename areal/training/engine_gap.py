@@ -1,0 +1,70 @@
+"""Compares an engine with the trainer on a few tokens of each batch. No I/O and no clock.
+
+`logprob_gap` needs tokens that were sampled by exactly the version in training; under a large bound on staleness most
+steps have none. For `engine_gap` an engine computes the log-probs of one sample of the batch under the version with
+which the step begins, as the step does anyway.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from areal.trajectory import Group
+
+PROBE_TOKENS = 256
+"""An engine computes the logits of all of them at once, in fp32."""
+# A gap is unusual if it is so many times as large as the engines' gaps as a rule, and above what fp32 leaves of sums.
+TIMES, LEAST = 10.0, 1e-5
+# What the gap is as a rule is known from so many on. A larger one than this is unusual before.
+KNOWN, AT_FIRST = 3, 0.05
+KEPT = 64
+
+
+class Probe(NamedTuple):
+    """The first tokens of a sample. tokens: int32 [T], T <= PROBE_TOKENS. sampled: int [n], the places of those that
+    were sampled. start: the place of the first one in the columns of `TokenValues`."""
+
+    tokens: np.ndarray
+    sampled: np.ndarray
+    start: int
+
+
+def probe_of(groups: Sequence[Group]) -> Probe | None:
+    """The sample with the most sampled tokens among its first PROBE_TOKENS. None: no sample has one there."""
+    best, start = None, 0
+    for sample in (sample for group in groups for sample in group.trajectories):
+        sampled = np.flatnonzero(sample.sampled[:PROBE_TOKENS])
+        if not sample.branches and len(sampled) > (0 if best is None else len(best.sampled)):
+            best = Probe(sample.tokens[:PROBE_TOKENS], sampled, start)
+        start += len(sample)
+    return best
+
+
+class EngineGaps:
+    """The gaps of engines, by name: mean |log pi_engine - log pi_theta| of the probe's sampled tokens, nats."""
+
+    def __init__(self) -> None:
+        self._usual: deque[float] = deque(maxlen=KEPT)
+        self._unusual: set[str] = set()
+
+    def add(self, engine: str, version: int, gap: float) -> str | None:
+        """Add a gap. Returns a sentence if it is far larger than those before, for the first of such in a row."""
+        usual = median(self._usual) if len(self._usual) >= KNOWN else AT_FIRST / TIMES
+        if gap <= max(TIMES * usual, LEAST):  # NaN is unusual
+            self._usual.append(gap)
+            self._unusual.discard(engine)
+            return None
+        if engine in self._unusual:
+            return None
+        self._unusual.add(engine)
+        before = f"usually {usual:.1e}" if len(self._usual) >= KNOWN else f"at most {AT_FIRST:g} is expected"
+        return (
+            f"{engine} computes log-probs {gap:.1e} nats a token from the trainer's under version {version}; {before}: "
+            f"its weights are not those of this version, or its kernels are wrong. If it stays so, end that process: "
+            f"it is started again, and loads all weights anew."
+        )

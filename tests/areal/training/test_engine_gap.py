@@ -1,0 +1,84 @@
+"""The comparison of an engine with the trainer on a few tokens of each batch sees what goes wrong in a load."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_training import eager, make_batch, make_forest, make_model, settings
+
+from areal.training.engine import TrainingEngine
+from areal.training.engine_gap import KNOWN, PROBE_TOKENS, EngineGaps, probe_of
+from areal.trajectory import random_groups
+
+VERSIONS = 6
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory):
+    """A probe, and of each version the folder of its weights and the trainer's log-probs of the probe's sampled
+    tokens."""
+    base = tmp_path_factory.mktemp("versions")
+    engine = TrainingEngine(make_model(base / "model"), settings(lr=1e-4), seed=0)
+    batch = make_batch()
+    probe = probe_of(batch)
+    found = []
+    for version in range(VERSIONS):
+        found.append((engine.publish(base / f"{version}"), engine.logprobs(batch, temperature=1.0)))
+        engine.step(batch, version=version, temperature=1.0)
+    engine.close()
+    return base / "model", probe, [(folder, logprobs[probe.start + probe.sampled]) for folder, logprobs in found]
+
+
+def gap_of(model, weights, probe, ours):
+    """That of an engine with these weights."""
+    module = eager(model)
+    module.load_state_dict(weights, strict=False)
+    tokens = torch.from_numpy(probe.tokens).long()
+    with torch.no_grad():
+        logprobs = torch.log_softmax(module(tokens[None, :-1]).logits[0], -1)
+    theirs = logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
+    return float(np.abs(theirs[probe.sampled - 1] - ours).mean())
+
+
+def scaled(weights, before):
+    return weights | {"model.norm.weight": weights["model.norm.weight"] * 1.01}
+
+
+def with_one_of_before(weights, before):
+    return weights | {name: before[name] for name in weights if "layers.1.mlp.up_proj" in name}
+
+
+@pytest.mark.parametrize("planted", [scaled, with_one_of_before, lambda weights, before: before])
+def test_a_wrong_load_is_noticed_with_the_first_version_and_named_once(versions, planted):
+    model, probe, found = versions
+    loaded = [load_file(folder / "model.safetensors") for folder, _ in found]
+    gaps = EngineGaps()
+    for version, (_, ours) in enumerate(found):
+        assert gaps.add("generator/0#1", version, gap_of(model, loaded[version], probe, ours)) is None
+    wrong = gap_of(model, planted(loaded[-1], loaded[-2]), probe, found[-1][1])
+    assert "generator/1#1" in gaps.add("generator/1#1", VERSIONS, wrong)
+    assert gaps.add("generator/1#1", VERSIONS + 1, wrong) is None  # it was said
+    assert gaps.add("generator/0#1", VERSIONS, wrong)  # of another engine it was not
+
+
+def test_before_the_usual_gap_is_known_only_a_large_one_is_noticed():
+    gaps = EngineGaps()
+    assert gaps.add("generator/0#1", 1, 0.06) and EngineGaps().add("generator/0#1", 1, math.nan)
+    for version in range(KNOWN):
+        assert gaps.add("generator/0#1", version, 0.005) is None
+    assert gaps.add("generator/0#1", KNOWN, 0.04) is None
+    assert gaps.add("generator/0#1", KNOWN, 0.06)
+
+
+def test_the_probe_is_the_sample_with_most_sampled_tokens_at_its_beginning():
+    groups = [*make_forest()[:1], *random_groups(37, [[5, 9], [PROBE_TOKENS + 20, 7]])]
+    probe = probe_of(groups)
+    before = sum(len(sample) for group in groups[:-1] for sample in group.trajectories)
+    assert probe.start == before and len(probe.tokens) == PROBE_TOKENS
+    assert probe.sampled.tolist() == list(range(1, PROBE_TOKENS))
+    late = groups[-1].trajectories[0]
+    late.versions[:PROBE_TOKENS] = -1  # a long prompt
+    assert probe_of(groups[-1:]).start == len(late)
+    assert probe_of([]) is None
