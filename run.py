@@ -26,6 +26,7 @@ from areal.text import shown
 if TYPE_CHECKING:
     from actors.runtime.actor import Actor, Ending
     from actors.runtime.supervisor import Supervisor
+    from areal.data.sources import PromptSource
     from protocols.messages import Message
     from protocols.network import ZmqNetwork
 
@@ -344,7 +345,9 @@ def run_master(config: Config, resume: bool = False, from_step: int | None = Non
     network = open_network(host_of(config.master.address)) if SUPERVISED in os.environ else take_folder(config, resume)
     if resume:
         print_lines(check_record(config, from_step))
-    config = uvloop.run(prepare(config)).model_copy(update={"run_dir": config.run_dir.resolve()})
+    source: PromptSource | None
+    config, source = uvloop.run(prepare(config))
+    config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
     patience = Patience(config.folder, "the master")
     # The lock on the journal also guards the run folder.
     journal = patience.write_in_thread(lambda: Journal.open(config.folder / "journal.db"), "the journal")
@@ -355,7 +358,10 @@ def run_master(config: Config, resume: bool = False, from_step: int | None = Non
         delays.watch()
         bus = Bus(f"master/0#{incarnation()}", network)
         supervised = SUPERVISED in os.environ
-        return await Master(bus, config, journal=journal, folder=folder, supervised=supervised).run()
+        nonlocal source
+        master = Master(bus, config, journal=journal, folder=folder, source=source, supervised=supervised)
+        source = None  # the master keeps the rows only if its sampler needs them
+        return await master.run()
 
     tracker = tracking.start(config)
     try:
@@ -385,9 +391,9 @@ def keep_report(folder: Path) -> None:
         print_lines([f"The report was not written ({error}): `python -m areal report {folder}` writes it."])
 
 
-async def prepare(config: Config) -> Config:
+async def prepare(config: Config) -> tuple[Config, PromptSource]:
     """Open and check the data, and make or download the models, which may take an hour. Meanwhile whoever asks the
-    master is told so. Returns the configuration with the folders of the models. Raises UserError."""
+    master is told so. Returns the configuration with the folders of the models, and the data. Raises UserError."""
     from actors.runtime.actor import incarnation
     from actors.runtime.addresses import open_network
     from actors.runtime.row_checks import check_rows
@@ -415,7 +421,7 @@ async def prepare(config: Config) -> Config:
         source = await asyncio.to_thread(open_source, config.data, config.seed)
         if SUPERVISED not in os.environ:  # the supervisor has checked them
             await asyncio.to_thread(check_rows, config, source)
-        return await asyncio.to_thread(with_folders, config, tell)
+        return await asyncio.to_thread(with_folders, config, tell), source
     finally:
         await bus.close()
 

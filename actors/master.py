@@ -28,6 +28,7 @@ from actors.runtime import delays
 from actors.runtime.actor import Ending, HandlesRequests, Signal, first_error, handles, parked
 from actors.watching import prometheus
 from areal.config import Config, UserError, without_secrets
+from areal.data.sources import PromptSource
 from areal.devices import CORES, settle
 from areal.observe.tracking import flat
 from areal.staleness.failures import Failures
@@ -129,17 +130,19 @@ class Records(Protocol):
 class Master(HandlesRequests):
     """The master of a run; there is one. `config.model` has to be a folder. The run ends when the last step is trained,
     its checkpoint is saved and the last version is evaluated. If `journal` holds events of an earlier master of the
-    run, this master continues from them. `supervised`: it is stopped by SIGINT alone."""
+    run, this master continues from them. `source`: the rows, needed by every `data.sampler` but shuffle. `supervised`:
+    it is stopped by SIGINT alone."""
 
     def __init__(
-        self, bus: Bus, config: Config, *, journal: Journal, folder: Records, supervised: bool = False
-    ) -> None:
+        self, bus: Bus, config: Config, *, journal: Journal, folder: Records, source: PromptSource | None = None,
+        supervised: bool = False,
+    ) -> None:  # fmt: skip
         self.config = config
         self._supervised = supervised
         self.bus = bus
         self.folder = folder
         self.journal = journal
-        self.state = RunState(config, journal)
+        self.state = RunState(config, journal, source)
         self._changed = Signal()
         self._patience, self._recording = Patience(folder.path, "the master"), asyncio.Lock()
         self._end: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
@@ -534,6 +537,7 @@ class Master(HandlesRequests):
                 Permit(
                     group=p.group_id,
                     prompt_index=p.prompt_index,
+                    row=p.row,
                     min_version=p.min_version,
                     resumed=p.resumed,
                     rewards=self.state.rewards_of(p.prompt_index),
@@ -652,10 +656,12 @@ class Master(HandlesRequests):
     async def group_ready(self, request: Request[GroupReady]) -> GroupAccepted:
         ready = request.message
         self._trainer(request)
+        group = self.ledger.group(ready.group)
         answer = self.ledger.ready(ready.group, ready.start_version, ready.signal)
-        if answer in (ReportAnswer.ACCEPTED, ReportAnswer.FILTERED):
+        if group is not None and answer in (ReportAnswer.ACCEPTED, ReportAnswer.FILTERED):
             self.state.emit(
-                "rewarded", group=ready.group, mean=ready.reward_mean, parts=ready.reward_parts, tokens=ready.tokens,
+                "rewarded", group=ready.group, row=group.row, version=self.ledger.version, mean=ready.reward_mean,
+                spread=ready.reward_spread, signal=ready.signal, parts=ready.reward_parts, tokens=ready.tokens,
                 discarded=ready.discarded,
             )  # fmt: skip
             self._progress.made()

@@ -182,7 +182,7 @@ class RolloutManager(Sampler):
     async def _sample(self, permit: Permit) -> None:
         """Sample a group, or what is missing of it, and have the trainer store each sample when it is scored. Raises
         _GroupFailed."""
-        row = self._row(permit.prompt_index)
+        row = self._row(permit.row)
         stored = await self._stored(permit)
         places = [place for place in range(self._samples) if place not in stored.places]
         needed = self.config.group_size - len(stored.places)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
+import statistics
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -760,10 +761,12 @@ def _check(samples: Sequence[Trajectory], vocab_size: int) -> None:
 def _ready(group: Group) -> GroupReady:
     """The report that the group is on disk."""
     samples, about = group.trajectories, group.about
+    rewards = [t.reward for t in samples]
     return GroupReady(
         group=group.id,
         start_version=group.start_version,
-        reward_mean=sum(t.reward for t in samples) / len(samples),
+        reward_mean=sum(rewards) / len(rewards),
+        reward_spread=statistics.pstdev(rewards),
         signal=group.has_signal,
         tokens=sum(int(t.sampled.sum()) for t in samples),
         discarded=sum(note.get("discarded", 0) for note in about),

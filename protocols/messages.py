@@ -322,12 +322,14 @@ class Configuration(Message):
 
 
 class Permit(Part):
-    """The right to start a group; its samples need weights of `min_version` or newer. `resumed`: the trainer may have
+    """The right to start a group of the row with the training index `row`; its samples need weights of `min_version` or
+    newer. `resumed`: the trainer may have
     samples of an earlier attempt, whose lease was lost. `rewards`: the weights that were given since the run began,
     beside those of the configuration (AddReward)."""
 
     group: Name
     prompt_index: int
+    row: Annotated[int, Field(ge=0)]
     min_version: int
     resumed: bool = False
     rewards: Annotated[dict[Name, Number], Field(max_length=MAX_SERVED)] = {}
@@ -679,13 +681,15 @@ class Recovery(Message):
 
 
 class GroupReady(Message):
-    """The group's payload is on the trainer's disk. `signal`: the rewards of its samples differ. `tokens`: number of
-    sampled tokens in it. `discarded`: number of tokens that were sampled for the group and are in none of its
+    """The group's payload is on the trainer's disk. `reward_mean`, `reward_spread`: of the rewards of its samples, the
+    mean and the standard deviation. `signal`: these rewards, or those of tokens, differ. `tokens`: number of sampled
+    tokens in it. `discarded`: number of tokens that were sampled for the group and are in none of its
     trajectories. `reward_parts`: the mean of each part of the rewards."""
 
     group: Name
     start_version: int
     reward_mean: Number
+    reward_spread: Number = 0.0
     signal: bool
     tokens: Count = 0
     discarded: Count = 0

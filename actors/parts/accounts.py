@@ -70,6 +70,7 @@ class StepMeter:
         rewards = [state.rewards[group] for group in groups]
         seconds = now - self._begun if self._begun is not None else 0.0
         trained = commit.metrics.get("tokens_trained")
+        mixed = len(groups) * (commit.metrics.get("mixed_groups") or 0.0)
         metrics: dict[str, Any] = {
             **commit.metrics,
             "step": commit.version,
@@ -84,6 +85,8 @@ class StepMeter:
             "step_seconds": seconds,
             "effective_throughput": trained / seconds if trained is not None and seconds else None,
             "groups_trained": len(groups),
+            "tokens_per_mixed_group": self._counted["tokens_generated"] / mixed if mixed else None,
+            "coverage": state.coverage,
             "groups_ready": ledger.ready_count,
             "groups_alive": ledger.alive,
             "groups_left_over": self._left_over or 0,

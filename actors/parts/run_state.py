@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from areal.config import Config
+from areal.data.samplers import History, open_sampler, safe_choice
+from areal.data.sources import PromptSource
 from areal.staleness.ledger import (
     LOST_WITH_THE_SPOOL,
     ROLLED_BACK,
+    Admitted,
     Discarded,
     Event,
     Ledger,
@@ -31,7 +34,8 @@ from areal.storage.journal import Journal
 from areal.storage.run_folder import checkpoint_of
 from protocols.messages import EvaluationDone, Member, Policy
 
-# Number of events after which a snapshot replaces them. It bounds the journal, and the replay at a restart.
+# Number of events after which a snapshot replaces them, or that of the rows in the snapshot if it is higher. It bounds
+# the journal, and the replay at a restart.
 COMPACT_EVENTS = 10_000
 # The attributes of `RunState` that a snapshot has as they are.
 PLAIN = (
@@ -42,9 +46,10 @@ PLAIN = (
 
 
 class RunState:
-    """The master's state. If `journal` holds the events of an earlier master, they are replayed."""
+    """The master's state. If `journal` holds the events of an earlier master, they are replayed. source: the rows, from
+    which the sampler chooses; without it none can be chosen, and `history` is that of the last snapshot."""
 
-    def __init__(self, config: Config, journal: Journal) -> None:
+    def __init__(self, config: Config, journal: Journal, source: PromptSource | None = None) -> None:
         self.config = config
         self.journal = journal
         self.settings = LedgerSettings(
@@ -59,6 +64,10 @@ class RunState:
         )
         self.ledger = Ledger(self.settings)
         self.run_ahead = RunAhead(config.batch_size, config.max_staleness)
+        chooses = config.data.sampler != "shuffle" and config.steps > 0  # shuffle needs no history
+        prompts = config.steps * config.batch_size
+        self.history = History(source if chooses else None, config.seed, config.group_size, prompts)
+        self._rows = None if source is None else source.rows
         self.masters = 0
         self.lineage = -1
         self.trainer = ""
@@ -92,6 +101,16 @@ class RunState:
         self._restore()
         self._find_folders()
         self.ledger.journal = self._ledger_event
+        if chooses and source is not None:
+            sampler = open_sampler(config.data, source)
+            self.ledger.choose = lambda prompt: safe_choice(config.data.sampler, sampler, self.history, prompt)
+
+    @property
+    def coverage(self) -> float | None:
+        """The share of the rows of which a prompt was admitted; None if the data has no end."""
+        if self.history.source is None and self._rows is not None:  # in an epoch each row comes once
+            return min(1.0, self.ledger.next_prompt / self._rows)
+        return self.history.coverage()
 
     def emit(self, kind: str, **body: Any) -> None:
         """Append an event to the journal and apply it."""
@@ -129,7 +148,7 @@ class RunState:
 
     def compact_if_due(self) -> None:
         """If the journal is long, replace its events with a snapshot of the current state."""
-        if self.journal.size >= COMPACT_EVENTS:
+        if self.journal.size >= max(COMPACT_EVENTS, len(self.history.rows)):
             self.journal.compact(self.dump())
 
     def go_back(self, past: dict[str, Any], spooled: Collection[str]) -> None:
@@ -175,6 +194,8 @@ class RunState:
     def _follow(self, event: Event) -> None:
         """Update the state outside the ledger for one of its events. Called before the ledger applies the event."""
         match event:
+            case Admitted(prompt_index=prompt, row=row) if prompt == self.ledger.next_prompt:
+                self.history.chosen(prompt, prompt if row is None else row)
             case Discarded(group_id, reason):
                 group = self.ledger.group(group_id)
                 assert group is not None  # the ledger removes it only when it applies this event
@@ -213,6 +234,9 @@ class RunState:
                 self.rewards[body["group"]], self.reward_parts[body["group"]] = body["mean"], body["parts"]
                 self.tokens[body["group"]] = body["tokens"]
                 self.tokens_discarded += body["discarded"]
+                if "row" in body:  # not in events of earlier versions, which shuffled
+                    shown = {name: body[name] for name in ("mean", "spread", "signal", "version", "tokens")}
+                    self.history.finished(body["row"], **shown)
                 if not self.ledger.group(body["group"]):  # filtered
                     self._drop(body["group"])
             case "tokens_discarded":
@@ -296,6 +320,7 @@ class RunState:
             "partial": self._partial,
             "row_scores": [[row, tokens, *scores] for row, (scores, tokens) in self._row_scores.items()],
             "discarded": self.discarded,
+            "history": self.history.dump(),
             **{name: getattr(self, name) for name in PLAIN},
         }
 
@@ -312,6 +337,8 @@ class RunState:
             version, conditions = dump["partial"]
             self._apply_rows_scored({"version": version, "conditions": conditions, "rows": dump["row_scores"]})
         self.discarded = [(prompt, reason) for prompt, reason in dump["discarded"]]
+        if "history" in dump:  # not in snapshots of earlier versions
+            self.history.load(dump["history"])
         for name in PLAIN:
             setattr(self, name, dump.get(name, getattr(self, name)))  # snapshots of earlier versions have fewer
 

@@ -13,6 +13,7 @@ from actors.runtime.row_checks import check_prompts, check_rows
 from areal.config import Config, UserError
 from areal.data.addition import ALPHABET
 from areal.data.rows import prompt_text
+from areal.data.samplers import open_sampler
 from areal.data.sources import PromptSource, open_source
 from areal.devices import visible_devices
 from areal.models import check_adapters, check_heads, context_of, hub_id, resolve_model, resolve_reference, weight_sizes
@@ -66,6 +67,8 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
         check_folder(config.weights.folder)
     check_code(config)
     source = open_source(config.data, config.seed)
+    if config.steps:
+        open_sampler(config.data, source)
     folder = None
     if config.model == "quickstart":
         check_quickstart(config, source)

@@ -1,8 +1,8 @@
 """Sources of prompts. A row is a pure function of its index.
 
-The master hands out the training indices 0, 1, 2, ..., and any rollout manager can look up any of them, in any order
-and after any restart: the same configuration and seed give the same row. A source has no position, so there is nothing
-to resume.
+The master hands out training indices, 0, 1, 2, ... unless `data.sampler` chooses others, and any rollout manager can
+look up any of them, in any order and after any restart: the same configuration and seed give the same row. A source has
+no position, so there is nothing to resume.
 
 A finite source is used epoch by epoch, and each epoch has its own shuffled order. No training row has the prompt of a
 held-out row: such rows of a table are left out, and such generated rows are drawn again.
@@ -78,10 +78,13 @@ class RowGenerator:
 class PromptSource:
     """Training rows by index and held-out rows by number. Made by `open_source`.
 
-    size: the number of rows of one epoch; None if the source is endless. held_out: all held-out rows.
+    size: the number of rows of one epoch; None if the source is endless. rows: the number of different rows; None if
+    they have no end. shares: the share of each source in the rows. held_out: all held-out rows.
     """
 
     size: int | None
+    rows: int | None
+    shares: Sequence[float] = (1.0,)
 
     def __init__(self, held_out: Sequence[Row]) -> None:
         self.held_out = held_out
@@ -104,6 +107,11 @@ class PromptSource:
     def _row(self, index: int) -> Row:
         raise NotImplementedError
 
+    def key(self, index: int) -> int:
+        """Which row of the data `row(index)` is: the same number for each index of the same row. Its remainder by the
+        number of sources is the source."""
+        raise NotImplementedError
+
     def heldout(self, i: int) -> Row:
         """Return held-out row i, for i in range(eval_size). Raises IndexError for any other i."""
         if not 0 <= i < len(self.held_out):
@@ -124,14 +132,17 @@ class OneSource(PromptSource):
         self._seed = seed
         self._what = what
         self._positions = range(size or 0) if isinstance(source, RowGenerator) else self._training_positions(source)
-        self.size = size if isinstance(source, RowGenerator) else len(self._positions)
+        self.size = self.rows = size if isinstance(source, RowGenerator) else len(self._positions)
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)
 
+    def key(self, index: int) -> int:
+        if self.size is None:
+            return index
+        epoch, number = divmod(index, self.size)
+        return self._order(epoch)[number]
+
     def _row(self, index: int) -> Row:
-        position = index
-        if self.size is not None:
-            epoch, number = divmod(index, self.size)
-            position = self._order(epoch)[number]
+        position = self.key(index)
         if isinstance(self._source, RowGenerator):
             return self._drawn(self._source, position)
         return self._source.row(position)
@@ -169,15 +180,28 @@ class Mixture(PromptSource):
         held_out = [row for source in sources for row in source.held_out]
         super().__init__([dataclasses.replace(row, index=i) for i, row in enumerate(held_out)])
         self.size = sum(counts) if by_epoch else None
+        sizes = [source.rows for source in sources]
+        self.rows = None if None in sizes else sum(size or 0 for size in sizes)
+        self.shares = [float(count) for count in counts]
         self._sources = sources
         self._counts = counts
         self._seed = seed
-        self._block = functools.lru_cache(maxsize=2)(self._mixed)
+        # A sampler may be in another block with each source.
+        self._block = functools.lru_cache(maxsize=2 + len(sources))(self._mixed)
+
+    def key(self, index: int) -> int:
+        which, own = self._place(index)
+        return self._sources[which].key(own) * len(self._sources) + which
 
     def _row(self, index: int) -> Row:
+        which, own = self._place(index)
+        return self._sources[which].row(own)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The source of a training index, and the training index there."""
         block, position = divmod(index, sum(self._counts))
         which, number = self._block(block)[position]
-        return self._sources[which].row(block * self._counts[which] + number)
+        return which, block * self._counts[which] + number
 
     def _mixed(self, block: int) -> list[tuple[int, int]]:
         """For each row of the block: which source, and which of the rows that the source has in the block."""

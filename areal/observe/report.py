@@ -238,6 +238,9 @@ def panels(run: Run) -> list[Panel]:
     return [
         lines("Reward, mean", rewards if run.filters else "reward_mean"),
         lines("Groups filtered, without signal", "groups_filtered" if run.filters else {}, limits=FROM_0),
+        lines("Trained groups with signal, share", "mixed_groups", limits=SHARE),
+        lines("Tokens generated per trained group with signal", "tokens_per_mixed_group", "tokens", limits=FROM_0),
+        lines("Rows of which a prompt was admitted, share", "coverage", limits=SHARE),
         _accuracy(run.evaluations),
         _benchmarks(run.evaluations),
         lines(

@@ -105,6 +105,8 @@ class Admitted:
     owner: str
     version: int
     lease_expires: float
+    row: int | None = None
+    """The training index of the row that was chosen for the prompt; None: an earlier version took the prompt's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +200,12 @@ def _with_tuples(body: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class GroupPermit:
-    """The right to start a group. Every request of the group carries `min_version` or a later version (rule 2)."""
+    """The right to start a group, of the row with the training index `row`. Every request of the group carries
+    `min_version` or a later version (rule 2)."""
 
     group_id: str
     prompt_index: int
+    row: int
     attempt: int
     min_version: int
     resumed: bool = False
@@ -211,10 +215,12 @@ class GroupPermit:
 class LedgerGroup:
     """A row of the ledger. `attempt` counts the earlier admissions of the prompt, `failures` those that failed.
     `max_staleness`: the bound at its admission, which holds for it whatever the settings become. `resumed`: the lease
-    of the attempt before was lost, and the samples that are stored of it may be in this one."""
+    of the attempt before was lost, and the samples that are stored of it may be in this one. `row`: the training index
+    of the row that was chosen for the prompt, the same for all attempts."""
 
     group_id: str
     prompt_index: int
+    row: int
     attempt: int
     failures: int
     owner: str
@@ -292,9 +298,10 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class QueuedPrompt:
-    """A prompt that waits to be admitted. Its next group has the number `attempt`, the first has number 0."""
+    """A prompt of a row that waits to be admitted. Its next group has the number `attempt`, the first has number 0."""
 
     prompt_index: int
+    row: int
     attempt: int = 0
     failures: int = 0
     resumed: bool = False
@@ -319,6 +326,7 @@ def schedulable(deadlines: Iterable[int], version: int, batch_size: int) -> bool
 
 class Ledger:
     """See the module. `journal` receives each event before it is applied; if `journal` raises, nothing has changed.
+    `choose` returns the training index of the row for a new prompt, by default that of the prompt itself.
 
     The memory in use is bounded by the alive groups and the re-queued prompts (together at most `(max_staleness + 1) *
     batch_size`), and by the group ids of the steps since the last checkpoint, which a restarted trainer has to redo.
@@ -327,6 +335,7 @@ class Ledger:
     def __init__(self, settings: LedgerSettings, journal: Callable[[Event], None] | None = None) -> None:
         self.settings = settings
         self.journal = journal
+        self.choose: Callable[[int], int] = _prompt_itself
         self.version = 0
         self.counters = Counters()
         self._groups: dict[str, LedgerGroup] = {}  # in order of admission
@@ -353,9 +362,10 @@ class Ledger:
             **dump["counters"] | {name: Counter(dump["counters"][name]) for name in ("discarded", "requeued")}
         )
         for row in dump["groups"]:
-            bound = {"max_staleness": settings.max_staleness}
-            ledger._place(LedgerGroup(**bound | row | {"state": GroupState(row["state"])}))
-        ledger._requeued.extend(QueuedPrompt(**prompt) for prompt in dump["requeued"])
+            old = {"max_staleness": settings.max_staleness, "row": row["prompt_index"]}
+            ledger._place(LedgerGroup(**old | row | {"state": GroupState(row["state"])}))
+        for prompt in dump["requeued"]:
+            ledger._requeued.append(QueuedPrompt(**{"row": prompt["prompt_index"]} | prompt))
         ledger._batch = None if dump["batch"] is None else Batch(**_with_tuples(dump["batch"]))
         for step in dump["steps"]:
             ledger._keep_step(
@@ -380,7 +390,8 @@ class Ledger:
     def __eq__(self, value: object) -> bool:
         if not isinstance(value, Ledger):
             return NotImplemented
-        return vars(self) | {"journal": None} == vars(value) | {"journal": None}
+        outside = {"journal": None, "choose": None}
+        return vars(self) | outside == vars(value) | outside
 
     # ------------------------------------------------------------------------------------------------------ reading
 
@@ -692,9 +703,10 @@ class Ledger:
 
     def _permit(self, owner: str, lease_expires: float) -> GroupPermit:
         group_id, prompt_index, attempt = self._next_permit()
-        self._emit(Admitted(group_id, prompt_index, attempt, owner, self.version, lease_expires))
+        row = self._requeued[0].row if self._requeued else self.choose(prompt_index)
+        self._emit(Admitted(group_id, prompt_index, attempt, owner, self.version, lease_expires, row))
         group = self._groups[group_id]
-        return GroupPermit(group_id, prompt_index, attempt, self._min_version(group), group.resumed)
+        return GroupPermit(group_id, prompt_index, group.row, attempt, self._min_version(group), group.resumed)
 
     def _min_version(self, group: LedgerGroup) -> int:
         """The lowest version that may sample the group (rule 2). `admission_only`, as in the paper, has no rule 2."""
@@ -789,7 +801,9 @@ class Ledger:
                 group = self._drop(group_id)
                 lost = reason in (LEASE_EXPIRED, RELEASED) or (reason == UNANSWERED and group.resumed)
                 self._requeued.append(
-                    QueuedPrompt(group.prompt_index, group.attempt + 1, group.failures + failed, resumed=lost)
+                    QueuedPrompt(
+                        group.prompt_index, group.row, group.attempt + 1, group.failures + failed, resumed=lost
+                    )
                 )
                 self.counters.requeued[reason] += 1
             case Discarded(group_id, reason):
@@ -809,11 +823,12 @@ class Ledger:
         if self._requeued:
             prompt = self._requeued.popleft()
         else:
-            prompt = QueuedPrompt(event.prompt_index)
+            prompt = QueuedPrompt(event.prompt_index, event.prompt_index if event.row is None else event.row)
             self._next_prompt += 1
         group = LedgerGroup(
             group_id=event.group_id,
             prompt_index=event.prompt_index,
+            row=prompt.row,
             attempt=event.attempt,
             failures=prompt.failures,
             owner=event.owner,
@@ -889,8 +904,10 @@ class Ledger:
             raise self._error(f"{event} does not fit the state at version {self.version}", *_groups_of(event))
 
     def _next_permit(self) -> tuple[str, int, int]:
-        prompt = self._requeued[0] if self._requeued else QueuedPrompt(self._next_prompt)
-        return f"g{prompt.prompt_index}.{prompt.attempt}", prompt.prompt_index, prompt.attempt
+        prompt, attempt = self._next_prompt, 0
+        if self._requeued:
+            prompt, attempt = self._requeued[0].prompt_index, self._requeued[0].attempt
+        return f"g{prompt}.{attempt}", prompt, attempt
 
     def _all_in(self, group_ids: Iterable[str], *states: GroupState) -> bool:
         rows = [self._groups.get(group_id) for group_id in group_ids]
@@ -931,6 +948,10 @@ class Ledger:
         if row.start_version is None:
             return in_progress
         return (row.resumed or self._min_version(row) <= row.start_version) and row.start_version <= self.version
+
+
+def _prompt_itself(prompt: int) -> int:
+    return prompt
 
 
 def _groups_of(event: Event) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from areal.storage.database import FACTS, fact, new_identity, note, note_program
 from areal.storage.disk import RETRY_SECONDS, DiskShortageError, Patience, Shortage
 from areal.storage.run_folder import ways_out
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 _MARK = 0x4A524E4C  # application_id: tells this kind of file from other SQLite files
 _STATES = "CREATE TABLE states (version INTEGER PRIMARY KEY, body TEXT NOT NULL, crc INTEGER NOT NULL);"
 _SCHEMA = f"""
@@ -37,6 +37,7 @@ _SCHEMA = f"""
 _UPGRADES = {
     4: f"ALTER TABLE events ADD COLUMN crc INTEGER; ALTER TABLE snapshot ADD COLUMN crc INTEGER; {FACTS}",
     5: _STATES,  # since then, a snapshot also says which groups are `resumed`
+    6: "",  # since then, an admitted group has the row that was chosen for it, and a snapshot the history of the rows
 }
 
 

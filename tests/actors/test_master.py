@@ -23,6 +23,8 @@ from actors.parts import members as members_module
 from actors.parts.members import next_event
 from areal.__main__ import main as areal_tool
 from areal.config import Config
+from areal.data.samplers import History
+from areal.data.sources import open_source
 from areal.observe.timeline import read_events, spans
 from areal.staleness.failures import UNSCORED_LIMIT
 from areal.storage import disk
@@ -128,7 +130,9 @@ class Caller:
 async def master_of(config: Config) -> AsyncIterator[asyncio.Task]:
     folder = RunFolder(config)
     journal = Journal.open(folder.path / "journal.db")
-    running = asyncio.create_task(Master(Bus("master/0#m", network()), config, journal=journal, folder=folder).run())
+    source = open_source(config.data, config.seed)
+    master = Master(Bus("master/0#m", network()), config, journal=journal, folder=folder, source=source)
+    running = asyncio.create_task(master.run())
     try:
         yield running
     finally:
@@ -597,8 +601,15 @@ async def report(trainer: Caller, manager: Caller, signal: bool, mean: float) ->
     return (await trainer.ask(ready)).accepted
 
 
+def after_the_dull(history: History, prompt: int) -> int:
+    """A sampler: it takes the next row once one was dull, and else the row that it took before."""
+    return max(4, history.last) + any(row.flat for row in history.rows.values() if row.index == history.last)
+
+
 async def test_a_filtered_group_is_replaced_and_still_counts_in_the_reward_of_all(config):
     config = filtering(config)
+    sampled = {"sampler": f"{__file__}:{after_the_dull.__name__}", "size": 8}
+    config = config.model_copy(update={"data": config.data.model_copy(update=sampled)})
     async with callers_of_several_masters("trainer", "rollout_manager", config=config) as (trainer, manager):
         async with master_of(config):
             await trainer.join()
@@ -609,6 +620,7 @@ async def test_a_filtered_group_is_replaced_and_still_counts_in_the_reward_of_al
             parked = asyncio.create_task(manager.ask(AskPermits(count=1), 60.0))
             assert not (await trainer.ask(dull)).accepted
             (replacement,) = (await parked).permits
+            assert [permit.row for permit in (*permits, replacement)] == [4, 4, 4, 4, 5]
             for permit in permits[1:3]:
                 ready = GroupReady(group=permit.group, start_version=0, reward_mean=0.75, signal=True)
                 assert (await trainer.ask(ready)).accepted
@@ -621,6 +633,7 @@ async def test_a_filtered_group_is_replaced_and_still_counts_in_the_reward_of_al
     first, second = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
     assert [first[key] for key in ("reward_mean", "reward_mean_all", "groups_filtered")] == [0.75, 0.5, 1]
     assert [second[key] for key in ("reward_mean", "reward_mean_all", "groups_filtered")] == [0.5, 0.5, 0]
+    assert [step["coverage"] for step in (first, second)] == [2 / 8, 2 / 8]
     assert (first["discarded"], second["discarded"]) == ([[0, "zero signal"]], [])
     assert (first["staleness_histogram"], second["staleness_histogram"]) == ([2], [0, 2])
 

@@ -181,7 +181,7 @@ def test_a_group_that_the_trainer_refuses_has_failed_and_what_it_does_not_take_n
     actor.ask = ask
     actor.config = alone(RolloutManager).config
     scored = _Scored(0, asyncio.run(workflow(None, None)), {"discarded": 4})
-    permit = Permit(group="g0.0", prompt_index=0, min_version=0)
+    permit = Permit(group="g0.0", prompt_index=0, row=0, min_version=0)
     refusal = asyncio.run(actor._store(permit, Row(0, "", "", None, {}), scored))
     assert str(refusal) == "a token is outside the model's vocabulary" and not answers
     assert scored.tokens_sampled == SAMPLED + 4
@@ -203,5 +203,5 @@ async def test_a_group_of_which_the_trainer_refuses_a_sample_has_failed_with_all
     manager._router = SimpleNamespace(choose=choose, place_at=lambda home: None, room=Signal())
     manager._unfinished, manager._sessions, manager._samples_finished, manager._ask_trainer = {}, {}, 0, refuse
     with pytest.raises(_GroupFailed, match="the trainer refused the group: a token is outside") as failed:
-        await manager._sample(Permit(group="g0.0", prompt_index=0, min_version=0))
+        await manager._sample(Permit(group="g0.0", prompt_index=0, row=0, min_version=0))
     assert failed.value.discarded == 2 * (SAMPLED + 4)

@@ -41,7 +41,7 @@ class Row:
 
 # What is again as it was if the run goes back.
 GOES_BACK = (
-    "version", "rows", "prompt_of", "bounds", "masks", "waiting", "failures", "trained", "discarded",
+    "version", "rows", "prompt_of", "row_of", "bounds", "masks", "waiting", "failures", "trained", "discarded",
     "batches", "prompts",
 )  # fmt: skip
 
@@ -64,6 +64,8 @@ class Book:
     rows: dict[str, Row] = field(default_factory=dict)
     prompt_of: dict[str, int] = field(default_factory=dict)
     """The prompt of each group that was ever admitted."""
+    row_of: dict[int, int] = field(default_factory=dict)
+    """The training index of the row of each prompt that was ever admitted."""
     bounds: dict[str, int] = field(default_factory=dict)
     """Of every group that was ever admitted: `max_staleness` at that time."""
     masks: dict[int, int] = field(default_factory=dict)
@@ -137,7 +139,9 @@ class Book:
         self.steps, self.max_staleness = steps, max_staleness
         self.max_attempts, self.on_failed_sample = max_attempts, on_failed_sample
 
-    def _admitted(self, group_id: str, prompt_index: int, owner: str, version: int, **_: Any) -> None:
+    def _admitted(
+        self, group_id: str, prompt_index: int, owner: str, version: int, row: int | None = None, **_: Any
+    ) -> None:
         self._hold(group_id not in self.prompt_of, f"{group_id} is admitted a second time", group_id)
         self._hold(
             prompt_index not in self.trained, f"prompt {prompt_index} is admitted again after training", group_id
@@ -157,6 +161,9 @@ class Book:
             f"prompt {prompt_index} is admitted, but it is neither re-queued nor the next one, {self.prompts}",
             group_id,
         )
+        row = prompt_index if row is None else row  # as the ledger reads events of earlier versions
+        chosen = self.row_of.setdefault(prompt_index, row)
+        self._hold(chosen == row, f"prompt {prompt_index} is of row {chosen}, but {group_id} of {row}", group_id)
         self.prompts = max(self.prompts, prompt_index + 1)
         self.waiting.discard(prompt_index)
         self.prompt_of[group_id] = prompt_index

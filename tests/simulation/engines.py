@@ -23,6 +23,7 @@ import numpy as np
 from actors.simulation.engines import ModelTokenizer
 from areal.config import GeneratorConfig, SamplingConfig, UserError
 from areal.data.rows import Row
+from areal.data.sources import PromptSource
 from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, Scores, WeightLoadError
 from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
@@ -594,11 +595,17 @@ class SimRewards:
         return Result(score_of(prompt, completion, row), self._parts)
 
 
-class SimSource:
-    """A source of prompts. The text of a prompt is its index. `bytes_a_row`: size of another field of each row."""
+class SimSource(PromptSource):
+    """A source of prompts, of `size` rows in each epoch. The text of a prompt is its training index. `bytes_a_row`:
+    size of another field of each row."""
 
-    def __init__(self, bytes_a_row: int = 0) -> None:
+    def __init__(self, bytes_a_row: int = 0, size: int | None = None) -> None:
+        super().__init__([])
+        self.size = self.rows = size
         self._more = {"tests": "t" * bytes_a_row} if bytes_a_row else {}
+
+    def key(self, index: int) -> int:
+        return index if self.size is None else index % self.size
 
     def row(self, index: int) -> Row:
         answer = f"answer {index}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 from areal.config import Config
 from areal.staleness.standstills import UNKNOWN
@@ -14,6 +15,12 @@ from simulation.engines import Pace
 MASTER = "tcp://master-0:5555"
 MODEL = "model"
 BRANCHING = "simulation.engines:branching"
+# Samplers and their options. No score is 1 here, and runs are short.
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "shuffle": {},
+    "difficulty": {"half_life": 2.0},
+    "skip_solved": {"times": 1, "epochs": 1, "reward": None},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,9 @@ class Model:
     """Number of such steps in a row after which the guard ends the run."""
     redo_differs: bool = False
     """Whether the result of a step differs between trainers, as on a GPU."""
+    sampler: str = "shuffle"
+    size: int | None = None
+    """Number of rows in each epoch; None: the data has no end."""
     bytes_a_row: int = 0
     """Size of a field of each row, which travels to the rewards."""
     reward_parts: int = 0
@@ -104,7 +114,12 @@ def config_of(model: Model) -> Config:
             "filter_zero_signal": model.filter_zero_signal,
             "guard": {"patience": model.doubtful_steps},
             "observe": {"rollouts": "none"},  # their notes have times, which no two runs share
-            "data": {"source": "addition", "eval_size": model.eval_size},
+            "data": {
+                "source": "addition",
+                "eval_size": model.eval_size,
+                "sampler": model.sampler,
+                "sampler_options": SAMPLERS[model.sampler],
+            },
             "sampling": {"max_new_tokens": model.max_new_tokens},
             "reward": {"functions": ["addition"], "timeout_seconds": 2.0, "credit": "return_to_go"},
             "rollout_manager": {

@@ -19,7 +19,7 @@ import numpy as np
 from actors import generator, rollout_manager, trainer
 from actors.generator import Generator
 from actors.master import Master
-from actors.parts import sessions
+from actors.parts import run_state, sessions
 from actors.parts.calls import Call
 from actors.parts.evaluations import Evaluations
 from actors.parts.hangs import Hangs
@@ -32,7 +32,16 @@ from actors.rollout_manager import RolloutManager, _GroupStart
 from actors.runtime.actor import Actor
 from actors.runtime.works import Operation
 from actors.trainer import Trainer
-from areal.staleness.ledger import Discarded, GroupState, Ledger, LedgerGroup, Requeued
+from areal.staleness.ledger import (
+    Admitted,
+    Discarded,
+    Event,
+    GroupState,
+    Ledger,
+    LedgerGroup,
+    Requeued,
+    event_record,
+)
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.rollouts import RolloutWriter
 from areal.storage.saved_calls import DIGEST_BYTES, SavedCall
@@ -126,6 +135,15 @@ def version_kept_on_roll_back() -> AbstractContextManager[None]:
         return answer
 
     return patch.multiple(Trainer, ask_master=ask)
+
+
+def choices_not_journaled() -> AbstractContextManager[None]:
+    """The journal does not say which row was chosen for a prompt."""
+
+    def without_row(event: Event) -> tuple[str, dict[str, Any]]:
+        return event_record(replace(event, row=None) if isinstance(event, Admitted) else event)
+
+    return patch.multiple(run_state, event_record=without_row)
 
 
 def lost_groups_stay_ready() -> AbstractContextManager[None]:
@@ -689,6 +707,7 @@ MUTANTS: dict[str, Mutant] = {
     "leases nobody knows of": leases_nobody_knows_of,
     "replies not matched": replies_not_matched,
     "version kept on roll-back": version_kept_on_roll_back,
+    "choices not journaled": choices_not_journaled,
     "lost groups stay ready": lost_groups_stay_ready,
     "only the last checkpoint": only_the_last_checkpoint,
     "payloads of one checkpoint": payloads_of_one_checkpoint,

@@ -455,10 +455,11 @@ class Oracle:
                 raise Violation(f"{group.id} has {len(group.trajectories)} samples", group.id)
             if self.config.filter_zero_signal and len(set().union(*map(credits_of, group.trajectories))) == 1:
                 raise Violation(f"{group.id} is trained, but has no signal", group.id)
-            start = self._tokenizer.encode(f"{self.disk.prompt_of[group.id]}", add_special_tokens=False)
+            row = self.disk.row_of[self.disk.prompt_of[group.id]]
+            start = self._tokenizer.encode(f"{row}", add_special_tokens=False)
             for place, part in enumerate(group.trajectories):
                 if part.tokens[: len(start)].tolist() != start:
-                    raise Violation(f"a sample of {group.id}, whose prompt is {start}, is {part.tokens}", group.id)
+                    raise Violation(f"a sample of {group.id}, of row {row}, is {part.tokens}, not {start}", group.id)
                 trained = self._trained.setdefault(_digest(part), set())
                 trained.add((group.id, place))
                 if _digest(part) not in self._samples:

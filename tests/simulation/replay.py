@@ -11,13 +11,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from actors.parts.run_state import RunState
+from areal.data.sources import PromptSource
 from areal.staleness.ledger import Ledger
 from areal.staleness.run_ahead import RunAhead
 from areal.storage.journal import Journal
 
 Events = Sequence[tuple[str, dict[str, Any]]]
-# What is not kept: where events go, events for messages to people, and when leases end, since all are renewed.
-NOT_KEPT = ("config", "journal", "_story", "lease_expires")
+# What is not kept: where events go, what is chosen from, events for messages to people, and when leases end, since all
+# are renewed.
+NOT_KEPT = ("config", "journal", "choose", "source", "_unseen", "_story", "lease_expires")
 
 
 class Replay(Journal):
@@ -30,9 +32,9 @@ class Replay(Journal):
         return None, self._all
 
 
-def differences(state: RunState, events: Events) -> list[str]:
-    """The names of what differs from the state after these events."""
-    replayed = RunState(state.config, Replay(events))
+def differences(state: RunState, events: Events, source: PromptSource) -> list[str]:
+    """The names of what differs from the state after these events. source: the rows."""
+    replayed = RunState(state.config, Replay(events), source)
     restored, expected = _plain(state), _plain(replayed)
     return [name for name, value in expected.items() if restored[name] != value]
 

@@ -114,6 +114,9 @@ BRANCHES_SAVED = replace(SAVED, branching=True, save_every=2)
 
 PROVOKED = {
     "only the last checkpoint": Provoked("no progress", lambda n: plan(Damage(2.0 + n)), Model(steps=12)),
+    "choices not journaled": Provoked(
+        ", of row ", lambda n: plan(Kill(2.0, "master-0", 0.1)), Model(steps=8, sampler="difficulty"), 1
+    ),
     # The spool is lost, and with it groups that were ready.
     "lost groups stay ready": Provoked(
         "the ledger does not have the groups", lambda n: plan(Resume(2.0 + n, 0, 2, 0, spool_lost=True)),

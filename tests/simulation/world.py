@@ -139,7 +139,10 @@ class World:
             self.plan.faults.append(faults.draw_hang(hangs, self.model.processes, self.plan.until))
         if model is None:
             self.model = replace(self.model, save_every=Random(f"save {seed}").choice((0, 2, 8)))
+            sampler = Random(f"sampler {seed}").choice(("shuffle", "difficulty", "skip_solved"))
+            self.model = replace(self.model, sampler=sampler, size=3 if sampler == "skip_solved" else None)
         self.config = config_of(self.model)
+        self._source = SimSource(self.model.bytes_a_row, self.model.size)
         self.scheduler = WorldScheduler()
         self.wire = FaultyWire(self.scheduler, self.random)
         self.files = Files(MODEL)
@@ -292,7 +295,7 @@ class World:
                 )
             case "reward":
                 return Reward(one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
-        common["open_source"] = lambda config, seed: SimSource(self.model.bytes_a_row)
+        common["open_source"] = lambda config, seed: self._source
         common["load_tokenizer"] = lambda *_: SimTokenizer()
         watched = WatchedManager if one.role == "rollout_manager" else WatchedEvaluator
         sampler = watched(one.bus, MASTER, **common)
@@ -303,7 +306,7 @@ class World:
         journal = WatchedJournal(self._disk(one, empty_journal()))
         journal.oracle, journal.marks = self.oracle, {}
         self.oracle.clock = lambda: one.loop.time() - one.loop.excused
-        boss = Master(one.bus, self.config, journal=journal, folder=self.folder)
+        boss = Master(one.bus, self.config, journal=journal, folder=self.folder, source=self._source)
         if not any(isinstance(fault, faults.Resume) for fault in self.plan.faults):  # else the settings may differ
             self._check_restored(boss)
         self.oracle.ledger = boss.ledger
@@ -313,7 +316,8 @@ class World:
 
     def _check_restored(self, boss: Master) -> None:
         """A master that begins with a snapshot has the same state as one that replays all events of the run."""
-        if boss.journal.size < len(self.oracle.events) and (forgotten := differences(boss.state, self.oracle.events)):
+        events = self.oracle.events
+        if boss.journal.size < len(events) and (forgotten := differences(boss.state, events, self._source)):
             self.fail(Violation(f"the master has restored another state than its journal has: {forgotten}", "master-0"))
 
     async def _start_engine(

@@ -212,6 +212,32 @@ def test_a_dump_of_before_settings_were_kept_is_loaded_with_those_of_now():
     assert all_but_the_story(Ledger.load(dump, ledger.settings)) == all_but_the_story(ledger)
 
 
+def test_the_row_of_a_prompt_is_chosen_once_and_outlives_replays_dumps_and_attempts():
+    events: list[Event] = []
+    ledger = Ledger(make_settings(max_staleness=2), journal=events.append)
+    ledger.choose = lambda prompt: 70 + prompt % 2
+    assert [permit.row for permit in ledger.admit("manager/0#1", 3, 0.0, 30.0)] == [70, 71, 70]
+    ledger.release("manager/0#1")
+    for copy in (replay(Ledger, events, ledger.settings), Ledger.load(through_json(ledger.dump()), ledger.settings)):
+        permits = copy.admit("manager/0#2", 4, 0.0, 30.0)
+        rows = [(permit.prompt_index, permit.row) for permit in permits]
+        assert rows[:3] == [(0, 70), (1, 71), (2, 70)]
+        assert rows[3:] == [(3, 3)] * (len(rows) - 3), "without a sampler a prompt has its own row"
+
+
+def test_events_and_dumps_of_before_rows_were_chosen_have_the_rows_of_their_prompts():
+    ledger = make()
+    ledger.apply(Admitted("g0.0", 0, 0, "manager/0#1", 0, 30.0))
+    assert [group.row for group in unbatched(ledger)] == [0]
+    admit(ledger, 1)
+    ledger.release("manager/0#1")
+    admit(ledger, 1)
+    dump = through_json(ledger.dump())
+    for entry in (*dump["groups"], *dump["requeued"]):
+        del entry["row"]
+    assert all_but_the_story(Ledger.load(dump, ledger.settings)) == all_but_the_story(ledger)
+
+
 def test_requeued_prompts_come_first_and_oldest_first():
     ledger = make()
     first = admit(ledger, 4)
