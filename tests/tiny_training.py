@@ -69,6 +69,7 @@ MIXES = ["Qwen3Next", "Qwen3_5", "Lfm2"]
 
 def settings(**changes):
     defaults = {"minibatches": 1, "max_tokens_per_microbatch": 64, "grad_clip": NEVER_CLIP, "lr": 1e-3}
+    defaults["adam_eps"] = 1e-5  # at 1e-8 the rounding of a gradient near 0 would move a weight as far as any other
     return TrainerConfig(**(defaults | changes))
 
 

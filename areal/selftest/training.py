@@ -142,6 +142,7 @@ class TrainingChecks:
             "warmup_steps": 0,
             "lr_schedule": "constant",
             "weight_decay": 0.0,
+            "adam_eps": 1e-5,  # with which MOVE was measured
         }
         trainer, longest = config.model_copy(update=changes), self._config.generator.max_model_len
         self._started = TrainingEngine(Path(self._config.model), trainer, seed=0, longest=longest)
