@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 import structlog
 import uvloop
 
-from areal.config import Config, UserError, dump_config, from_message, load_config, overridden
+from areal.config import Config, ScorerConfig, UserError, dump_config, from_message, load_config, overridden
 from areal.processes import KEYS, SUPERVISED, LenientOutput, die_with_parent, importing, raise_open_files, torchrun
 from areal.roles import ROLES
 from areal.storage.run_folder import config_of_run, configuration_to_resume, steps_trained
@@ -57,6 +57,7 @@ between machines need keys, the same on every node (docs/security.md):
   python run.py --role generator --master tcp://NODE0:5555
   python run.py --role rollout_manager --master tcp://NODE0:5555
   python run.py --role reward --reward mypkg.rewards:Judge model=small --master tcp://NODE0:5555
+  python run.py --role scorer --scorer NAME --master tcp://NODE0:5555
   python run.py --role evaluator --master tcp://NODE0:5555
 A live dashboard of a run, on any node that can reach its master:
   python run.py --role monitor --master tcp://NODE0:5555
@@ -65,10 +66,10 @@ A trainer on several nodes: run this on each of them (the number of ranks comes 
     run.py --role trainer --master tcp://NODE0:5555
 Roles on the master's machine may take its run folder in place of its address. There the run makes keys of its own:
   python run.py --role generator --master runs/NAME
-With several --role, each role runs in its own process. Generators, rollout managers and rewards may join and leave at
-any time; on SIGTERM an actor hands over its work before it exits. Without --role, or with several, a process that dies
-is restarted, also after a SIGTERM to it alone. Restart a master that was started by hand with --role master --resume
-RUN_FOLDER.
+With several --role, each role runs in its own process. Generators, rollout managers, rewards and scorers may join and
+leave at any time; on SIGTERM an actor hands over its work before it exits. Without --role, or with several, a process
+that dies is restarted, also after a SIGTERM to it alone. Restart a master that was started by hand with --role master
+--resume RUN_FOLDER.
 
 Exit codes. 0: the run reached its end, or the actor left as it was told to. 1: the run failed. 2: something that you
 supplied has to be changed. 3: the master no longer accepts this actor, start it again. 4: an error in the program. 5
@@ -137,6 +138,7 @@ def add_options_of_role(add: Callable[..., object]) -> None:
         "--reward", action="append", metavar="NAME",
         help="reward that a reward role serves; may be repeated (default: the run's reward.functions)",
     )  # fmt: skip
+    add("--scorer", metavar="NAME", help="name in the run's `scorers` of what a scorer role serves")
 
 
 def main() -> int:
@@ -196,6 +198,8 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     if not arguments.master:
         raise UserError(f"Give the address of the master: --role {roles[0]} --master tcp://HOST:PORT.")
     keep_keys(arguments.keys)
+    if ("scorer" in roles) != bool(arguments.scorer):
+        raise UserError("Name what a scorer serves, one of the run's `scorers`: --role scorer --scorer NAME.")
     if "monitor" in roles and roles != ["monitor"]:
         raise UserError("Start the monitor by itself (--role monitor): it shows one run.")
     if arguments.reward:  # checked here, because the master may be long in coming
@@ -289,11 +293,15 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     from areal.devices import deal_out
 
     config = ask_config(arguments)  # waits for the master here, where the wait is visible
+    if arguments.scorer:  # the devices are those of its engines, whatever the run itself starts
+        scorer = scorer_of(config, arguments.scorer).model_copy(update={"count": roles.count("scorer")})
+        config = config.model_copy(update={"scorers": {arguments.scorer: scorer}})
     options = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
     options += role_options(arguments, arguments.ports)
     rewards = [word for name in arguments.reward or [] for word in ("--reward", name)] + arguments.overrides
+    own = {"reward": rewards, "scorer": ["--scorer", arguments.scorer or ""]}
     seconds = config.master.drain_seconds
-    return supervise(lambda supervisor: supervisor.run_roles(roles, options, rewards, seconds), deal_out(config, roles))
+    return supervise(lambda supervisor: supervisor.run_roles(roles, options, own, seconds), deal_out(config, roles))
 
 
 def role_options(arguments: argparse.Namespace, ports: str) -> list[str]:
@@ -460,10 +468,11 @@ def run_role(role: str, arguments: argparse.Namespace) -> int:
         return await build(role, arguments).run()
 
     try:
-        if role == "generator":
+        if role in ("generator", "scorer"):
             from areal.generation.engine import prepare
 
-            prepare(ask_config(arguments).generator)
+            config = ask_config(arguments)
+            prepare(config.generator if role == "generator" else scorer_of(config, arguments.scorer).engine)
         # The runner is never closed: closing waits for threads inside an engine, which cannot be cancelled.
         ending = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
     except UserError as error:
@@ -492,9 +501,9 @@ def build(role: str, arguments: argparse.Namespace) -> Actor:
     with importing():
         module = import_module(f"actors.{role}")
     kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
-    arguments_of_role = served_rewards(arguments) if role == "reward" else {}
+    own: dict[str, dict[str, Any]] = {"reward": served_rewards(arguments), "scorer": {"name": arguments.scorer}}
     bus = Bus(f"{role}/{'?' if arguments.index is None else arguments.index}#{incarnation()}", network)
-    return kind(bus, arguments.master, arguments.index, door, patience=arguments.wait, **arguments_of_role)
+    return kind(bus, arguments.master, arguments.index, door, patience=arguments.wait, **own.get(role, {}))
 
 
 def served_rewards(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -525,6 +534,14 @@ def join_ranks(arguments: argparse.Namespace) -> None:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(patience)))
         # The dashes keep torchrun from parsing our --master as an option of its own.
         os.execv(sys.executable, [*torchrun(config.trainer.ranks), "--", *sys.argv])
+
+
+def scorer_of(config: Config, name: str) -> ScorerConfig:
+    """The settings of a scorer. Raises UserError if the run has none of this name."""
+    if name not in config.scorers:
+        known = ", ".join(config.scorers) or "none"
+        raise UserError(f"The run has no scorer {name!r} (--scorer): its `scorers` are {known}.")
+    return config.scorers[name]
 
 
 def ask_config(arguments: argparse.Namespace) -> Config:

@@ -373,7 +373,7 @@ class Master(HandlesRequests):
             if lost := self.ledger.expire(now):
                 log.warning("leases expired", groups=lost)
             self._evaluations.watch()
-            self._progress.look_for_rewards()
+            self._progress.look_for_servers()
             self._changed.notify()
             self._disks.look([*self._shortages()], now)
             if self._shortage or self._progress.longest_work() or self.members.silent(SILENT_SECONDS):
@@ -562,7 +562,7 @@ class Master(HandlesRequests):
     @handles(AddReward)
     async def add_reward(self, request: Request[AddReward]) -> Done:
         name, weight = request.message.name, request.message.weight
-        served = {name for member in self.state.members.values() for name in member.serves}
+        served = {name for m in self.state.members.values() if m.role == "reward" for name in m.serves}
         if name not in served | self.state.reward_names:
             raise RefusedError(f"no actor of the run serves {name!r}, only {', '.join(sorted(served)) or 'none'}")
         prompt = self.ledger.next_prompt

@@ -12,15 +12,16 @@ from typing import Any, Protocol, Self
 
 import structlog
 
-from actors.parts.flows import PART_BYTES, Flows
-from actors.runtime.actor import Actor, handles
+from actors.parts.flows import PART_BYTES
+from actors.parts.serving import Serving
+from actors.runtime.actor import handles
 from areal.rewards.functions import NO_OPTIONS
 from areal.rewards.pool import RewardPool
 from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
 from areal.trajectory import Tokens
 from protocols.errors import BusyError, HarmfulError, RefusedError
-from protocols.messages import Completion, CompletionsScored, Done, EndJobs, OpenFlow, Score, Scored
+from protocols.messages import Completion, CompletionsScored, Done, OpenFlow, Score, Scored
 from protocols.transport import Request
 
 log = structlog.get_logger()
@@ -36,7 +37,7 @@ class Pool(Protocol):
     ) -> Result: ...
 
 
-class Reward(Actor):
+class Reward(Serving):
     """Serves the rewards named on its command line; if none are named, those of the configuration.
 
     options: keyword arguments by name of the reward, which replace those of the configuration."""
@@ -48,12 +49,10 @@ class Reward(Actor):
         self, *args: Any, functions: tuple[str, ...] = (), options: Mapping[str, Mapping[str, Any]] = NO_OPTIONS,
         make_pool: Callable[..., Pool] = RewardPool, **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, size=_size, **kwargs)
         self._functions = functions
         self._options = options
         self._make_pool = make_pool
-        self._flows = Flows[Scored](_size, self.spawn)
-        self._scored = self._failed = 0
 
     def serves(self) -> tuple[str, ...]:
         return self._functions or tuple(self.config.own_rewards)
@@ -70,15 +69,9 @@ class Reward(Actor):
         await self.become_healthy()
         self.activity = f"scoring with {', '.join(self.serves())}"
 
-    async def hand_over(self) -> None:
-        await self._flows.emptied()
-
     async def teardown(self) -> None:
         if self._pool is not None:
             await self._pool.__aexit__(None, None, None)
-
-    def stats(self) -> dict[str, float]:
-        return {"scored": self._scored, "failed": self._failed}
 
     @handles(OpenFlow)
     async def open_flow(self, request: Request[OpenFlow]) -> AsyncIterator[CompletionsScored]:
@@ -88,30 +81,20 @@ class Reward(Actor):
 
     @handles(Score)
     async def score(self, request: Request[Score]) -> Done:
-        """The scores have no deadline while this actor is alive, however long its queue is."""
-        if self._pool is None or self.state != "healthy":
-            raise BusyError("this reward actor accepts no completions: it is starting or draining")
+        if self._pool is None:
+            raise BusyError("this reward actor is starting")
         message = request.message
         completions = {
             completion.job: functools.partial(self._score, self._pool, completion, message.rows[completion.row])
             for completion in message.completions
         }
-        self._flows.begin(request, message.flow, completions)
-        return Done()
-
-    @handles(EndJobs)
-    async def end_jobs(self, request: Request[EndJobs]) -> Done:
-        self._flows.cancel(request)
-        return Done()
+        return self.begin(request, message.flow, completions)
 
     async def _score(
         self, pool: Pool, completion: Completion, row: Mapping[str, Any], add: Callable[[Scored], None]
     ) -> None:
         """Score a completion. Raises RefusedError."""
-        if completion.function not in self.serves():
-            raise RefusedError(
-                f"this reward actor does not serve reward {completion.function!r}, only {', '.join(self.serves())}"
-            )
+        self.check_served(completion.function)
         try:
             with self.working(f"scoring with {completion.function}"):
                 score, parts = await pool.score(

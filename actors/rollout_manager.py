@@ -292,11 +292,27 @@ class RolloutManager(Sampler):
             self._router.room.notify()
 
     async def run_workflow(self, session: SampleSession, row: Row) -> Trajectory:
-        """Run the workflow for one sample, and lower its reward if the completion is too long
-        (`reward.overlong_tokens`). Only training samples get this penalty, not those of an evaluation."""
+        """Run the workflow for one sample, lower its reward if the completion is too long (`reward.overlong_tokens`),
+        and have scorers score its tokens. Only training samples get this, not those of an evaluation."""
         sample = await super().run_workflow(session, row)
+        for column, name in self._scorers(row).items():
+            branches = [self._scoring.logprobs(name, branch.tokens) for branch in sample.sequences()]
+            sample = sample.with_scores(column, await asyncio.gather(*branches)).checked()
         penalty = self.services.overlong(sample)
         return sample.lowered(penalty) if penalty else sample
+
+    def _scorers(self, row: Row) -> dict[str, str]:
+        """The names of the scorers of a sample of this row, by the column that each gives. Raises SampleFailed."""
+        trainer = self.config.trainer
+        named = {"teacher_logprobs": trainer.teacher, "reference_logprobs": trainer.reference_scorer}
+        if trainer.teacher_key:
+            named["teacher_logprobs"] = row.fields.get(trainer.teacher_key) or trainer.teacher
+        for name in filter(None, named.values()):
+            if name not in self.config.scorers:
+                known = ", ".join(self.config.scorers)
+                why = f"row {row.index} has {trainer.teacher_key}={name!r} (trainer.teacher_key): scorers has {known}"
+                raise SampleFailed("row", why)
+        return {column: name for column, name in named.items() if name}
 
     async def _stored(self, permit: Permit) -> StoredSamples:
         """What the trainer has of the group. Raises _GroupFailed if it refuses the group."""

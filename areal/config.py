@@ -349,15 +349,13 @@ class RewardConfig(Section):
             raise ValueError(f"reward.functions {error}") from None
 
 
-class GeneratorConfig(Section):
-    count: int = Field(1, ge=1, description="generators of a run on one machine")
+class EngineConfig(Section):
+    """A vLLM engine."""
+
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="type of the weights in the engine; a CPU without AMX is twice as fast with float32"
     )
     threads: int = Field(1, ge=1, description="OpenMP threads of the engine (CPU only)")
-    max_concurrent_rollouts: int = Field(
-        64, ge=1, description="most sequences that a generator runs at once; fewer if its KV cache is too small"
-    )
     max_model_len: int | None = Field(
         None, gt=0, description="most tokens of prompt and completion; null: the model's limit"
     )
@@ -372,15 +370,6 @@ class GeneratorConfig(Section):
         None, gt=0, description="KV cache on each device, GiB; null: what memory_share leaves on a GPU, 1 on a CPU"
     )
     tensor_parallel: int = Field(1, ge=1, description="devices of one engine")
-    stream_interval: int = Field(16, ge=1, description="tokens of a sequence per streamed chunk")
-    interrupt: bool = Field(
-        True, description="new weights interrupt the running sequences; false: these finish first, and no others begin"
-    )
-    kv_on_update: Literal["recompute", "keep"] = Field(
-        "recompute",
-        description="KV cache of interrupted samples: recomputed under the new weights (the paper), or kept as the "
-        "old weights computed it (PipelineRL, arXiv 2509.19128), also for later turns",
-    )
     enforce_eager: bool = Field(False, description="use no CUDA graphs and no compilation")
     engine_options: dict[str, Any] = Field(
         default_factory=dict,
@@ -394,6 +383,37 @@ class GeneratorConfig(Section):
     def devices(self) -> int:
         """Number of devices of one engine; on a CPU, of its processes."""
         return self.tensor_parallel * devices_of(self.engine_options)
+
+
+class GeneratorConfig(EngineConfig):
+    count: int = Field(1, ge=1, description="generators of a run on one machine")
+    max_concurrent_rollouts: int = Field(
+        64, ge=1, description="most sequences that a generator runs at once; fewer if its KV cache is too small"
+    )
+    stream_interval: int = Field(16, ge=1, description="tokens of a sequence per streamed chunk")
+    interrupt: bool = Field(
+        True, description="new weights interrupt the running sequences; false: these finish first, and no others begin"
+    )
+    kv_on_update: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="KV cache of interrupted samples: recomputed under the new weights (the paper), or kept as the "
+        "old weights computed it (PipelineRL, arXiv 2509.19128), also for later turns",
+    )
+
+
+class ScorerConfig(EngineConfig):
+    """`scorers` is a mapping of names to frozen models on engines of their own, which give the log-probs of the sampled
+    tokens: teachers (`trainer.teacher`) and references (`trainer.reference: scorer:NAME`)."""
+
+    model: str = Field(description="folder of a Hugging Face model, hub id, or `quickstart`; with the run's tokenizer")
+    count: int = Field(
+        1, ge=0, description="scorers of this name of a run on one machine; 0: they join it (run.py --role scorer)"
+    )
+
+    @property
+    def engine(self) -> GeneratorConfig:
+        """The settings of its engine."""
+        return GeneratorConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
 
 
 # Fits any tokenizer.
@@ -488,6 +508,7 @@ OBJECTIVE_SETTINGS: dict[str, dict[str, Any]] = {
     "icepop": {**_GROUP, "loss_mean": "sequence", "behaviour_weight": "masked", "behaviour_weight_bounds": (0.5, 5.0)},
     "kpop": {**_GROUP, "behaviour_weight": "masked_kl", "behaviour_weight_bounds": (0.0, 2.0)},
     "m2po": dict(_GROUP),
+    "distill": {"teacher_coef": 1.0},
 }  # fmt: skip
 
 
@@ -627,7 +648,18 @@ class TrainerConfig(Section):
     )
     kl_in: Literal["loss", "reward"] = Field("loss", description="the penalty is part of the loss, or of the reward")
     reference: str | None = Field(
-        None, description="folder of the reference model; null: the run's model (with adapters, without a second copy)"
+        None,
+        description="the reference model: its folder, or `scorer:NAME`, one of `scorers`, off the trainer; null: the "
+        "run's model (with adapters, without a second copy)",
+    )
+    teacher: str | None = Field(
+        None, description="the name in `scorers` of the teacher, whose log-probs each sampled token is compared with"
+    )
+    teacher_key: str | None = Field(
+        None, description="field of a row with the name of its teacher, in place of `teacher`, for rows that have it"
+    )
+    teacher_coef: float = Field(
+        0.0, ge=0, description="weight of log teacher - log pi_prox in the advantage of a token; 0: it is only measured"
     )
     checkpoint_every: int = Field(
         20, ge=1, description="steps between checkpoints; a restarted trainer redoes the steps since the last one"
@@ -642,6 +674,12 @@ class TrainerConfig(Section):
     def on(self, *, cuda: bool) -> TrainerConfig:
         """This configuration for trainers on GPUs (cuda) or CPUs, without `auto`."""
         return self.model_copy(update=self.automatic(cuda=cuda))
+
+    @property
+    def reference_scorer(self) -> str | None:
+        """The name of the scorer that has the reference model; None: the trainer has it, or there is no penalty."""
+        kind, _, name = (self.reference or "").partition(":")
+        return name if kind == "scorer" and self.kl_coef else None
 
     @property
     def uses_behaviour(self) -> bool:
@@ -684,6 +722,10 @@ class TrainerConfig(Section):
                 "trainer.objective=vespo takes the product over each sequence itself: leave out "
                 "trainer.behaviour_weight_level"
             )
+        if self.teacher_coef and not self.teacher:
+            yield "trainer.objective=distill and trainer.teacher_coef need a teacher: set trainer.teacher to a scorer"
+        if self.teacher_key and not self.teacher:
+            yield "trainer.teacher_key needs a teacher for the other rows: set trainer.teacher to a scorer"
         if ":" not in self.objective and self.objective not in OBJECTIVE_SETTINGS:
             yield (
                 f"Unknown objective {self.objective!r} in trainer.objective: known are "
@@ -763,8 +805,12 @@ class ScoringConfig(Section):
                 f"for sandbox.wall_seconds, {self.sandbox.wall_seconds:g}: raise reward.timeout_seconds above that, or "
                 f"lower sandbox.wall_seconds"
             )
-        if not self.rewards:
+        if self.needs_reward and not self.rewards:
             yield "reward.functions is missing: set it there or as an override, reward.functions=NAME"
+
+    @property
+    def needs_reward(self) -> bool:
+        return True
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -991,6 +1037,7 @@ class Config(ScoringConfig):
     guard: GuardConfig = GuardConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
     master: MasterConfig = MasterConfig()
+    scorers: dict[str, ScorerConfig] = Field(default_factory=dict)
     observe: ObserveConfig = ObserveConfig()
     network: NetworkConfig = NetworkConfig()
 
@@ -1014,6 +1061,7 @@ class Config(ScoringConfig):
         yield from super().conflicts()
         yield from self._conflicts_of_sections()
         yield from self._conflicts_of_training()
+        yield from self._conflicts_of_scorers()
 
     def _conflicts_of_rows(self) -> Iterator[str]:
         if self.steps and not self.data.parts:
@@ -1029,7 +1077,7 @@ class Config(ScoringConfig):
         if self.reward.functions:
             return
         for part in self.data.parts:
-            if not part.reward:
+            if self.needs_reward and not part.reward:
                 yield (
                     f"the rows of data.source {part.source!r} have no reward: set reward.functions, or the reward of "
                     f"the source"
@@ -1061,6 +1109,27 @@ class Config(ScoringConfig):
                 f"colocate=true moves what the trainer has on its devices itself, but trainer.offload is "
                 f"{self.trainer.offload}: leave out trainer.offload"
             )
+
+    def _conflicts_of_scorers(self) -> Iterator[str]:
+        keys = {"trainer.teacher": self.trainer.teacher, "trainer.reference": self.trainer.reference_scorer}
+        for key, name in keys.items():
+            if name is not None and name not in self.scorers:
+                yield f"{key} names the scorer {name!r}, but scorers has {', '.join(self.scorers) or 'none'}: add it"
+            if name is not None and self.sampling.temperature != 1:
+                yield (
+                    f"sampling.temperature is {self.sampling.temperature:g}, but the scorer of {key} gives log-probs "
+                    f"at temperature 1: set sampling.temperature=1"
+                )
+        if self.trainer.teacher_coef and self.filter_zero_signal:
+            yield (
+                "filter_zero_signal discards groups whose rewards are the same, but trainer.teacher teaches with them, "
+                "too: set filter_zero_signal=false"
+            )
+        for name in self.scorers:
+            if not re.fullmatch(NAME, name) or name in self.rewards:
+                yield f"a scorer cannot have the name {name!r}, that of a reward or of no file: rename it in scorers"
+            if name not in self.used_scorers:
+                yield f"the scorer {name!r} is not used: set trainer.teacher={name}, or leave it out of scorers"
 
     def _conflicts_of_training(self) -> Iterator[str]:
         if self.trainer.minibatches > self.batch_size:
@@ -1106,6 +1175,23 @@ class Config(ScoringConfig):
         for part in self._sources:
             rewards = (part.reward or {}) | rewards
         return rewards
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether the run learns from rewards, or shows them."""
+        return not self.steps or not self.trainer.teacher_coef or self.data.eval_size > 0
+
+    @property
+    def used_scorers(self) -> list[str]:
+        """The names of the scorers of the run. All of them, if rows may name their own."""
+        if self.trainer.teacher_key:
+            return list(self.scorers)
+        return [name for name in self.scorers if name in (self.trainer.teacher, self.trainer.reference_scorer)]
+
+    @property
+    def started_scorers(self) -> list[str]:
+        """The names of the scorers that a run on one machine starts, one entry for each process."""
+        return [name for name, scorer in self.scorers.items() for _ in range(scorer.count)]
 
     @property
     def served_rewards(self) -> RewardConfig:

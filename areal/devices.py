@@ -60,7 +60,7 @@ def set_allocator(transport: str = "folder") -> None:
 def deal_out(config: Config, roles: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return environment variables, by actor, that divide this machine's GPUs, or else its cores, among `roles` (one
     entry per actor). Raises UserError if there are too few GPUs."""
-    devices = visible_devices() if any(ROLES[name].devices(config) for name in roles) else []
+    devices = visible_devices() if any(ROLES[name].devices(config, 0) for name in roles) else []
     dealt = deal_out_devices(config, roles, devices) or deal_out_cores(config, roles)
     if any(SHARES in variables for variables in dealt.values()):
         print("Note: trainer and generator share the only GPU here.", file=sys.stderr)
@@ -84,12 +84,12 @@ def deal_out_devices(config: Config, roles: Sequence[str], devices: Sequence[str
         return {}
     shares: dict[str, Sequence[str]] = {}
     needs: list[str] = []
-    first = total = 0
-    for role in [role for role in ROLES.values() if role.name in roles and role.devices(config)]:
-        first = 0 if config.colocate else first
+    total = 0
+    for role in [role for role in ROLES.values() if role.name in roles and role.devices(config, 0)]:
+        first = 0 if config.colocate and role.in_turns else total
         for index in range(roles.count(role.name)):
-            shares[f"{role.name}/{index}"] = devices[first : first + role.devices(config)]
-            first += role.devices(config)
+            shares[f"{role.name}/{index}"] = devices[first : first + role.devices(config, index)]
+            first += role.devices(config, index)
         needs.append(role.needed_devices(config, roles.count(role.name)))
         total = max(total, first)
     if (

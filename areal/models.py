@@ -1,4 +1,4 @@
-"""Finds the models of a run: the initial model, and the reference model of the KL penalty."""
+"""Finds the models of a run: the initial model, the reference model of the KL penalty, and those of scorers."""
 
 from __future__ import annotations
 
@@ -28,18 +28,22 @@ def resolve_model(config: Config, tell: Callable[[str], None] = quietly, *, weig
     """Return the absolute folder of `config.model`, which names the quickstart's own model (made on first use), a
     folder, or a model on the model hub, of which `weights` may be left out. tell: is called with what is being done.
     Raises UserError."""
-    if config.model == "quickstart":
+    return _resolve(config, config.model, "model", tell, weights)
+
+
+def _resolve(config: Config, name: str, key: str, tell: Callable[[str], None], weights: bool) -> Path:
+    if name == "quickstart":
         tell("it makes the quickstart's model")
         return _make_quickstart(config)
-    return find_model(config.model, "model", tell, weights=weights)
+    return find_model(name, key, tell, weights=weights)
 
 
 def resolve_reference(
     config: Config, tell: Callable[[str], None] = quietly, *, weights: bool = True
 ) -> Path | None:  # fmt: skip
     """Return the absolute folder of `trainer.reference`. None: there is no KL penalty, or the reference model is the
-    run's own model. Raises UserError."""
-    if not config.trainer.kl_coef or config.trainer.reference is None:
+    run's own model, or that of a scorer. Raises UserError."""
+    if not config.trainer.kl_coef or config.trainer.reference is None or config.trainer.reference_scorer:
         return None
     return find_model(config.trainer.reference, "trainer.reference", tell, weights=weights)
 
@@ -49,7 +53,14 @@ def with_folders(config: Config, tell: Callable[[str], None] = quietly) -> Confi
     trainer = config.trainer
     if reference := resolve_reference(config, tell):
         trainer = trainer.model_copy(update={"reference": str(reference)})
-    return config.model_copy(update={"model": str(resolve_model(config, tell)), "trainer": trainer})
+    scorers = {
+        name: scorer.model_copy(
+            update={"model": str(_resolve(config, scorer.model, f"scorers.{name}.model", tell, True))}
+        )
+        for name, scorer in config.scorers.items()
+    }
+    found = {"model": str(resolve_model(config, tell)), "trainer": trainer, "scorers": scorers}
+    return config.model_copy(update=found)
 
 
 def find_model(name: str, key: str, tell: Callable[[str], None] = quietly, *, weights: bool = True) -> Path:

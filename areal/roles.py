@@ -19,15 +19,19 @@ class Role:
     processes: their number in a run on one machine. 0: the run does without the role; else it waits until one is ready.
     joins: whether the run starts none of them, as they are in processes that join it.
     works_for: if the run waits for one of these, it waits for this role, among others.
-    devices, devices_key: number of GPUs of a process, and the configuration key that sets it.
+    devices, devices_key: number of GPUs of the process with an index, and the configuration key that sets it. in_turns:
+    with `colocate` it uses the devices in turns with the other such roles.
+    names: of processes that differ, one for each that a run on one machine starts; each gets its own as `--ROLE NAME`.
     single: a run has one process of the role, and a new one takes its place.
     environment: variables of a process of its own, where the user has not set them."""
 
     name: str
     processes: Callable[[Config], int]
     works_for: frozenset[Goal]
-    devices: Callable[[Config], int] = lambda config: 0
+    devices: Callable[[Config, int], int] = lambda config, index: 0
     devices_key: str = ""
+    in_turns: bool = True
+    names: Callable[[Config], list[str]] = lambda config: []
     single: bool = False
     joins: Callable[[Config], bool] = lambda config: False
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -36,11 +40,20 @@ class Role:
         """The number of processes that a run on one machine starts."""
         return 0 if self.joins(config) else self.processes(config)
 
+    def options(self, config: Config, index: int) -> list[str]:
+        """The options of its own that a process gets."""
+        names = self.names(config)
+        return [f"--{self.name}", names[index]] if names else []
+
     def needed_devices(self, config: Config, count: int) -> str:
         """The devices of `count` processes, for messages."""
-        devices = f"{self.devices(config)}{'' if self.single else ' each'} ({self.devices_key})"
+        numbers = dict.fromkeys(f"{self.devices(config, index)}" for index in range(count))
+        devices = f"{' or '.join(numbers)}{'' if self.single else ' each'} ({self.devices_key})"
         return f"the {self.name} needs {devices}" if self.single else f"{count} {self.name}s need {devices}"
 
+
+# numpy, which the bus imports, would start a thread for each core. vLLM is loaded in a process with one.
+ENGINE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 
 # The slowest to start first. They get devices, and are shown, in this order.
 ROLES = {
@@ -50,7 +63,7 @@ ROLES = {
             "trainer",
             processes=lambda config: int(config.steps > 0),
             works_for=frozenset({"step"}),
-            devices=lambda config: config.trainer.ranks,
+            devices=lambda config, index: config.trainer.ranks,
             devices_key="trainer.ranks",
             single=True,
         ),
@@ -58,14 +71,24 @@ ROLES = {
             "generator",
             processes=lambda config: config.generator.count,
             works_for=frozenset({"batch", "evaluation"}),
-            devices=lambda config: config.generator.devices,
+            devices=lambda config, index: config.generator.devices,
             devices_key="generator.tensor_parallel",
-            # numpy, which the bus imports, would start a thread for each core. vLLM is loaded in a process with one.
-            environment={"OPENBLAS_NUM_THREADS": "1"},
+            environment=ENGINE_ENVIRONMENT,
+        ),
+        Role(
+            "scorer",
+            processes=lambda config: len(config.started_scorers) or len(config.scorers),
+            joins=lambda config: not config.started_scorers,
+            names=lambda config: config.started_scorers,
+            works_for=frozenset({"batch"}),
+            devices=lambda config, index: config.scorers[config.started_scorers[index]].devices,
+            devices_key="scorers.NAME.tensor_parallel",
+            in_turns=False,
+            environment=ENGINE_ENVIRONMENT,
         ),
         Role(
             "reward",
-            processes=lambda config: config.reward.count,
+            processes=lambda config: config.reward.count if config.rewards else 0,
             joins=lambda config: not config.own_rewards and bool(config.reward.external),
             works_for=frozenset({"batch", "evaluation"}),
         ),

@@ -42,6 +42,8 @@ COLUMNS = {
     "logprobs": Column("token", np.float32, unsampled=0.0),
     "versions": Column("token", np.int32, unsampled=NOT_SAMPLED),
     "returns": Column("token", np.float64, required=False),
+    "teacher_logprobs": Column("token", np.float32, required=False, unsampled=0.0),
+    "reference_logprobs": Column("token", np.float32, required=False, unsampled=0.0),
     "branch_counts": Column("sample", np.int32, required=False),
     "branch_shared": Column("branch", np.int32, required=False),
     "branch_own": Column("branch", np.int32, required=False),
@@ -50,6 +52,8 @@ COLUMNS = {
 columns of the rollouts that a run keeps."""
 
 TOKEN_COLUMNS = {name: column for name, column in COLUMNS.items() if column.per == "token"}
+SCORED = ("teacher_logprobs", "reference_logprobs")
+"""The columns that scorers give."""
 
 
 class Branch(NamedTuple):
@@ -81,6 +85,8 @@ class Trajectory:
     branches: empty for one conversation that only grew. Otherwise the sample is a prefix tree, or several, written
     branch by branch: the arrays hold the own tokens of one branch after another, so each sampled token once.
     returns: float64, what each sampled token is credited with; None: all of them with `reward`.
+    teacher_logprobs, reference_logprobs: float32, the log-prob of each sampled token, given those before it in its
+    branch, under the model of a scorer (`trainer.teacher`, `trainer.reference`); 0 where not sampled.
     """
 
     tokens: np.ndarray
@@ -90,6 +96,8 @@ class Trajectory:
     finish: Finish
     branches: tuple[Branch, ...] = ()
     returns: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         lengths = {name: len(array) for name, array in self.token_columns.items()}
@@ -117,6 +125,9 @@ class Trajectory:
             raise ValueError("nothing was sampled")
         if not np.isfinite(same.logprobs).all() or same.versions.min() < NOT_SAMPLED:
             raise ValueError("a log-prob is not finite, or a version is below that of a token that was not sampled")
+        for name in SCORED:
+            if not np.isfinite(same.filled(name)).all():
+                raise ValueError(f"one of the {name} is not finite")
         if any(same.sampled[path[0]] for path in paths(same.branches or [Branch(0, len(same))])):
             raise ValueError("a conversation begins with a sampled token: without a prompt it cannot be trained")
         if not abs(same.reward) <= LARGEST_REWARD:
@@ -159,6 +170,14 @@ class Trajectory:
                 if (unsampled := COLUMNS[name].unsampled) is not None:
                     array[: branch.shared] = unsampled
             yield replace(self, branches=(), **arrays)
+
+    def with_scores(self, name: str, branches: Sequence[np.ndarray]) -> Trajectory:
+        """The same trajectory with the column `name`, one of SCORED. branches: float32 [T - 1] for each of `sequences`,
+        the log-probs of all its tokens but the first."""
+        lengths = self.branches or (Branch(0, len(self)),)
+        own = [np.append(np.float32(0), row)[shared:] for (shared, _), row in zip(lengths, branches, strict=True)]
+        arrays: dict[str, Any] = {name: np.where(self.sampled, np.concatenate(own), np.float32(0))}
+        return replace(self, **arrays)
 
     def lowered(self, penalty: float) -> Trajectory:
         """The same trajectory with a lower reward."""

@@ -12,9 +12,11 @@
 | rollout_manager | master | GroupStarted, GroupFailed | Done |
 | rollout_manager, evaluator | generator | OpenFlow | stream of TokenColumns |
 | rollout_manager, evaluator | reward | OpenFlow | stream of CompletionsScored |
+| rollout_manager | scorer | OpenFlow | stream of TokensScored |
 | rollout_manager, evaluator | generator | Generate | Done |
 | rollout_manager, evaluator | reward | Score | Done |
-| rollout_manager, evaluator | generator, reward | EndJobs | Done |
+| rollout_manager | scorer | ScoreTokens | Done |
+| rollout_manager, evaluator | generator, reward, scorer | EndJobs | Done |
 | rollout_manager | trainer | AskSamples | StoredSamples |
 | rollout_manager | trainer | StoreSample, StoreCalls | Done |
 | rollout_manager | trainer | AskCalls | StoredCalls |
@@ -368,9 +370,9 @@ class GroupStarted(Message):
     start_version: int
 
 
-Cause = Literal["row", "long", "prompt", "reward", "sandbox", "workflow", "trainer"]
+Cause = Literal["row", "long", "prompt", "reward", "scorer", "sandbox", "workflow", "trainer"]
 """What made a group fail: its row of the data, a prompt longer than data.max_prompt_tokens, a prompt that the generator
-refused, its reward, the sandbox, the workflow's own code, or the trainer, which refused it."""
+refused, its reward, a scorer, the sandbox, the workflow's own code, or the trainer, which refused it."""
 
 
 class GroupFailed(Message):
@@ -392,7 +394,8 @@ class ScoringFailed(Message):
 
 class OpenFlow(Message):
     """Asks for the results of the jobs that the sender will begin on its flow with this number: sequences at a
-    generator, completions at a reward actor. The answer is a stream without an end; the jobs end with it."""
+    generator, completions at a reward actor, rows of tokens at a scorer. The answer is a stream without an end; the
+    jobs end with it."""
 
     flow: int
 
@@ -545,6 +548,43 @@ class Scored(Part):
 class CompletionsScored(Message):
     scored: Several[Scored]
     failed: Several[JobFailed] = ()
+
+
+class ScoreTokens(Message):
+    """Give the log-probs of tokens: of the row `jobs[i]`, `counts[i]` tokens, which follow those of `jobs[i - 1]`.
+    `scorer`: the name of the model. jobs int64 and counts int32, both [rows]; tokens int32 [sum of counts]. They come
+    on the flow, as TokensScored."""
+
+    flow: int
+    scorer: Name
+    jobs: Int64s
+    counts: Int32s
+    tokens: Int32s
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _check_rows(self.jobs, self.counts, self.tokens)
+        return self
+
+
+class TokensScored(Message):
+    """Log-probs of the tokens of several rows, columns as in ScoreTokens: float32, of all tokens of a row but the
+    first, each after those before it."""
+
+    jobs: Int64s
+    counts: Int32s
+    logprobs: Float32s
+    failed: Several[JobFailed] = ()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _check_rows(self.jobs, self.counts, self.logprobs)
+        return self
+
+
+def _check_rows(jobs: Vector, counts: Vector, values: Vector) -> None:
+    if len(jobs) != len(counts) or (counts < 0).any() or counts.sum(dtype=np.int64) != len(values):
+        raise ValueError("the columns are not as long as the counts say")
 
 
 class StoreSample(Message):

@@ -155,4 +155,6 @@ BRANCHED = Trajectory(
     finish="stop",
     branches=(Branch(0, 4), Branch(3, 2), Branch(0, 2)),
     returns=np.arange(8.0),
+    teacher_logprobs=np.array([0, 0, -1, -2, 0, -3, 0, -4], np.float32),
+    reference_logprobs=np.array([0, 0, -4, -3, 0, -2, 0, -1], np.float32),
 )

@@ -190,17 +190,23 @@ def check_evaluations(evaluations: list[dict], summary: dict) -> None:
     )  # fmt: skip
 
 
-def test_roles_started_by_hand_train_adapters_in_turns_by_a_reward_of_the_users_own(run, small, tmp_path, tiny_model):
+def test_roles_started_by_hand_train_adapters_in_turns_by_a_reward_and_a_reference_of_their_own(
+    run, small, tmp_path, tiny_model
+):
     (tmp_path / "mine.py").write_text(SHORT)
     changes = [
         "max_staleness=0", "reward.functions=[mine:Short]", "trainer.lora.rank=4",
         "trainer.lora.target_modules=[q_proj,v_proj]", "trainer.lr=1e-3", "trainer.lr_schedule=linear",
-        "trainer.kl_coef=0.01", "trainer.zero_stage=2", "colocate=true",
+        "trainer.kl_coef=0.01", "trainer.zero_stage=2", "colocate=true", "trainer.reference=scorer:first",
+        "trainer.teacher=first",
+        f"scorers.first={{model: {tiny_model}, count: 0, dtype: float32, kv_cache_gib: 0.25}}",
     ]  # fmt: skip
     master = "runs/test"  # where the master writes its address, and the keys of this run
     runs = [run("--role", "master", "--config", CONFIG, *small, *changes)]
-    roles = ["trainer", "generator", "rollout_manager", "evaluator"]
-    runs += [run("--role", role, "--master", master) for role in roles]
+    roles = ["trainer", "generator", "rollout_manager", "evaluator", "scorer"]
+    runs += [
+        run("--role", role, *["--scorer", "first"][: 2 * (role == "scorer")], "--master", master) for role in roles
+    ]
     runs += [run("--role", "reward", "--reward", "mine:Short", "characters=1", "--master", master)]
     outputs = [started.wait(240) for started in runs]
     assert [started.code for started in runs] == [0] * len(runs), "\n".join(outputs)
@@ -212,7 +218,10 @@ def test_roles_started_by_hand_train_adapters_in_turns_by_a_reward_of_the_users_
         # Each token was sampled by the very weights that are trained: the weight pi_prox / pi_behav is 1.
         assert m["weight_max"] == pytest.approx(1, abs=1e-3)
         assert m["logprob_gap"] is not None and m["offload_seconds"] > 0
-    assert metrics[0]["kl_reference"] == 0 < metrics[-1]["kl_reference"]
+    # The scorer has the model that the run begins with.
+    assert 0 <= metrics[0]["kl_reference"] < 1e-9 < metrics[-1]["kl_reference"]
+    assert abs(metrics[0]["kl_teacher"]) < 1e-4 and metrics[0]["teacher_agreement"] > 0.999
+    assert metrics[0]["teacher_agreement"] > metrics[-1]["teacher_agreement"]
     check_adapters(folder, tiny_model, summary["checkpoint"])
 
 

@@ -1,6 +1,7 @@
-"""The jobs that samples give to actors of the run on flows: calls to generators, completions to reward actors.
+"""The jobs that samples give to actors of the run on flows: calls to generators, completions to reward actors, rows of
+tokens to scorers.
 
-If an actor dies, the job goes on at another one: a call from its last token, a completion from the beginning.
+If an actor dies, the job goes on at another one: a call from its last token, the others from the beginning.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import structlog
@@ -24,6 +25,7 @@ from areal.workflows.conversation import Generation
 from protocols.errors import BusError, BusyError, FencedError, HarmfulError, MalformedError, RefusedError
 from protocols.messages import (
     FINISHES,
+    Cause,
     Completion,
     CompletionsScored,
     Generate,
@@ -32,7 +34,9 @@ from protocols.messages import (
     Message,
     NewSequence,
     Score,
+    ScoreTokens,
     TokenColumns,
+    TokensScored,
     actor_name,
     slices,
 )
@@ -49,7 +53,7 @@ log = structlog.get_logger()
 
 
 class Servers:
-    """The flows of an actor to generators and reward actors, one to each."""
+    """The flows of an actor to generators, reward actors and scorers, one to each."""
 
     def __init__(self, bus: Bus, spawn: Spawn) -> None:
         self._bus = bus
@@ -57,13 +61,12 @@ class Servers:
         self._numbers = itertools.count()
         self._flows: dict[str, Flow[Any]] = {}  # by identity of the server
 
-    async def do(self, member: Member, job: Call | ScoreJob) -> Any:
-        """The result of a job that a generator or a reward actor does. Raises BusError."""
+    async def do(self, member: Member, job: Call | ScoreJob | TokensJob) -> Any:
+        """The result of a job that an actor of its role does. Raises BusError."""
         flow = self._flows.get(member.identity)
         if flow is None or flow.broken:
             self._flows = {name: open_flow for name, open_flow in self._flows.items() if not open_flow.broken}
-            kind: Any = CallJobs if member.role == "generator" else ScoreJobs
-            flow = Flow(self._bus.peer(member.address), self._numbers, kind, self._spawn)
+            flow = Flow(self._bus.peer(member.address), self._numbers, KINDS[member.role], self._spawn)
             self._flows[member.identity] = flow
         return await flow.do(job)
 
@@ -169,13 +172,23 @@ class ScoreJob(Job):
         self.tokens = tokens
 
 
+class TokensJob(Job):
+    """A row of tokens, int32 [T], for the scorer of this name; the result is float32 [T - 1], the log-probs of all but
+    the first."""
+
+    def __init__(self, scorer: str, tokens: np.ndarray) -> None:
+        self.scorer = scorer
+        self.tokens = tokens
+
+
 class RoutedRewards:
-    """The reward actors of the run. awaited: the rewards for whose actors a sample waits without a deadline.
-    on_refusal: called with the reason if a completion is refused for the first time."""
+    """The reward actors and the scorers of the run. awaited: the rewards for whose actors a sample waits without a
+    deadline, as it does for any scorer. on_refusal: called with the cause and the reason if a job is refused for the
+    first time."""
 
     def __init__(
         self, router: Router, servers: Servers, config: RewardConfig, awaited: Set[str],
-        on_refusal: Callable[[str], None],
+        on_refusal: Callable[[Cause, str], None],
     ) -> None:  # fmt: skip
         self._router = router
         self._servers = servers
@@ -188,31 +201,40 @@ class RoutedRewards:
         self, name: str, prompt: str, completion: str, row: Mapping[str, Any], tokens: np.ndarray | None
     ) -> Result:
         """Raises SampleFailed."""
-        job = ScoreJob(name, prompt, completion, row, tokens)
+        result: Result = await self._do(ScoreJob(name, prompt, completion, row, tokens), "reward", name)
+        return result
+
+    async def logprobs(self, name: str, tokens: np.ndarray) -> np.ndarray:
+        """What TokensJob says. Raises SampleFailed."""
+        result: np.ndarray = await self._do(TokensJob(name, tokens), "scorer", name)
+        return result
+
+    async def _do(self, job: ScoreJob | TokensJob, role: Literal["reward", "scorer"], name: str) -> Any:
         refused = lost = 0
         while True:
             member = await self._choose(job)
             try:
                 with self._router.using(member):
-                    result: Result = await self._servers.do(member, job)
-                    return result
+                    return await self._servers.do(member, job)
             except MalformedError as error:  # this row cannot travel, to no actor and at no time
-                raise SampleFailed("row", f"reward {name!r}: {error}") from None
+                raise SampleFailed("row", f"{role} {name!r}: {error}") from None
             except BusError as error:
                 if isinstance(error, RefusedError):
                     refused += 1
                     if refused == 1:
-                        self._on_refusal(f"reward {name!r}: {error}")
+                        self._on_refusal(role, f"{role} {name!r}: {error}")
                 elif not isinstance(error, BusyError):  # one that drains or starts has lost nothing
                     lost += 1
-                if isinstance(error, HarmfulError):
+                if isinstance(error, HarmfulError) and isinstance(job, ScoreJob):
                     self._quarantine.lost(_digest(job))
                 if refused > self._config.retries or lost > REWARDS_LOST:
-                    raise SampleFailed("reward", f"reward {name!r}: {error}") from None
+                    raise SampleFailed(role, f"{role} {name!r}: {error}") from None
                 await self._router.avoid(member)
 
-    async def _choose(self, job: ScoreJob) -> Member:
-        """The reward actor to ask next. Raises SampleFailed if none is to be asked, or none comes."""
+    async def _choose(self, job: ScoreJob | TokensJob) -> Member:
+        """The actor to ask next. Raises SampleFailed if none is to be asked, or none comes."""
+        if isinstance(job, TokensJob):
+            return await self._router.choose("scorer", job.scorer)
         name = job.function
         try:
             if self._quarantine:
@@ -257,3 +279,32 @@ class ScoreJobs:
             if job := jobs.pop(scored.job, None):
                 job.succeed(Result(scored.score, scored.parts))
         return part.failed
+
+
+class TokensJobs:
+    """Jobs of scorers. Those of a request are for one name: a flow leads to one scorer, which has one."""
+
+    @staticmethod
+    def request(flow: int, jobs: Sequence[TokensJob]) -> ScoreTokens:
+        return ScoreTokens(
+            flow=flow,
+            scorer=jobs[0].scorer,
+            jobs=np.array([job.number for job in jobs], np.int64),
+            counts=np.array([len(job.tokens) for job in jobs], np.int32),
+            tokens=np.concatenate([job.tokens for job in jobs]),
+        )
+
+    @staticmethod
+    def deliver(part: Message, jobs: dict[int, TokensJob]) -> Sequence[JobFailed]:
+        if not isinstance(part, TokensScored):
+            raise BusError(f"a scorer sent {part.kind!r} instead of log-probs")
+        for number, places in zip(part.jobs.tolist(), slices(part.counts), strict=True):
+            if (job := jobs.get(number)) and len(part.logprobs[places]) != len(job.tokens) - 1:
+                raise BusError("a scorer sent log-probs of another number of tokens")
+            if job := jobs.pop(number, None):
+                job.succeed(part.logprobs[places])
+        return part.failed
+
+
+KINDS: dict[str, Any] = {"generator": CallJobs, "reward": ScoreJobs, "scorer": TokensJobs}
+"""The jobs of each role."""

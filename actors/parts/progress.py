@@ -24,7 +24,7 @@ class Progress:
         self._free = free
         self._successor_until = 0.0
         self._were_served: set[str] = set()
-        self._absent: dict[str, float] = {}  # rewards that were served, and since when nobody serves them
+        self._absent: dict[str, float] = {}  # names that were served, and since when nobody serves them
         self.made()
 
     def made(self) -> None:
@@ -36,19 +36,19 @@ class Progress:
         """A member has gone. The run does not end before the one that may be started in its place had time to join."""
         self._successor_until = self._clock() + self._config.master.lease_seconds
 
-    # --- rewards that have gone
+    # --- rewards and scorers that have gone
 
-    def look_for_rewards(self) -> None:
-        """Note which rewards of the run nobody serves any more. To be called every second."""
+    def look_for_servers(self) -> None:
+        """Note which rewards and scorers of the run nobody serves any more. To be called every second."""
         served, now = self._served(), self._clock()
         self._were_served |= served
-        gone = (self._were_served & self._state.reward_names) - served
+        gone = (self._were_served & self._needed.keys()) - served
         self._absent = {name: self._absent.get(name, now) for name in sorted(gone)}
 
     @property
     def absent(self) -> list[str]:
-        """The rewards that were served, and that nobody has served for ABSENT_SECONDS. Until they come back, no group
-        is admitted: each of its samples would only wait."""
+        """The rewards and scorers that were served, and that nobody has served for ABSENT_SECONDS. Until they are back,
+        no group is admitted: each of its samples would only wait."""
         return [name for name, since in self._absent.items() if self._clock() - since >= ABSENT_SECONDS]
 
     @property
@@ -56,10 +56,16 @@ class Progress:
         """Why admission pauses, and what to do; empty if it does not, or for another reason."""
         if not self.absent:
             return ""
-        return (
-            f"admission pauses: no actor serves the reward {self.absent[0]!r} any more. Start one again: "
-            f"run.serve_reward in the notebook that did, or run.py --role reward"
-        )
+        name = self.absent[0]
+        role = self._needed[name]
+        hand = f"run.py --role {role}" + f" --scorer {name}" * (role == "scorer")
+        own = "run.serve_reward in the notebook that did, or " * (role == "reward")
+        return f"admission pauses: no actor serves the {role} {name!r} any more. Start one again: {own}{hand}"
+
+    @property
+    def _needed(self) -> dict[str, str]:
+        """The rewards and scorers of the run, and the roles that serve them."""
+        return dict.fromkeys(self._config.used_scorers, "scorer") | dict.fromkeys(self._state.reward_names, "reward")
 
     def _served(self) -> set[str]:
         return {name for m in self._state.members.values() if m.state == "healthy" for name in m.serves}
@@ -76,7 +82,7 @@ class Progress:
         also one that serves an added reward."""
         limit, idle, missing = self._config.master.stall_seconds, self._clock() - self._last, self.missing()
         joining = [name for name, role in ROLES.items() if name in missing and role.joins(self._config)]
-        if joining or self._absent.keys() - set(self._config.own_rewards):
+        if joining or self._absent.keys() - {*self._config.own_rewards, *self._config.started_scorers}:
             limit = max(limit, self._config.outage_seconds)
         if idle > limit and self._clock() >= self._successor_until:
             return "end"
@@ -140,10 +146,9 @@ class Progress:
         return f"; the only generator holds version {hold[1].version} until it is evaluated{alone}"
 
     def missing(self) -> list[str]:
-        """The roles that the run needs and no healthy member has, and the rewards that none serves."""
+        """The roles that the run needs and no healthy member has, and the rewards and scorers that none serves."""
         needed = [name for name, role in ROLES.items() if role.processes(self._config)]
         missing = [name for name in needed if not self._members.with_role(name)]
-        if "reward" not in missing:
-            names = sorted(self._state.reward_names - self._served())
-            missing += [f"reward that serves {name!r}" for name in names]
-        return missing
+        served = self._served()
+        unserved = [(role, name) for name, role in sorted(self._needed.items()) if name not in served]
+        return [*missing, *(f"{role} that serves {name!r}" for role, name in unserved if role not in missing)]

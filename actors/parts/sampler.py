@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -64,18 +63,15 @@ class Sampler(Actor):
         self._workflow = self._given_workflow or resolve_workflow(
             config.rollout_manager.workflow, config.rollout_manager.workflow_options
         )
+        self._scoring = RoutedRewards(
+            self._router, self._servers, config.reward, self.awaited_rewards, self.report_failure
+        )
         self.services = Services(
             config=config,
             tokenizer=tokenizer,
             parsers=parsers,
             generators=RoutedGenerators(self._router, self._servers),
-            rewards=RoutedRewards(
-                self._router,
-                self._servers,
-                config.reward,
-                self.awaited_rewards,
-                functools.partial(self.report_failure, "reward"),
-            ),
+            rewards=self._scoring,
             programs=Programs(config.sandbox),
             endpoint=Endpoint(config),
         )
@@ -111,7 +107,7 @@ class Sampler(Actor):
             async with session.in_workflow():
                 sample = (await self._workflow(session, row)).checked()
         except SampleFailed as failure:
-            if failure.cause not in ("reward", "workflow"):  # those are reported where they occur
+            if failure.cause not in ("reward", "scorer", "workflow"):  # those are reported where they occur
                 self.report_failure(failure.cause, f"{failure}")
             raise
         except asyncio.CancelledError:

@@ -16,7 +16,16 @@ from areal.data.rows import prompt_text
 from areal.data.samplers import open_sampler
 from areal.data.sources import PromptSource, open_source
 from areal.devices import visible_devices
-from areal.models import check_adapters, check_heads, context_of, hub_id, resolve_model, resolve_reference, weight_sizes
+from areal.models import (
+    check_adapters,
+    check_heads,
+    context_of,
+    find_model,
+    hub_id,
+    resolve_model,
+    resolve_reference,
+    weight_sizes,
+)
 from areal.observe import tracking
 from areal.processes import ROOT, tied
 from areal.rewards import functions as rewards
@@ -76,6 +85,9 @@ def check(config: Config, *, weights: bool = True, rows: bool = True, machine: b
         folder = resolve_model(config, weights=weights)
         check_model(config, folder, source, weights=weights)
     resolve_reference(config, weights=weights)
+    for name, scorer in config.scorers.items():
+        if scorer.model != "quickstart":
+            check_scorer(config, name, find_model(scorer.model, f"scorers.{name}.model", weights=weights), folder)
     if machine and not visible_devices():
         check_machine(config, weight_sizes(folder) if folder else {})
     if rows:
@@ -95,6 +107,23 @@ def check_code(config: Config) -> None:
         from areal.training.objectives import rehearse  # imports torch, which only an objective of the user's own needs
 
         rehearse(config.trainer)
+
+
+def check_scorer(config: Config, name: str, model: Path, folder: Path | None) -> None:
+    """Check whether a scorer's model can read the samples. folder: the run's model, if it is there. Raises
+    UserError."""
+    room = config.scorers[name].max_model_len or context_of(model)
+    if room and room <= config.sampling.max_new_tokens:
+        raise UserError(
+            f"scorers.{name} has room for {room} tokens, but sampling.max_new_tokens is "
+            f"{config.sampling.max_new_tokens}, and a prompt comes before: lower it."
+        )
+    both = [load_tokenizer(str(of), config.data).get_vocab() for of in (folder, model) if of]
+    if both[0] != both[-1]:
+        raise UserError(
+            f"scorers.{name}.model, {model}, has another tokenizer than the model {folder}, whose tokens it is to "
+            f"score: name a model with the same tokenizer."
+        )
 
 
 def check_parsers(config: Config, folder: Path) -> None:
@@ -197,6 +226,7 @@ def check_machine(config: Config, sizes: Mapping[str, int]) -> None:
         # Weights, gradients and Adam's moments in fp32.
         needs["trainer"] = config.trainer.ranks * TRAINER_BYTES + (4 if config.trainer.lora else 16) * elements
     processes = config.rollout_manager.count + config.reward.count * (1 + config.reward.workers)
+    needs["scorers"] = len(config.started_scorers) * ENGINE_BYTES
     needs["other roles"] = processes * OTHER_BYTES
     room = memory_bytes()
     if sum(needs.values()) > room:

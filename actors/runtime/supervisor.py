@@ -184,7 +184,7 @@ class Supervisor:
                 self._progress_before = self._progress()
                 for role in ROLES.values():
                     for index in range(role.started(config)):
-                        words = ["--index", str(index), "--master", address, *options]
+                        words = ["--index", str(index), "--master", address, *options, *role.options(config, index)]
                         child = self._add(role.name, index, words)
                         tasks.create_task(self._keep(child), name=child.name)
                 tasks.create_task(self._watch(bus, address), name="watch")
@@ -198,16 +198,16 @@ class Supervisor:
             await bus.close()
 
     async def run_roles(
-        self, roles: list[str], arguments: list[str], rewards: list[str], drain_seconds: float = 0.0
+        self, roles: list[str], arguments: list[str], own: Mapping[str, list[str]], drain_seconds: float = 0.0
     ) -> Ending:
-        """Run several roles of a run whose master is on another machine. rewards: further arguments of a reward.
-        drain_seconds: that of the run."""
+        """Run several roles of a run whose master is on another machine. own: further arguments by role. drain_seconds:
+        that of the run."""
         self._drain_seconds = drain_seconds
 
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
                 for role in roles:
-                    options = arguments + rewards if role == "reward" else arguments
+                    options = arguments + own.get(role, [])
                     index = sum(child.role == role for child in self.children)
                     child = self._add(role, index, options)
                     tasks.create_task(self._keep(child), name=child.name)

@@ -107,17 +107,22 @@ def _sql(name: str, value: str | int | float) -> str:
 def alerts(
     records: Sequence[Mapping[str, Any]], digests: Sequence[Digest] = (), evaluations: Sequence[Mapping[str, Any]] = (),
     guard: Mapping[str, float] | None = None, named: Callable[[int], str] = str, is_math: bool = False,
+    taught: bool = False,
 ) -> list[Alert]:  # fmt: skip
     """The alerts of a run, the ones about the policy first.
 
     records: of metrics.jsonl, by step; evaluations: of evaluations.jsonl, by version. Values that are missing, null or
     not finite count as not measured. guard: the limits in its section of the configuration. named: what a token is
-    called. is_math: whether the reward compares with the row's answer.
+    called. is_math: whether the reward compares with the row's answer. taught: whether a teacher trains the policy;
+    then the agreement with it stands for the reward, and groups need no signal.
     """
     if not records:
         return []
     filtered = any(record.get("groups_filtered") for record in records)
     reward = Curve.of(records, "reward_mean_all" if filtered else "reward_mean")
+    if taught:
+        reward = Curve.of(records, "teacher_agreement")
+        reward.name = "the agreement with the teacher"
     return [
         *_lengths(Curve.of(records, "completion_tokens_mean"), reward),
         *_cut(Curve.of(records, "cut_share")),
@@ -126,7 +131,7 @@ def alerts(
         *_token(digests, named),
         *_copies(digests, reward),
         *(_unanswered(digests) if is_math else ()),
-        *_no_signal(records, digests, filtered),
+        *(_teacher(Curve.of(records, "kl_teacher")) if taught else _no_signal(records, digests, filtered)),
         *_entropy(Curve.of(records, "entropy"), reward, guard or {}),
         *_ranges(records, guard or {}),
         *_disk(Curve.of(records, "disk_free")),
@@ -136,6 +141,8 @@ def alerts(
 class Curve:
     """A number by step. `level`: its median over the first EARLY values, nan if there are not RECENT more. `means`: at
     each step the mean of RECENT values up to it, nan where there are less."""
+
+    name = "the reward"  # of that which a run learns from
 
     def __init__(self, steps: Sequence[int], values: Sequence[float]) -> None:
         self.steps = np.asarray(steps, int)
@@ -202,7 +209,7 @@ def _alert(name: str, curve: Curve, first: int, sentence: str, **filters: str | 
 
 
 def _lengths(length: Curve, reward: Curve) -> Iterator[Alert]:
-    unpaid = "" if reward.rose() else ", and the reward has not risen"
+    unpaid = "" if reward.rose() else f", and {reward.name} has not risen"
     change = f"from {length.level:.0f} to {length.last:.0f} tokens"
     if first := length.since(length.falls() & (length.means < length.level * (1 / FACTOR if unpaid else REMAINS))):
         sentence = (
@@ -235,12 +242,12 @@ def _parts(records: Sequence[Mapping[str, Any]], reward: Curve) -> Iterator[Aler
         starts = {name: curve.since(wrong(curve) & curve.is_far()) for name, curve in curves.items()}
         return {name: first for name, first in starts.items() if first}
 
-    risen, fallen = since(parts, Curve.rises), since(parts | {"the reward": reward}, Curve.falls)
+    risen, fallen = since(parts, Curve.rises), since(parts | {reward.name: reward}, Curve.falls)
     if risen and fallen:
         first = max(min(risen.values()), min(fallen.values()))
         changes = [
             ", ".join(f"{name} from {curve.level:.3g} to {curve.last:.3g}" for name in which if (curve := all_of[name]))
-            for which, all_of in ((risen, parts), (fallen, parts | {"the reward": reward}))
+            for which, all_of in ((risen, parts), (fallen, parts | {reward.name: reward}))
         ]
         sentence = (
             f"One aim has been served at the cost of another since step {first}: {changes[0]} has risen, {changes[1]} "
@@ -258,9 +265,9 @@ def _evaluations(evaluations: Sequence[Mapping[str, Any]], reward: Curve) -> Ite
     if best["accuracy"] - newest["accuracy"] > ERRORS * error:
         sentence = (
             f"Held-out accuracy has fallen from {best['accuracy']:.1%} (version {best['version']}) to "
-            f"{newest['accuracy']:.1%} (version {newest['version']}), while the reward has risen from "
-            f"{reward.level:.3g} to {reward.last:.3g}: the policy earns the reward by something else than the task, or "
-            f"knows its prompts by heart."
+            f"{newest['accuracy']:.1%} (version {newest['version']}), while {reward.name} has risen from "
+            f"{reward.level:.3g} to {reward.last:.3g}: the policy earns it by something else than the task, or knows "
+            f"its prompts by heart."
         )
         yield _alert("held-out accuracy falls", reward, best["version"] + 1, sentence)
 
@@ -286,8 +293,8 @@ def _copies(digests: Sequence[Digest], reward: Curve) -> Iterator[Alert]:
     if (first := share.since(share.rises(COPIES_RISE) & (share.means > COPIES))) and not reward.rose():
         sentence = (
             f"{share.last:.0%} of the samples have been copies of others in their group since step {first}, at first "
-            f"{share.level:.0%}, and the reward has not risen: the policy collapses to few answers; lower trainer.lr, "
-            f"or raise trainer.eps_clip_higher."
+            f"{share.level:.0%}, and {reward.name} has not risen: the policy collapses to few answers; lower "
+            f"trainer.lr, or raise trainer.eps_clip_higher."
         )
         yield _alert("copies in groups", share, first, sentence)
 
@@ -324,6 +331,15 @@ def _no_signal(records: Sequence[Mapping[str, Any]], digests: Sequence[Digest], 
     alert = _alert("no signal", mixed, first, sentence, **filters)
     # What was filtered has no step.
     yield replace(alert, filters={"fate": "filtered", "start_version_min": first - 1}) if filtered else alert
+
+
+def _teacher(distance: Curve) -> Iterator[Alert]:
+    if first := distance.since(distance.rises() & distance.is_far()):
+        sentence = (
+            f"The policy has moved away from its teacher since step {first}: kl_teacher is {distance.last:.2g} nats a "
+            f"token, at first {distance.level:.2g}; lower trainer.lr or max_staleness, or read what it prefers."
+        )
+        yield _alert("away from the teacher", distance, first, sentence)
 
 
 def _mixed(record: Mapping[str, Any], filtered: bool) -> float | None:

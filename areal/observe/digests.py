@@ -57,7 +57,8 @@ class Digests:
             self._seen = seen
             names = functools.partial(self._name, str(config.get("model")))
             is_math = any("math" in (named or ()) for named in _rewards(config))
-            self._alerts = alerts(records, self._steps, evaluations, config.get("guard"), names, is_math)
+            taught = bool((config.get("trainer") or {}).get("teacher_coef"))
+            self._alerts = alerts(records, self._steps, evaluations, config.get("guard"), names, is_math, taught)
         return self._alerts
 
     def _name(self, model: str, token: int) -> str:

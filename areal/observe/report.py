@@ -267,6 +267,8 @@ def panels(run: Run) -> list[Panel]:
         lines("Importance weight", {"mean": "weight_mean", "max": "weight_max"}, log=True),
         lines("Effective sample size, share", "effective_sample_size", limits=(0, 1.03)),
         lines("KL divergence", {"to behaviour": "kl_behaviour", "to reference": "kl_reference"}, "nats"),
+        lines("KL divergence to the teacher", "kl_teacher", "nats"),
+        lines("Agreement with the teacher", "teacher_agreement", limits=SHARE),
         lines("Entropy", "entropy"),
         lines("Loss", "loss"),
         lines("Gradient norm", "grad_norm"),

@@ -358,7 +358,8 @@ def configuration_to_resume(
     if config.steps < trained:
         raise UserError(f"The run in {folder} has trained {trained} steps: set steps to at least {trained}.")
     config = config.model_copy(update={"run_dir": config.run_dir.resolve()})
-    if (config.model, config.trainer.reference) != (stored.model, stored.trainer.reference):
+    models = [[c.model, c.trainer.reference, *(s.model for s in c.scorers.values())] for c in (config, stored)]
+    if models[0] != models[1]:
         config = with_folders(config)
     for key, old, new in differences(stored.model_dump(mode="json"), config.model_dump(mode="json")):
         again = hidden_in(old) is not None  # a secret that is given again

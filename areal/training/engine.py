@@ -100,6 +100,14 @@ def _check_settings(settings: dict[str, Any]) -> None:
         raise UserError(f"DeepSpeed does not take trainer.deepspeed_options: {reason}") from error
 
 
+def _given(batch: FlatBatch, name: str, key: str) -> np.ndarray:
+    """A column that scorers give, float32 [T]. Raises ValueError if the batch does not have it."""
+    values: np.ndarray = getattr(batch, name)
+    if len(values) != len(batch.tokens):
+        raise ValueError(f"the samples have no {name}, which {key} needs: no scorer has scored them")
+    return values
+
+
 class TrainingEngine:
     """A causal language model in training, on one rank.
 
@@ -231,11 +239,13 @@ class TrainingEngine:
     def _start_reference(self) -> torch.nn.Module | None:
         """The reference model of the KL penalty.
 
-        None if there is no penalty, or if the policy with its adapters disabled is the reference. Under ZeRO 3 each
-        rank holds a part of the model, as it does of the policy; otherwise each rank holds all of it.
+        None if there is no penalty, if a scorer has the model, or if the policy with its adapters disabled is the
+        reference. Under ZeRO 3 each rank holds a part of the model, as it does of the policy; otherwise each rank holds
+        all of it.
         """
         folder = Path(self.config.reference or self.source)
-        if not self.config.kl_coef or (self.config.lora and folder.resolve() == self.source.resolve()):
+        adapted = self.config.lora and folder.resolve() == self.source.resolve()
+        if not self.config.kl_coef or self.config.reference_scorer or adapted:
             return None
         with self._spread_over_ranks():
             module = self._read_model(folder, self.config.dtype).requires_grad_(False).eval()
@@ -421,6 +431,10 @@ class TrainingEngine:
         rows = [row for minibatch in minibatches for row in minibatch]
         if self.config.kl_coef:
             self._set_reference(rows, flat, trained, temperature, tally)
+        if self.config.teacher:
+            teacher = _given(flat, "teacher_logprobs", f"trainer.teacher={self.config.teacher}")
+            for row in rows:
+                row.teacher = row.pick(teacher)
         self._set_advantages(rows, flat, trained)
         # The first minibatch's own forward pass still runs on these weights; but a mask has to be known before it.
         masked = self.config.objective == "m2po"
@@ -440,6 +454,7 @@ class TrainingEngine:
             tokens_trained=int(trained.sum()),
             tokens_total=len(flat.tokens),
             reference=self.config.kl_coef > 0,
+            teacher=self.config.teacher is not None,
             peak_tflops=self._peak_tflops,
         )
 
@@ -492,8 +507,11 @@ class TrainingEngine:
         self, rows: list[PackedRow], flat: FlatBatch, trained: np.ndarray, temperature: float, tally: Tally
     ) -> None:
         everyone = np.arange(len(flat.lengths))
-        with self._module.disable_adapter() if self._reference is None else nullcontext():
-            reference = self._logprobs(flat, trained, everyone, temperature, tally, self._reference)
+        if self.config.reference_scorer:
+            reference = _given(flat, "reference_logprobs", f"trainer.reference={self.config.reference}")
+        else:
+            with self._module.disable_adapter() if self._reference is None else nullcontext():
+                reference = self._logprobs(flat, trained, everyone, temperature, tally, self._reference)
         for row in rows:
             row.reference = row.pick(reference)
 
@@ -550,6 +568,8 @@ class TrainingEngine:
                 logp, entropy = self._forward(row, temperature)
                 if row.proximal is None:
                     row.proximal = self._proximal(row, logp, version, first=first)
+                if row.teacher is not None:
+                    row.advantages = row.advantages + self.config.teacher_coef * (row.teacher - row.proximal)
                 tokens = Tokens(logp, row.proximal, row.behaviour, row.advantages, row.sequence, row.mask, entropy)
                 out = mask_sequences(self._objective(tokens, self.config), tokens, self.config)
                 loss = out.loss

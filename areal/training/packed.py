@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from areal.trajectory import NOT_SAMPLED, Group, Trajectory, common, paths
+from areal.trajectory import NOT_SAMPLED, SCORED, Group, Trajectory, common, paths
 
 log = structlog.get_logger()
 
@@ -48,7 +48,8 @@ class FlatBatch:
 
     A sequence is a branch of a sample, from its first token on; most samples have one branch.
     tokens, logprobs, versions: [T], as in `Trajectory.sequences`. returns: float64 [T], as in `Trajectory`; empty if
-    all tokens are credited with the reward of their sample.
+    all tokens are credited with the reward of their sample. teacher_logprobs, reference_logprobs: float32 [T], as in
+    `Trajectory`; empty if scorers gave none.
     lengths, samples, branches, minibatch: [N], the number of the sequence's sample, that of the branch in its sample,
     and that of the minibatch which the group belongs to. shared: [N], number of first tokens that a sequence has in
     common with the one before it; computed once.
@@ -59,6 +60,8 @@ class FlatBatch:
     logprobs: np.ndarray
     versions: np.ndarray
     returns: np.ndarray
+    teacher_logprobs: np.ndarray
+    reference_logprobs: np.ndarray
     lengths: np.ndarray
     shared: np.ndarray
     samples: np.ndarray
@@ -74,8 +77,8 @@ class FlatBatch:
 
         prefix_tree: share prefixes within each group; its sequences are then sorted by their tokens, so that each
         has its longest common prefix with a neighbour. With fewer groups than `minibatches`, each group is a minibatch.
-        Raises ValueError if there are no groups, a reward is not finite, or a sequence's first token is a sampled one
-        (no token predicts it).
+        Raises ValueError if there are no groups, a reward is not finite, a sequence's first token is a sampled one (no
+        token predicts it), or only some samples have what a scorer gives.
         """
         if not groups:
             raise ValueError("a batch without groups cannot be trained")
@@ -102,6 +105,7 @@ class FlatBatch:
             logprobs=np.concatenate([t.logprobs for t in sequences]).astype(np.float32),
             versions=versions,
             returns=np.concatenate([t.credits for t in sequences]) if differ else np.zeros(0),
+            **{name: _scored(name, sequences) for name in SCORED},
             lengths=lengths,
             shared=_shared(members) if prefix_tree else np.zeros_like(lengths),
             samples=np.array([member.sample for member in members], dtype=np.int32),
@@ -146,6 +150,14 @@ class FlatBatch:
         return np.repeat(share[self.samples], self.lengths)
 
 
+def _scored(name: str, sequences: Sequence[Trajectory]) -> np.ndarray:
+    """A column of SCORED of all sequences, float32 [T]; empty if none has it. Raises ValueError if only some do."""
+    arrays = [array for sequence in sequences if (array := getattr(sequence, name)) is not None]
+    if len(arrays) not in (0, len(sequences)):
+        raise ValueError(f"only {len(arrays)} of {len(sequences)} sequences have {name}")
+    return np.concatenate([np.zeros(0, np.float32), *arrays]).astype(np.float32)
+
+
 class _Member(NamedTuple):
     """A sequence of a batch, and the numbers of its group, sample and branch."""
 
@@ -174,8 +186,8 @@ class PackedRow:
     that each belongs to. predicts: int64 [U], the places in the row whose hidden states are needed. distribution: int64
     [S], which of these U gives each token's log-probability. targets: int64 [S], the tokens.
     behaviour: float32 [S], log pi_behav. versions: int32 [S].
-    advantages, weights (of each token in the loss), proximal and reference (log-probabilities): float32 [S] once
-    computed. mask: bool [S], as in `Tokens`.
+    advantages, weights (of each token in the loss), proximal, reference and teacher (log-probabilities): float32 [S]
+    once computed. mask: bool [S], as in `Tokens`.
     """
 
     tokens: Tensor
@@ -194,6 +206,7 @@ class PackedRow:
     weights: Tensor | None = None
     proximal: Tensor | None = None
     reference: Tensor | None = None
+    teacher: Tensor | None = None
     mask: Tensor | None = None
 
     def pick(self, values: np.ndarray) -> Tensor:

@@ -29,7 +29,9 @@ class StepResult:
     weight_mean, weight_max: mean and maximum of pi_prox / pi_behav, before an objective bounds it.
     effective_sample_size: (sum w)^2 / (n sum w^2), the equivalent number of equally weighted tokens as a share of n.
     kl_behaviour: KL(pi_behav || pi_prox), nats per token. kl_reference: KL(pi_prox || pi_ref) (k3), nats per token, or
-    None. token_staleness_mean: versions between a token's sampling and this step.
+    None. kl_teacher: KL(pi_prox || teacher) (k1), nats per token; teacher_agreement: mean of min(1, teacher / pi_prox),
+    which is 1 minus the total variation distance of the two; both None without a teacher.
+    token_staleness_mean: versions between a token's sampling and this step.
     tokens_trained: sampled tokens in the loss. tokens_total: all tokens of the batch, of each branch of a sample.
     tokens_computed: tokens that the model computed, where a prefix tree computes shared tokens once.
     tflops: TFLOP/s of one device (areal.training.flops) over the seconds below, mean over the ranks. mfu: `tflops` as a
@@ -48,6 +50,8 @@ class StepResult:
     effective_sample_size: float
     kl_behaviour: float
     kl_reference: float | None
+    kl_teacher: float | None
+    teacher_agreement: float | None
     token_staleness_mean: float
     tokens_trained: int
     tokens_total: int
@@ -62,8 +66,8 @@ class StepResult:
 class Tally:
     """Sums over the tokens of a step on one rank, the seconds of its phases, and its floating-point operations."""
 
-    SUMS = ("loss", "entropy", "clipped", "weight", "weight_squared", "kl_behaviour", "kl_reference", "staleness",
-            "gap", "current", "computed")  # fmt: skip
+    SUMS = ("loss", "entropy", "clipped", "weight", "weight_squared", "kl_behaviour", "kl_reference", "kl_teacher",
+            "teacher_agreement", "staleness", "gap", "current", "computed")  # fmt: skip
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=device)
@@ -80,6 +84,7 @@ class Tally:
         """
         weight = torch.exp((row.proximal - row.behaviour).double())
         current = (row.versions == version) & first
+        ahead = torch.zeros(()) if row.teacher is None else row.teacher - row.proximal
         sums = {
             "loss": out.loss * row.weights,
             "entropy": entropy,
@@ -88,6 +93,8 @@ class Tally:
             "weight_squared": weight.square(),
             "kl_behaviour": row.behaviour - row.proximal,
             "kl_reference": torch.zeros(()) if row.reference is None else kl(row.proximal, row.reference, "k3"),
+            "kl_teacher": -ahead,
+            "teacher_agreement": ahead.clamp(max=0).exp(),
             "staleness": version - row.versions,
             "gap": (row.behaviour - logp).abs()[current],
             "current": current,
@@ -109,7 +116,7 @@ class Tally:
 
     def result(
         self, control: dist.ProcessGroup, *, tokens_trained: int, tokens_total: int, reference: bool,
-        peak_tflops: float | None,
+        teacher: bool, peak_tflops: float | None,
     ) -> StepResult:  # fmt: skip
         """The step's result, which is the same on all ranks except for the seconds and what follows from them (all
         ranks)."""
@@ -132,6 +139,8 @@ class Tally:
             effective_sample_size=sums["weight"] ** 2 / (count * sums["weight_squared"] or 1),
             kl_behaviour=sums["kl_behaviour"] / count,
             kl_reference=sums["kl_reference"] / count if reference else None,
+            kl_teacher=sums["kl_teacher"] / count if teacher else None,
+            teacher_agreement=sums["teacher_agreement"] / count if teacher else None,
             token_staleness_mean=sums["staleness"] / count,
             tokens_trained=tokens_trained,
             tokens_total=tokens_total,

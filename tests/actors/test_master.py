@@ -121,7 +121,7 @@ class Caller:
         return welcome
 
     async def beat(self, shortage: DiskShortage | None = None, **stats: float):
-        serves = ("addition",) if self.role == "reward" else ()
+        serves = {"reward": ("addition",), "scorer": ("wise",)}.get(self.role, ())
         beat = Heartbeat(state="healthy", serves=serves, activity="testing", stats=stats, shortage=shortage)
         return await self.ask(beat)
 
@@ -1138,10 +1138,15 @@ async def test_a_reward_is_added_from_the_next_prompt_on_for_all_masters(config,
             assert "reward that serves 'addition'" in (await manager.ask(AskStatus())).values["waiting"]
 
 
-async def test_admission_pauses_while_a_reward_has_gone(config, monkeypatch):
+@pytest.mark.parametrize("role", ["reward", "scorer"])
+async def test_admission_pauses_while_a_reward_or_a_scorer_has_gone(config, monkeypatch, role):
     monkeypatch.setattr("actors.parts.progress.ABSENT_SECONDS", 0.0)
     config = without_evaluation(config)
-    async with master_of(config), callers(config, "rollout_manager", "reward") as (manager, reward):
+    if role == "scorer":
+        values = {"trainer": {"teacher": "wise", "minibatches": 1}, "scorers": {"wise": {"model": "m"}}}
+        config = Config.model_validate(config.model_dump() | values)
+    name = "addition" if role == "reward" else "wise"
+    async with master_of(config), callers(config, "rollout_manager", role) as (manager, reward):
         assert (await manager.ask(AskStatus())).values["capacity"] > 0  # nobody has served it yet
         await reward.beat()
         await asyncio.sleep(1.5)
@@ -1156,7 +1161,7 @@ async def test_admission_pauses_while_a_reward_has_gone(config, monkeypatch):
 
         paused = await status(alerts=1)
         assert paused["capacity"] == 0
-        assert paused["alerts"][0].startswith("admission pauses: no actor serves the reward 'addition' any more.")
+        assert paused["alerts"][0].startswith(f"admission pauses: no actor serves the {role} {name!r} any more.")
         await reward.join()
         await reward.beat()
         assert (await status(alerts=0))["capacity"] > 0

@@ -68,6 +68,33 @@ def alone(role, overlong_tokens=0, workflow=workflow):
     return actor
 
 
+class Scoring:
+    """In the place of the scorers: log-probs that tell whose they are, and of how many tokens."""
+
+    async def logprobs(self, name, tokens):
+        return np.full(len(tokens) - 1, -len(name) - len(tokens) / 100, np.float32)
+
+
+@pytest.mark.parametrize(("row", "teacher"), [({}, "wise"), ({"t": None}, "wise"), ({"t": "wiser"}, "wiser")])
+async def test_a_sample_to_train_gets_the_log_probs_of_the_teacher_that_its_row_names_and_of_the_reference(
+    row, teacher
+):
+    manager = alone(RolloutManager)
+    scorers = {name: {"model": "m"} for name in ("wise", "wiser", "first")}
+    trainer = {"teacher": "wise", "teacher_key": "t", "kl_coef": 0.1, "reference": "scorer:first"}
+    manager.config = Config.model_validate(manager.config.model_dump() | {"scorers": scorers, "trainer": trainer})
+    manager._scoring = Scoring()
+    sample = await manager.run_workflow(Session(), Row(0, "", None, None, row))
+    n = PROMPT + SAMPLED
+    expected = np.where(sample.sampled, np.float32(-len(teacher) - n / 100), 0)
+    np.testing.assert_array_equal(sample.teacher_logprobs, expected)
+    np.testing.assert_array_equal(sample.reference_logprobs, np.where(sample.sampled, np.float32(-5 - n / 100), 0))
+    with pytest.raises(
+        SampleFailed, match=r"row 7 has t='nobody' \(trainer.teacher_key\): scorers has wise, wiser, first"
+    ):
+        await manager.run_workflow(Session(), Row(7, "", None, None, {"t": "nobody"}))
+
+
 def run(role, overlong_tokens, workflow=workflow):
     """The sample that an actor of this role gets."""
     return asyncio.run(alone(role, overlong_tokens, workflow).run_workflow(Session(), None))

@@ -20,6 +20,7 @@ from areal.config import (
 )
 from areal.engine_options import vllm_conflicts
 from areal.generation.engine import _engine_args
+from areal.roles import ROLES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUN = {
@@ -330,3 +331,39 @@ def test_the_experiments_of_the_paper_are_configurations(file):
     assert config.data.max_prompt_tokens == 1024
     assert (config.run_ahead, config.trainer.max_tokens_per_microbatch) == ("max", 32768)
     assert config.rewards.keys() <= {"math", "code"}
+
+
+WISE = {"scorers": {"wise": {"model": "m"}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"trainer": {"objective": "distill"}}, "need a teacher: set trainer.teacher to a scorer"),
+        ({"trainer": {"teacher": "wise"}}, "trainer.teacher names the scorer 'wise', but scorers has none"),
+        ({"trainer": {"reference": "scorer:wise", "kl_coef": 1}}, "trainer.reference names the scorer 'wise'"),
+        (WISE, "the scorer 'wise' is not used"),
+        (WISE | {"trainer": {"teacher_key": "t"}}, "trainer.teacher_key needs a teacher for the other rows"),
+        ({"scorers": {"addition": {"model": "m"}}, "trainer": {"teacher": "addition"}}, "cannot have the name"),
+        (
+            WISE | {"trainer": {"teacher": "wise"}, "sampling": {"max_new_tokens": 8, "temperature": 0.9}},
+            "gives log-probs at temperature 1: set sampling.temperature=1",
+        ),
+        (WISE | {"trainer": {"objective": "distill", "teacher": "wise"}, "filter_zero_signal": True}, "teaches with"),
+        (WISE | {"trainer": {"objective": "distill", "teacher": "wise"}, "reward": {}}, "have no reward"),
+    ],
+)
+def test_scorers_that_do_not_fit_are_one_sentence(tmp_path, values, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load_config(written(tmp_path, mine=RUN | {"reward": {"functions": ["addition"]}} | values))
+
+
+def test_distillation_needs_no_reward_and_then_no_reward_actor_but_a_scorer():
+    prompts = {"data": {"source": "addition", "eval_size": 0}}
+    config = Config.model_validate(RUN | WISE | prompts | {"trainer": {"objective": "distill", "teacher": "wise"}})
+    assert (config.trainer.teacher_coef, config.used_scorers) == (1.0, ["wise"])
+    assert {name: role.started(config) for name, role in ROLES.items()} == {
+        "trainer": 1, "generator": 1, "scorer": 1, "reward": 0, "rollout_manager": 1, "evaluator": 0,
+    }  # fmt: skip
+    away = Config.model_validate(config.model_dump() | {"scorers": {"wise": {"model": "m", "count": 0}}})
+    assert (ROLES["scorer"].started(away), ROLES["scorer"].processes(away)) == (0, 1)

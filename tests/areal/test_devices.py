@@ -26,6 +26,7 @@ from areal.devices import (
     settle,
     visible_devices,
 )
+from areal.roles import ROLES
 
 ALL = ["trainer", "generator", "reward"]
 
@@ -144,6 +145,20 @@ def test_those_who_take_turns_have_the_same_devices():
     assert engine_cores(run(), ["trainer", "generator"], [0, 1]) == {}
     with pytest.raises(UserError, match="which is 4 in turns, but there are 3"):
         dealt(run(ranks=2, count=2, each=2), "012")
+
+
+def test_scorers_have_devices_of_their_own_each_as_many_as_its_engine_needs():
+    config = run_of(ranks=2, each=2)
+    scorers = {"small": {"model": "m", "count": 2}, "large": {"model": "m", "tensor_parallel": 2}}
+    trainer = {"ranks": 2, "teacher": "small", "teacher_key": "t"}
+    config = Config.model_validate(config.model_dump() | {"scorers": scorers, "trainer": trainer})
+    expected = {"generator/0": "2,3", "scorer/0": "4", "scorer/1": "5", "scorer/2": "6,7"}
+    assert dealt(config, "01234567", "trainer", *["scorer"] * 3) == {"trainer/0": "0,1"} | expected
+    assert [ROLES["scorer"].options(config, index)[1] for index in range(3)] == ["small", "small", "large"]
+    turns = config.model_copy(update={"colocate": True})
+    assert dealt(turns, "012345", "trainer", *["scorer"] * 3)["scorer/0"] == "2"  # its engine does not sleep
+    with pytest.raises(UserError, match=re.escape("3 scorers need 1 or 2 each (scorers.NAME.tensor_parallel)")):
+        dealt(config, "0123456", "trainer", *["scorer"] * 3)
 
 
 def test_without_devices_nothing_is_said():

@@ -71,6 +71,16 @@ def test_a_group_whose_tokens_are_credited_differently_has_signal():
     assert not Group("g", 0, (replace(alike, returns=np.where(BRANCHED.sampled, 1.0, 7.0)),)).has_signal  # the prompt
 
 
+def test_log_probs_of_a_scorer_are_those_of_each_branchs_own_tokens():
+    sequences = list(BRANCHED.sequences())
+    lengths = [len(sequence) for sequence in sequences]
+    branches = [np.arange(1, length, dtype=np.float32) + 10 * b for b, length in enumerate(lengths)]
+    scored = replace(BRANCHED, teacher_logprobs=None).with_scores("teacher_logprobs", branches).checked()
+    assert scored.teacher_logprobs.tolist() == [0, 0, 2, 3, 0, 14, 0, 21]
+    with pytest.raises(ValueError, match="one of the teacher_logprobs is not finite"):
+        scored.with_scores("teacher_logprobs", [branch * np.inf for branch in branches]).checked()
+
+
 def test_a_penalty_lowers_the_reward_and_every_return():
     lowered = BRANCHED.lowered(0.5)
     assert (lowered.reward, lowered.returns.tolist()) == (0.5, (np.arange(8) - 0.5).tolist())

@@ -11,7 +11,7 @@ from typing import Any
 from areal.staleness.ledger import ZERO_SIGNAL
 
 # Why a group may fail, by its rollout manager: what may be tried again, as `on_failed_sample` says, and what may not.
-RETRIED = ("prompt", "reward", "sandbox", "workflow", "trainer")
+RETRIED = ("prompt", "reward", "scorer", "sandbox", "workflow", "trainer")
 HOPELESS = ("row", "long")
 
 

@@ -595,6 +595,37 @@ class SimRewards:
         return Result(score_of(prompt, completion, row), self._parts)
 
 
+class SimTeacher:
+    """The engine of a scorer, whose log-probs depend only on the tokens (`taught`). It may refuse a row, as pools of
+    rewards fail."""
+
+    def __init__(self, pace: Pace, mishaps: Mishaps, random: Random, toil: Toil) -> None:
+        self._pace = pace
+        self._mishaps = mishaps
+        self._random = random
+        self._toil = toil
+        self._steps = 0
+
+    async def score(self, request_id: str, tokens: Sequence[int]) -> Scores:
+        await self._toil.take(self._pace.score * (0.5 + self._random.random()), "scoring")
+        self._steps += 1
+        if self._mishaps.score_fails and self._random.random() < self._mishaps.score_fails:
+            raise ValueError("the simulated teacher cannot take these tokens")
+        return Scores(taught(np.array(tokens)), 0)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0.0, 0, 0, steps=self._steps)
+
+    async def close(self) -> None:
+        pass
+
+
+def taught(tokens: np.ndarray) -> np.ndarray:
+    """The log-probs that a simulated teacher gives all tokens but the first, each of which encodes all before it:
+    float32 [n - 1]."""
+    return ((1 + tokens.astype(np.int64).cumsum()[1:] % TOKEN_MARKS) / -SCALE).astype(np.float32)
+
+
 class SimSource(PromptSource):
     """A source of prompts, of `size` rows in each epoch. The text of a prompt is its training index. `bytes_a_row`:
     size of another field of each row."""

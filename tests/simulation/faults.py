@@ -24,6 +24,7 @@ HANDLERS: dict[str, tuple[str, ...]] = {
     "trainer": ("store_sample", "ask_samples", "store_calls", "ask_calls", "take_devices"),
     "generator": ("open_flow", "generate", "end_jobs", "yield_devices"),
     "reward": ("open_flow", "score", "end_jobs"),
+    "scorer": ("open_flow", "score_tokens", "end_jobs"),
 }  # fmt: skip
 
 Point = Literal["before", "working", "worked", "handled", "answered"]

@@ -40,6 +40,8 @@ class Model:
     generators: int = 1
     managers: int = 1
     rewards: int = 1
+    scorers: int = 0
+    """Number of scorers, all with the same teacher."""
     eval_size: int = 0
     every: int = 0
     samples: int = 1
@@ -89,10 +91,15 @@ class Model:
             "trainer": 1,
             "generator": self.generators,
             "reward": self.rewards,
+            "scorer": self.scorers,
             "rollout_manager": self.managers,
             "evaluator": 1 if self.eval_size else 0,
         }
         return [f"{role}-{index}" for role, number in counts.items() for index in range(number)]
+
+
+# The name of what scorers serve.
+TEACHER = "wise"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -136,7 +143,12 @@ def config_of(model: Model) -> Config:
                 "samples": model.samples,
                 "timeout_seconds": model.evaluation_seconds,
             },
-            "trainer": {"checkpoint_every": model.checkpoint_every, "minibatches": 1},
+            "trainer": {
+                "checkpoint_every": model.checkpoint_every,
+                "minibatches": 1,
+                "teacher": TEACHER if model.scorers else None,
+            },
+            "scorers": {TEACHER: {"model": MODEL, "count": model.scorers}} if model.scorers else {},
             "master": {
                 "address": MASTER,
                 "lease_seconds": model.lease_seconds,

@@ -44,6 +44,7 @@ from simulation.engines import (
     reward_of,
     serials_of,
     stem,
+    taught,
 )
 from simulation.loop import WorldScheduler
 from simulation.model import BRANCHING
@@ -469,6 +470,8 @@ class Oracle:
                 for own in part.sequences():
                     if not are_whole(own.tokens, own.sampled):
                         raise Violation(f"tokens of {group.id} are lost or repeated: {own.tokens}", group.id)
+                    if self.config.scorers and not is_taught(own):
+                        raise Violation(f"tokens of {group.id} do not have the teacher's log-probs: {own}", group.id)
                 self._check_labels(group.id, part)
             age = version - group.start_version
             if self.memory.bounds_groups and age > self.memory.bounds[group.id]:
@@ -652,6 +655,12 @@ class Oracle:
             check(*arguments, **more)
         except Violation as violation:
             self.fail(violation)
+
+
+def is_taught(own: Trajectory) -> bool:
+    """Whether each sampled token of a sequence has the log-prob that a simulated teacher gives it."""
+    expected = np.append(np.float32(0), taught(own.tokens))[own.sampled]
+    return own.teacher_logprobs is not None and np.array_equal(own.teacher_logprobs[own.sampled], expected)
 
 
 def credits_of(sample: Trajectory) -> set[float]:

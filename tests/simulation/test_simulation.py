@@ -605,6 +605,35 @@ def test_a_reward_that_drains_while_no_master_says_so_costs_no_group() -> None:
         assert not [body for kind, body in world.oracle.events if kind in ("requeued", "discarded")]
 
 
+# --- scorers
+
+
+@pytest.mark.parametrize("branching", [False, True])
+def test_a_scorer_that_dies_leaves_is_replaced_and_joins_late_costs_no_group_and_each_token_has_its_log_prob(
+    branching: bool,
+) -> None:
+    points = [FailPoint("scorer", kind, "handled", 2, 0.5) for kind in HANDLERS["scorer"]]
+    happens = [
+        Kill(0.8, "scorer-0", 4.0, silent=True), Leave(1.5, "scorer-1", 3.0), faults.Arrive(2.5, "scorer-9"),
+        faults.Replace(5.0, "scorer-1"), Kill(6.0, "scorer-0", 0.3),
+    ]  # fmt: skip
+    for seed in range(4):
+        plan = Plan(9.0, happens, points)
+        world = World(seed, Model(steps=8, max_staleness=2, scorers=2, branching=branching), plan)
+        result = world.run()
+        assert result.ok, result.story
+        assert not [body for kind, body in world.oracle.events if kind in ("requeued", "discarded")]
+
+
+def test_a_teacher_that_is_away_for_long_pauses_admission_and_one_that_refuses_rows_fails_their_groups() -> None:
+    away = World(1, Model(scorers=1), Plan(20.0, [Kill(1.0, "scorer-0", 18.0)]))
+    assert (result := away.run()).ok, result.story
+    assert not [body for kind, body in away.oracle.events if kind in ("requeued", "discarded")]
+    for seed in range(3):
+        refusing = World(seed, Model(scorers=1, managers=2), Plan(5.0, mishaps=Mishaps(score_fails=0.3)))
+        assert (result := refusing.run()).ok, result.story
+
+
 # --- works that never end
 
 

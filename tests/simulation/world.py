@@ -32,6 +32,7 @@ from actors.parts.run_state import RunState
 from actors.reward import Reward
 from actors.runtime.actor import Ending
 from actors.runtime.addresses import Door
+from actors.scorer import Scorer
 from actors.simulation.loop import EndlessCallbacks
 from actors.simulation.network import SimNetwork
 from actors.trainer import Trainer
@@ -52,6 +53,7 @@ from simulation.engines import (
     SimLearner,
     SimRewards,
     SimSource,
+    SimTeacher,
     SimTokenizer,
     Weights,
 )
@@ -60,7 +62,7 @@ from simulation.faults import Plan
 from simulation.incarnation import Incarnation, Process
 from simulation.loop import RUNNING, FaultyLoop, WorldScheduler
 from simulation.memory import check_actor
-from simulation.model import HANGS, MASTER, MODEL, Model, config_of, draw_model, with_hangs
+from simulation.model import HANGS, MASTER, MODEL, TEACHER, Model, config_of, draw_model, with_hangs
 from simulation.network import FaultyNetwork, FaultyWire, Weather
 from simulation.oracle import Oracle
 from simulation.quiet import quiet
@@ -199,7 +201,8 @@ class World:
     def _causes(self) -> set[str]:
         """What the faults of the plan may make a group fail of."""
         hangs = any(isinstance(fault, faults.Hang) and fault.work == "workflow" for fault in self.plan.faults)
-        happen = {"reward": self.oracle.scores_fail, "workflow": hangs}
+        fails = self.oracle.scores_fail
+        happen = {"reward": fails, "scorer": fails, "workflow": hangs}
         return {cause for cause, may in happen.items() if may}
 
     def fail(self, violation: Violation) -> None:
@@ -295,6 +298,8 @@ class World:
                 )
             case "reward":
                 return Reward(one.bus, MASTER, **common, make_pool=lambda *args: self._rewards(one))
+            case "scorer":
+                return Scorer(one.bus, MASTER, **common, name=TEACHER, start_engine=lambda *a, **k: self._teach(one))
         common["open_source"] = lambda config, seed: self._source
         common["load_tokenizer"] = lambda *_: SimTokenizer()
         watched = WatchedManager if one.role == "rollout_manager" else WatchedEvaluator
@@ -331,6 +336,10 @@ class World:
             tell, functools.partial(self._loads, one),
         )  # fmt: skip
         return one.engine
+
+    async def _teach(self, one: Incarnation) -> SimTeacher:
+        await one.toil.take(self.model.pace.start * (0.5 + self.random.random()), "starting")
+        return SimTeacher(self.model.pace, self.plan.mishaps, self.random, one.toil)
 
     def _rewards(self, one: Incarnation) -> SimRewards:
         return SimRewards(self.model.pace, self.plan.mishaps, self.random, one.toil, self.model.reward_parts)

@@ -180,7 +180,9 @@ def test_a_step_or_ten_minutes_of_life_show_that_a_child_is_worth_starting():
 
 async def test_what_dies_is_started_again_and_nothing_else_is_touched(stage, at_once):
     play = stage(reward="if start < 3: sys.exit(4)\nstay()", generator="stay()")
-    running = asyncio.create_task(play.supervisor.run_roles(["reward", "generator"], ["--master", "M"], ["--x"]))
+    running = asyncio.create_task(
+        play.supervisor.run_roles(["reward", "generator"], ["--master", "M"], {"reward": ["--x"]})
+    )
     await until(lambda: len(play.starts("reward")) == 3 and play.starts("generator"))
     assert play.starts("generator") == ["--master M"]
     assert play.starts("reward") == ["--master M --x"] * 3
@@ -192,7 +194,7 @@ async def test_what_dies_is_started_again_and_nothing_else_is_touched(stage, at_
 async def test_a_killed_child_is_started_again_with_nothing_of_it_left(stage, at_once, tmp_path):
     leaves_something = "if start == 1: subprocess.Popen(['sleep', '12345.678'])\nprint('now', flush=True)\nstay()"
     play = stage(generator=leaves_something)
-    running = asyncio.create_task(play.supervisor.run_roles(["generator"], [], []))
+    running = asyncio.create_task(play.supervisor.run_roles(["generator"], [], {}))
     await until(lambda: play.starts("generator") and len(descendants(play.pid("generator"))) == 1)
     os.kill(play.pid("generator"), signal.SIGKILL)
     await until(lambda: len(play.starts("generator")) == 2)
@@ -205,7 +207,7 @@ async def test_a_killed_child_is_started_again_with_nothing_of_it_left(stage, at
 
 async def test_a_child_that_always_dies_ends_it_with_its_last_lines(stage, at_once):
     play = stage(reward="print('attempt', start, 'is out of memory')\nsys.exit(1)", generator="stay()")
-    ending = await play.supervisor.run_roles(["generator", "reward"], [], [])
+    ending = await play.supervisor.run_roles(["generator", "reward"], [], {})
     assert not ending.ok
     assert len(play.starts("reward")) == 5
     assert "reward/0 exited with 1, for the 5th time in a row" in ending.reason
@@ -215,7 +217,7 @@ async def test_a_child_that_always_dies_ends_it_with_its_last_lines(stage, at_on
 
 async def test_a_users_mistake_ends_it_at_once_in_one_line(stage):
     play = stage(reward="print('noise')\nprint('There is no reward mine.')\nsys.exit(2)", generator="stay()")
-    ending = await play.supervisor.run_roles(["generator", "reward"], [], [])
+    ending = await play.supervisor.run_roles(["generator", "reward"], [], {})
     assert ending.reason == "There is no reward mine."
     assert play.supervisor.user_error
     assert len(play.starts("reward")) == 1
@@ -223,7 +225,7 @@ async def test_a_users_mistake_ends_it_at_once_in_one_line(stage):
 
 async def test_an_exit_that_looks_like_a_users_mistake_is_a_death_once_the_child_has_been_up(stage, at_once):
     play = stage(reward="sys.exit({1: 4, 2: 2}.get(start, 0))")
-    assert (await play.supervisor.run_roles(["reward"], [], [])).ok
+    assert (await play.supervisor.run_roles(["reward"], [], {})).ok
     assert len(play.starts("reward")) == 3
 
 
@@ -234,7 +236,7 @@ async def test_a_child_has_the_environment_that_it_was_given_at_each_start(stage
     play.supervisor = Supervisor(
         Console(file=play.printed), play._command, {"generator/0": {"CUDA_VISIBLE_DEVICES": "2"}}
     )
-    assert (await play.supervisor.run_roles(["generator", "reward"], [], [])).ok
+    assert (await play.supervisor.run_roles(["generator", "reward"], [], {})).ok
     assert (play.folder / "generator.sees").read_text() == "2 2 "
     assert (play.folder / "reward.sees").read_text() == "0,1,2 "
 
@@ -243,19 +245,19 @@ async def test_a_fenced_child_is_started_again_at_once(stage, monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 1000.0)
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_SECONDS", 1000.0)
     play = stage(reward="sys.exit(3 if start == 1 else 0)")
-    assert (await play.supervisor.run_roles(["reward"], [], [])).ok
+    assert (await play.supervisor.run_roles(["reward"], [], {})).ok
     assert len(play.starts("reward")) == 2
 
 
 async def test_a_child_with_a_very_long_line_is_heard(stage):
     play = stage(reward="print('x' * 1_000_000)\nprint('and so on')\nsys.exit(2)")
-    assert (await play.supervisor.run_roles(["reward"], [], [])).reason == "and so on"
+    assert (await play.supervisor.run_roles(["reward"], [], {})).reason == "and so on"
 
 
 async def test_an_output_without_line_feeds_ends_no_child(stage):
     bar = "for _ in range(17):\n    print('x' * (1 << 20), end='\\r')\n"
     play = stage(reward=f"{bar}print('\\nand so on')\nsys.exit(2)")
-    assert (await play.supervisor.run_roles(["reward"], [], [])).reason == "and so on"
+    assert (await play.supervisor.run_roles(["reward"], [], {})).reason == "and so on"
     assert len(play.starts("reward")) == 1
 
 
@@ -265,7 +267,7 @@ async def test_a_console_that_nobody_reads_ends_nothing(stage, at_once):
     play = stage(reward="if start < 3:\n    sys.exit(1)\nprint('enough')\nsys.exit(0)")
     with os.fdopen(writing, "w") as broken:
         play.supervisor.console = Console(file=LenientOutput(broken))
-        await play.supervisor.run_roles(["reward"], [], [])
+        await play.supervisor.run_roles(["reward"], [], {})
     assert len(play.starts("reward")) == 3
 
 
@@ -439,7 +441,7 @@ async def test_a_stop_lets_the_master_tell_the_others_first(whole, config, tmp_p
 async def test_what_does_not_stop_is_killed(stage, monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
     play = stage(reward="signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(1000)")
-    running = asyncio.create_task(play.supervisor.run_roles(["reward"], [], []))
+    running = asyncio.create_task(play.supervisor.run_roles(["reward"], [], {}))
     await until(lambda: any(child.tail for child in play.supervisor.children))
     play.supervisor.interrupt(signal.SIGTERM)
     assert not (await running).ok

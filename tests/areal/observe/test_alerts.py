@@ -108,6 +108,19 @@ def test_what_rollouts_show_is_named_once_it_goes_wrong(tmp_path, name, broken, 
     assert found and all(rows(row) and alert.first <= row["step"] <= STEPS for row in found)
 
 
+def test_a_run_with_a_teacher_is_judged_by_it_and_not_by_rewards(tmp_path):
+    records = write_run(tmp_path, lambda r, place: [sample(r, 0.0, 120) for _ in range(SAMPLES)])
+    config = {"trainer": {"teacher_coef": 1.0}}
+    for record in records:  # longer answers, but more and more like the teacher's
+        record |= {"teacher_agreement": 0.5 + record["step"] / 100, "kl_teacher": 0.5 - record["step"] / 100}
+    assert not found_in(tmp_path, records, config=config)
+    for record in records:
+        record |= {"teacher_agreement": 0.5, "kl_teacher": 0.1 + record["step"] / 100}
+    length, teacher = found_in(tmp_path, records, config=config)
+    assert length.name == "length explosion" and "and the agreement with the teacher has not risen" in length.sentence
+    assert teacher.name == "away from the teacher" and "lower trainer.lr or max_staleness" in teacher.sentence
+
+
 def test_a_healthy_run_has_no_alerts_at_any_step_and_a_recovered_one_none_any_more(tmp_path):
     records = write_run(tmp_path)
     for steps in range(STEPS + 1):

@@ -151,6 +151,58 @@ def test_gradients_of_branched_samples_are_those_of_each_branch_alone(engine_of,
         assert result.tokens_computed <= distinct
 
 
+@pytest.mark.parametrize("prefix_tree", [True, False])
+def test_a_teacher_adds_its_log_prob_minus_the_policys_to_the_advantage_of_each_token(engine_of, prefix_tree):
+    """So the gradients are those of returns which say the same."""
+    rng = np.random.default_rng(3)
+    bare = {"advantage_mean": "none", "advantage_std": "none", "prefix_tree": prefix_tree, "minibatches": 2}
+    engine = engine_of(**bare, objective="distill", teacher="wise", teacher_coef=0.5)
+    batch = [replace(g, trajectories=tuple(replace(t, returns=None) for t in g.trajectories)) for g in make_forest()]
+    policy = engine.logprobs(batch, temperature=TEMPERATURE)
+    taught, returned, gaps, start = [], [], [], 0
+    for group in batch:
+        samples = []
+        for sample in group.trajectories:
+            own = []
+            for sequence in sample.sequences():
+                own.append(policy[start + 1 : start + len(sequence)])
+                start += len(sequence)
+            as_policy = sample.with_scores("teacher_logprobs", own).teacher_logprobs
+            gap = np.where(sample.sampled, rng.normal(0, 1, len(sample)), 0).astype(np.float32)
+            gaps.append(gap[sample.sampled])
+            samples.append((replace(sample, teacher_logprobs=as_policy + gap), sample.reward + 0.5 * gap))
+        taught.append(replace(group, trajectories=tuple(sample for sample, _ in samples)))
+        returned.append(replace(group, trajectories=tuple(replace(s, returns=r) for s, r in samples)))
+    result, gradients = step_and_gradients(engine, taught)
+    _, expected = step_and_gradients(engine_of(**bare), returned)
+    assert_same_gradients(gradients, expected)
+    gap = np.concatenate(gaps)
+    assert result.kl_teacher == pytest.approx(-gap.mean(), abs=1e-4)
+    assert result.teacher_agreement == pytest.approx(np.minimum(1, np.exp(gap)).mean(), abs=1e-4)
+
+
+def test_a_batch_that_no_scorer_has_scored_is_not_trained_with_a_teacher(engine_of):
+    with pytest.raises(ValueError, match="no teacher_logprobs, which trainer.teacher=wise needs"):
+        engine_of(teacher="wise").step(make_batch(), version=3, temperature=TEMPERATURE)
+
+
+def test_a_reference_that_is_a_scorer_is_that_of_the_trainer_by_other_means(engine_of, folder):
+    own = {"kl_coef": 0.3, "kl_estimator": "k2"}
+    expected, gradients = step_and_gradients(engine_of(**own), make_batch())
+    engine = engine_of(**own, reference="scorer:first")
+    assert engine._reference is None
+    policy, start, batch = engine.logprobs(make_batch(), temperature=TEMPERATURE), 0, []
+    for group in make_batch():
+        samples = []
+        for sample in group.trajectories:
+            samples.append(sample.with_scores("reference_logprobs", [policy[start + 1 : start + len(sample)]]))
+            start += len(sample)
+        batch.append(replace(group, trajectories=tuple(samples)))
+    result, found = step_and_gradients(engine, batch)
+    assert_same_gradients(found, gradients)
+    assert result.kl_reference == pytest.approx(expected.kl_reference, abs=1e-6)
+
+
 def test_a_sample_weighs_the_same_however_many_branches_it_has():
     batch = make_forest()
     flat = FlatBatch.of(batch, minibatches=1, prefix_tree=True)
