@@ -183,6 +183,13 @@ def end_figures(runs: Sequence[Run]) -> list[Figure]:
             (f"{name}, last {LAST_STEPS} steps", ".3f", lambda run, key=key: _mean(run.series(key)[-LAST_STEPS:]))
             for name, key in rewards.items()
         ),
+        ("trained groups with signal", ".1%", lambda run: _mean(_finite(run.series("mixed_groups")))),
+        ("tokens generated for each of them", ",.0f", _tokens_per_signal),
+        (
+            "rows of which a prompt was admitted",
+            ".1%",
+            lambda run: run.series("coverage")[-1] if run.records else math.nan,
+        ),
         ("staleness, mean", ".2f", staleness_of),
         ("staleness, max", ".1f", lambda run: max(run.series("staleness_max"), default=math.nan)),
         ("samples a second", ",.1f", lambda run: number_or_nan(run.summary.get("samples_per_second"))),
@@ -193,7 +200,7 @@ def end_figures(runs: Sequence[Run]) -> list[Figure]:
         ("seconds", ",.0f", lambda run: sum(run.series("step_seconds"))),
     ]
     figures = [Figure(name, form, [float(value(run)) for run in runs]) for name, form, value in kinds]
-    figures += _to_reward(runs)
+    figures += _to_reward(runs) + _at_tokens(runs)
     return [figure for figure in figures if not all(map(math.isnan, figure.values))]
 
 
@@ -238,6 +245,31 @@ def _to_reward(runs: Sequence[Run]) -> list[Figure]:
         Figure(f"steps to reward {level:.3f}", ".1f", list(map(float, ends))),
         Figure(f"seconds to reward {level:.3f}", ",.0f", seconds),
     ]
+
+
+def _at_tokens(runs: Sequence[Run]) -> list[Figure]:
+    """The held-out accuracy of each run when it had generated as many tokens as the run that has generated fewest.
+    Between two evaluations it is taken to rise evenly."""
+    curves = []
+    for run in runs:
+        tokens = dict(zip(run.steps, np.nancumsum(run.series("tokens_generated")), strict=True)) | {0: 0.0}
+        known = [e for e in run.evaluations if e.get("accuracy") is not None and e["version"] in tokens]
+        known.sort(key=lambda e: e["version"])
+        curves.append(([float(tokens[e["version"]]) for e in known], [e["accuracy"] for e in known]))
+    least = min((tokens[-1] for tokens, _ in curves if tokens), default=0.0)
+    if not least or not all(tokens for tokens, _ in curves):
+        return []
+    name = f"held-out accuracy at {least:,.0f} tokens generated"
+    return [Figure(name, ".3f", [float(np.interp(least, *curve)) for curve in curves])]
+
+
+def _tokens_per_signal(run: Run) -> float:
+    mixed = np.nansum(np.multiply(run.series("mixed_groups"), run.series("groups_trained")))
+    return float(np.nansum(run.series("tokens_generated")) / mixed) if mixed else math.nan
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return list(filter(math.isfinite, values))
 
 
 def _accuracy(run: Run, key: str, place: int) -> float:

@@ -89,6 +89,21 @@ def test_single_runs_have_no_interval_and_a_run_that_goes_on_has_what_is_known(r
     assert "effective tokens a second" not in rows
 
 
+def test_runs_are_compared_at_equal_generated_tokens_and_by_what_they_cost(run_of, tmp_path, capsys):
+    for name, tokens, mixed, last in (("a", 100, 0.5, 0.8), ("b", 200, 1.0, 0.6)):
+        folder = tmp_path / run_of(name, data={"sampler": name})
+        more = {"tokens_generated": tokens, "mixed_groups": mixed, "groups_trained": 4, "coverage": mixed}
+        records = [json.loads(line) | more for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        evaluations = [{"version": version, "accuracy": value} for version, value in ((0, 0.2), (20, last))]
+        (folder / "evaluations.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in evaluations))
+    rows = table(capsys, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert rows["held-out accuracy at 2,000 tokens generated"] == ["0.800", "0.400"]
+    assert rows["trained groups with signal"] == ["50.0%", "100.0%"]
+    assert rows["tokens generated for each of them"] == ["50", "50"]
+    assert rows["rows of which a prompt was admitted"] == ["50.0%", "100.0%"]
+
+
 def test_what_is_no_run_is_one_sentence(run_of, tmp_path, capsys):
     assert main(["compare", run_of("one"), str(tmp_path)]) == 2
     assert "is not the folder of a run" in capsys.readouterr().err
