@@ -148,6 +148,7 @@ async def test_a_trainer_that_is_killed_learns_the_same_to_the_bit(config, run):
     assert main(["replay", str(killed.parents[2])]) == 0  # and so does a replay of what it trained on
 
 
+@pytest.mark.slow  # the simulator has both: who leaves, and the verdict of the guard on a step that is redone
 async def test_a_trainer_that_is_told_to_leave_saves_its_last_step_and_the_next_one_redoes_none(config, run):
     """The next one then meets a step that is not a number, which ends the run with the last sound checkpoint."""
     config = config.model_copy(update={"steps": 5})

@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_the_benchmark_of_the_sandbox_runs_and_writes_its_results(tmp_path):
     here = Path(__file__).parent
     file = tmp_path / "results.json"

@@ -72,6 +72,7 @@ def start(folder: Path, model: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow  # on a real engine; test_episode.py shows episodes, test_agent_protocols.py runs agents
 def test_an_agent_s_episode_is_shown_with_what_it_sampled_and_its_reward(folder, tiny_model):
     trial = start(folder, tiny_model, f"{sys.executable} agent.py", "--row", "row.json")
     out, errors = trial.communicate(timeout=240)
@@ -83,7 +84,7 @@ def test_an_agent_s_episode_is_shown_with_what_it_sampled_and_its_reward(folder,
     assert "! The endpoint refused a request: POST /v1/chat/completions: 400, response_format" in out
 
 
-@pytest.mark.slow  # the messages are those of the workflow, which has tests of its own
+@pytest.mark.slow
 def test_an_agent_that_fails_is_told_with_what_was_sampled_before(folder, tiny_model):
     trial = start(folder, tiny_model, f"{sys.executable} agent.py", "--row", "rows.jsonl", "--index", "1")
     out, errors = trial.communicate(timeout=240)

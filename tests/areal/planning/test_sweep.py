@@ -156,6 +156,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(tmp_path, capfd, monkeypa
         assert f"data.source-{name}.jsonl failed with exit code 2" in error
 
 
+@pytest.mark.slow  # on whole runs what test_processes.py has of children that die with their parent
 def test_a_killed_sweep_takes_its_run_along_and_goes_on_with_it_and_an_interrupted_one_ends_it(
     tmp_path, tiny_model, free_port
 ):
