@@ -13,7 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from helpers import keys_folder
+from helpers import keys_folder, made_once
 
 from areal.cpu.processor import avoid_broken_amx
 
@@ -43,9 +43,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: the quickstart's architecture after a few steps of its warm start."""
     from areal.data import quickstart
 
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    quickstart.build(folder, recipe=quickstart.Recipe(steps=2, short_steps=2), threads=1)
-    return folder
+    recipe = quickstart.Recipe(steps=2, short_steps=2)
+    return made_once(
+        tmp_path_factory, "models", lambda models: quickstart.build(models / "tiny", recipe=recipe, threads=1)
+    ) / "tiny"  # fmt: skip
 
 
 @pytest.fixture

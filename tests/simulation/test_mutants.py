@@ -234,7 +234,17 @@ PROVOKED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mutant", PROVOKED)
+SLOW = {
+    "never discarded for failures", "evidence ignored", "own code without a limit", "hangs not noticed",
+    "keep-alives count nothing", "stored samples however old", "saved calls whatever their prompts",
+    "newest version of saved calls", "evaluations of dead lineages", "leases not renewed at a start",
+}  # fmt: skip
+"""Half of the time of all: long simulations, or many until it is found. Cheaper mutants break the same rules."""
+
+
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PROVOKED]
+)
 def test_a_plan_that_provokes_a_mutant_finds_it(mutant: str) -> None:
     words, plan_of, model, tries = PROVOKED[mutant]
     for n in range(tries):
@@ -248,7 +258,7 @@ def test_a_plan_that_provokes_a_mutant_finds_it(mutant: str) -> None:
 
 
 def test_what_is_scored_of_a_group_outlives_its_manager_and_is_not_sampled_again() -> None:
-    for seed in range(4):
+    for seed in range(2):
         world = World(seed, WITH_SIBLINGS, managers_die())
         assert (result := world.run()).ok, result.story
         assert world.counters["reused"] > 20

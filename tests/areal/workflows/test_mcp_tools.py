@@ -62,25 +62,21 @@ async def test_the_policy_sees_tools_calls_them_and_its_turn_without_a_call_is_s
     assert not processes_mentioning(str(tmp_path))
 
 
-async def test_all_calls_of_a_turn_are_made_in_order():
-    session = chat(call("note", text="a") + call("note", text="b"), "Done.")
-    await run(session, program())
-    assert "tool atool a, bassistant" in session.prompts[1]
-
-
 async def test_no_sample_sees_what_another_one_has_left_in_a_program():
     sessions = [chat(call("note", text=text), "Done.") for text in "ab"]
     await asyncio.gather(*(run(session, program()) for session in sessions))
     assert [session.prompts[1].rpartition("tool ")[2] for session in sessions] == ["aassistant ", "bassistant "]
 
 
-async def test_the_errors_of_tools_are_told_to_the_policy():
-    turns = [call("read"), call("note"), '<tool_call>{"name": "note", "arguments": [1]}</tool_call>', "Sorry."]
+async def test_all_calls_of_a_turn_are_made_in_order_and_the_errors_of_tools_are_told_to_the_policy():
+    turns = [call("note", text="a") + call("note", text="b"), call("read"), call("note")]
+    turns += ['<tool_call>{"name": "note", "arguments": [1]}</tool_call>', "Sorry."]
     session = chat(*turns, **{"Sorry.": 0.25})
     done = await run(session, program())
-    assert "Error: there is no tool read" in session.prompts[1]
-    assert "Field required" in session.prompts[2]
-    assert "Error: the arguments of note are no JSON object" in session.prompts[3]
+    assert "tool atool a, bassistant" in session.prompts[1]
+    assert "Error: there is no tool read" in session.prompts[2]
+    assert "Field required" in session.prompts[3]
+    assert "Error: the arguments of note are no JSON object" in session.prompts[4]
     assert done.reward == 0.25
 
 
@@ -163,7 +159,3 @@ def test_a_server_that_does_not_start_is_told_before_the_run(servers, told):
     with pytest.raises(UserError) as error:
         rehearse("tools", {"servers": servers, "timeout_seconds": 2.0 if "took" in told else 60.0})
     assert told in str(error.value) and "\n" not in str(error.value)
-
-
-def test_servers_that_start_are_no_mistake():
-    rehearse("tools", {"servers": program()})
