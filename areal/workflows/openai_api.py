@@ -118,7 +118,7 @@ class SamplingFields(BaseModel):
             elif name in NEUTRAL:
                 reason = "it changes each token's distribution, and the trainer's log-probs would not be the sampler's"
             else:
-                reason = f"this sample is drawn at {own:g}, as the trainer needs it: set sampling.{name} of the run"
+                reason = f"this sample is drawn at {own:g}, as sampling.{name} says (evaluator.{name} in an evaluation)"
             raise ApiError(f"{name}: {value} is not possible: {reason}; leave {name} out of the request", "sampling")
 
 
