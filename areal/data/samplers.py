@@ -88,7 +88,7 @@ class History:
     the order of their first choice. measured: keys of the rows of which a group was finished.
     """
 
-    source: PromptSource | None = None
+    source: PromptSource | None = field(default=None, compare=False)
     seed: int = 0
     group_size: int = 1
     prompts: int = 1
