@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from areal.config import Config
-from areal.data.samplers import History, open_sampler, safe_choice
+from areal.data.history import History
+from areal.data.samplers import open_sampler, safe_choice
 from areal.data.sources import PromptSource
 from areal.staleness.ledger import (
     LOST_WITH_THE_SPOOL,

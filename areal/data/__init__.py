@@ -1,8 +1,9 @@
 """Sources of rows: files, data sets, generated tasks, and the quickstart's own task and model.
 
-The names in this package's `__all__` are public, for users' own workflows and environments.
+The names in this package's `__all__` are public, for users' own workflows, environments and samplers.
 """
 
+from areal.data.history import History, RowHistory
 from areal.data.rows import Prompt, Row, prompt_text
 
-__all__ = ["Prompt", "Row", "prompt_text"]
+__all__ = ["History", "Prompt", "Row", "RowHistory", "prompt_text"]

@@ -23,7 +23,7 @@ from actors.parts import members as members_module
 from actors.parts.members import next_event
 from areal.__main__ import main as areal_tool
 from areal.config import Config
-from areal.data.samplers import History
+from areal.data.history import History
 from areal.data.sources import open_source
 from areal.observe.timeline import read_events, spans
 from areal.staleness.failures import UNSCORED_LIMIT

@@ -8,7 +8,8 @@ import pytest
 
 from areal.config import DataConfig, RowsConfig, UserError
 from areal.data import samplers
-from areal.data.samplers import History, open_sampler
+from areal.data.history import History
+from areal.data.samplers import open_sampler
 from areal.data.sources import open_source
 
 SIZE = 40

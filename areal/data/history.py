@@ -1,0 +1,160 @@
+"""The history of a run's prompts, which samplers choose from (areal.data.samplers). It does no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal.data.sources import PromptSource
+
+# The weight of a new group in the share of groups with signal of a source.
+SIGNAL_WEIGHT = 0.02
+
+
+@dataclass(slots=True)
+class RowHistory:
+    """What is known of a row of which a prompt was chosen.
+
+    index, prompt: the training index and the number of the last such prompt. choices: number of its prompts. groups:
+    number of its groups that were finished. The others are of these groups: mean, spread: mean and standard deviation
+    of the rewards of the last one. flat: how many, up to the last one, had no signal: all rewards the same. rate: mean
+    of all means, in which each group counts half as much as the next one. version: that of the run when the last one
+    was finished. tokens: sampled in all of them.
+    """
+
+    index: int
+    prompt: int
+    choices: int = 1
+    groups: int = 0
+    mean: float = 0.0
+    spread: float = 0.0
+    flat: int = 0
+    rate: float = 0.0
+    version: int = 0
+    tokens: int = 0
+
+    def add(self, mean: float, spread: float, signal: bool, version: int, tokens: int) -> None:
+        """Add a finished group."""
+        share = 1 / (2 - 0.5**self.groups)
+        self.rate += share * (mean - self.rate)
+        self.groups, self.mean, self.spread = self.groups + 1, mean, spread
+        self.flat = 0 if signal else self.flat + 1
+        self.version, self.tokens = version, self.tokens + tokens
+
+    @property
+    def weight(self) -> float:
+        """How many groups `rate` is worth: 1 after the first one, at most 2."""
+        return 2 - 0.5 ** (self.groups - 1) if self.groups else 0.0
+
+
+_values = attrgetter(*(column.name for column in fields(RowHistory)))
+
+
+@dataclass(slots=True)
+class SourceHistory:
+    """Of one source of several: the last training index that was chosen of it, and the recent share of its finished
+    groups with signal; 1 before the first."""
+
+    last: int = -1
+    signal: float = 1.0
+
+
+@dataclass
+class History:
+    """What a run's prompts have shown. A sampler reads it; only the run changes it.
+
+    source: the rows. Without one, `load` and `dump` are all that can be used. seed: of the run. group_size: samples of
+    a group. prompts: number of prompts that the run trains, if none is discarded. last: the training index of the last
+    choice, -1 before the first. version: that of the run when the last group was finished. rows: by `source.key`, in
+    the order of their first choice. measured: keys of the rows of which a group was finished. sources: in their order,
+    none before the first choice.
+    """
+
+    source: PromptSource | None = field(default=None, compare=False)
+    seed: int = 0
+    group_size: int = 1
+    prompts: int = 1
+    last: int = -1
+    version: int = 0
+    rows: dict[int, RowHistory] = field(default_factory=dict)
+    measured: list[int] = field(default_factory=list)
+    sources: list[SourceHistory] = field(default_factory=list)
+    _unseen: int = field(default=0, compare=False)
+
+    @property
+    def data(self) -> PromptSource:
+        assert self.source is not None  # nothing is chosen without one
+        return self.source
+
+    def of(self, index: int) -> RowHistory | None:
+        """What is known of the row of a training index; None if no prompt was chosen of it."""
+        return self.rows.get(self.data.key(index))
+
+    def unseen(self) -> int | None:
+        """The lowest training index of a row of which no prompt was chosen yet; None if there is none."""
+        if len(self.rows) == self.data.rows:
+            return None
+        while self.of(self._unseen):
+            self._unseen += 1
+        return self._unseen
+
+    def random(self, prompt: int) -> Random:
+        """The source of randomness for the choice of this prompt."""
+        return Random(f"{self.seed}/sampler/{prompt}")
+
+    def coverage(self) -> float | None:
+        """The share of all rows of which a prompt was chosen; None if the data has no end."""
+        return None if self.source is None or self.source.rows is None else len(self.rows) / self.source.rows
+
+    # --- what only the run calls
+
+    def chosen(self, prompt: int, index: int) -> None:
+        """A new prompt is of the row of this training index."""
+        if self.source is None:
+            return
+        key = self.source.key(index)
+        self.last = index
+        self._parts()[key % len(self.source.shares)].last = index
+        if known := self.rows.get(key):
+            known.index, known.prompt, known.choices = index, prompt, known.choices + 1
+        else:
+            self.rows[key] = RowHistory(index, prompt)
+
+    def finished(self, index: int, mean: float, spread: float, signal: bool, version: int, tokens: int) -> None:
+        """A group of this training index is ready: the mean and the standard deviation of its rewards, whether they
+        differ, the version of the run, and the number of its sampled tokens."""
+        if self.source is None:
+            return
+        key = self.source.key(index)
+        row, source = self.rows[key], self._parts()[key % len(self.source.shares)]
+        if not row.groups:
+            self.measured.append(key)
+        row.add(mean, spread, signal, version, tokens)
+        source.signal += SIGNAL_WEIGHT * (signal - source.signal)
+        self.version = version
+
+    def _parts(self) -> list[SourceHistory]:
+        if not self.sources:
+            self.sources = [SourceHistory() for _ in self.data.shares]
+        return self.sources
+
+    def dump(self) -> dict[str, Any]:
+        """All that the run has told it, fit for JSON."""
+        return {
+            "last": self.last,
+            "version": self.version,
+            "rows": [[key, *_values(row)] for key, row in self.rows.items()],
+            "measured": self.measured,
+            "sources": [[source.last, source.signal] for source in self.sources],
+        }
+
+    def load(self, dump: Mapping[str, Any]) -> None:
+        """Become the history that `dump` was made from."""
+        self.last, self.version, self.measured = dump["last"], dump["version"], list(dump["measured"])
+        self.rows = {key: RowHistory(*values) for key, *values in dump["rows"]}
+        self.sources = [SourceHistory(*values) for values in dump["sources"]]
+        self._unseen = 0
