@@ -301,14 +301,17 @@ class Generator(Actor):
     async def ask_logprobs(self, request: Request[AskLogprobs]) -> Logprobs:
         if self._started is None or self.state == "draining":
             raise BusyError("this generator computes no log-probs: it is starting or draining")
+        ask = request.message
+        wanted = ask.lineage, ask.version
         try:
             async with parked(request):
-                scores = await self._engine.score(f"{request.sender} log-probs", request.message.tokens.tolist())
+                await self._loaded.until(lambda: self._loaded_policy() >= wanted or self.state != "healthy")
+                scores = await self._engine.score(f"{request.sender} log-probs", ask.tokens.tolist())
         except ValueError as error:
             raise RefusedError(str(error)) from None
         except (EngineError, TimeoutError) as error:
             raise BusyError(f"this generator computed no log-probs: {error}") from None
-        return Logprobs(lineage=self._loaded_policy()[0], version=scores.version, logprobs=scores.logprobs)
+        return Logprobs(version=scores.version, logprobs=scores.logprobs)
 
     @handles(FetchWeights)
     def send_weights(self, request: Request[FetchWeights]) -> AsyncIterator[Message]:

@@ -454,15 +454,17 @@ FINISHES: tuple[Literal["stop", "length"] | None, ...] = (None, "stop", "length"
 
 
 class AskLogprobs(Message):
-    """Asks a generator for the log-probs of given tokens (int32 [T]) under the weights that it has."""
+    """Asks a generator for the log-probs of given tokens (int32 [T]), once it has the policy of `lineage` and `version`
+    or a newer one."""
 
+    lineage: int
+    version: int
     tokens: Int32s
 
 
 class Logprobs(Message):
-    """float32 [T - 1], of all tokens but the first, at temperature 1, under the policy `lineage` and `version`."""
+    """float32 [T - 1], of all tokens but the first, at temperature 1, under a version of that lineage."""
 
-    lineage: int
     version: int
     logprobs: Float32s
 

@@ -1,9 +1,9 @@
 """Asks the generators for the log-probs of a few tokens of the batch in training, and compares them with the trainer's.
 areal.training.engine_gap says why.
 
-Generators are asked when a step begins, and answer while they have the version that it begins with: during the step, or
-once they wake after it. An answer that comes later than the step counts for the next one. An answer under another
-version is no measurement.
+Generators are asked when a step begins, and answer once they have the version that it begins with, which may still be
+on its way to them. An answer that comes later than the step counts for the next one. A generator that goes straight to
+a newer version gives no measurement.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Probes:
     async def _ask(self, generator: Member, check: _Check) -> None:
         self._asking.add(generator.identity)
         try:
-            ask = AskLogprobs(tokens=check.probe.tokens)
+            ask = AskLogprobs(lineage=check.lineage, version=check.version, tokens=check.probe.tokens)
             answer = await self._trainer.ask(generator.address, ask, Logprobs, ANSWER_SECONDS)
-            if (answer.lineage, answer.version) == (check.lineage, check.version):
+            if answer.version == check.version:
                 self._answers.append((generator.identity, check, answer.logprobs))
         except BusError:  # it is busy, leaves or has died; the next step asks again
             pass
