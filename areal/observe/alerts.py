@@ -53,6 +53,8 @@ MIXED = 0.3
 SAMPLE_SIZE = 0.5
 WEIGHT_MEAN = (0.9, 1.1)
 GAP = 0.05
+# An engine's gap is unusual from so many times its level on, and above what fp32 leaves of sums.
+TIMES_USUAL, LEAST_GAP = 10.0, 1e-5
 ENTROPY = 0.1
 """The share of the early entropy. Entropy falls in every run that learns (quickstart: to 0.4 in 120 steps)."""
 PROMPTS = 5
@@ -383,7 +385,8 @@ def _ranges(records: Sequence[Mapping[str, Any]], guard: Mapping[str, float]) ->
     limit = guard.get("logprob_gap", 0.0)
     for name in ("logprob_gap", "engine_gap"):
         gap = Curve.of(records, name)
-        if first := gap.since(gap.values > min(GAP, limit / 2 if limit else GAP)):
+        unusual = max(TIMES_USUAL * gap.level, LEAST_GAP) if name == "engine_gap" and gap.level > 0 else GAP
+        if first := gap.since(gap.values > min(GAP, unusual, limit / 2 if limit else GAP)):
             near = f" (the guard ends the run above {limit:g})" * bool(limit)
             sentence = (
                 f"Generators and trainer have computed log-probs {gap.values[-1]:.2g} nats apart on the same weights "

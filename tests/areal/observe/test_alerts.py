@@ -57,6 +57,7 @@ def write_run(folder: Path, broken=None, steps: int = STEPS) -> list[dict]:
                 "effective_sample_size": 0.95,
                 "weight_mean": 1.0,
                 "logprob_gap": 0.001 if step % 3 else None,
+                "engine_gap": 1e-6,
             }
         )
     return records
@@ -137,6 +138,7 @@ def test_a_healthy_run_has_no_alerts_at_any_step_and_a_recovered_one_none_any_mo
         ("small effective sample size", "at 0.30 since", {"effective_sample_size": 0.3}),
         ("weights far from 1", "at 1.50 since", {"weight_mean": 1.5}),
         ("log-prob gap", "ends the run above 0.5", {"logprob_gap": 0.3}),
+        ("log-prob gap", "0.0004 nats apart", {"engine_gap": 4e-4}),
         ("reward parts diverge", "part form from 0.2 to 0.9 has risen, part right from 0.6 to 0.3 has fallen",
          {"reward_parts": {"form": 0.9, "right": 0.3}}),
         ("reward parts diverge", "part form from 0.2 to 0.9 has risen, the reward from 0.5 to 0.25 has fallen",
