@@ -498,7 +498,7 @@ def mutated(frames, changes):
     return frames
 
 
-@settings(max_examples=600)
+@settings(max_examples=6 * settings.default.max_examples)
 @given(st.sampled_from(EXAMPLES), mutations)
 def test_a_mutated_message_is_understood_or_refused(frames, changes):
     frames = mutated(frames, changes)
@@ -508,14 +508,14 @@ def test_a_mutated_message_is_understood_or_refused(frames, changes):
         assert len(str(refusal)) < 1000
 
 
-@settings(max_examples=250)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.lists(st.binary(max_size=64), max_size=5))
 def test_random_frames_are_refused(frames):
     with pytest.raises(REFUSALS):
         decode(frames)
 
 
-@settings(max_examples=250)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.sampled_from(sorted(messages.KINDS)), st.binary(max_size=64), st.lists(st.binary(max_size=16), max_size=3))
 def test_a_random_body_of_any_kind_is_understood_or_refused(kind, body, arrays):
     try:

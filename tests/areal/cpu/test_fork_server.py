@@ -42,7 +42,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow  # as the engines of test_engine.py, and those of runs in test_chaos.py
+@pytest.mark.slow  # as the engines of runs in test_chaos.py
 @pytest.mark.parametrize(
     ("words", "server"),
     [([], "multiprocessing.forkserver"), (["prepared", "killed"], "areal forkserver of vLLM")],

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,12 @@ async def collect(stream: AsyncGenerator[Chunk, None], progress: list[Chunk] | N
     return Chunk(*fields, parts[-1].finish)
 
 
+@cache
+def exact(model: Path) -> PreTrainedModel:
+    """In float64, by transformers."""
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager")
+
+
 def reference(
     model: Path, prompt: list[int], tokens: np.ndarray, temperature: float = 1.0, without: int | None = None
 ) -> np.ndarray:
@@ -153,8 +160,7 @@ def reference(
     token that cannot be drawn."""
     ids = torch.tensor([[*prompt, *tokens.tolist()]])
     with torch.no_grad():
-        exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager")
-        logits = exact(ids).logits[0, len(prompt) - 1 : -1]
+        logits = exact(model)(ids).logits[0, len(prompt) - 1 : -1]
     if without is not None:
         logits[:, without] = -torch.inf
     logprobs = torch.log_softmax(logits / temperature, -1)
@@ -167,7 +173,7 @@ def surprises(
     """The mean and the variance of -log p under the distribution of each of `tokens`, float64 [n]; as `reference`."""
     ids = torch.tensor([[*prompt, *tokens.tolist()]])
     with torch.no_grad():
-        logits = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float64)(ids).logits[0, len(prompt) - 1 : -1]
+        logits = exact(model)(ids).logits[0, len(prompt) - 1 : -1]
     logits[:, without] = -torch.inf
     p = torch.softmax(logits / temperature, -1)
     surprise = -torch.where(p > 0, p.log(), 0)

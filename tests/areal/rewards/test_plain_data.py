@@ -124,7 +124,7 @@ def parts_of(value):
 
 
 @given(values)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3 * settings.default.max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_data_of_the_table_come_out_as_they_went_in(value):
     assert same(decoded(encoded(value)), value)
 
@@ -182,13 +182,13 @@ def check(data, watch):
 
 
 @given(JUNK)
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6 * settings.default.max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_is_sent_only_data_come_out(watch, junk):
     check(json.dumps(junk).encode(), watch)
 
 
 @given(values, st.randoms(use_true_random=False))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3 * settings.default.max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_messages_that_are_changed_give_only_data(watch, value, chance):
     data = bytearray(encoded(value))
     check(bytes(mutated(data, chance)), watch)

@@ -99,7 +99,7 @@ def histories(draw):
     return made
 
 
-@settings(max_examples=500)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(made=histories(), data=st.data())
 def test_each_sampled_token_is_there_once_after_exactly_what_it_was_sampled_from(made, data):
     sampled = [call for call in made if call[1]]
