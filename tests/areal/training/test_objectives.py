@@ -39,7 +39,8 @@ def make_tokens(seed=0, S=400):
 
 
 def settings(name, **changes):
-    return TrainerConfig(objective=name, **changes)
+    needed = {"teacher": "wise"} if name == "distill" else {}
+    return TrainerConfig(objective=name, **needed | changes)
 
 
 def evaluate(name, tokens, config):
@@ -562,7 +563,10 @@ reward: {functions: [addition]}
 def load(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(CONFIG)
-    return lambda *overrides: load_config(file, overrides)
+    teacher = ["scorers.wise.model=m", "trainer.teacher=wise"]
+    return lambda *overrides: load_config(
+        file, [*(teacher if "trainer.objective=distill" in overrides else ()), *overrides]
+    )
 
 
 def test_every_named_objective_has_a_loss_and_settings():
