@@ -58,7 +58,6 @@ class RunState:
             max_staleness=config.max_staleness,
             on_straggler=config.on_straggler,
             steps=config.steps,
-            prompts=None,
             max_attempts=config.max_attempts,
             on_failed_sample=config.on_failed_sample,
             filter_zero_signal=config.filter_zero_signal,

@@ -69,7 +69,7 @@ class ReportAnswer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LedgerSettings:
-    """The settings that the ledger needs. `prompts` is the number of prompts in all; None means no limit.
+    """The settings that the ledger needs.
 
     As an event: these settings hold from here on. What happened earlier is judged by the settings of that time.
     """
@@ -78,7 +78,6 @@ class LedgerSettings:
     max_staleness: int
     on_straggler: Literal["wait", "requeue", "mask", "admission_only"]
     steps: int
-    prompts: int | None
     max_attempts: int
     on_failed_sample: Literal["requeue", "discard"]
     filter_zero_signal: bool = False
@@ -184,7 +183,14 @@ def event_record(event: Event) -> tuple[str, dict[str, Any]]:
 
 def event_of(kind: str, body: dict[str, Any]) -> Event:
     """Return the event of a record, which may have been through JSON. Raises KeyError for an unknown kind."""
+    if _EVENTS[kind] is LedgerSettings:
+        return _settings_of(body)
     return cast(Event, _EVENTS[kind](**_with_tuples(body)))
+
+
+def _settings_of(body: dict[str, Any]) -> LedgerSettings:
+    """Earlier versions also had the number of prompts, which was always None: no limit."""
+    return LedgerSettings(**{name: value for name, value in body.items() if name != "prompts"})
 
 
 def _fields(row: Any) -> dict[str, Any]:
@@ -260,7 +266,6 @@ class Waiting:
 @dataclass(frozen=True, slots=True)
 class RunEnded:
     version: int
-    reason: Literal["steps", "data"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +359,7 @@ class Ledger:
         """Return the ledger that `dump` was made from. The dump may have been through JSON. The story starts empty.
         `settings`: those of a dump that is so old that it has none."""
         if "settings" in dump:
-            settings = LedgerSettings(**dump["settings"])
+            settings = _settings_of(dump["settings"])
         ledger = cls(settings, journal)
         ledger.version = dump["version"]
         ledger._next_prompt = dump["next_prompt"]
@@ -417,18 +422,13 @@ class Ledger:
 
     @property
     def capacity(self) -> int:
-        """The number of groups that may be admitted now: limited by rule 1, the steps left and the prompts left."""
-        allowed = max(0, self._most_alive() - self.alive)
-        return allowed if self._prompts_left is None else min(allowed, self._prompts_left)
+        """The number of groups that may be admitted now: limited by rule 1 and the steps left."""
+        return max(0, self._most_alive() - self.alive)
 
     @property
     def ended(self) -> RunEnded | None:
-        """Set once all steps are committed, or no group is alive and no prompt is left."""
-        if self.version == self.settings.steps:
-            return RunEnded(self.version, "steps")
-        if self.alive == 0 and self._prompts_left == 0:
-            return RunEnded(self.version, "data")
-        return None
+        """Set once all steps are committed."""
+        return RunEnded(self.version) if self.version == self.settings.steps else None
 
     @property
     def waiting(self) -> Waiting | None:
@@ -640,17 +640,6 @@ class Ledger:
         bound = max((group.max_staleness for group in self._groups.values()), default=0)
         return self.settings.batch_size * (bound + 1)
 
-    @property
-    def _prompts_left(self) -> int | None:
-        if self.settings.prompts is None:
-            return None
-        return len(self._requeued) + self.settings.prompts - self._next_prompt
-
-    def _needed(self) -> int:
-        """The size of the next batch: B, or the number of alive groups if it is smaller and no prompt is left."""
-        size = self.settings.batch_size
-        return min(size, self.alive) if self._prompts_left == 0 else size
-
     def _choose(self) -> list[LedgerGroup]:
         """Up to B ready groups, earliest deadline first."""
         return self._head(GroupState.READY, self.settings.batch_size)
@@ -659,7 +648,7 @@ class Ledger:
         return [self._groups[group_id] for _, _, group_id in self._lines[state][:n]]
 
     def _waiting(self, chosen: list[LedgerGroup]) -> Waiting | None:
-        needed = self._needed()
+        needed = self.settings.batch_size
         if len(chosen) < needed:
             stragglers = self._head(GroupState.ADMITTED, needed - len(chosen))
         else:
@@ -927,7 +916,6 @@ class Ledger:
             "alive groups are within capacity": self.alive <= max(self._most_alive(), self._most_admitted()),
             "a prompt is alive or re-queued at most once": len(prompts) == len(set(prompts)),
             "no prompt is lost": self._next_prompt == len(prompts) + gone,
-            "no prompt is beyond the data": self.settings.prompts is None or self._next_prompt <= self.settings.prompts,
             "the batch equals the batched groups": set(batched) == set(self._batch.group_ids if self._batch else ()),
             "rows are consistent": all(map(self._is_sound, rows)),
             "the sorted lines match the rows": all(map(self._is_in_line, self._lines)),

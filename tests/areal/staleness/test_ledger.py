@@ -58,7 +58,6 @@ def make_settings(**changes: object) -> LedgerSettings:
         max_staleness=1,
         on_straggler="wait",
         steps=100,
-        prompts=None,
         max_attempts=3,
         on_failed_sample="requeue",
     )
@@ -152,7 +151,7 @@ def test_no_group_is_admitted_that_the_run_cannot_train():
     train(ledger)
     assert ledger.capacity == 0
     train(ledger)
-    assert ledger.next_batch(2) == RunEnded(2, "steps")
+    assert ledger.next_batch(2) == RunEnded(2)
     assert ledger.alive == 0
 
 
@@ -165,7 +164,7 @@ def test_what_was_admitted_for_more_steps_is_left_over_and_trained_once_there_ar
     ledger.change_settings(replace(settings, steps=2))
     assert (ledger.alive, ledger.capacity) == (4, 0)
     train(ledger)
-    assert ledger.next_batch(2) == RunEnded(2, "steps")
+    assert ledger.next_batch(2) == RunEnded(2)
     ledger.validate()
     assert replay(Ledger, events, settings) == ledger
     ledger.change_settings(replace(settings, steps=4))
@@ -181,7 +180,7 @@ def test_no_step_is_committed_beyond_the_last_one():
     train(ledger)
     ledger.next_batch(1)
     ledger.change_settings(make_settings(steps=1))
-    assert ledger.next_batch(1) == RunEnded(1, "steps")
+    assert ledger.next_batch(1) == RunEnded(1)
     with pytest.raises(LedgerError, match="does not fit the state at version 1"):
         ledger.commit(1)
     with pytest.raises(LedgerError, match="does not fit the state at version 1"):
@@ -208,6 +207,8 @@ def test_a_dump_of_before_settings_were_kept_is_loaded_with_those_of_now():
     ledger = make(max_staleness=2)
     admit(ledger, 1)
     dump = through_json(ledger.dump())
+    dump["settings"]["prompts"] = None  # of earlier versions
+    assert all_but_the_story(Ledger.load(dump, make_settings(steps=1))) == all_but_the_story(ledger)
     del dump["settings"], dump["groups"][0]["max_staleness"]
     assert all_but_the_story(Ledger.load(dump, ledger.settings)) == all_but_the_story(ledger)
 
@@ -244,25 +245,6 @@ def test_requeued_prompts_come_first_and_oldest_first():
     ledger.failed(first[2], "manager/0#1", "reward down")
     ledger.failed(first[1], "manager/0#1", "reward down")
     assert admit(ledger, 3) == ["g2.1", "g1.1"]
-
-
-def test_the_last_batch_of_finite_data_is_smaller():
-    ledger = make(batch_size=4, prompts=5)
-    finish(ledger, *admit(ledger, 100))
-    assert len(train(ledger)) == 4
-    assert train(ledger) == ("g4.0",)
-    assert ledger.next_batch(2) == RunEnded(2, "data")
-
-
-def test_the_last_batch_waits_for_all_that_are_alive_and_for_prompts_to_be_admitted_anew():
-    ledger = make(batch_size=4, prompts=2)
-    a, b = admit(ledger, 100)
-    finish(ledger, a)
-    assert ledger.next_batch(0) == Waiting(0, ready=1, needed=2, stragglers=(b,))
-    ledger.failed(b, "manager/0#1", "reward down")
-    assert ledger.next_batch(0) == Waiting(0, ready=1, needed=4, stragglers=())
-    finish(ledger, *admit(ledger, 1))
-    assert train(ledger) == (a, "g1.1")
 
 
 # ------------------------------------------------------------------------------------------------------------ signal
@@ -710,7 +692,6 @@ class LedgerMachine(RuleBasedStateMachine):
         max_staleness=st.integers(0, 4),
         on_straggler=st.sampled_from(["wait", "wait", "requeue", "mask", "admission_only"]),
         steps=st.integers(1, 8),
-        prompts=st.none() | st.integers(1, 40),
         max_attempts=st.integers(1, 3),
         on_failed_sample=st.sampled_from(["requeue", "discard"]),
         filter_zero_signal=st.booleans(),
@@ -949,10 +930,7 @@ class LedgerMachine(RuleBasedStateMachine):
         discarded = {event.group_id for event in self.events if isinstance(event, Discarded) and event.reason}
         prompts = sorted(prompt_of(group_id) for group_id in discarded | set(self.trained))
         assert prompts == list(range(len(prompts))), "a prompt was lost"
-        if answer.reason == "data":
-            assert len(prompts) == self.settings.prompts
-        else:
-            assert len(self.trained) > (self.settings.steps - 1) * self.settings.batch_size
+        assert len(self.trained) > (self.settings.steps - 1) * self.settings.batch_size
         assert self.ledger.alive == 0
 
 
@@ -1106,11 +1084,6 @@ class BatchIsFormedAnew(Ledger):
         return answer
 
 
-class LastBatchMustBeFull(Ledger):
-    def _needed(self) -> int:
-        return self.settings.batch_size
-
-
 MUTANTS: list[type[Ledger]] = [
     NoGate,
     GateAStepLate,
@@ -1121,7 +1094,6 @@ MUTANTS: list[type[Ledger]] = [
     LatestStartCounts,
     ExpiredPromptsAreLost,
     BatchIsFormedAnew,
-    LastBatchMustBeFull,
 ]
 
 

@@ -54,7 +54,6 @@ class Simulation:
                 run.max_staleness,
                 on_straggler="wait",
                 steps=1_000_000,
-                prompts=None,
                 max_attempts=3,
                 on_failed_sample="requeue",
             )
