@@ -297,7 +297,11 @@ class RolloutManager(Sampler):
         sample = await super().run_workflow(session, row)
         for column, name in self._scorers(row).items():
             branches = [self._scoring.logprobs(name, branch.tokens) for branch in sample.sequences()]
-            sample = sample.with_scores(column, await asyncio.gather(*branches)).checked()
+            scores = await asyncio.gather(*branches)
+            try:
+                sample = sample.with_scores(column, scores).checked()
+            except ValueError as error:
+                raise SampleFailed("scorer", f"scorer {name!r}: {error}") from None
         penalty = self.services.overlong(sample)
         return sample.lowered(penalty) if penalty else sample
 

@@ -77,7 +77,7 @@ ROLES = {
         ),
         Role(
             "scorer",
-            processes=lambda config: len(config.started_scorers) or len(config.scorers),
+            processes=lambda config: (len(config.started_scorers) or len(config.scorers)) if config.steps else 0,
             joins=lambda config: not config.started_scorers,
             names=lambda config: config.started_scorers,
             works_for=frozenset({"batch"}),

@@ -65,7 +65,8 @@ class Progress:
     @property
     def _needed(self) -> dict[str, str]:
         """The rewards and scorers of the run, and the roles that serve them."""
-        return dict.fromkeys(self._config.used_scorers, "scorer") | dict.fromkeys(self._state.reward_names, "reward")
+        scorers = self._config.used_scorers if self._config.steps else ()
+        return dict.fromkeys(scorers, "scorer") | dict.fromkeys(self._state.reward_names, "reward")
 
     def _served(self) -> set[str]:
         return {name for m in self._state.members.values() if m.state == "healthy" for name in m.serves}

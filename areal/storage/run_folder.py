@@ -29,7 +29,7 @@ log = structlog.get_logger()
 # have determined what the run has done so far, or determine what its journal and checkpoints mean.
 MAY_CHANGE = (
     "steps", "max_staleness", "run_ahead", "oversample", "filter_zero_signal", "max_attempts", "max_failed_share",
-    "outage_seconds", "generator", "rollout_manager", "guard", "evaluator", "master", "network", "observe",
+    "outage_seconds", "generator", "rollout_manager", "scorers", "guard", "evaluator", "master", "network", "observe",
     "weights.transport", "reward.count", "reward.workers", "reward.concurrent_calls", "reward.timeout_seconds",
     "reward.retries", "reward.quarantine_after", "reward.memory_gib", "reward.cache_size",
     "trainer.lr", "trainer.lr_schedule", "trainer.lr_final", "trainer.threads", "trainer.ranks", "trainer.zero_stage",

@@ -89,6 +89,9 @@ async def test_a_sample_to_train_gets_the_log_probs_of_the_teacher_that_its_row_
     expected = np.where(sample.sampled, np.float32(-len(teacher) - n / 100), 0)
     np.testing.assert_array_equal(sample.teacher_logprobs, expected)
     np.testing.assert_array_equal(sample.reference_logprobs, np.where(sample.sampled, np.float32(-5 - n / 100), 0))
+    manager._scoring.logprobs = lambda name, tokens: asyncio.sleep(0, np.full(len(tokens) - 1, np.nan, np.float32))
+    with pytest.raises(SampleFailed, match=f"scorer {teacher!r}: one of the teacher_logprobs is not finite"):
+        await manager.run_workflow(Session(), Row(0, "", None, None, row))
     with pytest.raises(
         SampleFailed, match=r"row 7 has t='nobody' \(trainer.teacher_key\): scorers has wise, wiser, first"
     ):
