@@ -237,7 +237,8 @@ def _cut(cut: Curve) -> Iterator[Alert]:
 
 
 def _parts(records: Sequence[Mapping[str, Any]], reward: Curve) -> Iterator[Alert]:
-    names = sorted(records[-1].get("reward_parts") or ())
+    parts_now = records[-1].get("reward_parts") or ()
+    names = sorted(name for name in parts_now if name.rpartition("/")[2] != "tokens")  # a judge's cost is no aim
     parts = {f"part {name}": Curve.of(records, f"reward_parts.{name}") for name in names}
 
     def since(curves: Mapping[str, Curve], wrong: Callable[[Curve], np.ndarray]) -> dict[str, int]:

@@ -33,6 +33,7 @@ from areal.config import UserError
 from areal.data import addition, reasoning_tasks
 from areal.rewards import math_answers, verl_rewards
 from areal.rewards.code_tests import CodeTests
+from areal.rewards.judge import Judge
 from areal.rewards.result import RewardError
 
 GROUP = "areal.rewards"
@@ -200,6 +201,7 @@ BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
     "exact_match": lambda: exact_match,
     "addition": lambda: addition.reward,
     "reasoning_gym": lambda: reasoning_gym,
+    "judge": lambda: Judge,
 }
 WARMING: Mapping[str, Callable[[], object]] = {"math": math_answers.warm, "reasoning_gym": reasoning_tasks.load}
 """By reward: a function that does the work that would otherwise add seconds to the first call."""

@@ -142,7 +142,7 @@ def test_a_healthy_run_has_no_alerts_at_any_step_and_a_recovered_one_none_any_mo
         ("reward parts diverge", "part form from 0.2 to 0.9 has risen, part right from 0.6 to 0.3 has fallen",
          {"reward_parts": {"form": 0.9, "right": 0.3}}),
         ("reward parts diverge", "part form from 0.2 to 0.9 has risen, the reward from 0.5 to 0.25 has fallen",
-         {"reward_parts": {"form": 0.9, "right": 0.6}, "reward_mean": 0.25}),
+         {"reward_parts": {"form": 0.9, "right": 0.6, "judge/tokens": 900.0}, "reward_mean": 0.25}),
     ],
 )  # fmt: skip
 def test_what_the_metrics_show_is_named(tmp_path, name, says, changes):

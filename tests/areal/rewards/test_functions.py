@@ -8,7 +8,7 @@ import pytest
 
 from areal.config import DataConfig, UserError
 from areal.data.sources import open_source, reasoning_tasks
-from areal.rewards.functions import BUILT_IN, check, resolve
+from areal.rewards.functions import BUILT_IN, check, find, resolve
 from areal.rewards.result import Result, RewardError, as_result, as_score, combined, mean_parts, overlong_penalty
 
 
@@ -162,7 +162,7 @@ def test_a_class_that_cannot_be_made_says_why(own):
 
 
 def test_all_that_is_built_in_can_be_called():
-    assert all(callable(check(name)) for name in BUILT_IN)
+    assert all(callable(find(name)) for name in BUILT_IN)
 
 
 def test_a_result_is_a_score_and_those_of_its_parts():
