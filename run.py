@@ -299,9 +299,9 @@ def run_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     options = ["--master", arguments.master, "--wait", f"{arguments.wait:g}"]
     options += role_options(arguments, arguments.ports)
     rewards = [word for name in arguments.reward or [] for word in ("--reward", name)] + arguments.overrides
-    own = {"reward": rewards, "scorer": ["--scorer", arguments.scorer or ""]}
+    further = {"reward": rewards, "scorer": ["--scorer", arguments.scorer or ""]}
     seconds = config.master.drain_seconds
-    return supervise(lambda supervisor: supervisor.run_roles(roles, options, own, seconds), deal_out(config, roles))
+    return supervise(lambda supervisor: supervisor.run_roles(roles, options, further, seconds), deal_out(config, roles))
 
 
 def role_options(arguments: argparse.Namespace, ports: str) -> list[str]:
@@ -501,9 +501,9 @@ def build(role: str, arguments: argparse.Namespace) -> Actor:
     with importing():
         module = import_module(f"actors.{role}")
     kind = getattr(module, "".join(word.capitalize() for word in role.split("_")))
-    own: dict[str, dict[str, Any]] = {"reward": served_rewards(arguments), "scorer": {"name": arguments.scorer}}
+    further: dict[str, dict[str, Any]] = {"reward": served_rewards(arguments), "scorer": {"name": arguments.scorer}}
     bus = Bus(f"{role}/{'?' if arguments.index is None else arguments.index}#{incarnation()}", network)
-    return kind(bus, arguments.master, arguments.index, door, patience=arguments.wait, **own.get(role, {}))
+    return kind(bus, arguments.master, arguments.index, door, patience=arguments.wait, **further.get(role, {}))
 
 
 def served_rewards(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -539,8 +539,8 @@ def join_ranks(arguments: argparse.Namespace) -> None:
 def scorer_of(config: Config, name: str) -> ScorerConfig:
     """The settings of a scorer. Raises UserError if the run has none of this name."""
     if name not in config.scorers:
-        known = ", ".join(config.scorers) or "none"
-        raise UserError(f"The run has no scorer {name!r} (--scorer): its `scorers` are {known}.")
+        names = ", ".join(config.scorers) or "none"
+        raise UserError(f"The run has no scorer {name!r} (--scorer): its `scorers` are {names}.")
     return config.scorers[name]
 
 

@@ -313,8 +313,8 @@ class RolloutManager(Sampler):
             named["teacher_logprobs"] = row.fields.get(trainer.teacher_key) or trainer.teacher
         for name in filter(None, named.values()):
             if name not in self.config.scorers:
-                known = ", ".join(self.config.scorers)
-                why = f"row {row.index} has {trainer.teacher_key}={name!r} (trainer.teacher_key): scorers has {known}"
+                names = ", ".join(self.config.scorers)
+                why = f"row {row.index} has {trainer.teacher_key}={name!r} (trainer.teacher_key): scorers has {names}"
                 raise SampleFailed("row", why)
         return {column: name for column, name in named.items() if name}
 

@@ -175,8 +175,8 @@ class Trajectory:
         """The same trajectory with the column `name`, one of SCORED. branches: float32 [T - 1] for each of `sequences`,
         the log-probs of all its tokens but the first."""
         lengths = self.branches or (Branch(0, len(self)),)
-        own = [np.append(np.float32(0), row)[shared:] for (shared, _), row in zip(lengths, branches, strict=True)]
-        arrays: dict[str, Any] = {name: np.where(self.sampled, np.concatenate(own), np.float32(0))}
+        parts = [np.append(np.float32(0), row)[shared:] for (shared, _), row in zip(lengths, branches, strict=True)]
+        arrays: dict[str, Any] = {name: np.where(self.sampled, np.concatenate(parts), np.float32(0))}
         return replace(self, **arrays)
 
     def lowered(self, penalty: float) -> Trajectory:

@@ -198,16 +198,16 @@ class Supervisor:
             await bus.close()
 
     async def run_roles(
-        self, roles: list[str], arguments: list[str], own: Mapping[str, list[str]], drain_seconds: float = 0.0
+        self, roles: list[str], arguments: list[str], further: Mapping[str, list[str]], drain_seconds: float = 0.0
     ) -> Ending:
-        """Run several roles of a run whose master is on another machine. own: further arguments by role. drain_seconds:
-        that of the run."""
+        """Run several roles of a run whose master is on another machine. further: more arguments, by role.
+        drain_seconds: that of the run."""
         self._drain_seconds = drain_seconds
 
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
                 for role in roles:
-                    options = arguments + own.get(role, [])
+                    options = arguments + further.get(role, [])
                     index = sum(child.role == role for child in self.children)
                     child = self._add(role, index, options)
                     tasks.create_task(self._keep(child), name=child.name)

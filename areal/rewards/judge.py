@@ -95,23 +95,23 @@ class Judge:
         return score, answer.usage.total_tokens if answer.usage else 0
 
     def _number(self, text: str) -> float | None:
-        found = _NUMBER.findall(text)
-        return self._scaled(float(found[-1])) if found else None
+        numbers = _NUMBER.findall(text)
+        return self._scaled(float(numbers[-1])) if numbers else None
 
     def _choice(self, text: str) -> float | None:
         words = "|".join(sorted(map(re.escape, self._choices), key=len, reverse=True))
-        found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text)
-        return float(self._choices[found[-1]]) if found else None
+        choices = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text)
+        return float(self._choices[choices[-1]]) if choices else None
 
     def _json(self, text: str) -> float | None:
         """The last object that can be read, from each brace on."""
         decoder, value = json.JSONDecoder(), None
         for brace in re.finditer(r"\{", text):
             try:
-                found, _ = decoder.raw_decode(text[brace.start() :])
+                verdict, _ = decoder.raw_decode(text[brace.start() :])
             except ValueError:
                 continue
-            value = found.get(self._field, value)
+            value = verdict.get(self._field, value)
         return None if value is None else self._scaled(as_score(value))
 
     def _scaled(self, value: float) -> float | None:
