@@ -37,7 +37,7 @@ from areal.generation.engine import (
     EngineStats,
     GenerationEngine,
     LoadTimes,
-    Scores,
+    TokenScores,
     WeightLoadError,
 )
 from areal.generation.routing import Concurrency
@@ -81,7 +81,7 @@ class Engine(Protocol):
     def generate(
         self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig, *, first_version: int | None = None
     ) -> AsyncGenerator[Chunk, None]: ...
-    async def score(self, request_id: str, tokens: Sequence[int]) -> Scores: ...
+    async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores: ...
     def drained(self) -> AbstractAsyncContextManager[None]: ...
     async def load(self, folder: Path, version: int) -> LoadTimes: ...
     async def receive(

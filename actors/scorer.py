@@ -18,7 +18,7 @@ import numpy as np
 from actors.parts.serving import Serving
 from actors.runtime.actor import handles
 from areal.config import UserError
-from areal.generation.engine import EngineStats, GenerationEngine, Scores
+from areal.generation.engine import EngineStats, GenerationEngine, TokenScores
 from protocols.errors import RefusedError
 from protocols.messages import Done, OpenFlow, ScoreTokens, TokensScored, slices
 from protocols.transport import Request
@@ -27,7 +27,7 @@ from protocols.transport import Request
 class FrozenModel(Protocol):
     """The interface of the engine of a scorer (areal.generation.engine.GenerationEngine)."""
 
-    async def score(self, request_id: str, tokens: Sequence[int]) -> Scores: ...
+    async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores: ...
     def stats(self) -> EngineStats: ...
     async def close(self) -> None: ...
 

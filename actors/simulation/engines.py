@@ -21,7 +21,7 @@ from actors.simulation.lengths import Lengths
 from actors.simulation.setups import GRAIN
 from areal.config import SamplingConfig
 from areal.data.rows import Row
-from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, Scores
+from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, TokenScores
 from areal.rewards.result import Result
 from areal.trajectory import Finish, Group
 
@@ -155,9 +155,9 @@ class ModelEngine:
         use = self._context / self._costs.kv_capacity
         return EngineStats(len(self._running), len(self._waiting), use, int(self.tokens), 0)
 
-    async def score(self, request_id: str, tokens: Sequence[int]) -> Scores:
+    async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores:
         """Log-probs of 0: nobody compares them."""
-        return Scores(np.zeros(len(tokens) - 1, np.float32), self.version)
+        return TokenScores(np.zeros(len(tokens) - 1, np.float32), self.version)
 
     def hand_over(self, request_ids: Collection[str] | None = None) -> None:
         """Does nothing: a sequence that should move stays on this engine. (On another one, its length would be drawn

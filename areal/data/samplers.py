@@ -133,7 +133,7 @@ class EasyToHard:
             return float("inf")
 
 
-class Mixture:
+class SignalMixture:
     """Each source in its own order, with weights that move towards the sources whose groups have signal.
 
     A source's weight is its share of the rows, times its recent share of groups with signal relative to the mean of all
@@ -164,7 +164,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "difficulty": Difficulty,
     "skip_solved": SkipSolved,
     "easy_to_hard": EasyToHard,
-    "mixture": Mixture,
+    "mixture": SignalMixture,
 }
 
 

@@ -98,7 +98,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class TokenScores:
     """logprobs: float32 [T - 1], of all tokens but the first, each after those before it, at temperature 1. version: of
     the weights."""
 
@@ -232,7 +232,7 @@ class GenerationEngine:
             async for chunk in chunks:
                 yield chunk
 
-    async def score(self, request_id: str, tokens: Sequence[int]) -> Scores:
+    async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores:
         """The log-probs of these tokens under the weights in place. No KV cache of other requests is used.
 
         The engine holds the logits of up to a step's tokens at once, in fp32. Raises as `generate` does.
@@ -241,7 +241,7 @@ class GenerationEngine:
         async with contextlib.aclosing(self._stream(request_id, tokens, params, None)) as chunks:
             async for chunk in chunks:
                 if chunk.prompt_logprobs is not None:
-                    return Scores(chunk.prompt_logprobs, int(chunk.versions[-1]))
+                    return TokenScores(chunk.prompt_logprobs, int(chunk.versions[-1]))
         raise EngineError("The engine gave no log-probs of a prompt.")
 
     async def _stream(

@@ -24,7 +24,7 @@ from actors.simulation.engines import ModelTokenizer
 from areal.config import GeneratorConfig, SamplingConfig, UserError
 from areal.data.rows import Row
 from areal.data.sources import PromptSource
-from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, Scores, WeightLoadError
+from areal.generation.engine import Chunk, EngineError, EngineStats, LoadTimes, TokenScores, WeightLoadError
 from areal.rewards.processes import RewardFailed
 from areal.rewards.result import Result
 from areal.trajectory import Finish, Group, Tokens, Trajectory
@@ -241,11 +241,11 @@ class SimEngine:
             stream.stop()
             self._streams.pop(key, None)
 
-    async def score(self, request_id: str, tokens: Sequence[int]) -> Scores:
+    async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores:
         await self._admits.wait()
         if self._error is not None:
             raise self._error
-        return Scores(np.zeros(len(tokens) - 1, np.float32), self.version)
+        return TokenScores(np.zeros(len(tokens) - 1, np.float32), self.version)
 
     async def sleep(self) -> None:
         await self._loading.acquire()
@@ -606,12 +606,12 @@ class SimTeacher:
         self._toil = toil
         self._steps = 0
 
-    async def score(self, request_id: str, tokens: Sequence[int]) -> Scores:
+    async def score(self, request_id: str, tokens: Sequence[int]) -> TokenScores:
         await self._toil.take(self._pace.score * (0.5 + self._random.random()), "scoring")
         self._steps += 1
         if self._mishaps.score_fails and self._random.random() < self._mishaps.score_fails:
             raise ValueError("the simulated teacher cannot take these tokens")
-        return Scores(taught(np.array(tokens)), 0)
+        return TokenScores(taught(np.array(tokens)), 0)
 
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, 0.0, 0, 0, steps=self._steps)

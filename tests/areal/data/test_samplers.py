@@ -127,7 +127,7 @@ def test_easy_to_hard_takes_more_and_more_of_the_rows_by_a_field_or_the_measured
 def test_mixture_moves_to_the_source_with_signal_within_its_bounds():
     source = two_sources()
     assert source.shares == [30, 10]
-    chosen = run(samplers.Mixture(), source, 600, lambda key, prompt: 0.5 if key % 2 else 0.0)
+    chosen = run(samplers.SignalMixture(), source, 600, lambda key, prompt: 0.5 if key % 2 else 0.0)
     hard = [source.key(i) % 2 for i in chosen]
     assert 0.1 < sum(hard[:60]) / 60 < 0.5
     assert 0.5 < sum(hard[400:]) / 200 < 0.65  # shares 3 : 1, times 0.5 and at most 2
@@ -136,7 +136,7 @@ def test_mixture_moves_to_the_source_with_signal_within_its_bounds():
 
 
 def test_the_same_history_gives_the_same_choice_also_from_its_dump():
-    for choose in (samplers.Difficulty(), samplers.SkipSolved(), samplers.EasyToHard(), samplers.Mixture()):
+    for choose in (samplers.Difficulty(), samplers.SkipSolved(), samplers.EasyToHard(), samplers.SignalMixture()):
         source = two_sources()
         history = History(source, 5, 4, 200)
         run(choose, source, 150, lambda key, prompt: key % 3 / 2, history=history)
