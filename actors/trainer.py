@@ -41,7 +41,7 @@ from areal.devices import shares_devices
 from areal.rewards.result import mean_parts
 from areal.storage.disk import Patience
 from areal.storage.rollouts import FOLDER, RolloutWriter
-from areal.storage.run_folder import checkpoint_of, ways_on
+from areal.storage.run_folder import checkpoint_of, checkpoints_in, version_of, ways_on
 from areal.storage.saved_calls import unpacked
 from areal.storage.spool import Spool
 from areal.tokens import load_tokenizer
@@ -171,7 +171,7 @@ class Trainer(Actor):
         self._saving: asyncio.Task[UserError | None] | None = None  # the last one; it runs during the next steps
         self._to_close = AsyncExitStack()
         self._in_turn = True  # the shared devices are this trainer's
-        self._older = 0  # the version of the checkpoint before the last
+        self._checkpoints: list[int] = []  # the versions of those on disk, oldest first
         self._step: tuple[int, float] | None = None  # the number of the step in progress, and when it began
         self._at_rest = asyncio.Event()  # no further step begins
         self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=DURATIONS_KEPT))
@@ -457,7 +457,9 @@ class Trainer(Actor):
         self._takes_samples = True  # not before the spool is known to be that of the run
         self._lineage = recovery.lineage
         self._version = self._checkpoint_version = await self._load_checkpoint(recovery)
-        self._older = recovery.covered if recovery.covered < self._version else 0
+        found = await asyncio.to_thread(checkpoints_in, self.config.folder)
+        kept = {*map(version_of, found), recovery.covered, self._version} - {0}
+        self._checkpoints = sorted(version for version in kept if version <= self._version)
         for version in range(recovery.covered, recovery.version):
             self.activity = f"redoing step {version + 1} of {recovery.version}"
             batch = await self.ask_master(AskBatch(version=version), BatchAnswer)
@@ -662,7 +664,7 @@ class Trainer(Actor):
         self, version: int, folder: Path, publication: asyncio.Task[None] | None, began: float
     ) -> UserError | None:
         """Wait until the checkpoint is on disk and its version is published. Then remove the spooled groups that the
-        one before covers, too, if that is kept, and the oldest checkpoint beyond `trainer.checkpoints_kept`. If it
+        one before covers, too, if that is kept, and the oldest checkpoints beyond `trainer.checkpoints_kept`. If it
         cannot be written, training goes on and the next one covers all. Returns why it cannot."""
         every, limit = self.config.trainer.checkpoint_every, self.config.trainer.checkpoints_kept
         copied = asyncio.get_running_loop().time()
@@ -680,15 +682,14 @@ class Trainer(Actor):
         spooled = "\n".join(await self.on_disk("the spool", self._spool.ids))
         saved = CheckpointSaved(version=version, folder=str(folder), covered=covered, spooled=spooled)
         needless = (await self.ask_master(saved, CheckpointAnswer)).drop.splitlines()
-        previous, self._checkpoint_version = self._checkpoint_version, version
+        self._checkpoint_version = version
         await self.on_disk("the spool", self._spool.forget, needless)
         for step in [step for step in self.steps_to_redo if step < covered]:
             del self.steps_to_redo[step]
-        oldest = (version - 1) // every * every - (limit - 1) * every
-        await self._remove(checkpoint_of(self.config.folder, oldest))
-        needless_one, self._older = self._older if limit > 1 else previous, previous
-        if needless_one % every:  # a trainer has left after that step
-            await self._remove(checkpoint_of(self.config.folder, needless_one))
+        self._checkpoints.append(version)
+        while len(self._checkpoints) > limit:
+            await self._remove(checkpoint_of(self.config.folder, self._checkpoints[0]))
+            del self._checkpoints[0]
         self._durations["checkpoint"].append(asyncio.get_running_loop().time() - began)
         return None
 
