@@ -210,6 +210,14 @@ class Rollouts:
             rows[0],
         ) if rows else []  # fmt: skip
 
+    def trained(self, where: Where, first: int, last: int) -> set[tuple[int, str]]:
+        """Step and id of each group of which a row has the condition, trained in the steps `first` to `last`."""
+        rows = self._select(
+            'SELECT DISTINCT step, "group"', f"step BETWEEN $first AND $last AND ({where.sql})",
+            {**where.values, "first": first, "last": last},
+        )  # fmt: skip
+        return {(row["step"], row["group"]) for row in rows}
+
     def sql(self, query: str) -> list[dict[str, Any]]:
         """The rows of a query in SQL on the table `rollouts`, whose columns are COLUMNS."""
         rest = query.strip().rstrip(";")

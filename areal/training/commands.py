@@ -23,5 +23,7 @@ def declare(tools: RoomTools) -> None:
     grid = "a replay for each value, such as trainer.objective=ppo,gspo; may be repeated, for each combination"
     add("--sweep", action="append", default=[], metavar="key=value,value,...", help=grid)
     add("--steps", default=":", metavar="A:B", help="only the steps after A up to B, from the checkpoint of A")
+    add("--without", metavar="SQL", help='leave out groups that have such a row: "step > 40 and reward > 1"')
+    add("--until", metavar="CONDITION", help='end with the first step of which it holds, such as "entropy<0.2"')
     add("--output", type=Path, metavar="FOLDER", help="folder for the trained model, with --sweep for one of each")
     add("overrides", help="changes to the training, e.g. trainer.lr=1e-5", **OVERRIDES)

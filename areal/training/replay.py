@@ -19,12 +19,13 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from dataclasses import replace as altered
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 import structlog
@@ -46,6 +47,7 @@ from areal.config import (
 )
 from areal.devices import set_allocator, visible_devices
 from areal.grid import name_of, points, read_grid
+from areal.observe.rollouts import Rollouts, sql_condition
 from areal.processes import die_with_parent, torchrun
 from areal.staleness.ledger import oldest_in_loss
 from areal.storage import rollouts
@@ -61,6 +63,7 @@ from areal.storage.run_folder import (
     version_of,
     within,
 )
+from areal.training.condition import Condition
 from areal.training.guard import Guard
 from areal.trajectory import Group
 from areal.weights.chunks import Manifest
@@ -89,7 +92,9 @@ class Replay:
     """What is replayed: the steps `first` + 1 to `last` of the run in `run`, by the settings `config`.
 
     changes: what was given to be changed, by key. off_policy: whether that differs from the run's settings. all_steps:
-    whether these are all steps of the run. output: folder for the trained model, if it is wanted.
+    whether these are all steps of the run. output: folder for the trained model, if it is wanted. without: step and id
+    of each group that is left out; a step of which none remains is not trained. until: ends the replay with the first
+    step of which it holds.
     """
 
     run: Path
@@ -100,11 +105,15 @@ class Replay:
     last: int
     all_steps: bool
     output: Path | None = None
+    without: frozenset[tuple[int, str]] = frozenset()
+    until: Condition | None = None
 
     @property
     def name(self) -> str:
         steps = {} if self.all_steps else {"steps": f"{self.first}-{self.last}"}
-        return name_of({**self.changes, **steps}) or UNCHANGED
+        without = {"without": f"{len(self.without)}-groups-{_digest(self.without)}"} if self.without else {}
+        until = {"until": str(self.until)} if self.until else {}
+        return name_of({**self.changes, **steps, **without, **until}) or UNCHANGED
 
     @property
     def folder(self) -> Path:
@@ -117,7 +126,9 @@ class Replay:
 
     def batches(self) -> Iterator[tuple[int, list[Group]]]:
         batches = rollouts.batches(self.run / rollouts.FOLDER, self.first + 1)
-        return itertools.takewhile(lambda pair: pair[0] <= self.last, batches)
+        for step, batch in itertools.takewhile(lambda pair: pair[0] <= self.last, batches):
+            if remaining := [group for group in batch if (step, group.id) not in self.without]:
+                yield step, remaining
 
     def config_at(self, step: int) -> Config:
         """The settings for a step: those of the run at that step, if they were changed since, with the changes of the
@@ -155,24 +166,30 @@ class Replay:
 def run(options: Namespace) -> int:
     """`areal replay`."""
     set_allocator()
-    replays = plan(options.run, options.overrides, options.sweep, options.steps, options.output)
+    replays = plan(
+        options.run, options.overrides, options.sweep, options.steps, options.output, options.without, options.until
+    )
     return 0 if replay(replays, terminal(160)) else 1
 
 
 def plan(
-    run: Path, overrides: Sequence[str], sweep: Sequence[str] = (), steps: str = ":", output: Path | None = None
-) -> list[Replay]:
+    run: Path, overrides: Sequence[str], sweep: Sequence[str] = (), steps: str = ":", output: Path | None = None,
+    without: str | None = None, until: str | None = None,
+) -> list[Replay]:  # fmt: skip
     """The replays of the run in `run`: one for each combination of the values in `sweep`, the last changing fastest.
 
     overrides: `key=value`, changes to all of them. sweep: each `key=value,value,...`. steps: `A:B`, those after A up to
-    B; by default all. output: folder for the trained model, or with `sweep` for a folder for each. Raises UserError if
-    a replay is not possible.
+    B; by default all. output: folder for the trained model, or with `sweep` for a folder for each. without: an SQL
+    condition on rollouts; groups that have such a row are left out. until: a condition on metrics of the replay. Raises
+    UserError if a replay is not possible.
     """
     config = config_of_run(run)
     first, last = _range(run, config, steps)
     _check_rollouts(run, config, first, last)
     if output and output.exists():
         raise UserError(f"{output} already exists: name another folder for the trained model.")
+    left_out = _left_out(run, config, without, first, last) if without else frozenset()
+    end = _end(until) if until else None
     common = dict(parsed(override, Config) for override in overrides)
     changed_since = changed_back(run, first + 1)
     all_steps = not first and last == steps_trained(run)
@@ -180,8 +197,8 @@ def plan(
     for point in points(read_grid(sweep), "The sweep"):
         changes = common | point
         changed = _changed(run / "config.yaml", config, changes)
-        off_policy = changed != config or any(key in changed_since for key in changes)
-        variant = Replay(run, changed, changes, off_policy, first, last, all_steps)
+        off_policy = bool(left_out) or changed != config or any(key in changed_since for key in changes)
+        variant = Replay(run, changed, changes, off_policy, first, last, all_steps, without=left_out, until=end)
         replays.append(altered(variant, output=output / variant.name if output and sweep else output))
     if len({variant.config.trainer.ranks for variant in replays}) > 1:
         raise UserError("trainer.ranks differs in the sweep, but its replays share their ranks: leave it out.")
@@ -217,6 +234,26 @@ def _check_rollouts(run: Path, config: Config, first: int, last: int) -> None:
         else:
             why = "they were not written, or are gone: choose other steps, --steps A:B"
         raise UserError(f"{run} has {counts[step]} of the {config.batch_size} groups of step {step}, because {why}.")
+
+
+def _left_out(run: Path, config: Config, sql: str, first: int, last: int) -> frozenset[tuple[int, str]]:
+    groups = Rollouts(run).trained(sql_condition(sql), first + 1, last)
+    if len(groups) in (0, config.batch_size * (last - first)):
+        number = "all groups" if groups else "no group"
+        raise UserError(f"--without {sql!r} leaves out {number} of the steps {first + 1} to {last}: name some of them.")
+    return frozenset(groups)
+
+
+def _end(text: str) -> Condition:
+    from areal.training.tally import StepResult
+
+    condition = Condition.parsed(text)
+    condition.check({*(field.name for field in fields(StepResult)), *_OF_BATCH}, "A replay")
+    return condition
+
+
+def _digest(groups: Iterable[tuple[int, str]]) -> str:
+    return f"{crc32(json.dumps(sorted(groups)).encode()):08x}"
 
 
 def _changed(file: Path, config: Config, changes: Mapping[str, Any]) -> Config:
@@ -326,6 +363,7 @@ def _run_variant(variant: Replay, console: Console) -> dict[str, Any]:
             _print_step(variant, record, console)
             if reason := guard.check(record) or "":
                 reason = f"step {step}: {reason}"
+            if reason or (variant.until and variant.until.holds(record)):
                 break
     weights = variant.folder / "weights"
     engine.snapshot()
@@ -414,7 +452,8 @@ def _summary(
     variant: Replay, reason: str, records: Sequence[dict[str, Any]] = (), manifest: Manifest | None = None
 ) -> dict[str, Any]:
     stamp = manifest and manifest.stamp
-    recorded = None if variant.off_policy or reason else _recorded(variant)
+    last = records[-1]["step"] if records else variant.first
+    recorded = None if variant.off_policy or reason else _recorded(variant, last)
     return {
         "ok": not reason,
         "reason": reason,
@@ -422,7 +461,9 @@ def _summary(
         "off_policy": variant.off_policy,
         "changes": dict(variant.changes),
         "first_step": variant.first + 1,
-        "steps": records[-1]["step"] if records else variant.first,
+        "groups_left_out": len(variant.without),
+        "until": str(variant.until) if variant.until and records and variant.until.holds(records[-1]) else None,
+        "steps": last,
         "weights": {"stamp": stamp},
         "same_weights": recorded and recorded == stamp,
         "worthless_from": _worthless_from(records),
@@ -430,12 +471,12 @@ def _summary(
     }
 
 
-def _recorded(variant: Replay) -> str | None:
-    """The stamp of the run's weights after the last step that is replayed; None if it is not known."""
+def _recorded(variant: Replay, step: int) -> str | None:
+    """The stamp of the run's weights after a step; None if it is not known."""
     weights = (read_summary(variant.run) or {}).get("weights", {})
-    if weights.get("version") == variant.last:
+    if weights.get("version") == step:
         return weights["stamp"]
-    checkpoint = checkpoint_of(variant.run, variant.last)
+    checkpoint = checkpoint_of(variant.run, step)
     if variant.config.trainer.lora or not checkpoint.is_dir():
         return None
     return Manifest(tuple(file for file in Manifest.of(checkpoint).files if file.name.endswith(".safetensors"))).stamp
@@ -449,6 +490,7 @@ def _worthless_from(records: Sequence[dict[str, Any]]) -> int | None:
     return records[low[-1]]["step"] if low else None
 
 
+_OF_BATCH = ("reward_mean", "staleness_mean", "staleness_max", "effective_samples", "reward_weighted")
 _FIGURES = {
     "effective_samples": "effective samples", "reward_weighted": "reward, weighted", "weight_mean": "mean weight",
     "effective_sample_size": "ESS of tokens", "kl_behaviour": "KL to behaviour", "entropy": "entropy",
@@ -476,6 +518,9 @@ def _table(replays: Sequence[Replay], summaries: Mapping[str, dict[str, Any]]) -
 def _verdict(variant: Replay, summary: Mapping[str, Any]) -> str:
     if not summary["ok"]:
         return f"stopped, {summary['reason']}"
+    if variant.until:
+        met = f"{variant.until} " + (f"first at step {summary['steps']}" if summary["until"] else "at no step")
+        return f"{met}; {_verdict(altered(variant, last=summary['steps'], until=None), summary)}"
     if summary["same_weights"] is not None:
         return "the same weights, bit by bit" if summary["same_weights"] else "other weights"
     if not variant.off_policy:

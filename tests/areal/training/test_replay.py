@@ -88,6 +88,23 @@ def test_a_replay_may_begin_and_end_at_a_checkpoint(run, capsys):
     assert "nothing is known of the run's weights after step 3" in capsys.readouterr().out
 
 
+def test_groups_are_left_out_and_a_replay_ends_once_a_condition_holds(run, capsys):
+    assert main(["replay", str(run), "--without", "step = 2 and prompt_index < 3 or step = 4"]) == 0
+    assert "Off-policy" in capsys.readouterr().out
+    (folder,) = (run / "replays").iterdir()
+    assert folder.name.startswith("without-7-groups-")
+    without, before = (read_jsonl(place / "metrics.jsonl") for place in (folder, run))
+    assert [m["step"] for m in without] == [1, 2, 3, 5]  # of step 4 no group remains
+    assert without[0]["loss"] == before[0]["loss"] and without[1]["loss"] != before[1]["loss"]
+    assert summary_of(folder)["same_weights"] is None
+    limit = (before[0]["loss"] + before[1]["loss"]) / 2
+    comparison = "<=" if before[1]["loss"] < limit else ">="
+    assert main(["replay", str(run), "--until", f"loss{comparison}{limit:.9f}"]) == 0
+    assert "first at step 2; the same weights, bit by bit" in capsys.readouterr().out
+    assert main(["replay", str(run), "--until", "entropy<-1"]) == 0
+    assert "entropy<-1 at no step; the same weights, bit by bit" in capsys.readouterr().out
+
+
 def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_each_step(run, tmp_path, capsys):
     resumed = load_config(run / "config.yaml", ["trainer.lr=2e-3", "steps=9"])
     changes = [("trainer.lr", 1e-3, 2e-3), ("steps", STEPS, 9), ("max_staleness", 1, 2), ("generator.count", 1, 7)]
@@ -196,6 +213,11 @@ def test_samples_count_by_how_much_likelier_they_have_become():
         (["--sweep", "trainer.lr=[1e-3"], "'trainer.lr=[1e-3' sets is not YAML"),
         (["--sweep", "trainer.ranks=1,2"], "trainer.ranks differs in the sweep"),
         (["--output", "."], ". already exists"),
+        (["--without", "step > 9"], "leaves out no group of the steps 1 to 5"),
+        (["--without", "step > 0"], "leaves out all groups"),
+        (["--without", "stepp > 0"], "The rollouts cannot be queried"),
+        (["--until", "entropy=1"], "'entropy=1' is no condition on a metric"),
+        (["--until", "entrophy<1"], "A replay has no metric 'entrophy'"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_anything_is_loaded(run, monkeypatch, capsys, arguments, sentence):
