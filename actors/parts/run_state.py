@@ -53,15 +53,7 @@ class RunState:
     def __init__(self, config: Config, journal: Journal, source: PromptSource | None = None) -> None:
         self.config = config
         self.journal = journal
-        self.settings = LedgerSettings(
-            batch_size=config.batch_size,
-            max_staleness=config.max_staleness,
-            on_straggler=config.on_straggler,
-            steps=config.steps,
-            max_attempts=config.max_attempts,
-            on_failed_sample=config.on_failed_sample,
-            filter_zero_signal=config.filter_zero_signal,
-        )
+        self.settings = LedgerSettings.of(config)
         self.ledger = Ledger(self.settings)
         self.run_ahead = RunAhead(config.batch_size, config.max_staleness)
         chooses = config.data.sampler != "shuffle" and config.steps > 0  # shuffle needs no history

@@ -82,6 +82,11 @@ class LedgerSettings:
     on_failed_sample: Literal["requeue", "discard"]
     filter_zero_signal: bool = False
 
+    @classmethod
+    def of(cls, config: Any) -> LedgerSettings:
+        """Those of a configuration, which has them by the same names."""
+        return cls(**{name: getattr(config, name) for name in cls.__slots__})
+
     @property
     def bounds_groups(self) -> bool:
         """True if rule 3 applies: no group is trained after its deadline."""

@@ -362,8 +362,10 @@ def unreadable(path: Path, error: Exception) -> UserError:
 
 
 def _read(path: Path, columns: list[str]) -> pa.Table:
+    """The columns, without those that are not in files of earlier versions."""
     try:
-        return pq.read_table(path, columns=columns)
+        there = set(pq.read_schema(path).names)
+        return pq.read_table(path, columns=[name for name in columns if name in there])
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error) from None
 
@@ -399,7 +401,7 @@ def _trajectory(rows: Sequence[dict[str, Any]]) -> Trajectory:
     arrays = {
         name: np.concatenate([row[name][row["shared"] :] for row in rows])
         for name in TOKEN_COLUMNS
-        if rows[0][name] is not None
+        if rows[0].get(name) is not None
     }
     branches = [Branch(row["shared"], len(row["tokens"]) - row["shared"]) for row in rows]
     return Trajectory(

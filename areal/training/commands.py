@@ -27,3 +27,10 @@ def declare(tools: RoomTools) -> None:
     add("--until", metavar="CONDITION", help='end with the first step of which it holds, such as "entropy<0.2"')
     add("--output", type=Path, metavar="FOLDER", help="folder for the trained model, with --sweep for one of each")
     add("overrides", help="changes to the training, e.g. trainer.lr=1e-5", **OVERRIDES)
+
+    summary = "check a finished run by its record alone: data, bound, token versions, and the weights by training again"
+    epilog = "Exit code 1: a check fails, or the record does not have what it takes (docs/observe.md)."
+    add = tools.add("audit", "audit:run", summary, epilog).add_argument
+    add("run", **RUN)
+    add("--full", action="store_true", help="train all steps again, not only those between two checkpoints")
+    add("--json", type=Path, metavar="FILE", help="also write the findings as JSON")

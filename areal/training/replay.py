@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from dataclasses import replace as altered
 from multiprocessing.connection import wait
@@ -292,7 +292,7 @@ def replay(replays: Sequence[Replay], console: Console) -> bool:
     same = {variant.name: alike.setdefault(variant.what_matters(), variant) for variant in replays}
     todo = list(alike.values())
     if len(todo) == 1 or "WORLD_SIZE" in os.environ or visible_devices():
-        summaries = {variant.name: _run_variant(variant, console) for variant in todo}
+        summaries = {variant.name: run_variant(variant, console) for variant in todo}
     else:
         summaries = _run_in_processes(todo, console)
     if len(todo) > 1:
@@ -332,13 +332,17 @@ def _run_in_process(variant: Replay, parent: int) -> None:
     die_with_parent(signal.SIGKILL, parent)
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     try:
-        _run_variant(variant, Console(quiet=True))
+        run_variant(variant, Console(quiet=True))
     except UserError as error:
         replace(variant.folder / "summary.json", json.dumps(_summary(variant, str(error)), indent=2) + "\n")
 
 
-def _run_variant(variant: Replay, console: Console) -> dict[str, Any]:
-    """Do one replay (all ranks). Returns what its summary.json has."""
+def run_variant(
+    variant: Replay, console: Console, check: Callable[[TrainingEngine, Config, int], None] | None = None,
+    run: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """Do one replay (all ranks). Returns what its summary.json has. check: called before each step, with its number.
+    run: the identity of the run that the checkpoint has to have, if it is given."""
     from areal.training.engine import TrainingEngine
 
     began = time.monotonic()
@@ -350,13 +354,15 @@ def _run_variant(variant: Replay, console: Console) -> dict[str, Any]:
     config = variant.config_at(variant.first + 1)
     engine = TrainingEngine.of_run(config, keep_values=True)
     if variant.first:
-        engine.load(variant.checkpoint)
+        engine.load(variant.checkpoint, run)
     records, reason = [], ""
     guard = Guard(_NUMBERS_ONLY)
     with (variant.folder / "metrics.jsonl").open("w") if writes else open(os.devnull, "w") as file:
         for step, batch in variant.batches():
             if (current := variant.config_at(step)) != config:
                 config, engine = current, _with_settings(current, engine, variant.folder / "changing")
+            if check:
+                check(engine, config, step)
             record = _step(engine, config, step, batch)
             file.write(json.dumps(record | {"time": time.time()}) + "\n")
             records.append(record)
