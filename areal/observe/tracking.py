@@ -102,10 +102,11 @@ class TrackingProcess:
 
 def track(options: Namespace) -> None:
     """`areal track`: follow the run in a folder until its summary is written."""
-    os.nice(NICENESS)
     # What it prints goes into the run folder, whose disk may be full.
     sys.stdout, sys.stderr = cast(TextIO, LenientOutput(sys.stdout)), cast(TextIO, LenientOutput(sys.stderr))
-    Tracker(options.folder, open_sinks(config_of_run(options.folder), options.folder)).run()
+    tracker = Tracker(options.folder, open_sinks(config_of_run(options.folder), options.folder))
+    os.nice(NICENESS)
+    tracker.run()
 
 
 class Tracker:
