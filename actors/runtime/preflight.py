@@ -226,7 +226,8 @@ def check_machine(config: Config, sizes: Mapping[str, int]) -> None:
         # Weights, gradients and Adam's moments in fp32.
         needs["trainer"] = config.trainer.ranks * TRAINER_BYTES + (4 if config.trainer.lora else 16) * elements
     processes = config.rollout_manager.count + config.reward.count * (1 + config.reward.workers)
-    needs["scorers"] = len(config.started_scorers) * ENGINE_BYTES
+    if config.started_scorers:
+        needs["scorers"] = len(config.started_scorers) * ENGINE_BYTES
     needs["other roles"] = processes * OTHER_BYTES
     room = memory_bytes()
     if sum(needs.values()) > room:

@@ -44,7 +44,7 @@ class Cluster:
         self.services = Services(
             self.config, Characters(), Parsers(Characters()), RoutedGenerators(self.router, self),
             RoutedRewards(
-                self.router, self, self.config.reward, {*self.config.rewards}, self.failures.append,
+                self.router, self, self.config.reward, {*self.config.rewards}, self.report_failure,
             ), Programs(self.config.sandbox),
             Endpoint(self.config),
         )  # fmt: skip
@@ -324,7 +324,7 @@ async def test_a_failure_is_told_once_a_completion_and_a_lost_actor_is_none(unhu
     answers = [BusyError("later"), RefusedError("KeyError"), RefusedError("KeyError"), Result(1.0, {})]
     cluster = Rewards(addition=answers)
     assert await cluster.session(retries=2).score("done") == 1.0
-    assert cluster.failures == ["reward 'addition': KeyError"]
+    assert cluster.failures == [("reward", "reward 'addition': KeyError")]
 
 
 async def test_what_has_cost_too_many_workers_on_any_actor_is_asked_no_more(unhurried):
