@@ -545,7 +545,8 @@ class Trainer(Actor):
             groups = await self._load_groups(batch.groups)
         if breach := breach_of_bound(groups, batch.oldest):
             await self._give_up(f"Step {self._version + 1} was not trained: {breach}.")
-        self._probes.begin(self._lineage, self._version, groups)
+        if self.state == "healthy":  # no engine has the version of a step that is redone
+            self._probes.begin(self._lineage, self._version, groups)
         with self._timed("train"):
             try:
                 metrics = await self._learner.step(

@@ -325,9 +325,8 @@ class Configuration(Message):
 
 class Permit(Part):
     """The right to start a group of the row with the training index `row`; its samples need weights of `min_version` or
-    newer. `resumed`: the trainer may have
-    samples of an earlier attempt, whose lease was lost. `rewards`: the weights that were given since the run began,
-    beside those of the configuration (AddReward)."""
+    newer. `resumed`: the trainer may have samples of an earlier attempt, whose lease was lost. `rewards`: the weights
+    that were given since the run began, beside those of the configuration (AddReward)."""
 
     group: Name
     prompt_index: int

@@ -49,9 +49,9 @@ class Probes:
     def begin(self, lineage: int, version: int, groups: Sequence[Group]) -> None:
         """Ask the generators, at the start of a step on these groups, which trains this version."""
         probe = probe_of(groups) if measures_gaps(self._trainer.config) else None
-        self._current = check = None if probe is None else _Check(lineage, version, probe)
-        if check is None:
+        if probe is None:
             return
+        self._current = check = _Check(lineage, version, probe)
         for generator in self._trainer.with_role("generator"):
             if generator.identity not in self._asking:
                 self._trainer.spawn(self._ask(generator, check), "compare an engine")
@@ -71,9 +71,9 @@ class Probes:
     def result(self, logprobs: np.ndarray | None) -> float | None:
         """The largest gap of the engines that have answered since the last step; None: none has. logprobs: float32, the
         trainer's for each token of the batch, in the order of TokenValues; 0 where a token is not in the loss."""
-        if self._current is not None and logprobs is not None:
-            probe = self._current.probe
-            self._current.ours = logprobs[probe.start + probe.sampled]
+        current, self._current = self._current, None
+        if current is not None and logprobs is not None:
+            current.ours = logprobs[current.probe.start + current.probe.sampled]
         gaps = []
         for engine, check, theirs in self._answers:
             if check.ours is not None and check.ours.any() and len(theirs) == len(check.probe.tokens) - 1:

@@ -367,6 +367,11 @@ def _entropy(entropy: Curve, reward: Curve, guard: Mapping[str, float]) -> Itera
         yield _alert("entropy collapse", entropy, first, sentence)
 
 
+def unusual_gap(usual: float) -> float:
+    """From where on the gap of an engine is unusual, nats; usual: its median."""
+    return max(TIMES_USUAL * usual, LEAST_GAP)
+
+
 def _ranges(records: Sequence[Mapping[str, Any]], guard: Mapping[str, float]) -> Iterator[Alert]:
     size, limit = Curve.of(records, "effective_sample_size"), guard.get("effective_sample_size", 0.0)
     if first := size.since(size.means < max(SAMPLE_SIZE, 2 * limit)):
@@ -386,7 +391,7 @@ def _ranges(records: Sequence[Mapping[str, Any]], guard: Mapping[str, float]) ->
     limit = guard.get("logprob_gap", 0.0)
     for name in ("logprob_gap", "engine_gap"):
         gap = Curve.of(records, name)
-        unusual = max(TIMES_USUAL * gap.level, LEAST_GAP) if name == "engine_gap" and gap.level > 0 else GAP
+        unusual = unusual_gap(gap.level) if name == "engine_gap" and gap.level > 0 else GAP
         if first := gap.since(gap.values > min(GAP, unusual, limit / 2 if limit else GAP)):
             near = f" (the guard ends the run above {limit:g})" * bool(limit)
             sentence = (

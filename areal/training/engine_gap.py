@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from areal.observe.alerts import GAP, unusual_gap
 from areal.trajectory import Group
 
 PROBE_TOKENS = 256
 """An engine computes the logits of all of them at once, in fp32."""
-# A gap is unusual if it is so many times as large as the engines' gaps as a rule, and above what fp32 leaves of sums.
-TIMES, LEAST = 10.0, 1e-5
-# What the gap is as a rule is known from so many on. A larger one than this is unusual before.
-KNOWN, AT_FIRST = 3, 0.05
+# What the gap is as a rule is known from so many on. One above that of the alert is unusual before.
+KNOWN = 3
 KEPT = 64
 
 
@@ -54,15 +53,15 @@ class EngineGaps:
 
     def add(self, engine: str, version: int, gap: float) -> str | None:
         """Add a gap. Returns a sentence if it is far larger than those before, for the first of such in a row."""
-        usual = median(self._usual) if len(self._usual) >= KNOWN else AT_FIRST / TIMES
-        if gap <= max(TIMES * usual, LEAST):  # NaN is unusual
+        known = len(self._usual) >= KNOWN
+        if gap <= (unusual_gap(median(self._usual)) if known else GAP):  # NaN is unusual
             self._usual.append(gap)
             self._unusual.discard(engine)
             return None
         if engine in self._unusual:
             return None
         self._unusual.add(engine)
-        before = f"usually {usual:.1e}" if len(self._usual) >= KNOWN else f"at most {AT_FIRST:g} is expected"
+        before = f"usually {median(self._usual):.1e}" if known else f"at most {GAP:g} is expected"
         return (
             f"{engine} computes log-probs {gap:.1e} nats a token from the trainer's under version {version}; {before}: "
             f"its weights are not those of this version, or its kernels are wrong. If it stays so, end that process: "
