@@ -218,10 +218,10 @@ def start_roles(roles: list[str], arguments: argparse.Namespace) -> int:
     return run_role(roles[0], arguments) if len(roles) == 1 else run_roles(roles, arguments)
 
 
-def keep_keys(keys: str | None) -> None:
+def keep_keys(keys: str | Path | None) -> None:
     """Set the folder of the keys, for this process and for all processes that it starts."""
     if keys:
-        os.environ[KEYS] = keys
+        os.environ[KEYS] = str(keys)
 
 
 def configuration(arguments: argparse.Namespace) -> Config:

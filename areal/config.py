@@ -961,7 +961,7 @@ class MasterConfig(Section):
 class NetworkConfig(Section):
     """How actors reach each other (docs/security.md). Roles started by hand have command-line options for the same."""
 
-    keys: str | None = Field(
+    keys: Place | None = Field(
         None,
         description="folder made by `python -m areal keys`, required if the master listens beyond this machine; null: "
         "AREAL_KEYS, or on one machine keys of the run's own",
@@ -1074,7 +1074,7 @@ class Config(ScoringConfig):
                     f"rollout_manager.workflow=verifiers needs the rows of a verifiers environment, but the source is "
                     f"{part.source!r}: set data.source=verifiers:NAME"
                 )
-        if self.reward.functions:
+        if self.reward.functions or self.rollout_manager.gives_rewards:
             return
         for part in self.data.parts:
             if self.needs_reward and not part.reward:
@@ -1178,8 +1178,9 @@ class Config(ScoringConfig):
 
     @property
     def needs_reward(self) -> bool:
-        """Whether the run learns from rewards, or shows them."""
-        return not self.steps or not self.trainer.teacher_coef or self.data.eval_size > 0
+        """Whether the run learns from rewards of its own, or shows them."""
+        learns = not self.steps or not self.trainer.teacher_coef or self.data.eval_size > 0
+        return learns and not self.rollout_manager.gives_rewards
 
     @property
     def used_scorers(self) -> list[str]:
@@ -1457,10 +1458,16 @@ def _unquoted(text: str) -> str:
     return inner.replace("''", "'") if quote == "'" else inner
 
 
+def _parts(key: str) -> list[str]:
+    """The parts of a key. The name of a reward is one, whatever dots it has: reward.options.judges.py:Judge.model."""
+    named = re.fullmatch(r"(reward|data)\.(options|functions|reward)\.([^:]+:[^.]+)(.*)", key)
+    return [*named.groups()[:3], *named[4].split(".")[1:]] if named else key.split(".")
+
+
 def _annotation(kind: type[Section], key: str) -> Any:
     """The type of a key with dots; None if it is not known."""
     annotation: Any = kind
-    for part in key.split("."):
+    for part in _parts(key):
         if get_origin(annotation) is dict:
             annotation = get_args(annotation)[1]
         elif (section := section_in(annotation)) and part in section.model_fields:
@@ -1482,7 +1489,7 @@ def _forget_source(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _set(values: dict[str, Any], key: str, value: Any, override: str) -> None:
-    *sections, last = key.split(".")
+    *sections, last = _parts(key)
     for section in sections:
         if values.get(section) is None:  # left out, or written as null
             values[section] = {}

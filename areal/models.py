@@ -9,7 +9,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +113,10 @@ def context_of(folder: Path) -> int | None:
     return int(longest * factor) if longest and stretched else longest
 
 
-def check_adapters(folder: Path, lora: LoraConfig) -> None:
-    """Raise UserError if the model in `folder` lacks one of the layers that `lora` names; peft refuses only if it lacks
-    all."""
-    layers = {name.removesuffix(".weight").rpartition(".")[2] for name in weight_sizes(folder) if "." in name}
+def check_adapters(model: object, weights: Iterable[str], lora: LoraConfig) -> None:
+    """Raise UserError if a model with weights of these names lacks one of the layers that `lora` names; peft refuses
+    only if it lacks all."""
+    layers = {name.removesuffix(".weight").rpartition(".")[2] for name in weights if "." in name}
     names = [] if lora.target_modules == "all-linear" else lora.target_modules
     for name in names:
         last = name.rpartition(".")[2]
@@ -124,7 +124,7 @@ def check_adapters(folder: Path, lora: LoraConfig) -> None:
             close = difflib.get_close_matches(last, layers, 1)
             known = ", ".join(sorted(layer for layer in layers if layer.endswith("proj"))) or ", ".join(sorted(layers))
             raise UserError(
-                f"trainer.lora.target_modules names {name!r}, but the model {folder} has no such layer: "
+                f"trainer.lora.target_modules names {name!r}, but the model {model} has no such layer: "
                 f"{f'did you mean {close[0]}?' if close else f'it has {known}.'}"
             )
 

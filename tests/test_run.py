@@ -362,6 +362,7 @@ def test_what_is_automatic_depends_on_the_devices_of_the_trainer(
 
 
 PLAIN = "def plain(session, row):\n    return None\n"
+JUDGE = "class Judge:\n    def __init__(self, address, model): ...\n    def score(self, prompt, completion, row): ...\n"
 
 
 @pytest.mark.parametrize(
@@ -374,6 +375,11 @@ PLAIN = "def plain(session, row):\n    return None\n"
         (["network.keys=no_such_folder"], "There are no keys in"),
         (["run_dir=rows.jsonl"], "run folder rows.jsonl/test cannot be used"),
         (["trainer.lora.target_modules=[q_proj,v_porj]"], "no such layer: did you mean v_proj?"),
+        (["model=quickstart", "trainer.lora.target_modules=[q_prok]"], "model quickstart has no such layer: did you"),
+        (
+            ["reward.functions=judges.py:Judge", "reward.options.judges.py:Judge.model=x"],
+            "required argument: 'address'",
+        ),
         (["sampling.max_new_tokens=512"], "has room for 512 tokens of prompt and completion: lower it"),
         (["generator.max_model_len=513"], "but the model"),
         (["network.ports=[20000, 20002]"], "network.ports has 3 ports, but each of 4 processes listens at one"),
@@ -401,6 +407,7 @@ def test_a_dry_run_finds_what_a_start_would(small, tmp_path, monkeypatch, capsys
     Path("rows.jsonl").write_text(ROW)
     Path("words.jsonl").write_text('{"prompt": "one and two", "answer": "three"}\n')
     Path("plain.py").write_text(PLAIN)
+    Path("judges.py").write_text(JUDGE)
     Path("twice.yaml").write_text("steps: 1\nname: a\nsteps: 2\n")
     Path("binary.yaml").write_bytes(b"\x80\x81\xff")
     monkeypatch.setattr(

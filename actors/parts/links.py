@@ -103,7 +103,7 @@ def check_this_node(config: Config) -> list[Finding]:
     return [_keys(config.network.keys or os.environ.get(KEYS), host), _port(config.master.address)]
 
 
-def _keys(keys: str | None, host: str) -> Finding:
+def _keys(keys: str | Path | None, host: str) -> Finding:
     if keys is None and is_loopback(host):
         return Finding("keys", "ok", "a run on one machine makes its own")
     try:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.parts.calls import Call, SampleState
+from actors.parts.calls import Call, SampleFailed, SampleState
 from actors.parts.services import Generators, Services
 from areal.config import SamplingConfig
 from areal.data.rows import Row, prompt_text
@@ -202,6 +202,8 @@ class SampleSession(SampleState):
         attempt."""
         services, row = self._services, self._row
         weights = row.reward or {**services.config.reward.functions, **self._changed_weights}
+        if not weights and services.config.rollout_manager.gives_rewards:
+            raise SampleFailed("workflow", "the workflow gave no reward, and the run has none: set reward.functions")
         prompt, own_tokens = prompt_text(row.prompt), None if tokens is None else np.asarray(tokens, np.int32)
         with self._waiting():
             results = await all_scored(

@@ -54,7 +54,7 @@ DEFAULTS = {
     "steps": 1, "batch_size": 8, "group_size": 8, "sampling": {"max_new_tokens": 1024},
     "reward": {"functions": "exact_match"},
 }  # fmt: skip
-_OVERRIDE = re.compile(r"[\w.]+=")
+_OVERRIDE = re.compile(r"(?:[\w.]+|reward\.[\w.:/-]+)=")
 _FUNCTION = re.compile(r"(\S+\.py|[\w.]+):[A-Za-z_]\w*")
 
 

@@ -36,8 +36,9 @@ from areal.workflows.builtin import resolve_workflow, texts_of
 
 # How long vLLM may take to load its parsers: 6 s on a machine that is free.
 PARSERS_SECONDS = 120.0
-# The most tokens of a sequence of the quickstart's model (areal.data.quickstart, which imports torch).
+# The most tokens of a sequence of the quickstart's model, and its layers (areal.data.quickstart, which imports torch).
 QUICKSTART_CONTEXT = 512
+QUICKSTART_LAYERS = [f"layers.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 # More engines than this for each core are a mistake.
 MOST_ENGINES_PER_CORE = 8
 # The least memory of an engine's process and of a trainer's rank on a CPU, beside weights, KV cache and activations.
@@ -153,7 +154,7 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
     context = context_of(folder)
     check_context(config, context, f"the model {folder}")
     if config.trainer.lora:
-        check_adapters(folder, config.trainer.lora)
+        check_adapters(folder, weight_sizes(folder), config.trainer.lora)
     if config.rollout_manager.names_parsers:
         check_parsers(config, folder)
     tokenizer = load_tokenizer(str(folder), config.data)
@@ -173,6 +174,8 @@ def check_model(config: Config, folder: Path, source: PromptSource, *, weights: 
 def check_quickstart(config: Config, source: PromptSource) -> None:
     """As `check_model`, for the quickstart's model, which need not be there. Raises UserError."""
     check_context(config, QUICKSTART_CONTEXT, "model=quickstart")
+    if config.trainer.lora:
+        check_adapters("quickstart", QUICKSTART_LAYERS, config.trainer.lora)
     workflow = config.rollout_manager.workflow
     texts = {f"the workflow {workflow}": texts_of(workflow, config.rollout_manager.workflow_options)}
     if config.data.parts:

@@ -12,11 +12,13 @@ from areal.config import (
     BenchmarkConfig,
     Config,
     EvaluatorConfig,
+    NetworkConfig,
     RowsConfig,
     TrainerConfig,
     UserError,
     dump_config,
     load_config,
+    overridden,
 )
 from areal.engine_options import vllm_conflicts
 from areal.generation.engine import _engine_args
@@ -135,6 +137,15 @@ def test_other_overrides_are_yaml_and_paths_may_begin_with_the_users_folder(monk
     assert evaluator("benchmarks.gsm8k.prompt_template={{ q }}").benchmarks["gsm8k"].prompt_template == "{{ q }}"
     with pytest.raises(UserError, match="has the key 'a' twice, in lines 1 and 1: remove one"):
         data_with("options={a: 1, a: 2}")
+    assert load_config(None, ["keys=~/keys"], NetworkConfig).keys == Path("/home/me/keys")
+
+
+def test_the_name_of_a_reward_is_one_part_of_a_key_whatever_dots_it_has():
+    name, module = "my/judges.py:Judge", "pkg.judges:Judge"
+    set_keys = [f"reward.options.{name}.model.size=2", f"reward.functions.{module}=0.5", "reward.options.code.a=1"]
+    assert overridden({}, set_keys)["reward"] == {
+        "options": {name: {"model": {"size": 2}}, "code": {"a": 1}}, "functions": {module: 0.5}
+    }  # fmt: skip
 
 
 def test_another_source_leaves_behind_what_belongs_to_the_old_one(tmp_path):
@@ -305,8 +316,11 @@ def test_rewards_may_come_from_the_sources_alone():
     assert Config.model_validate(yaml.safe_load(dump_config(config))) == config
     with pytest.raises(UserError, match="rows of data.source 'addition' have no reward"):
         load_config(None, [*settings, "data.sources=[{source: addition}, {source: x, reward: math}]"])
+    settings += ["data.source=addition", "evaluator.benchmarks={sums: {source: addition, size: 8}}"]
     with pytest.raises(UserError, match=r"reward.functions is missing|have no reward"):
-        load_config(None, [*settings, "data.source=addition"])
+        load_config(None, settings)
+    agent = "{agent: mine:solve, agent_reward: true}"
+    load_config(None, [*settings, "rollout_manager.workflow=agent", f"rollout_manager.workflow_options={agent}"])
 
 
 def test_turns_need_sequences_that_stop_and_a_state_that_is_on_the_devices():

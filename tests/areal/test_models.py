@@ -117,10 +117,11 @@ def test_a_damaged_model_is_told(tmp_path, tiny_model):
 
 
 def test_each_layer_that_gets_an_adapter_has_to_be_there(tiny_model):
-    check_adapters(tiny_model, LoraConfig())
-    check_adapters(tiny_model, LoraConfig(target_modules=["q_proj", "self_attn.v_proj"]))
-    assert sum(weight_sizes(tiny_model).values()) > 700_000
+    weights = weight_sizes(tiny_model)
+    check_adapters(tiny_model, weights, LoraConfig())
+    check_adapters(tiny_model, weights, LoraConfig(target_modules=["q_proj", "self_attn.v_proj"]))
+    assert sum(weights.values()) > 700_000
     with pytest.raises(UserError, match=r"names 'o_prj', but the model .* has no such layer: did you mean o_proj?"):
-        check_adapters(tiny_model, LoraConfig(target_modules=["q_proj", "o_prj"]))
+        check_adapters(tiny_model, weights, LoraConfig(target_modules=["q_proj", "o_prj"]))
     with pytest.raises(UserError, match=r"no such layer: it has down_proj, gate_proj, k_proj"):
-        check_adapters(tiny_model, LoraConfig(target_modules=["Wxyz"]))
+        check_adapters(tiny_model, weights, LoraConfig(target_modules=["Wxyz"]))

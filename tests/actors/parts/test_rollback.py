@@ -55,6 +55,8 @@ def config(tmp_path: Path) -> Config:
         metrics |= {"trainer_wait_seconds": 0.0, "publish_wait_seconds": 0.0}
         state.emit("stepped", metrics=metrics, groups=list(batch))
         folder.append_metrics(metrics)
+        if step == 3:
+            state.emit("reward_added", prompt=state.ledger.next_prompt, name="own:late", weight=0.5)
         if step % EVERY == 0:
             journal.keep(step, state.dump(), 5)
             checkpoint_of(folder.path, step).mkdir(parents=True)
@@ -124,6 +126,14 @@ def test_an_older_checkpoint_makes_the_newer_ones_history(config):
     assert [change["step"] for change in read_metrics(config.folder / CHANGES)] == [2, 3]
     with pytest.raises(UserError, match=r"no checkpoint of step 4 to go back to: choose --from-step from 2\.$"):
         check_record(config, from_step=4)
+
+
+@pytest.mark.parametrize(("version", "weights"), [(4, {"own:late": 0.5}), (2, {})])
+def test_the_run_has_the_added_rewards_of_the_checkpoint_that_it_goes_back_to(config, version, weights):
+    check_record(config, from_step=version)
+    state = state_of(config)
+    assert state.rewards_of(state.ledger.next_prompt) == weights
+    assert state.reward_names == {"addition", *weights}
 
 
 @pytest.mark.parametrize("loss", ["missing", "no database", "a flipped bit"])

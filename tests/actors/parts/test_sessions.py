@@ -320,6 +320,14 @@ async def test_a_single_reward_is_the_score_and_no_part_of_it():
     assert cluster.asked[0].tokens is None
 
 
+async def test_a_sample_that_nothing_scores_fails_where_its_workflow_is_to_give_the_reward():
+    cluster = Rewards()
+    settings = {"reward": {}, "rollout_manager": {"workflow": "agent", "workflow_options": {"agent_reward": True}}}
+    cluster.config = Config.model_validate(cluster.config.model_dump() | settings)
+    with pytest.raises(SampleFailed, match="the workflow gave no reward, and the run has none"):
+        await cluster.session().score("done")
+
+
 async def test_a_failure_is_told_once_a_completion_and_a_lost_actor_is_none(unhurried):
     answers = [BusyError("later"), RefusedError("KeyError"), RefusedError("KeyError"), Result(1.0, {})]
     cluster = Rewards(addition=answers)

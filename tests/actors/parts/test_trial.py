@@ -120,6 +120,7 @@ def test_a_trial_that_is_stopped_leaves_no_process(folder, tiny_model, sign):
         (["python agent.py", "x"], "'python agent.py' and 'x' are two agents: quote a command with arguments."),
         (["mine.py:hangs", "--model", "none"], "There is no model folder none"),
         (["mine.py:hangs", "reward.functions=jury"], "there is no reward 'jury'"),
+        (["mine.py:hangs", "reward.functions=no.py:J", "reward.options.no.py:J.model=x"], "'no.py:J'"),
         (["mine.py:hangs", "--row", "none.jsonl"], "cannot be read .No such file or directory.: correct the path"),
         (["mine.py:hangs", "--row", "rows.jsonl", "--index", "2"], "has no row 2, counted from 0"),
         (["mine.py:hangs", "--index", "-1"], "--index is -1, but rows are counted from 0"),

@@ -169,7 +169,9 @@ def test_more_threads_of_engines_than_cores_are_told(monkeypatch, capsys):
     assert "Note: 3 engines with 1 threads each share the 2 cores" in capsys.readouterr().err
 
 
-def test_the_context_of_the_quickstarts_model_is_known():
-    from areal.data.quickstart import MAX_LENGTH
+def test_the_context_and_the_layers_of_the_quickstarts_model_are_known():
+    from areal.data.quickstart import MAX_LENGTH, make_model, make_tokenizer
 
     assert preflight.QUICKSTART_CONTEXT == MAX_LENGTH
+    layers = {name.rpartition(".")[2] for name, _ in make_model(make_tokenizer()).named_modules() if "proj" in name}
+    assert {name.removeprefix("layers.") for name in preflight.QUICKSTART_LAYERS} == layers
