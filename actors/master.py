@@ -639,7 +639,6 @@ class Master(HandlesRequests):
             lineage=self.state.lineage,
             version=self.ledger.version,
             checkpoint_version=self.state.checkpoint_version,
-            checkpoint=self.state.checkpoint,
             drop=self._needless(request.message.spooled),
             covered=self.ledger.covered,
         )

@@ -56,7 +56,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, m
 
 from protocols.errors import BusError, text_of
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 
 T = TypeVar("T")
 Name = Annotated[str, Field(max_length=256)]
@@ -707,16 +707,15 @@ class AskRecovery(Message):
 
 
 class Recovery(Message):
-    """What a starting trainer has to do: load `checkpoint` (None: the run's model), which is version
-    `checkpoint_version`; redo the logged batches up to `version`; publish that version under `lineage`. The payloads of
-    the groups in `drop`, one a line, are no longer needed. `covered`: the steps from this version on can be redone; it
-    is that of the checkpoint before, if there is one. `run`: the identity of the run."""
+    """What a starting trainer has to do: load the checkpoint of `checkpoint_version` (0: the run's model); redo the
+    logged batches up to `version`; publish that version under `lineage`. The payloads of the groups in `drop`, one a
+    line, are no longer needed. `covered`: the steps from this version on can be redone; it is that of the checkpoint
+    before, if there is one. `run`: the identity of the run."""
 
     run: str
     lineage: int
     version: int
     checkpoint_version: int
-    checkpoint: str | None
     covered: int
     drop: str
 

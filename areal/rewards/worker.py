@@ -38,6 +38,7 @@ LENGTH = struct.Struct(">I")
 MAX_REASON_CHARACTERS = 500
 # A worker whose call fails while it has this share of its memory in use is taken to have failed for lack of more.
 FULL = 7 / 8
+_printed: set[tuple[tuple[str, int | None], ...]] = set()
 
 
 def main() -> None:
@@ -79,13 +80,21 @@ def _judged(score: Callable[[], Any]) -> list[Any]:
     except RewardError as error:
         return ["raised", str(error)[:MAX_REASON_CHARACTERS]]
     except (Exception, SystemExit) as error:  # the user's function runs here and may raise anything
-        traceback.print_exc()
+        _print_first(error)
         kind = "memory" if isinstance(error, MemoryError) else "raised"
         return [kind, f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS]]
     try:
         return ["score", as_result(value)]
     except RewardError as error:
         return ["not_finite", str(error)]
+
+
+def _print_first(error: BaseException) -> None:
+    """Print the traceback of the first error from each place: while a service is down, all calls raise the same."""
+    place = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+    if place not in _printed:
+        _printed.add(place)
+        traceback.print_exception(error)
 
 
 def _value(runner: asyncio.Runner, reward: RewardFunction, arguments: list[Any]) -> Any:

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -150,7 +149,8 @@ def running_out(free: Sequence[float]) -> str | None:
     free = free[-STEPS_LOOKED_AT:]
     if len(free) < LEAST_STEPS:
         return None
-    largest = max(earlier - later for earlier, later in pairwise(free))
+    # What came back later, such as a file that was removed again, was taken by no step.
+    largest = max(earlier - max(free[step:]) for step, earlier in enumerate(free[:-1], 1))
     each = (free[0] - free[-1]) / (len(free) - 1)
     if free[-1] < 2 * largest:
         why = f"and one step took {_gib(largest)}"

@@ -213,14 +213,17 @@ async def test_an_async_call_that_costs_the_process_is_found_and_the_others_are_
         assert await score(pool, "own:leaves_late", "", "0.1", {}) == 1.0
 
 
-async def test_a_failure_is_told_by_kind_and_never_a_score():
+async def test_a_failure_is_told_by_kind_and_never_a_score(capfd):
     async with pool_of("raises", "exits", "nan", "text", "echo") as pool:
-        assert await failure(pool, "own:raises") == ("raised", "KeyError: 'no such thing'")
+        for _ in range(2):
+            assert await failure(pool, "own:raises") == ("raised", "KeyError: 'no such thing'")
         assert await failure(pool, "own:exits") == ("raised", "SystemExit: bye")
         assert (await failure(pool, "own:nan"))[0] == "not_finite"
         assert (await failure(pool, "own:text"))[0] == "not_finite"
         assert (await failure(pool, "own:other"))[0] == "unknown"
         assert await score(pool, "own:echo", "", "1", {}) == 1.0
+    told = capfd.readouterr().err
+    assert told.count("raise KeyError") == 1 and told.count('sys.exit("bye")') == 1  # one traceback from each place
 
 
 async def test_a_hung_worker_is_killed_with_its_children_and_replaced(tmp_path):

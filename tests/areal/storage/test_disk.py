@@ -323,4 +323,6 @@ def test_a_disk_that_fills_is_told_before_it_is_full():
     assert "about 31 steps" in (running_out([40 * gib - step * gib for step in range(10)]) or "")
     checkpoints = [100, 100, 100, 60, 60, 60, 60, 60, 60, 60]
     assert "one step took 40 GiB" in (running_out([free * gib for free in checkpoints]) or "")
+    passing = [100, 99, 98, 20, 20, 95, 94]
+    assert running_out([free * gib for free in passing[:5]]) and not running_out([free * gib for free in passing])
     assert running_out([gib] * 10) is None and running_out([4 * gib, 3 * gib]) is None
