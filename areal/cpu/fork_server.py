@@ -35,6 +35,7 @@ READ_EARLY = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_", PRELOAD, "TO
 # Of glibc's mallopt, by the environment variable.
 MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
 
+_spawn = util.spawnv_passfds
 _environment: dict[str, str] = {}  # of these, as they were when the fork server was started
 
 
@@ -52,11 +53,11 @@ def start_fork_server() -> None:
     with importing():
         for name in IMPORTED:
             importlib.import_module(name)
-    spawn, util.spawnv_passfds = util.spawnv_passfds, _fork
+    util.spawnv_passfds = _fork
     try:
         forkserver.ensure_running()
     finally:
-        util.spawnv_passfds = spawn
+        util.spawnv_passfds = _spawn
 
 
 def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
@@ -65,6 +66,7 @@ def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     gc.freeze()  # else garbage collection in the child would copy every page that it shares with this process
     if pid := os.fork():
         return pid
+    util.spawnv_passfds = _spawn  # an engine of several devices spawns its workers
     try:
         setproctitle.setproctitle("areal forkserver of vLLM")
         open_files = {0, 1, 2, *passfds}

@@ -128,8 +128,11 @@ async def train(config: Config, run, name: str, kill_at: int | None = None, rend
         await manager.feed(trainer)
         await manager.until_trained(version + 1)
         if version + 1 == kill_at:
+            async with asyncio.timeout(SECONDS):
+                while not (saved := checkpoint_of(config.folder, 2)).exists():  # noqa: ASYNC110 - beside step 3
+                    await asyncio.sleep(0.1)
             processes[0].kill()
-            flip_a_bit(checkpoint_of(config.folder, 2) / "training" / "rank_00000-of-00001.safetensors")
+            flip_a_bit(saved / "training" / "rank_00000-of-00001.safetensors")
             processes = start_trainer(config, run, rendezvous)
             trainer = await manager.trainer(not_this=trainer)
             assert (await manager.status())["lineage"] == 1

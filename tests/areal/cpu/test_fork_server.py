@@ -95,3 +95,26 @@ def test_an_engine_process_is_forked_unless_the_environment_has_changed(tmp_path
             changed.setenv(name, value)
             with forked_engines():
                 assert facts_of_a_process(tmp_path / name) == [os.getpid(), late]
+
+
+SPAWNING = """
+import multiprocessing, sys
+from areal.cpu import fork_server
+
+def start(method, *functions):
+    process = multiprocessing.get_context(method).Process(target=functions[0], args=functions[1:])
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+
+if __name__ == "__main__":
+    fork_server.IMPORTED = []
+    fork_server.start_fork_server()
+    start("forkserver", start, "spawn", print, "spawned")
+"""
+
+
+def test_an_engine_of_several_devices_spawns_its_workers(tmp_path):
+    (tmp_path / "start.py").write_text(SPAWNING)
+    done = subprocess.run([sys.executable, str(tmp_path / "start.py")], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "spawned\n")
