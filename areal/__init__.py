@@ -17,9 +17,12 @@ _LATE = dict.fromkeys(("LiveRun", "RunFailed", "join", "start", "train"), "actor
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("areal-as-actors")
+        try:
+            return version("areal-as-actors")
+        except PackageNotFoundError:
+            return "unknown"  # a clone whose packages were installed by hand
     if name not in _LATE:
         raise AttributeError(f"module 'areal' has no attribute {name!r}")
     return getattr(import_module(_LATE[name]), name)

@@ -27,6 +27,8 @@ from areal.processes import die_with_parent
 
 LINES = 12
 """Of its output that are shown of a process that has died."""
+LOG_LINES = 400
+"""Of its output that selftest.json keeps of a check that has failed."""
 END_SECONDS = 10.0
 
 
@@ -93,8 +95,11 @@ class CheckProcess:
     @property
     def last_words(self) -> str:
         """The end of what the process has printed."""
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return "\n".join(lines[-LINES:]) or "it printed nothing"
+        return "\n".join(self.last_lines(LINES)) or "it printed nothing"
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines that the process has printed, without empty ones."""
+        return [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()][-count:]
 
     def close(self) -> None:
         """Have the process end."""

@@ -27,7 +27,7 @@ from areal.devices import deal_out, visible_devices
 from areal.models import with_folders
 from areal.processes import torchrun
 from areal.roles import ROLES
-from areal.selftest.child import LINES, CheckProcess, ChildFailed, ChildGone, ChildSlow
+from areal.selftest.child import LINES, LOG_LINES, CheckProcess, ChildFailed, ChildGone, ChildSlow
 from areal.selftest.engines import (
     COMPARED,
     DIRECT,
@@ -236,7 +236,8 @@ class SelfTest:
             return None
         except ChildFailed as error:
             advice = SLOW if isinstance(error, ChildSlow) else REPORT
-            self.add(model, [Finding(name, "FAILED", str(error), advice) for name in sorted(finds) or [order]])
+            log = {"log": child.last_lines(LOG_LINES)}
+            self.add(model, [Finding(name, "FAILED", str(error), advice, log) for name in sorted(finds) or [order]])
             return None
         if isinstance(answer, list):
             self.add(model, [Finding(**values) for values in answer])

@@ -14,10 +14,10 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TypeVar
 
+import areal
 from areal.config import UserError
 
 Store = TypeVar("Store")
@@ -27,7 +27,6 @@ LOCK_ATTEMPTS = 100
 LOCK_RETRY_SECONDS = 0.1
 # What a file says of itself: `run`, the identity of its run; `program`, the version of the program that used it last.
 FACTS = "CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);"
-PROGRAM = "areal-as-actors"
 LOG_HEADER_BYTES = 32
 
 
@@ -105,7 +104,7 @@ def note(connection: sqlite3.Connection, name: str, value: str) -> None:
 
 
 def note_program(connection: sqlite3.Connection) -> None:
-    note(connection, "program", f"version {version_of(PROGRAM)}")
+    note(connection, "program", f"version {areal.__version__}")
 
 
 def new_identity() -> str:

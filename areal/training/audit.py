@@ -14,7 +14,6 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version as version_of_package
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+import areal
 from areal.command_line import output as terminal
 from areal.config import Config, UserError
 from areal.devices import set_allocator
@@ -37,7 +37,7 @@ from areal.staleness.ledger import (
     event_of,
 )
 from areal.storage import rollouts
-from areal.storage.database import PROGRAM, copy_store
+from areal.storage.database import copy_store
 from areal.storage.journal import Journal
 from areal.storage.run_folder import (
     changed_back,
@@ -141,7 +141,7 @@ class Audit:
             "weights": self.summary.get("weights"), "replayed": self.replayed, "full": self.full,
             "ok": all(finding.result == "holds" for finding in findings),
             "findings": [{"result": finding.result, **asdict(finding)} for finding in findings],
-            "program": version_of_package(PROGRAM), "time": began, "seconds": time.time() - began,
+            "program": areal.__version__, "time": began, "seconds": time.time() - began,
         }  # fmt: skip
 
     # --- the journal

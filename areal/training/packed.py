@@ -36,6 +36,9 @@ log = structlog.get_logger()
 FLASH, PACKED_FLEX, PACKED_SDPA = "flash_attention_2", "packed_flex", "packed_sdpa"
 MASK_BLOCK = 128
 """Tokens a block of flex attention's mask, PyTorch's default."""
+FLEX_KERNEL = {"BACKEND": "TRITON"}
+"""For rows below 128 tokens, torch would take its kernel for decoding, which does not compile if a head of keys has
+more than MASK_BLOCK queries: from 33 tokens on where four heads share a key."""
 FLEX_GRAPHS = 64
 """Most graphs of flex attention. A run has 6 to 12; PyTorch's own limit is 8."""
 QUERIES_AT_ONCE = 512
@@ -427,7 +430,10 @@ def packed_flex(
     mask = mask_of(sliding_window if sliding_window is not None and max(row.lengths) > sliding_window else None)
     attend = _compiled_flex() if query.is_cuda else flex_attention
     grouped = query.shape[1] != key.shape[1]
-    return attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped).transpose(1, 2), None
+    output = attend(
+        query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped, kernel_options=FLEX_KERNEL
+    )  # fmt: skip
+    return output.transpose(1, 2), None
 
 
 @cache

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import structlog
 
+import areal
 from areal.__main__ import RUN, command_line, main
 from areal.processes import ROOT
 
@@ -31,6 +32,12 @@ TOOLS = {name: tool for name, tool in CHOICES.items() if name not in RUN}
 def test_the_console_script_is_the_module():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert EntryPoint("areal", scripts["areal"], "console_scripts").load() is main
+
+
+def test_a_clone_that_is_not_installed_has_a_version_too(monkeypatch):
+    assert areal.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    monkeypatch.setattr("importlib.metadata.Distribution.discover", lambda **where: iter(()))
+    assert areal.__version__ == "unknown"
 
 
 def test_every_tool_is_there():

@@ -47,7 +47,7 @@ def ask(child, order, seconds=60.0, **arguments):
 def test_orders_are_answered_one_after_another_whatever_is_printed(child):
     assert ask(child, "fine", text="é")[0]["measured"] == "é"
     assert ask(child, "later") == {"a": 1}
-    assert "noise" in child.last_words
+    assert "noise" in child.last_words and child.last_lines(400)[-1:] == child.last_lines(1)
 
 
 @pytest.mark.parametrize(

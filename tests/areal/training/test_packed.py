@@ -216,6 +216,15 @@ def test_flex_attention_sees_the_same_tree(model, groups):
     torch.testing.assert_close(logps_of(model, row, PACKED_FLEX), logps_of(model, row), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("T", [13, 127])
+def test_short_rows_do_not_take_the_kernel_for_decoding_which_lacks_their_shapes(monkeypatch, T):
+    kernels = []
+    monkeypatch.setattr(packed, "flex_attention", lambda query, *_, **options: kernels.append(options) or query)
+    query, row = torch.randn(1, 8, T, 16), empty_row(CPU, T)
+    packed.packed_flex(None, query, query[:, :2], query[:, :2], None, **attention_kwargs(row, PACKED_FLEX))
+    assert kernels[0]["kernel_options"] == {"BACKEND": "TRITON"}
+
+
 def compiled_flex(monkeypatch):
     """As on a GPU, but compiled to what CPUs can do."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # a generator's process has it
